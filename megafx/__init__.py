@@ -1,0 +1,1 @@
+"""megafx: a plain eager PyTorch transformer becomes a fused, tensor-parallel one."""

@@ -1,0 +1,60 @@
+"""Errors that name the user's module path and source line, what was found, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of the user's own model code: `file:line` and the code on it."""
+
+    file: str
+    line: int
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f" `{self.code}`" if self.code else "")
+
+
+class MegafxError(Exception):
+    """Base of every error that megafx raises on purpose.
+
+    found: what was found; fix: what to do about it; module: FQN in the user's model; source: the user's line.
+    """
+
+    def __init__(
+        self, found: str, *, fix: str = "", module: str | None = None, source: SourceLine | None = None
+    ) -> None:
+        self.found, self.fix, self.module, self.source = found, fix, module, source
+        where = []
+        if module is not None:
+            where.append(f"in module '{module or '<root>'}'")
+        if source is not None:
+            where.append(f"at {source}")
+        text = found + (f"\n  {' '.join(where)}" if where else "") + (f"\n  fix: {fix}" if fix else "")
+        super().__init__(text)
+
+
+class ConfigError(MegafxError, ValueError):
+    """A Config field is out of range, unknown, or contradicts another."""
+
+
+class CaptureError(MegafxError):
+    """The model (or this call of it) cannot be captured as one graph."""
+
+
+class PlanError(MegafxError):
+    """No plan satisfies the constraints (an override that matches nothing or cannot be met)."""
+
+
+class PlacementError(MegafxError):
+    """The type checker found a value used at a placement that it does not have."""
+
+
+class AgreementError(MegafxError):
+    """Ranks disagree on weights, plan, inputs or world size."""
+
+
+class UsageError(MegafxError):
+    """The parallelized model is used in a way that would be silently wrong."""

@@ -1,0 +1,174 @@
+"""The intermediate form: a `Program` is a flat ATen graph with named inputs and outputs.
+
+Meta keys of a node (the only ones that passes may rely on):
+
+    val        FakeTensor, SymInt or tuple of them; global shapes until `localize_shapes`, one rank's afterwards
+    source     SourceLine of the user's code
+    fqn        path of the user's module that the node belongs to ('' is the root)
+    made_by    tuple of pass names that made or rewrote the node; () is capture
+    placement  Placement of the value, from `insert_collectives` on (absent: a replicated value that needs no gradient)
+    phase      'backward' on backward nodes of a joint graph
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx
+
+from megafx.errors import SourceLine
+from megafx.sizes import Sizes
+
+if TYPE_CHECKING:
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._pytree import TreeSpec
+
+VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by", "placement", "phase"
+
+
+class Phase(IntEnum):
+    """What a graph is; `verify.py` says what is legal in each."""
+
+    CAPTURED = 0  # as exported: in-place ops, aliases of tied weights, asserts
+    CANONICAL = 1  # functional, one spelling for each thing, sizes rooted on graph inputs
+    PLANNED = 2  # plan chosen; graph unchanged
+    PLACED = 3  # transitions inserted, placements on nodes; shapes still global, transitions are identities
+    LOCAL = 4  # one rank's shapes
+    JOINT = 5  # forward and backward in one graph
+    LOWERED = 6  # transitions are collectives (start, wait) and local ops
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder. name: FQN of the parameter or buffer, or the path of a user input such as `args[0]`."""
+
+    kind: Literal["param", "buffer", "constant", "user", "seed", "tangent"]
+    name: str
+    aliases: tuple[str, ...] = ()  # further FQNs of a tied parameter
+
+
+@dataclass(frozen=True)
+class Output:
+    """One element of the output tuple. name: path of a user output; FQN of the buffer or parameter otherwise."""
+
+    kind: Literal["user", "mutation", "gradient", "saved"]
+    name: str
+    loss: bool = False
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something the user should know: what was not fused, not sharded, specialised, or brought to agreement."""
+
+    topic: str  # 'capture', 'plan', 'replicated', 'agreement', ...
+    message: str
+    fqn: str = ""
+    source: SourceLine | None = None
+
+    def __str__(self) -> str:
+        where = f" [{self.fqn}]" if self.fqn else ""
+        return f"{self.topic}{where}: {self.message}" + (f" ({self.source})" if self.source else "")
+
+
+@dataclass
+class Program:
+    """A captured call of a model. inputs and outputs are in the order of placeholders and of the output tuple."""
+
+    gm: fx.GraphModule
+    inputs: list[Input]
+    outputs: list[Output]
+    sizes: Sizes
+    fake_mode: FakeTensorMode
+    out_spec: TreeSpec
+    constants: dict[str, Any] = field(default_factory=dict)  # name of a 'constant' input -> tensor
+    phase: Phase = Phase.CAPTURED
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.gm.graph
+
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    def output_node(self) -> fx.Node:
+        return self.graph.output_node()
+
+    def note(self, topic: str, message: str, node: fx.Node | None = None) -> None:
+        """Record a note once."""
+        note = Note(topic, message, *((fqn_of(node), source_of(node)) if node is not None else ()))
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+def fqn_of(node: fx.Node) -> str:
+    return node.meta.get(FQN, "")
+
+
+def source_of(node: fx.Node) -> SourceLine | None:
+    return node.meta.get(SOURCE)
+
+
+def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
+    """Give a new node the user's line and module of the node that it stems from, and the pass that made it."""
+    for key in (SOURCE, FQN, PHASE, "nn_module_stack", "stack_trace"):
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+    node.meta[MADE_BY] = (*origin.meta.get(MADE_BY, ()), by)
+    return node
+
+
+def fake_args(args: Any) -> Any:
+    """Replace nodes by their values."""
+    return fx.node.map_arg(args, lambda n: n.meta[VAL])
+
+
+class Builder:
+    """Emits nodes before `where` that stem from `origin`, each with `val` computed by running the op on fakes."""
+
+    def __init__(self, program: Program, where: fx.Node, origin: fx.Node, by: str) -> None:
+        self.program, self.where, self.origin, self.by = program, where, origin, by
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        graph = self.program.graph
+        with graph.inserting_before(self.where):
+            node = graph.call_function(target, args, kwargs)
+        with self.program.fake_mode, torch.no_grad():
+            node.meta[VAL] = target(*fake_args(args), **fake_args(kwargs))
+        return inherit(node, self.origin, self.by)
+
+
+def recompute_val(program: Program, node: fx.Node) -> None:
+    """Set `val` from the node's operands."""
+    with program.fake_mode, torch.no_grad():
+        node.meta[VAL] = node.target(*fake_args(node.args), **fake_args(node.kwargs))  # type: ignore[operator]
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """Operands that are tensors, in argument order, each once."""
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]
+
+
+def active_nodes(program: Program) -> set[fx.Node]:
+    """Nodes whose floating value depends on a parameter or a floating user input: those that get placements.
+
+    The others (ids, masks, position tables) are computed whole on every rank and sliced without communication.
+    """
+    active: set[fx.Node] = set()
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        if spec.kind in ("param", "user") and _is_float(node):
+            active.add(node)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and any(a in active for a in node.all_input_nodes) and _is_float(node):
+            active.add(node)
+    return active
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get(VAL)
+    values: Iterable[Any] = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, torch.Tensor) and (v.dtype.is_floating_point or v.dtype.is_complex) for v in values)

@@ -1,0 +1,212 @@
+"""Structural integers: symbolic sizes as plain integers and back.
+
+The planner and the placement algebra reason about products, divisibility and equality of sizes. Every symbol (or sum of
+symbols) that occurs in a graph's sizes is given a prime of its own, larger than any static dim, so `b*s*4096` is an ordinary
+integer that factors in one way only. `Sizes` holds the correspondence, prices the workload and emits sizes into graphs.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+FIRST_PRIME = 2**31  # above every static dim that a model may have
+
+
+class Sizes:
+    """The structural integers of one program. symbols: names ('batch', 'seq') of the symbols that have one."""
+
+    def __init__(self) -> None:
+        self._prime_of: dict[sympy.Expr, int] = {}
+        self._atom_of: dict[int, sympy.Expr] = {}
+        self._memo: dict[sympy.Expr, int] = {}
+        self._last = FIRST_PRIME
+        self.symbols: dict[str, sympy.Symbol] = {}
+        self.workload_of: dict[sympy.Symbol, int] = {}
+
+    # -- symbolic -> structural
+
+    def of(self, size: int | torch.SymInt) -> int:
+        """int | SymInt -> structural integer."""
+        if isinstance(size, int):
+            return size
+        return self.of_expr(size.node.expr)
+
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        """Structural shape of a (fake) tensor."""
+        return tuple(self.of(n) for n in value.shape)
+
+    def of_expr(self, expr: sympy.Expr) -> int:
+        if expr.is_Integer:
+            return int(expr)
+        if expr not in self._memo:
+            self._memo[expr] = self._factor(expr)
+        return self._memo[expr]
+
+    def _factor(self, expr: sympy.Expr) -> int:
+        product = 1
+        for base, power in sympy.factor(expr).as_powers_dict().items():
+            if not (power.is_Integer and power > 0) or (base.is_number and not base.is_Integer):
+                return self._prime(expr)  # no product of integers: one atom
+            product *= (int(base) if base.is_Integer else self._prime(base)) ** int(power)
+        return product
+
+    def _prime(self, atom: sympy.Expr) -> int:
+        if atom not in self._prime_of:
+            self._last = int(sympy.nextprime(self._last + 1000))
+            self._prime_of[atom], self._atom_of[self._last] = self._last, atom
+        return self._prime_of[atom]
+
+    # -- structural -> symbolic
+
+    def factors(self, structural: int) -> tuple[int, dict[sympy.Expr, int]]:
+        """(static coefficient, {atom: power})."""
+        powers: dict[sympy.Expr, int] = {}
+        if structural >= FIRST_PRIME:
+            for prime, atom in self._atom_of.items():
+                while structural % prime == 0:
+                    structural //= prime
+                    powers[atom] = powers.get(atom, 0) + 1
+        return structural, powers
+
+    def expr(self, structural: int) -> sympy.Expr:
+        coefficient, powers = self.factors(structural)
+        return sympy.Mul(sympy.Integer(coefficient), *(a**p for a, p in powers.items()))
+
+    def is_static(self, structural: int) -> bool:
+        return not self.factors(structural)[1]
+
+    def mentions(self, structural: int, name: str) -> bool:
+        """Whether the named symbol ('batch', 'seq') is in this size."""
+        symbol = self.symbols.get(name)
+        return symbol is not None and any(symbol in a.free_symbols for a in self.factors(structural)[1])
+
+    def workload(self, structural: int) -> int:
+        """The size at the workload that the planner prices (`micro_batch_size`, `seq_length`, else the traced hint)."""
+        coefficient, powers = self.factors(structural)
+        for atom, power in powers.items():
+            coefficient *= int(atom.xreplace({s: sympy.Integer(v) for s, v in self.workload_of.items()})) ** power
+        return coefficient
+
+    def text(self, structural: int) -> str:
+        return str(structural) if self.is_static(structural) else str(self.expr(structural)).replace(" ", "")
+
+
+def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
+    """For each free symbol the first placeholder dim whose size it is."""
+    sources: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+            sources.setdefault(value.node.expr, (node, -1))
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    sources.setdefault(size.node.expr, (node, dim))
+    return sources
+
+
+class SizeEmitter:
+    """Emits structural sizes as nodes at the top of one graph, each once, rooted on its placeholders."""
+
+    def __init__(self, graph: fx.Graph, sizes: Sizes) -> None:
+        self.graph, self.sizes = graph, sizes
+        self._nodes: dict[Any, fx.Node] = {}
+        self._sources = symbol_sources(graph)
+        self._anchor = next(n for n in graph.nodes if n.op != "placeholder")
+
+    def __call__(self, structural: int) -> int | fx.Node:
+        """structural integer -> int, or the node that computes it."""
+        if self.sizes.is_static(structural):
+            return structural
+        return self._expr(self.sizes.expr(structural))
+
+    def ceil_div(self, structural: int, t: int) -> int | fx.Node:
+        """ceil(structural / t), as an int or a node."""
+        if self.sizes.is_static(structural):
+            return -(-structural // t)
+        size = self(structural)
+        value = size.meta["val"]
+        up = self._call(("+", size, t - 1), operator.add, (size, t - 1), value + (t - 1))
+        return self._call(("//", up, t), operator.floordiv, (up, t), up.meta["val"] // t)
+
+    def mul(self, a: int | fx.Node, b: int | fx.Node) -> int | fx.Node:
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        if a == 1 or b == 1:
+            return b if a == 1 else a
+        va, vb = (x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b))
+        return self._call(("*", a, b), operator.mul, (a, b), va * vb)
+
+    def add(self, a: int | fx.Node, b: int | fx.Node) -> int | fx.Node:
+        if isinstance(a, int) and isinstance(b, int):
+            return a + b
+        va, vb = (x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b))
+        return self._call(("+", a, b), operator.add, (a, b), va + vb)
+
+    def local_size(self, layout: Any, t: int) -> int | fx.Node:
+        """Emitted `layout.local_size(t)`."""
+        total: int | fx.Node = 0
+        for count, unit in layout.blocks:
+            part = self.mul(self.ceil_div(count, t), self(unit))
+            total = part if total == 0 else self.add(total, part)
+        return self.mul(self(layout.rep), total)
+
+    def _call(self, key: Any, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
+        if key not in self._nodes:
+            with self.graph.inserting_before(self._anchor):
+                node = self.graph.call_function(target, args)
+            node.meta["val"] = value
+            self._nodes[key] = node
+        return self._nodes[key]
+
+    def _expr(self, expr: sympy.Expr) -> fx.Node:
+        if expr in self._nodes:
+            return self._nodes[expr]
+        if isinstance(expr, sympy.Symbol):
+            if expr not in self._sources:
+                raise KeyError(f"size symbol {expr} is the size of no graph input")
+            source, dim = self._sources[expr]
+            if dim < 0:
+                self._nodes[expr] = source
+                return source
+            value = source.meta["val"].shape[dim]
+            return self._call(expr, torch.ops.aten.sym_size.int, (source, dim), value)
+        env = {s: _Emit(self, self._expr(s)) for s in expr.free_symbols}
+        node = sympy_interp(PythonReferenceAnalysis, env, expr).node
+        self._nodes[expr] = node
+        return node
+
+
+class _Emit:
+    """An operand of `sympy_interp` that writes each arithmetic step into the graph."""
+
+    def __init__(self, emitter: SizeEmitter, node: fx.Node) -> None:
+        self.emitter, self.node = emitter, node
+
+    def _binary(self, target: Any, a: Any, b: Any) -> _Emit:
+        a, b = (x.node if isinstance(x, _Emit) else int(x) for x in (a, b))
+        va, vb = (x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b))
+        return _Emit(self.emitter, self.emitter._call((target, a, b), target, (a, b), target(va, vb)))
+
+
+def _install(name: str, target: Any) -> None:
+    setattr(_Emit, f"__{name}__", lambda a, b: a._binary(target, a, b))
+    setattr(_Emit, f"__r{name}__", lambda a, b: a._binary(target, b, a))
+
+
+for _name, _target in {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "pow": operator.pow,
+}.items():
+    _install(_name, _target)
