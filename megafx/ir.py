@@ -154,21 +154,30 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def active_nodes(program: Program) -> set[fx.Node]:
-    """Nodes whose floating value depends on a parameter or a floating user input: those that get placements.
+    """Nodes whose value depends on a parameter or a floating user input: those that get placements.
 
-    The others (ids, masks, position tables) are computed whole on every rank and sliced without communication.
+    The others (ids, masks, position tables) are computed whole on every rank and sliced without communication. A value that
+    needs no gradient can be active: the comparison in `where(x > 0, x, 0)` is sharded as x is.
     """
     active: set[fx.Node] = set()
     for node, spec in zip(program.placeholders(), program.inputs, strict=True):
-        if spec.kind in ("param", "user") and _is_float(node):
+        if spec.kind == "param" or (spec.kind == "user" and is_floating(node)):
             active.add(node)
     for node in program.graph.nodes:
-        if node.op == "call_function" and any(a in active for a in node.all_input_nodes) and _is_float(node):
+        if node.op == "call_function" and _has_tensor(node) and any(a in active for a in node.all_input_nodes):
             active.add(node)
     return active
 
 
-def _is_float(node: fx.Node) -> bool:
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get(VAL)
     values: Iterable[Any] = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(v, torch.Tensor) and (v.dtype.is_floating_point or v.dtype.is_complex) for v in values)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _has_tensor(node: fx.Node) -> bool:
+    return bool(_tensors(node))
+
+
+def is_floating(node: fx.Node) -> bool:
+    return any(v.dtype.is_floating_point or v.dtype.is_complex for v in _tensors(node))
