@@ -1,0 +1,275 @@
+"""Exact minimum of a sum of small cost tables, by variable elimination. Knows nothing of tensors. No torch import.
+
+    minimise over assignments a:   sum over tables of  table.cost[a[v] for v in table.scope]
+
+Variables are eliminated one by one: the tables that mention v are added up over the union of their scopes, minimised
+over v, and the result (a *message*) is a new table over v's neighbours. Order: smallest joined table first, which on
+transformer graphs keeps tables near 1e6 entries where an unweighted minimum degree makes 4e7 (findings/planner.md).
+
+Repeated layers cost one dictionary lookup each: a message is shifted by its minimum, rounded and interned by content,
+and the work of an elimination is memoised on which interned tables meet in which pattern of axes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafx.errors import PlanError
+
+Costs = NDArray[np.float64]
+
+# Messages are rounded to this many decimals so that equal layers give equal bytes. Costs are seconds: 1e4 eliminations
+# err by at most 5e-11 s together, below the tie-breaks of cost.py (1e-9 s).
+DECIMALS = 14
+CONFLICT_VARIABLES = 64  # a conflicting set up to this size is shrunk to a minimal one
+
+
+class Table(NamedTuple):
+    """cost[i, j, ...] of giving the variables of `scope` the values i, j, ...; np.inf forbids a combination."""
+
+    scope: tuple[Hashable, ...]
+    cost: Costs
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The optimum. width: most neighbours of a variable when eliminated; largest_table: entries of a joined table."""
+
+    assignment: dict[Any, int]
+    cost: float
+    width: int
+    largest_table: int
+    eliminated: int
+    memo_hits: int
+    seconds: float
+
+
+class InfeasibleError(PlanError):
+    """No assignment is allowed. variables: a small set that cannot be satisfied together."""
+
+    def __init__(self, variables: Sequence[Hashable], minimal: bool) -> None:
+        self.variables, self.minimal = tuple(variables), minimal
+        names = ", ".join(str(v) for v in self.variables[:8]) + (", ..." if len(self.variables) > 8 else "")
+        super().__init__(f"no choice satisfies every constraint on: {names}", fix="lift one of the constraints on them")
+
+
+class _DeadEndError(Exception):
+    """Every value of `variable` (an index) is forbidden given its neighbours."""
+
+    def __init__(self, variable: int) -> None:
+        self.variable = variable
+
+
+def solve(domains: Mapping[Any, int], tables: Iterable[Table]) -> Solution:
+    """The cheapest assignment of a value in range(domains[v]) to each variable v; ties go to the first value.
+
+    Raises InfeasibleError where every assignment is forbidden. Share one ndarray object between equal tables: arrays
+    are recognised by identity first, by content otherwise.
+    """
+    start = time.perf_counter()
+    problem = _Problem(domains, tables)
+    order, width, largest = elimination_order(problem.sizes, problem.scopes)
+    try:
+        values, hits = _eliminate(problem, order)
+    except _DeadEndError as dead:
+        raise InfeasibleError(*_conflict(problem, dead.variable)) from None
+    cost = math.fsum(
+        problem.arrays[k].item(tuple([values[v] for v in scope]))
+        for scope, k in zip(problem.scopes, problem.ids, strict=True)
+    )
+    assignment = dict(zip(problem.names, values, strict=True))
+    return Solution(assignment, cost, width, largest, len(order), hits, time.perf_counter() - start)
+
+
+class _Problem:
+    """Variables as indices 0..n-1 in the order of `domains`; tables as (scope, id of an interned array)."""
+
+    def __init__(self, domains: Mapping[Any, int], tables: Iterable[Table]) -> None:
+        self.names = list(domains)
+        self.sizes = [int(n) for n in domains.values()]
+        self.arrays: list[Costs] = []
+        self._by_content: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self.scopes: list[tuple[int, ...]] = []
+        self.ids: list[int] = []
+        empty = [v for v, n in domains.items() if n < 1]
+        if empty:
+            raise InfeasibleError(empty[:1], minimal=True)
+        index = {v: i for i, v in enumerate(self.names)}
+        by_identity: dict[int, tuple[int, Costs]] = {}  # holds the array, so that its id stays its own
+        for names, cost in tables:
+            try:
+                scope = tuple([index[v] for v in names])
+            except KeyError as unknown:
+                raise ValueError(f"table over {names} mentions {unknown}, which has no domain") from None
+            if id(cost) not in by_identity:
+                by_identity[id(cost)] = (self.intern(_checked(cost, names)), cost)
+            k = by_identity[id(cost)][0]
+            if self.arrays[k].shape != tuple([self.sizes[v] for v in scope]) or len(set(scope)) != len(scope):
+                want = tuple(self.sizes[v] for v in scope)
+                raise ValueError(f"table over {names} has shape {self.arrays[k].shape}, its domains are {want}")
+            self.scopes.append(scope)
+            self.ids.append(k)
+
+    def intern(self, array: Costs) -> int:
+        key = (array.shape, array.tobytes())
+        if key not in self._by_content:
+            self._by_content[key] = len(self.arrays)
+            self.arrays.append(array)
+        return self._by_content[key]
+
+
+def _checked(cost: Costs, names: tuple[Hashable, ...]) -> Costs:
+    array = np.ascontiguousarray(cost, dtype=np.float64)
+    array = array.reshape(np.shape(cost))  # ascontiguousarray makes a 0-d array 1-d
+    if np.isnan(array).any() or np.isneginf(array).any():
+        raise ValueError(f"table over {names} holds nan or -inf")
+    return array
+
+
+def elimination_order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> tuple[list[int], int, int]:
+    """(order, width, entries of the largest joined table): greedily the smallest joined table, ties by index."""
+    near: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        for v in scope:
+            near[v].update(scope)
+    for v, around in enumerate(near):
+        around.discard(v)
+    joined = [math.prod([sizes[u] for u in near[v]], start=n) for v, n in enumerate(sizes)]
+    heap = [(entries, v) for v, entries in enumerate(joined)]
+    heapq.heapify(heap)
+    order: list[int] = []
+    gone = [False] * len(joined)
+    width = largest = 0
+    while heap:
+        entries, v = heapq.heappop(heap)
+        if gone[v] or entries != joined[v]:
+            continue  # an outdated entry
+        gone[v] = True
+        order.append(v)
+        around = near[v]
+        width, largest = max(width, len(around)), max(largest, entries)
+        for u in around:
+            mine = near[u]
+            mine |= around
+            mine.discard(u)
+            mine.discard(v)
+            new = math.prod([sizes[w] for w in mine], start=sizes[u])
+            if new != joined[u]:
+                joined[u] = new
+                heapq.heappush(heap, (new, u))
+    return order, width, largest
+
+
+class _Step(NamedTuple):
+    """One memoised elimination. best: v's value for each assignment of its neighbours; message: interned, or -1."""
+
+    best: NDArray[np.intp]
+    message: int
+
+
+def _eliminate(problem: _Problem, order: list[int]) -> tuple[list[int], int]:
+    """(value of each variable, memo hits)."""
+    position = [0] * len(order)
+    for i, v in enumerate(order):
+        position[v] = i
+    buckets: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in order]  # tables, at their first variable to go
+    for scope, k in zip(problem.scopes, problem.ids, strict=True):
+        if scope:
+            buckets[min(scope, key=position.__getitem__)].append((scope, k))
+        elif not np.isfinite(problem.arrays[k]):
+            raise InfeasibleError((), minimal=True)
+    memo: dict[tuple[Any, ...], _Step | None] = {}
+    steps: list[tuple[int, list[int], NDArray[np.intp]]] = []
+    hits = 0
+    for v in order:
+        bucket = buckets[v]
+        around = sorted({u for scope, _ in bucket for u in scope if u != v}, key=position.__getitem__)
+        axis = {u: i for i, u in enumerate(around, 1)}
+        axis[v] = 0
+        pattern = sorted([(tuple([axis[u] for u in scope]), k) for scope, k in bucket])
+        key = (problem.sizes[v], *pattern)
+        if key in memo:
+            hits += 1
+        else:
+            memo[key] = _join(problem, [problem.sizes[u] for u in (v, *around)], pattern)
+        step = memo[key]
+        if step is None:
+            raise _DeadEndError(v)
+        if around:
+            buckets[around[0]].append((tuple(around), step.message))
+        steps.append((v, around, step.best))
+        buckets[v] = []
+    values = [0] * len(order)
+    for v, around, best in reversed(steps):
+        values[v] = best.item(tuple([values[u] for u in around]))
+    return values, hits
+
+
+def _join(problem: _Problem, shape: list[int], pattern: list[tuple[tuple[int, ...], int]]) -> _Step | None:
+    """Add the tables up and minimise over axis 0; None if nothing is allowed."""
+    total = np.zeros(shape)
+    for axes, k in pattern:
+        by_axis = sorted(range(len(axes)), key=axes.__getitem__)
+        spread = [1] * len(shape)
+        for a in axes:
+            spread[a] = shape[a]
+        total += problem.arrays[k].transpose(by_axis).reshape(spread)
+    best, least = total.argmin(0), total.min(0)
+    lowest = least.min()
+    if not np.isfinite(lowest):
+        return None
+    message = problem.intern(np.round(least - lowest, DECIMALS)) if len(shape) > 1 else -1
+    return _Step(best, message)
+
+
+# -- infeasible problems: which variables conflict
+
+
+def _conflict(problem: _Problem, dead: int) -> tuple[list[Hashable], bool]:
+    """(variables that cannot be satisfied together, whether none of them can be left out).
+
+    The conflict lies around the variable where elimination stopped: the smallest ball around it that is infeasible by
+    itself is found by doubling the radius, then variables are left out one by one, the farthest first.
+    """
+    forbids = [bool(np.isinf(a).any()) for a in problem.arrays]
+    tables = [(s, k) for s, k in zip(problem.scopes, problem.ids, strict=True) if forbids[k]]
+    near: dict[int, set[int]] = {}
+    for scope, _ in tables:
+        for v in scope:
+            near.setdefault(v, set()).update(scope)
+    ball = [dead]  # in order of distance
+    inside = set(ball)
+    frontier = {dead}
+    radius = 1
+    while frontier and not _conflicts(problem, tables, inside):
+        for _ in range(radius):
+            frontier = {u for v in frontier for u in near.get(v, ())} - inside
+            ball += sorted(frontier)
+            inside |= frontier
+        radius *= 2
+    if len(ball) > CONFLICT_VARIABLES:
+        return [problem.names[v] for v in ball], False
+    for v in reversed(ball):
+        if _conflicts(problem, tables, inside - {v}):
+            inside.remove(v)
+    return [problem.names[v] for v in sorted(inside)], True
+
+
+def _conflicts(problem: _Problem, tables: list[tuple[tuple[int, ...], int]], inside: set[int]) -> bool:
+    """Whether the tables within these variables alone allow no assignment."""
+    part = {v: problem.sizes[v] for v in sorted(inside)}
+    among = [Table(s, problem.arrays[k]) for s, k in tables if inside.issuperset(s)]
+    small = _Problem(part, among)
+    try:
+        _eliminate(small, elimination_order(small.sizes, small.scopes)[0])
+    except _DeadEndError:
+        return True
+    return False
