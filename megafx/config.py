@@ -1,0 +1,183 @@
+"""`Config`: what a user may choose, validated. No torch import.
+
+Field names are Megatron's where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megafx.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+# Canonical style -> other spellings of it (PyTorch's ParallelStyle classes, Hugging Face's `tp_plan` names).
+STYLES: dict[str, tuple[str, ...]] = {
+    "colwise": ("ColwiseParallel", "column", "column_parallel"),
+    "rowwise": ("RowwiseParallel", "row", "row_parallel"),
+    "replicate": ("ReplicateParallel", "replicated", "replicated_with_grad_allreduce"),
+    "sequence": ("SequenceParallel", "sequence_parallel"),
+}
+_STYLE_OF = {name: style for style, names in STYLES.items() for name in (style, *names)}
+_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Choices of one `megafx.parallelize` call.
+
+    tensor_model_parallel_size  ranks of the tensor-parallel axis; None: the size of the mesh or of the world, else 1
+    sequence_parallel           True, False, or "auto": the planner decides by cost
+    micro_batch_size            workload that the planner prices; never the batch of trace inputs
+    seq_length                  workload that the planner prices; None: the model's maximum, else that of the inputs
+    params_dtype                the model is cast to it first ("bf16", "float32", torch.bfloat16); None: as it is
+    hardware                    name of a measured profile (hardware/*.yaml), or path of one; None: by the device
+    planner_policy              "megatron": policies remove strategies, each with a reason; "free": cost alone decides
+    overrides                   {glob over module or parameter names: style}; styles are the keys of `STYLES`
+    gather_outputs              without a loss, outputs come back whole (True) or as sharded DTensors (False)
+    differentiable_outputs      large outputs beside a loss carry gradients too
+    compile                     lower the graphs through Inductor
+    check_inputs_every          ranks compare input hashes on the first steps, then every so many steps; 0: then never
+    passes                      users' own passes: pairs ("after <pass>" or "before <pass>", function of a Program)
+    """
+
+    tensor_model_parallel_size: int | None = None
+    sequence_parallel: bool | Literal["auto"] = "auto"
+    micro_batch_size: int = 1
+    seq_length: int | None = None
+    params_dtype: str | torch.dtype | None = None
+    hardware: str | None = None
+    planner_policy: Literal["megatron", "free"] = "megatron"
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    gather_outputs: bool = True
+    differentiable_outputs: bool = False
+    compile: bool = False
+    check_inputs_every: int = 100
+    passes: tuple[tuple[str, Callable[..., int]], ...] = ()
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalised once, here
+        self._whole("tensor_model_parallel_size", least=1, optional=True)
+        self._whole("micro_batch_size", least=1)
+        self._whole("seq_length", least=1, optional=True)
+        self._whole("check_inputs_every", least=0)
+        for name in ("gather_outputs", "differentiable_outputs", "compile"):
+            self._one_of(name, (True, False))
+        self._one_of("sequence_parallel", (True, False, "auto"))
+        self._one_of("planner_policy", ("megatron", "free"))
+        if self.hardware is not None and not isinstance(self.hardware, str):
+            raise _error("hardware", self.hardware, "a profile name, the path of a .yaml file, or None")
+        put("params_dtype", _dtype_name(self.params_dtype))
+        put("overrides", _overrides(self.overrides))
+        put("passes", _passes(self.passes))
+
+    def _whole(self, name: str, *, least: int, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if optional and value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise _error(name, value, f"a whole number of at least {least}" + (", or None" if optional else ""))
+
+    def _one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
+        value = getattr(self, name)
+        if not any(value is a if isinstance(a, bool) else value == a for a in allowed):
+            raise _error(name, value, " or ".join(repr(a) for a in allowed))
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some fields changed, validated again."""
+        return Config.from_dict({**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data (JSON and YAML can hold it); `from_dict` is the inverse. Functions become 'module:name'."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        plain["overrides"] = dict(self.overrides)
+        plain["passes"] = [[where, f"{f.__module__}:{f.__qualname__}"] for where, f in self.passes]
+        return plain
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Config:
+        known = [f.name for f in dataclasses.fields(Config)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                fix = f"did you mean '{near[0]}'?" if near else f"known fields: {', '.join(known)}"
+                raise ConfigError(f"Config has no field '{name}'", fix=fix)
+        return Config(**values)
+
+    @staticmethod
+    def from_yaml(path: str | Path) -> Config:
+        """A YAML mapping of field names to values."""
+        import yaml
+
+        values = yaml.safe_load(Path(path).read_text())
+        if values is None:
+            return Config()
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{path} holds {type(values).__name__}, not a mapping", fix="write one 'field: value' a line"
+            )
+        return Config.from_dict(values)
+
+
+def _error(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"Config.{name} = {value!r} is out of range", fix=f"{name} must be {allowed}")
+
+
+def _dtype_name(value: object) -> str | None:
+    """None, 'bf16', 'bfloat16' or torch.bfloat16 -> 'bfloat16'."""
+    if value is None:
+        return None
+    text = str(value).removeprefix("torch.")
+    name = _DTYPES.get(text, text)
+    if name not in _DTYPES.values():
+        raise _error("params_dtype", value, f"one of {', '.join([*_DTYPES, *_DTYPES.values()])}, or None")
+    return name
+
+
+def _overrides(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise _error("overrides", value, "a mapping of name patterns to styles")
+    for pattern, style in value.items():
+        if not isinstance(pattern, str) or style not in _STYLE_OF:
+            near = difflib.get_close_matches(str(style), _STYLE_OF, n=1)
+            hint = f"; did you mean '{_STYLE_OF[near[0]]}'?" if near else ""
+            raise ConfigError(
+                f"Config.overrides[{pattern!r}] = {style!r} is no style", fix=f"styles: {', '.join(STYLES)}{hint}"
+            )
+    return {pattern: _STYLE_OF[style] for pattern, style in value.items()}
+
+
+def _passes(value: object) -> tuple[tuple[str, Callable[..., int]], ...]:
+    allowed = 'pairs ("after <pass>" or "before <pass>", function)'
+    if not isinstance(value, (tuple, list)):
+        raise _error("passes", value, allowed)
+    found = []
+    for item in value:
+        if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[0], str):
+            raise _error("passes", item, allowed)
+        where, function = item
+        words = where.split()
+        if len(words) != 2 or words[0] not in ("after", "before"):
+            raise _error("passes", where, allowed)
+        if isinstance(function, str):
+            function = _import(function)
+        if not callable(function):
+            raise _error("passes", item, allowed)
+        found.append((" ".join(words), function))
+    return tuple(found)
+
+
+def _import(path: str) -> Any:
+    """'package.module:function' -> the function."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"Config.passes names '{path}': {error}", fix="write 'package.module:function'") from error
