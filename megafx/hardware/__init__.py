@@ -1,0 +1,96 @@
+"""`Hardware`: the rates that the planner prices a machine by, from the YAML profiles beside this file. No torch import.
+
+A profile says of each number whether it was measured (device, date) or comes from a datasheet. Rates are *achieved*
+rates: what a large matmul, copy or collective reaches, not the peak of the silicon.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megafx.errors import ConfigError
+
+PROFILES = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's device and its link to the others of the tensor-parallel axis.
+
+    flops_per_second         large matmul, by dtype name ('bfloat16', 'float16', 'float32', 'float64')
+    memory_bytes_per_second  device memory, read plus written
+    link_bytes_per_second    bytes that one rank sends per second inside a large collective (NCCL's bus bandwidth)
+    alpha_seconds            time of a collective on a tiny tensor, launch included
+    source                   where the numbers are from: measured (device, date) or datasheet
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float]
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    alpha_seconds: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
+            raise self._bad("flops_per_second", self.flops_per_second, "a mapping of dtype names to FLOP/s")
+        for dtype, rate in self.flops_per_second.items():
+            self._positive(f"flops_per_second[{dtype}]", rate)
+        for name in ("memory_bytes_per_second", "link_bytes_per_second", "alpha_seconds"):
+            self._positive(name, getattr(self, name), zero=name == "alpha_seconds")
+        if not isinstance(self.source, str) or not self.source.strip():
+            raise self._bad("source", self.source, "text that says where the numbers are from")
+
+    def _positive(self, name: str, value: Any, zero: bool = False) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not (value > 0 or (zero and value == 0)):
+            raise self._bad(name, value, "a positive number" + (" (YAML needs 1.0e+12 or 1000: with dot and sign)"))
+
+    def _bad(self, name: str, value: Any, want: str) -> ConfigError:
+        return ConfigError(f"hardware profile '{self.name}': {name} is {value!r}", fix=f"write {want}")
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s of a matmul in this dtype; a dtype that the profile does not list runs at the slowest listed rate."""
+        return self.flops_per_second.get(dtype, min(self.flops_per_second.values()))
+
+    @staticmethod
+    def names() -> list[str]:
+        """Profiles that come with megafx."""
+        return sorted(p.stem for p in PROFILES.glob("*.yaml"))
+
+    @staticmethod
+    def load(name_or_path: str | Path) -> Hardware:
+        """A profile by name ('h200-nvlink') or the path of a YAML file with the same fields."""
+        path = Path(name_or_path)
+        if str(name_or_path) in Hardware.names():
+            path = PROFILES / f"{name_or_path}.yaml"
+        elif path.suffix not in (".yaml", ".yml"):
+            near = difflib.get_close_matches(str(name_or_path), Hardware.names(), n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            fix = f"{hint}profiles: {', '.join(Hardware.names())}; or give the path of a .yaml file"
+            raise ConfigError(f"no hardware profile '{name_or_path}'", fix=fix)
+        if not path.is_file():
+            raise ConfigError(f"no such hardware profile: {path}", fix=f"profiles: {', '.join(Hardware.names())}")
+        try:
+            data = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not YAML: {error}") from None
+        return Hardware.from_dict(data, path.name)
+
+    @staticmethod
+    def from_dict(data: Any, where: str = "the profile") -> Hardware:
+        known = [f.name for f in fields(Hardware)]
+        if not isinstance(data, dict):
+            raise ConfigError(f"{where} is no mapping of fields", fix=f"fields: {', '.join(known)}")
+        for wrong in [k for k in data if k not in known]:
+            raise ConfigError(f"{where} has an unknown field '{wrong}'", fix=f"fields: {', '.join(known)}")
+        missing = [k for k in known if k not in data]
+        if missing:
+            raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="see megafx/hardware/h200-nvlink.yaml")
+        return Hardware(**data)
