@@ -8,6 +8,7 @@ Meta keys of a node (the only ones that passes may rely on):
     made_by    tuple of pass names that made or rewrote the node; () is capture
     placement  Placement of the value, from `insert_collectives` on (absent: a replicated value that needs no gradient)
     phase      'backward' on backward nodes of a joint graph
+    recompute  True on forward nodes whose value backward computes again (`partition`) instead of keeping it
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import TreeSpec
 
 VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by", "placement", "phase"
+RECOMPUTE = "recompute"
 
 
 class Phase(IntEnum):
@@ -115,7 +117,7 @@ def source_of(node: fx.Node) -> SourceLine | None:
 
 def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
     """Give a new node the user's line and module of the node that it stems from, and the pass that made it."""
-    for key in (SOURCE, FQN, PHASE, "nn_module_stack", "stack_trace"):
+    for key in (SOURCE, FQN, PHASE, RECOMPUTE, "nn_module_stack", "stack_trace"):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
     node.meta[MADE_BY] = (*origin.meta.get(MADE_BY, ()), by)

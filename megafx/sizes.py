@@ -112,6 +112,10 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     return sources
 
 
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
 class SizeEmitter:
     """Emits structural sizes as nodes at the top of one graph, each once, rooted on its placeholders."""
 
@@ -119,7 +123,12 @@ class SizeEmitter:
         self.graph, self.sizes = graph, sizes
         self._nodes: dict[Any, fx.Node] = {}
         self._sources = symbol_sources(graph)
-        self._anchor = next(n for n in graph.nodes if n.op != "placeholder")
+        self.anchor = next(n for n in graph.nodes if n.op != "placeholder" and not _is_size(n))
+        for node in graph.nodes:  # sizes that an earlier pass emitted
+            if node is self.anchor:
+                break
+            if node.op != "placeholder":
+                self._nodes.setdefault(node.meta["val"].node.expr, node)
 
     def __call__(self, structural: int) -> int | fx.Node:
         """structural integer -> int, or the node that computes it."""
@@ -160,7 +169,7 @@ class SizeEmitter:
 
     def _call(self, key: Any, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
         if key not in self._nodes:
-            with self.graph.inserting_before(self._anchor):
+            with self.graph.inserting_before(self.anchor):
                 node = self.graph.call_function(target, args)
             node.meta["val"] = value
             self._nodes[key] = node

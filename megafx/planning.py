@@ -1,0 +1,65 @@
+"""What the planning passes share: the question (config, ranks, hardware) and, once planned, the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from megafx.config import Config
+from megafx.hardware import Hardware
+from megafx.ir import PLACEMENT, Program
+from megafx.op_rules import OpRule
+from megafx.placements import Placement
+from megafx.plan import Plan
+
+
+@dataclass
+class Planning:
+    """One graph's planning, from `plan_sharding` to `localize_shapes`.
+
+    fixed: storage of parameters that an earlier graph has settled. training: gradients will be taken, so transitions cost
+    backward time. given: a plan to apply instead of solving (loaded, or received from rank 0).
+    """
+
+    config: Config
+    t: int
+    hardware: Hardware
+    training: bool
+    fixed: dict[str, Placement] = field(default_factory=dict)
+    given: Plan | None = None
+    # filled by plan_sharding
+    plan: Plan | None = None
+    rules: dict[fx.Node, OpRule] = field(default_factory=dict)
+    weights: set[fx.Node] = field(default_factory=set)
+    accepts: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def solved(self) -> Plan:
+        assert self.plan is not None, "plan_sharding has not run"
+        return self.plan
+
+
+WHOLE = frozenset("I")
+ANY_VALUE = frozenset("IRS")  # an output without gradient may stay sharded until somebody looks at it
+
+
+def accepted_outputs(program: Program, active: set[fx.Node], config: Config) -> dict[fx.Node, frozenset[str]]:
+    """For each active node that is a graph output: the placement kinds it may leave at.
+
+    The loss and mutated buffers leave invariant. Beside a loss other outputs are lazy, and with gather_outputs=False they
+    stay sharded; a value that is both must satisfy both.
+    """
+    accepts: dict[fx.Node, frozenset[str]] = {}
+    has_loss = any(o.loss for o in program.outputs)
+    lazy = (has_loss and not config.differentiable_outputs) or not config.gather_outputs
+    for node, spec in zip(program.output_node().args[0], program.outputs, strict=True):
+        if not isinstance(node, fx.Node) or node not in active:
+            continue
+        kinds = ANY_VALUE if lazy and spec.kind == "user" and not spec.loss else WHOLE
+        accepts[node] = accepts.get(node, kinds) & kinds
+    return accepts
+
+
+def placement_of(node: fx.Node) -> Placement | None:
+    return node.meta.get(PLACEMENT)

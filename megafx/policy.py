@@ -1,0 +1,226 @@
+"""Policies: strategies that the planner may not use, each removed with a reason that the report shows.
+
+Costs alone find cheaper and stranger plans than Megatron's (findings of the planner's experiment): hidden-sharded residuals,
+tensor parallelism turned into data parallelism, weights gathered at every use. The default policy takes those away, hard:
+
+    batch        the batch dim is not sharded on the tensor-parallel axis (that is data parallelism)
+    sequence     with sequence_parallel=False no dim of the sequence is sharded; with True, norms run on a sequence shard
+    normalised   a dim that a norm normalises over, followed through ops that keep it, stays whole on activations
+    weights      matmul weights are sharded wherever a strategy can, and are never gathered
+
+`planner_policy="free"` lifts them all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torch import fx
+
+from megafx.ir import VAL, Program
+from megafx.op_rules import OpRule, Strategy
+from megafx.placements import Placement
+from megafx.views import dim_groups
+
+BATCH = "the batch is not sharded on the tensor-parallel axis"
+SEQUENCE = "sequence_parallel=False: the sequence is not sharded"
+NORMALISED = "a norm normalises over this dim, so the activation keeps it whole"
+SHARD_WEIGHTS = "a matmul weight is sharded where it can be"
+SEQUENCE_WANTED = "sequence_parallel=True: norms run on a shard of the sequence"
+
+MATMULS = frozenset(
+    f"aten.{name}"
+    for name in ("linear.default", "mm.default", "matmul.default", "bmm.default", "addmm.default", "baddbmm.default")
+)
+VIEWS_OF_WEIGHTS = frozenset(
+    f"aten.{name}"
+    for name in [
+        "t.default",
+        "transpose.int",
+        "permute.default",
+        "numpy_T.default",
+        "to.dtype",
+        "view.default",
+        "reshape.default",
+        "slice.Tensor",
+        "select.int",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "contiguous.default",
+        "clone.default",
+        "_to_copy.default",
+    ]
+)
+
+
+class DimClasses:
+    """Union-find over (node, dim) of activations: dims joined by a shared factor or by a view that keeps them."""
+
+    def __init__(self, rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Program) -> None:
+        self._parent: dict[tuple[fx.Node, int], tuple[fx.Node, int]] = {}
+        for node, rule in rules.items():
+            if rule.kind == "view":
+                self._join_view(node, rule, program)
+                continue
+            places: dict[str, list[tuple[fx.Node, int]]] = defaultdict(list)
+            sides = [(o.node, o.factors) for o in rule.operands] + [(node, rule.result)]
+            for owner, factors in sides:
+                if owner in weights:
+                    continue
+                for dim, factor in enumerate(factors):
+                    if isinstance(factor, str):
+                        places[factor].append((owner, dim))
+            for same in places.values():
+                for other in same[1:]:
+                    self._join(same[0], other)
+
+    def _join_view(self, node: fx.Node, rule: OpRule, program: Program) -> None:
+        source = rule.operands[0].node
+        before, after = program.sizes.shape(source.meta[VAL]), program.sizes.shape(node.meta[VAL])
+        for dims_in, dims_out in dim_groups(before, after):
+            kept_in = [d for d in dims_in if before[d] != 1]
+            kept_out = [d for d in dims_out if after[d] != 1]
+            if len(kept_in) == len(kept_out) == 1:
+                self._join((source, kept_in[0]), (node, kept_out[0]))
+
+    def find(self, place: tuple[fx.Node, int]) -> tuple[fx.Node, int]:
+        root = place
+        while self._parent.setdefault(root, root) != root:
+            root = self._parent[root]
+        while self._parent[place] != root:
+            self._parent[place], place = root, self._parent[place]
+        return root
+
+    def _join(self, a: tuple[fx.Node, int], b: tuple[fx.Node, int]) -> None:
+        self._parent[self.find(a)] = self.find(b)
+
+    def roots(self, places: Iterable[tuple[fx.Node, int]]) -> set[tuple[fx.Node, int]]:
+        return {self.find(p) for p in places}
+
+
+def weight_values(program: Program, active: set[fx.Node]) -> set[fx.Node]:
+    """Parameters and the views and casts of them: values whose gathering would gather a weight."""
+    weights = {n for n, spec in zip(program.placeholders(), program.inputs, strict=True) if spec.kind == "param"}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and str(node.target) in VIEWS_OF_WEIGHTS and node in active:
+            operands = [a for a in node.all_input_nodes if a in active]
+            if operands and all(a in weights for a in operands):
+                weights.add(node)
+    return weights
+
+
+def _normalised_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
+    """The (value, dim) that a norm normalises over: the dims of layer_norm, or of the mean inside a hand-written norm."""
+    name = str(node.target)
+    source = rule.operands[0] if rule.operands else None
+    if source is None:
+        return []
+    if "_norm" in name and rule.forbidden:
+        return [(source.node, d) for d, f in enumerate(source.factors) if f in rule.forbidden]
+    if name in ("aten.mean.dim", "aten.var.correction", "aten.var.dim"):
+        keepdim = (len(node.args) > 2 and node.args[2]) or node.kwargs.get("keepdim", False)
+        last = len(source.factors) - 1
+        if keepdim and source.factors[last] is not None and source.factors[last] not in rule.result:
+            return [(source.node, last)]
+    return []
+
+
+class Policy:
+    """Says for each strategy whether it may be used, and if not, why."""
+
+    def __init__(
+        self,
+        program: Program,
+        rules: dict[fx.Node, OpRule],
+        active: set[fx.Node],
+        *,
+        sequence_parallel: bool | str,
+        free: bool = False,
+    ) -> None:
+        self.program, self.free, self.sequence_parallel = program, free, sequence_parallel
+        self.weights = weight_values(program, active)
+        self._axis_of: dict[Placement, str] = {}
+        classes = DimClasses(rules, self.weights, program)
+        self._classes = classes
+        self._normalised = classes.roots(p for n, r in rules.items() for p in _normalised_places(n, r))
+        self.norm_nodes = {n for n, r in rules.items() if _normalised_places(n, r)}
+        batch, seq = [], []
+        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+            value = node.meta.get(VAL)
+            if spec.kind == "user" and getattr(value, "ndim", 0) >= 1:
+                batch.append((node, 0))
+                if value.ndim == 2 and not value.dtype.is_floating_point:  # token ids, masks, labels: [batch, seq]
+                    seq.append((node, 1))
+        self._batch, self._seq = classes.roots(batch), classes.roots(seq)
+
+    def axis_of(self, node: fx.Node, placement: Placement) -> str:
+        """'batch', 'seq' or '': which axis of the data a shard of this value cuts."""
+        if not placement.is_shard:
+            return ""
+        if placement not in self._axis_of:
+            self._axis_of[placement] = self._symbolic_axis(placement)
+        if self._axis_of[placement]:
+            return self._axis_of[placement]
+        root = self._classes.find((node, placement.dim))
+        return "batch" if root in self._batch else "seq" if root in self._seq else ""
+
+    def _symbolic_axis(self, placement: Placement) -> str:
+        sizes = self.program.sizes
+        cut = [b.count for b in placement.cut.blocks] + [b.unit for b in placement.cut.blocks]
+        if all(sizes.is_static(n) for n in cut):
+            return ""
+        return "batch" if any(sizes.mentions(n, "batch") for n in cut) else "seq"
+
+    def reason(self, node: fx.Node, rule: OpRule, strategy: Strategy) -> str:
+        """Why this strategy may not be used, or ''."""
+        if self.free:
+            return ""
+        values = [(o.node, p) for o, p in zip(rule.operands, strategy.ins, strict=True)]
+        for value, placement in (*values, (node, strategy.out)):
+            if not placement.is_shard or value in self.weights:
+                continue
+            axis = self.axis_of(value, placement)
+            if axis == "batch":
+                return BATCH
+            if axis == "seq" and self.sequence_parallel is False:
+                return SEQUENCE
+            if self._classes.find((value, placement.dim)) in self._normalised:
+                return NORMALISED
+        return ""
+
+    def shards_sequence(self, node: fx.Node, strategy: Strategy) -> bool:
+        return self.axis_of(node, strategy.out) == "seq"
+
+    def filter(self, node: fx.Node, rule: OpRule, strategies: list[Strategy]) -> tuple[list[Strategy], dict[str, int]]:
+        """The strategies left, and {reason: how many it took}."""
+        if self.free:
+            return strategies, {}
+        left, gone = [], defaultdict(int)
+        for strategy in strategies:
+            reason = self.reason(node, rule, strategy)
+            if reason:
+                gone[reason] += 1
+            else:
+                left.append(strategy)
+        if self.sequence_parallel is True and node in self.norm_nodes:
+            left = prefer(left, [s for s in left if self.shards_sequence(node, s)], SEQUENCE_WANTED, gone)
+        weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
+        if str(node.target) in MATMULS and weights and node not in self.weights:
+            sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]
+            left = prefer(left, sharded, SHARD_WEIGHTS, gone)
+        return left, dict(gone)
+
+    def allows_conversion(self, node: fx.Node, src: Placement, dst: Placement) -> bool:
+        """Weights are neither gathered nor stored whole and used in slices."""
+        if self.free or node not in self.weights or src == dst:
+            return True
+        return not src.is_shard and not dst.is_shard
+
+
+def prefer(left: list[Strategy], wanted: list[Strategy], reason: str, gone: dict[str, int]) -> list[Strategy]:
+    """The wanted strategies where there are any; counts the others as removed for `reason`."""
+    if not wanted or len(wanted) == len(left):
+        return left
+    gone[reason] += len(left) - len(wanted)
+    return wanted

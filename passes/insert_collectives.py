@@ -1,0 +1,150 @@
+"""Insert the transitions that the plan implies.
+
+Before:  %2 = linear(%0, %1)                       # plan: P; its user wants I
+         %3 = add(%2, %x)
+After:   %2 = linear(%0, %1)                       # P@tp
+         %3 = transition(%2, P, I)                 # I@tp ; forward all-reduce, backward nothing
+         %4 = add(%3, %x)
+Legal because: a transition does not change the value that the ranks hold together; here, before shapes are local, it is
+written for an axis of size 1, where every transition is the identity, so the graph stays a correct program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megafx.collectives  # noqa: F401  registers megafx::transition
+import torch
+from torch import fx
+
+from megafx.ir import MADE_BY, PLACEMENT, VAL, Phase, Program, inherit
+from megafx.placements import I, Placement
+from megafx.plan import Plan
+from megafx.planning import Planning
+from megafx.sizes import SizeEmitter
+
+REQUIRES, ENSURES = Phase.PLANNED, Phase.PLACED
+NAME = "insert_collectives"
+
+
+def insert_collectives(program: Program, planning: Planning) -> int:
+    """Insert transitions and set `placement` on every active node; returns the number of transitions."""
+    plan, rules, accepts = planning.solved, planning.rules, planning.accepts
+    emitter = _TransitionEmitter(program, plan)
+    active = [n for n in program.graph.nodes if n in rules or _is_stored(program, plan, n)]
+    for node in active:
+        node.meta[PLACEMENT] = plan.ops[node.name].out if node in rules else _stored_at(program, plan, node)
+    for node in active:
+        for move in plan.conversions.get(node.name, ()):
+            emitter.convert(node, move.src, move.dst)
+    for node, rule in rules.items():
+        for operand, placement in zip(rule.operands, plan.ops[node.name].ins, strict=True):
+            if operand.active or placement.is_shard:
+                set_at(node, operand.path, emitter.at(operand.node, placement, operand.active))
+    _convert_outputs(program, emitter, accepts)
+    program.phase = Phase.PLACED
+    return emitter.count
+
+
+def _is_stored(program: Program, plan: Plan, node: fx.Node) -> bool:
+    return node.op == "placeholder" and _stored_at(program, plan, node) is not None
+
+
+def _stored_at(program: Program, plan: Plan, node: fx.Node) -> Placement | None:
+    spec = program.inputs[program.placeholders().index(node)]
+    if spec.kind == "param":
+        return plan.params[spec.name]
+    value = node.meta.get(VAL)
+    floating = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    return I if spec.kind == "user" and floating else None
+
+
+def _convert_outputs(program: Program, emitter: _TransitionEmitter, accepts: dict[fx.Node, Any]) -> None:
+    output = program.output_node()
+    leaving = []
+    for value in output.args[0]:
+        if isinstance(value, fx.Node) and PLACEMENT in value.meta:
+            value = emitter.leaving(value, accepts[value])
+        leaving.append(value)
+    output.args = (tuple(leaving),)
+
+
+class _TransitionEmitter:
+    """Makes each (value, placement) once and remembers it."""
+
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self.program, self.plan, self.count = program, plan, 0
+        self.sizes = SizeEmitter(program.graph, program.sizes)
+        self._made: dict[tuple[fx.Node, Placement], fx.Node] = {}
+        self._last: dict[fx.Node, fx.Node] = {}
+
+    def convert(self, value: fx.Node, src: Placement, dst: Placement) -> fx.Node:
+        """The value at `dst`, made from the value at `src`."""
+        if (value, dst) not in self._made:
+            self._made[value, dst] = self._emit(value, self.at(value, src, True), src, dst)
+        return self._made[value, dst]
+
+    def at(self, value: fx.Node, placement: Placement, active: bool) -> fx.Node:
+        """The value at a placement that it was produced at or converted to; a shard of an inactive value is sliced."""
+        if not active:
+            return self.convert_inactive(value, placement)
+        if value.meta[PLACEMENT] == placement:
+            return value
+        return self._made[value, placement]
+
+    def convert_inactive(self, value: fx.Node, placement: Placement) -> fx.Node:
+        if (value, placement) not in self._made:
+            self._made[value, placement] = self._emit(value, value, I, placement)
+        return self._made[value, placement]
+
+    def leaving(self, value: fx.Node, kinds: frozenset[str]) -> fx.Node:
+        """The value in a placement that the output accepts, I before R before a shard."""
+        have = {value.meta[PLACEMENT]: value} | {p: n for (v, p), n in self._made.items() if v is value}
+        for kind in ("I", "R", "S"):
+            for placement, node in have.items():
+                if placement.kind == kind and kind in kinds:
+                    return node
+        return self.convert(value, value.meta[PLACEMENT], I)
+
+    def _emit(self, value: fx.Node, source: fx.Node, src: Placement, dst: Placement) -> fx.Node:
+        layouts = [[self.sizes(n) for n in p.flat_layout] for p in (src, dst)]
+        graph = self.program.graph
+        args = (source, src.tag, dst.tag, *layouts, self.plan.axis, 1)
+        with self._after(value, source):
+            node = graph.call_function(torch.ops.megafx.transition.default, args)
+        node.meta[VAL] = source.meta[VAL]
+        node.meta[PLACEMENT] = dst
+        inherit(node, value, NAME)
+        node.meta[MADE_BY] = (NAME,)
+        self._last[value] = node
+        self.count += 1
+        return node
+
+    def _after(self, value: fx.Node, source: fx.Node) -> Any:
+        """Insertion point: behind the value and what was already made of it; inputs' behind the sizes at the top."""
+        graph = self.program.graph
+        if value.op == "placeholder":
+            return graph.inserting_before(self.sizes.anchor)
+        return graph.inserting_after(self._last.get(value, value))
+
+
+def get_at(node: fx.Node, path: tuple[Any, ...]) -> Any:
+    """The argument of `node` at `path`: a position, a position inside a list argument, or a keyword."""
+    first, *rest = path
+    found: Any = node.kwargs[first] if isinstance(first, str) else node.args[first]
+    for index in rest:
+        found = found[index]
+    return found
+
+
+def set_at(node: fx.Node, path: tuple[Any, ...], value: fx.Node) -> None:
+    """Replace the argument of `node` at `path`."""
+    first, *rest = path
+    if rest:
+        items = list(get_at(node, (first,)))
+        items[rest[0]] = value
+        value = items  # type: ignore[assignment]
+    if isinstance(first, str):
+        node.update_kwarg(first, value)
+    else:
+        node.update_arg(first, value)

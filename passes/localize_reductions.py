@@ -1,0 +1,31 @@
+"""Reductions over a sharded dim: means divide by the count of the whole dim."""
+
+from __future__ import annotations
+
+import torch
+from megafx.passes.localize_shapes import Localizer, localizes, replace
+from torch import fx
+
+from megafx.placements import P
+from megafx.plan import OpChoice
+
+aten = torch.ops.aten
+
+
+@localizes("aten.mean.dim", "aten.mean.default")
+def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    """mean over a sharded dim -> local sum / global count, a partial."""
+    if choice.out != P:
+        return
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    shape = local.global_shape[local.rules[node].operands[0].node]
+    dims = node.args[1] if len(node.args) > 1 else None
+    dims = list(range(len(shape))) if not dims else [d % len(shape) for d in dims]  # type: ignore[union-attr, operator]
+    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    emit = local.before(node)
+    total = emit(aten.sum.dim_IntList, source, dims, keepdim, dtype=node.kwargs.get("dtype"), placement=P)
+    count: int | fx.Node = 1
+    for d in dims:
+        count = local.sizes.mul(count, local.sizes(shape[d]))
+    replace(local, node, emit(aten.div.Scalar, total, count, placement=P))

@@ -1,0 +1,178 @@
+"""Choose a placement for every value: the cheapest plan that the rules, the policies and the overrides allow.
+
+Before:  a canonical graph on global shapes
+After:   the same graph; `planning.plan` says for every op which strategy of its rule it uses, and for every value which
+         transitions serve its users
+Legal because: strategies are rows of sharding rules, and every pair of placements has a transition; the graph is unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from megafx.candidates import find_candidates
+from megafx.op_rules import OpRule, Strategy, rule_for, strategies
+from torch import fx
+
+from megafx.errors import PlanError
+from megafx.ir import Phase, Program, active_nodes
+from megafx.overrides import Overrides
+from megafx.placements import I
+from megafx.plan import Plan
+from megafx.planning import Planning, accepted_outputs
+from megafx.policy import Policy, prefer
+from megafx.problem import Problem, Workload, removals, shard_candidates, storage
+from megafx.solver import InfeasibleError, Solution, solve
+
+REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
+
+
+def plan_sharding(program: Program, planning: Planning) -> int:
+    """Fill `planning`; returns the number of ops and parameters placed. Raises PlanError where nothing is allowed."""
+    start = time.perf_counter()
+    price_workload(program, planning)
+    active = active_nodes(program)
+    order = [n for n in program.graph.nodes if n in active]
+    planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
+    planning.accepts = accepted_outputs(program, active, planning.config)
+    if planning.given is not None:
+        planning.plan = planning.given
+        planning.weights = Policy(program, planning.rules, active, sequence_parallel="auto").weights
+    else:
+        planning.plan = _solve(program, planning, active, order)
+        planning.plan.statistics["planning_seconds"] = time.perf_counter() - start
+    program.phase = Phase.PLANNED
+    return len(planning.plan.ops) + len(planning.plan.params)
+
+
+def price_workload(program: Program, planning: Planning) -> None:
+    """Set the sizes that the planner prices: micro_batch_size and seq_length, where the graph has such symbols."""
+    sizes, config = program.sizes, planning.config
+    if "batch" in sizes.symbols:
+        sizes.workload_of[sizes.symbols["batch"]] = config.micro_batch_size
+    if "seq" in sizes.symbols and config.seq_length is not None:
+        sizes.workload_of[sizes.symbols["seq"]] = config.seq_length
+
+
+def _solve(program: Program, planning: Planning, active: set[fx.Node], order: list[fx.Node]) -> Plan:
+    problem, overrides = make_problem(program, planning, active, order)
+    plan, solution = _optimum(problem)
+    overrides.check_used()
+    plan.hardware = planning.hardware.name
+    plan.cost_us = solution.cost * 1e6
+    plan.sequence_parallel = any(
+        problem.policy.shards_sequence(n, problem.domains[n][solution.assignment["op", n]]) for n in problem.rules
+    )
+    plan.workload = {name: program.sizes.workload_of.get(s, 0) for name, s in program.sizes.symbols.items()}
+    plan.statistics = {
+        "variables": len(problem.sizes_of_domains),
+        "tables": len(problem.tables),
+        "width": solution.width,
+        "largest_table": solution.largest_table,
+        "solver_seconds": solution.seconds,
+    }
+    _say_what_is_replicated(program, planning, problem, plan)
+    planning.weights = problem.policy.weights
+    return plan
+
+
+def make_problem(
+    program: Program, planning: Planning, active: set[fx.Node], order: list[fx.Node], *, free: bool | None = None
+) -> tuple[Problem, Overrides]:
+    """Domains after policies and overrides, and the cost tables."""
+    config = planning.config
+    free = config.planner_policy == "free" if free is None else free
+    policy = Policy(program, planning.rules, active, sequence_parallel=config.sequence_parallel, free=free)
+    candidates = find_candidates(planning.rules, [n for n in order if n.op == "placeholder"], program.sizes, planning.t)
+    overrides = Overrides(program, config.overrides, policy.weights)
+    domains: dict[fx.Node, list[Strategy]] = {}
+    taken: list[Any] = []
+    inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
+    for node in order:
+        if node.op == "placeholder":
+            spec = inputs[node]
+            if spec.kind != "param":
+                domains[node] = storage([I])
+            elif spec.name in planning.fixed:
+                domains[node] = storage([planning.fixed[spec.name]])
+            else:
+                domains[node] = storage([I, *shard_candidates(candidates.of(node))] if planning.t > 1 else [I])
+            domains[node], gone = overrides.filter_parameter(node, spec, domains[node])
+        else:
+            rule = planning.rules[node]
+            domains[node], gone = policy.filter(node, rule, _strategies(rule, candidates, program, planning.t))
+            domains[node], more = overrides.filter_op(node, rule, domains[node])
+            gone = gone | more
+            pattern = overrides.sequence_pattern(node)
+            if pattern:
+                on_sequence = [s for s in domains[node] if policy.shards_sequence(node, s)]
+                domains[node] = prefer(domains[node], on_sequence, f"override: {pattern} is sequence", gone)
+        taken += removals(node, gone)
+    problem = Problem(
+        program,
+        planning.rules,
+        domains,
+        planning.accepts,
+        policy,
+        Workload(planning.hardware, planning.t, planning.training),
+    )
+    problem.removed = taken
+    problem.build()
+    return problem, overrides
+
+
+def _strategies(rule: OpRule, candidates: Any, program: Program, t: int) -> list[Strategy]:
+    if t == 1:
+        return [Strategy((I,) * len(rule.operands), I, "", "")]
+    return strategies(rule, candidates, program.sizes, t)
+
+
+def _optimum(problem: Problem) -> tuple[Plan, Solution]:
+    try:
+        solution = solve(problem.sizes_of_domains, problem.tables)
+    except InfeasibleError as error:
+        names = ", ".join(sorted({v[1].name for v in error.variables if isinstance(v, tuple)}))
+        raise PlanError(
+            f"no plan satisfies every policy and override: the conflict is among {names}",
+            fix="lift an override on these, or use Config(planner_policy='free')",
+        ) from error
+    plan = problem.plan_of(solution.assignment)
+    plan.removals = problem.removed
+    return plan, solution
+
+
+def _say_what_is_replicated(program: Program, planning: Planning, problem: Problem, plan: Plan) -> None:
+    """Every parameter stored whole and every op without a rule, with the reason."""
+    if planning.t == 1:
+        return
+    for node, rule in planning.rules.items():
+        if rule.kind == "none":
+            plan.replicated[node.name] = rule.reason
+            program.note("replicated", f"{node.target}: {rule.reason}; computed whole on every rank", node)
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        if spec.kind == "param" and not plan.params[spec.name].is_shard:
+            plan.replicated[spec.name] = _why_whole(node, problem)
+
+
+def _why_whole(node: fx.Node, problem: Problem) -> str:
+    uses = problem.uses.get(node, [])
+    if not uses:
+        return "the graph does not use it"
+    without_rule = [u.consumer for u in uses if problem.rules[u.consumer].kind == "none"]
+    if without_rule:
+        return f"used by {without_rule[0].target}, which has no sharding rule"
+    if len(problem.domains[node]) == 1:
+        return "none of its dims can be sharded"
+    rules = [problem.rules[u.consumer] for u in uses]
+    forbidden = {reason for rule in rules for reason in rule.forbidden.values()}
+    removed = {r.reason for u in uses for r in problem.removed if r.node == u.consumer.name}
+    if forbidden:
+        return "; ".join(sorted(forbidden))
+    return "; ".join(sorted(removed)) if removed else "storing it whole costs less than the transitions of its shards"
+
+
+def with_plan(planning: Planning, plan: Plan) -> Planning:
+    """The same question, answered."""
+    return dataclasses.replace(planning, given=plan)
