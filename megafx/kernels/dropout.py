@@ -1,8 +1,8 @@
 """megafx::dropout: y = x * scale where keep(i), else 0; i = index of the element in the whole (logical) tensor.
 
-The random bits are those of philox.py: a function of (seed, op_id, i) alone. Nothing but the seed is saved; backward is the
-same op on the gradient, and recompute replays exactly. Arithmetic: x and scale in fp32 (fp64 for fp64), one rounding to x's
-dtype. Dropped elements are 0 even where x is infinite or nan. Pads draw anything.
+The random bits are those of philox.py: a function of (seed, op_id, i) alone. Nothing but the seed is saved; backward is
+the same op on the gradient, and recompute replays exactly. Arithmetic: x and scale in fp32 (fp64 for fp64), one rounding
+to x's dtype. Dropped elements are 0 even where x is infinite or nan. Pads draw anything.
 
 CPU and fallback: reference composition in chunks that stay in cache. CUDA: dropout_triton.py.
 Measured: 6 to 8 ns an element on one core of a Xeon with AVX-512 (fp32, p = 0.1, 2026-11-21).
@@ -33,7 +33,9 @@ def reference(x: Tensor, seed: Tensor, p: float, op_id: int, runs: Sequence[Run]
     out = torch.empty_like(x)
     key = philox.key_of(seed)
     for run in runs:
-        source, target = (a.as_strided((run.rows, run.length), (run.local_stride, 1), run.local_start) for a in (x, out))
+        source, target = (
+            a.as_strided((run.rows, run.length), (run.local_stride, 1), run.local_start) for a in (x, out)
+        )
         # Rows whose starts agree modulo 8 share one alignment: at most 8 families of rows, most often one.
         families = 8 // math.gcd(run.global_stride, 8) if run.rows > 1 else 1
         for family in range(min(families, run.rows)):
@@ -74,9 +76,7 @@ def _drop_rows(
 
 
 @torch.library.custom_op("megafx::dropout", mutates_args=(), schema=SCHEMA)
-def dropout(
-    x: Tensor, seed: Tensor, p: float, op_id: int, shard_dim: int, layout: Sequence[int], axis: str
-) -> Tensor:
+def dropout(x: Tensor, seed: Tensor, p: float, op_id: int, shard_dim: int, layout: Sequence[int], axis: str) -> Tensor:
     """x [local shape], seed 0-d int64 -> y like x, contiguous. Elementwise: any placement but partial sums.
 
     shard_dim, layout: how x's dim is cut over the ranks of `axis` (`Layout.flat()`); -1 and [] where x is whole.

@@ -63,7 +63,7 @@ def _dropout(
         inside = first < total
         keep = draw1(index, op, k0, k1) >= below
     value = tl.load(x + at, mask=inside)
-    if DOUBLE:
+    if DOUBLE:  # noqa: SIM108 (branches of different type: a ternary cannot be compiled)
         scaled = value * (65536.0 / (65536 - threshold).to(tl.float64))  # a float argument would be rounded to fp32
     else:
         scaled = value.to(tl.float32) * scale

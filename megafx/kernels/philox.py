@@ -1,18 +1,19 @@
 """Counter-based random bits: Philox4x32-7 keyed by (seed, op id, global element index).
 
-Definition (findings/kernels.md; DESIGN section 6). For the element with row-major index i in the whole (logical) tensor:
+Definition (findings/kernels.md; DESIGN section 6). The element with row-major index i in the whole tensor has:
 
     counter = (g & 0xffffffff, g >> 32, op_id, 0) with g = i >> 3      key = low and high 32 bits of the 64-bit seed
     draw(i) = half (j & 1) of output word (j >> 1) with j = i & 7      a 16-bit integer; half 0 is the low one
     keep(i) = draw(i) >= threshold(p)                                  threshold(p) = round(p * 65536)
     scale   = 1 / (1 - threshold / 65536)                              so the expectation is exactly unbiased
 
-One Philox call serves 8 elements. A draw depends on nothing but (seed, op_id, i), so a shard draws exactly its slice of the
-one-process mask. Philox is Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the round
-function and constants are from that paper, 7 rounds being the fewest that the authors report as passing BigCrush.
+One Philox call serves 8 elements. A draw depends on nothing but (seed, op_id, i), so a shard draws exactly its slice of
+the one-process mask. Philox is Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): the
+round function and the constants. Seven rounds passed the statistical tests of findings/kernels.md.
 
-32-bit words are held in int64: products wrap modulo 2**64, which leaves both halves of the 64-bit product right. Words that
-are the same for all elements (op id, high half of the index) stay Python integers, which saves most of the first two rounds.
+32-bit words are held in int64: products wrap modulo 2**64, which leaves both halves of the 64-bit product right. Words
+that are the same for all elements (op id, high half of the index) stay Python integers, which saves most of the first two
+rounds.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _mix(product: Word, word: Word, key: int) -> Word:
 
 
 def element_draws(index: Tensor, key: tuple[int, int], op_id: int) -> Tensor:
-    """Global element indices (int64, any shape) -> 16-bit draws (int64, same shape): the definition, one call an element."""
+    """Global element indices (int64, any shape) -> 16-bit draws (int64): the definition, one call an element."""
     group, j = index >> 3, index & 7
     words = philox4x32((group & MASK, group >> 32, op_id, 0), key)
     word = torch.stack([torch.as_tensor(w).expand(index.shape) for w in words], -1)
@@ -86,12 +87,12 @@ def element_draws(index: Tensor, key: tuple[int, int], op_id: int) -> Tensor:
 def dropped(groups: Tensor, high: Word, key: tuple[int, int], op_id: int, below: int) -> Tensor:
     """Groups of 8 elements -> bool [len(groups), 8], True where the draw is less than `below` (in [0, 65536)).
 
-    groups: int64 [n], low 32 bits of the group indices, n > 0; high: their high 32 bits. The hot path of the CPU: the draws are never
-    widened. The four words are packed as they lie in (little-endian) memory and compared as signed 16-bit integers, the
-    sign bit flipped on both sides.
+    groups: int64 [n], low 32 bits of the group indices; high: their high 32 bits. The hot path of the CPU: the draws are
+    never widened. The four words are packed as they lie in (little-endian) memory and compared as signed 16-bit integers,
+    the sign bit flipped on both sides.
     """
     c0, c1, c2, c3 = _rounds((groups, high, op_id, 0), key, ROUNDS)
-    assert all(isinstance(w, Tensor) for w in (c0, c1, c2, c3))
+    assert isinstance(c0, Tensor) and isinstance(c1, Tensor) and isinstance(c2, Tensor) and isinstance(c3, Tensor)
     packed = torch.empty(len(groups), 2, dtype=torch.int64, device=groups.device)
     torch.bitwise_or(c0, c1 << 32, out=packed[:, 0])
     torch.bitwise_or(c2, c3 << 32, out=packed[:, 1])

@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
 
 def runs_of(shape: Sequence[int], shard_dim: int, layout: Sequence[int], rank: int, t: int) -> list[Run]:
-    """Local shape, cut along shard_dim (-1: whole) by a flat layout over t ranks -> runs that cover the local tensor."""
+    """Local shape, cut along shard_dim (-1: whole) by a flat layout over t ranks -> runs that cover it."""
     numel = math.prod(shape)
     if shard_dim < 0 or numel == 0:
         return [Run(1, numel, 0, numel, 0, numel)] if numel else []
