@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch._subclasses import FakeTensorMode
     from torch.utils._pytree import TreeSpec
 
+    from megafx.call_spec import CallSpec
+
 VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by", "placement", "phase"
 RECOMPUTE = "recompute"
 
@@ -89,6 +91,7 @@ class Program:
     constants: dict[str, Any] = field(default_factory=dict)  # name of a 'constant' input -> tensor
     phase: Phase = Phase.CAPTURED
     notes: list[Note] = field(default_factory=list)
+    call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
 
     @property
     def graph(self) -> fx.Graph:

@@ -1,0 +1,138 @@
+"""Run a compiled program on this rank: a forward graph and a backward graph, as generated Python code or through Inductor.
+
+Both run without autograd and without ambient autocast: derivatives are nodes already, and dtypes are what the graph says.
+Values are freed after their last use, kept ones too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.errors import UsageError
+from megafx.ir import Program
+from megafx.passes.partition import Partition, partition
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Kept:
+    """What one forward call hands to its backward. values: `Partition.saved` in order, emptied by backward."""
+
+    def __init__(self, values: list[Any], versions: list[tuple[int, int]], tangents: list[torch.Tensor]) -> None:
+        self.values = values
+        self.versions = versions  # (position in values, version) of memory that the user can reach and change
+        self.like = [(t.shape, t.dtype, t.device) for t in tangents]
+
+
+class Executable:
+    """forward(inputs) -> (outputs, kept); backward(kept, tangents) -> gradients, None for inputs that none depends on.
+
+    inputs: tensors (and ints) in the order of `program.inputs` without the tangents. outputs: in the order of
+    `program.outputs` without the gradients. kept is None where there is no backward. tangents: one per differentiated
+    output. context: entered around each run, such as `lambda: on_mesh(...)`.
+    """
+
+    def __init__(
+        self,
+        parts: Partition,
+        outputs: int,
+        differentiated: list[int],
+        context: Context = contextlib.nullcontext,
+    ) -> None:
+        self.parts, self.outputs, self.differentiated, self.context = parts, outputs, differentiated, context
+        self._forward: Callable[..., Any] = parts.forward.forward
+        self._backward: Callable[[list[Any]], Any] | None = parts.backward.forward if parts.backward else None
+        self._given = [s.index for s in parts.saved if s.kind == "input"]
+        self._watched = [i for i, s in enumerate(parts.saved) if s.shared]
+
+    @staticmethod
+    def of(program: Program, context: Context = contextlib.nullcontext) -> Executable:
+        """Partition a program (lowered and bound; a program without gradients gets a forward only) and make it runnable."""
+        names = [o.name for o in program.outputs if o.kind != "gradient"]
+        differentiated = [names.index(i.name) for i in program.inputs if i.kind == "tangent"]
+        return Executable(partition(program), len(names), differentiated, context)
+
+    def compiled(self, **options: Any) -> Executable:
+        """The same through `torch.compile`, both graphs with dynamic sizes. options: of torch.compile.
+
+        Each graph is compiled by itself (findings/joint_graph.md, section 5): compiled around autograd, Inductor would
+        partition again, by rules that know neither our collectives nor our tags.
+        """
+        made = Executable(self.parts, self.outputs, self.differentiated, self.context)
+        options = {"dynamic": True, **options}
+        made._forward = torch.compile(self.parts.forward, **options)
+        if self.parts.backward is not None:
+            run = torch.compile(_unboxed(self.parts.backward), **options)
+            made._backward = lambda arguments: run(*arguments)
+        return made
+
+    def forward(self, inputs: list[Any]) -> tuple[list[Any], Kept | None]:
+        inputs = [_contiguous(x) for x in inputs]
+        with self._running():
+            results = self._forward(*inputs)
+        outputs = list(results[: self.outputs])
+        if self._backward is None:
+            return outputs, None
+        values = [*(inputs[i] for i in self._given), *results[self.outputs :]]
+        versions = [(i, values[i]._version) for i in self._watched if not values[i].is_inference()]
+        return outputs, Kept(values, versions, [outputs[i] for i in self.differentiated])
+
+    def backward(
+        self, kept: Kept, tangents: list[torch.Tensor | None], retain: bool = False
+    ) -> list[torch.Tensor | None]:
+        """retain: leave `kept` as it is for another backward."""
+        assert self._backward is not None, "this program was built without gradients"
+        if self.parts.saved and not kept.values:
+            raise UsageError(
+                "backward ran through this call's graph before, and its values are freed",
+                fix="call backward(retain_graph=True) the first time",
+            )
+        for i, version in kept.versions:
+            if kept.values[i]._version != version:
+                saved = self.parts.saved[i]
+                raise UsageError(
+                    f"'{saved.name}' was changed in place between forward and backward, which needs its old value",
+                    module=saved.fqn,
+                    source=saved.source,
+                )
+        seeds = [_tangent(t, like) for t, like in zip(tangents, kept.like, strict=True)]
+        arguments = [*kept.values, *seeds]
+        if not retain:
+            kept.values = []
+        del seeds
+        with self._running():
+            return list(self._backward(arguments))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(self.context())
+            yield
+
+
+def _contiguous(x: Any) -> Any:
+    """The graphs were traced on contiguous inputs: their views are legal on no others."""
+    return x.contiguous() if isinstance(x, torch.Tensor) else x
+
+
+def _tangent(tangent: torch.Tensor | None, like: tuple[Any, Any, Any]) -> torch.Tensor:
+    if tangent is None:
+        shape, dtype, device = like
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return tangent.contiguous()
+
+
+def _unboxed(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same code with ordinary arguments."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)

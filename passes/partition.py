@@ -1,0 +1,239 @@
+"""Cut the joint graph into a forward and a backward graph, and choose what is kept between them.
+
+Before:  %y = f(%x), %v = view(%y), %dx = g(%v, %tangent)        # one graph
+After:   forward(%x) -> (%y, saved %y);  backward(%y, %tangent): %v = view(%y), %dx = g(%v, %tangent)
+Legal because: backward gets the same values, kept, given again (inputs), or computed again by ops without side effects.
+
+Kept is what eager keeps, less what costs nothing to have again:
+
+    input      parameters, buffers and user inputs are handed over by reference, never copied and never as a view
+    size       sizes are kept as integers; arithmetic on them is repeated
+    view       views of one storage are repeated from the value they show
+    cast       of parameters, as autocast makes them, are repeated: a low-precision copy of the weights is not kept
+    recompute  nodes tagged so (ir.RECOMPUTE) are repeated, collectives included: `tag_regathers` tags the all-gathers
+               of sequence parallelism
+
+A collective that is not tagged is never repeated, and neither is dropout's mask kept: its backward draws it again from the
+seed. Keeping or re-gathering the inputs of column-parallel linears is a trade of bytes for memory (ORACLE section 3; N = 2sbh
+bytes, one layer, t ranks): kept, 8 N(t-1)/t bytes move and 4sbh(1 - 1/t) bytes more stay; re-gathered, 10 N(t-1)/t bytes move.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from megafx.aliasing import shows_operand, storage_of
+from megafx.errors import SourceLine
+from megafx.ir import PHASE, RECOMPUTE, VAL, Phase, Program, fqn_of, source_of
+from megafx.sizes import Sizes
+
+REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One thing handed from forward to backward.
+
+    index: of the program's input, or -1. numel: structural; 0 for what is handed over by reference. shared: the memory
+    is also an input's or a user output's, so the user may change it.
+    """
+
+    kind: Literal["input", "size", "value"]
+    index: int
+    name: str
+    fqn: str
+    source: SourceLine | None
+    numel: int
+    itemsize: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Partition:
+    """forward(*inputs) -> (*outputs, *kept); backward([*saved, *tangents]) -> gradients, clearing the list it is given.
+
+    forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`.
+    backward is None where the program has no gradients.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[Saved, ...]
+
+    def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
+        """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
+        total: dict[str, int] = {}
+        for s in self.saved:
+            if s.numel:
+                total[s.fqn] = total.get(s.fqn, 0) + sizes.workload(s.numel) * s.itemsize
+        return total
+
+
+def tag_regathers(program: Program) -> int:
+    """Tag (in a JOINT program) forward all-gathers of sharded values for repetition in backward; return their number.
+
+    They are the transitions S -> R of values that are computed: gathered parameters are not sequence parallelism's.
+    """
+    count = 0
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not str(node.target).startswith("megafx.transition") or _is_backward(node):
+            continue
+        source, src, dst = node.args[:3]
+        if str(src).startswith("S") and dst == "R" and source.op != "placeholder":  # type: ignore[union-attr]
+            node.meta[RECOMPUTE] = True
+            count += 1
+    return count
+
+
+def partition(program: Program) -> Partition:
+    """See the module docstring. The program itself is left as it is."""
+    results = list(program.output_node().args[0])  # type: ignore[arg-type]
+    is_gradient = [o.kind == "gradient" for o in program.outputs]
+    outputs = [r for r, g in zip(results, is_gradient, strict=True) if not g]
+    gradients = [r for r, g in zip(results, is_gradient, strict=True) if g]
+    inputs = [n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind != "tangent"]
+    tangents = [n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "tangent"]
+    if not gradients:
+        return Partition(_module(program, _extract(program, inputs, outputs)), None, ())
+    backward = _Backward(program, tangents)
+    backward.build(gradients)
+    kept = [n for n in program.graph.nodes if n in backward.saved]
+    saved = sorted(kept, key=lambda n: _KINDS.index(_kind(n)))  # stable: graph order within a kind
+    values = [n for n in saved if n.op != "placeholder"]
+    forward = _module(program, _extract(program, inputs, [*outputs, *values]))
+    gm = _module(program, backward.finish(saved))
+    shared = {storage_of(n) for n in outputs if isinstance(n, fx.Node)}
+    index = {n: i for i, n in enumerate(program.placeholders())}
+    return Partition(forward, gm, tuple(_describe(program, n, index, shared) for n in saved))
+
+
+_KINDS: tuple[Literal["input", "size", "value"], ...] = ("input", "size", "value")
+
+
+def _kind(node: fx.Node) -> Literal["input", "size", "value"]:
+    if node.op == "placeholder":
+        return "input"
+    return "value" if isinstance(node.meta[VAL], torch.Tensor) else "size"
+
+
+def _describe(program: Program, node: fx.Node, index: dict[fx.Node, int], outputs: set[fx.Node]) -> Saved:
+    value, kind, numel, itemsize = node.meta[VAL], _kind(node), 0, 0
+    tensor = isinstance(value, torch.Tensor)
+    if kind == "value":
+        numel, itemsize = math.prod(program.sizes.shape(value)), value.element_size()
+    shared = tensor and (kind == "input" or storage_of(node) in outputs)
+    return Saved(kind, index.get(node, -1), node.name, fqn_of(node), source_of(node), numel, itemsize, shared)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get(PHASE) == "backward"
+
+
+def _repeated(node: fx.Node, parameters: set[fx.Node]) -> bool:
+    """Whether backward computes a forward node again rather than keeping it."""
+    if node.op == "get_attr" or node.meta.get(RECOMPUTE) or shows_operand(node):
+        return True
+    if isinstance(node.meta.get(VAL), (torch.SymInt, torch.SymBool, torch.SymFloat)):
+        return node.target is not aten.sym_size.int
+    if node.target is aten._to_copy.default:
+        return storage_of(node.args[0]) in parameters  # type: ignore[arg-type]
+    return False
+
+
+class _Backward:
+    """Writes the backward graph: the joint graph's backward nodes in order, repeated nodes just before their first use."""
+
+    def __init__(self, program: Program, tangents: list[fx.Node]) -> None:
+        self.program, self.tangents = program, tangents
+        self.saved: set[fx.Node] = set()
+        self.order: list[fx.Node] = []
+        self.placed: set[fx.Node] = set(tangents)
+        self.gradients: list[Any] = []
+        pairs = zip(program.placeholders(), program.inputs, strict=True)
+        self.parameters = {n for n, i in pairs if i.kind == "param"}
+
+    def build(self, gradients: list[Any]) -> None:
+        self.gradients = gradients
+        needed = _ancestors(gradients, stop=lambda n: not _is_backward(n))
+        for node in self.program.graph.nodes:
+            if node in needed and _is_backward(node):
+                self._place(node)
+        for node in gradients:
+            if isinstance(node, fx.Node):
+                self._require(node)
+
+    def _place(self, node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            self._require(operand)
+        if node not in self.placed:
+            self.placed.add(node)
+            self.order.append(node)
+
+    def _require(self, node: fx.Node) -> None:
+        if node in self.placed or node in self.saved:
+            return
+        if _is_backward(node) or (node.op != "placeholder" and _repeated(node, self.parameters)):
+            self._place(node)
+        else:
+            self.saved.add(node)
+
+    def finish(self, saved: list[fx.Node]) -> fx.Graph:
+        graph, new = fx.Graph(), {}
+        for node in (*saved, *self.tangents):
+            new[node] = graph.placeholder(node.name)
+            new[node].meta = dict(node.meta)
+        for node in self.order:
+            new[node] = graph.node_copy(node, new.__getitem__)
+        graph.output(tuple(new[g] if isinstance(g, fx.Node) else g for g in self.gradients))
+        graph.set_codegen(Boxed())
+        return graph
+
+
+def _ancestors(roots: list[Any], stop: Any = lambda n: False) -> set[fx.Node]:
+    """Nodes that the roots depend on, roots included; not looking behind nodes where `stop` holds."""
+    seen: set[fx.Node] = set()
+    todo = [n for n in roots if isinstance(n, fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not stop(node):
+            todo += node.all_input_nodes
+    return seen
+
+
+def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any]) -> fx.Graph:
+    """The part of the graph that computes `outputs`, with all of `inputs` as placeholders."""
+    needed, graph = _ancestors(outputs), fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    wanted = {*inputs, *(n for n in needed if n.op != "placeholder")}
+    for node in program.graph.nodes:
+        if node in wanted:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(new[n] if isinstance(n, fx.Node) else n for n in outputs))
+    return graph
+
+
+def _module(program: Program, graph: fx.Graph) -> fx.GraphModule:
+    graph.lint()
+    return fx.GraphModule(program.gm, graph)
+
+
+class Boxed(fx.graph.CodeGen):
+    """Generated code takes one list and empties it, so that each argument is freed after its last use.
+
+    torch has the same as `fx.graph._BoxedCodeGen`, which is private.
+    """
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        lines = [f"def forward(self, arguments){maybe_return_annotation}:"]
+        lines += [f"    ({', '.join(names)},) = arguments", "    arguments.clear()"] if names else []
+        return "\n".join(lines)
