@@ -1,0 +1,247 @@
+"""The report: what was done and why, as a table by layer with identical layers folded.
+
+`describe` reads a placed program (global shapes, transitions as nodes) and its plan; `Report` prints it.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import fx
+
+from megafx.cost import collective_seconds
+from megafx.ir import PLACEMENT, VAL, Note, Program, fqn_of, is_floating, source_of
+from megafx.placements import LOCAL, Placement, payload, transition
+from megafx.planning import Planning
+from megafx.policy import MATMULS
+
+
+@dataclass(frozen=True)
+class Move:
+    """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward."""
+
+    src: str
+    dst: str
+    forward: str
+    backward: str
+    forward_bytes: int
+    backward_bytes: int
+    cost_us: float
+
+    def __str__(self) -> str:
+        parts = [f"{self.src}->{self.dst}"]
+        if self.forward != LOCAL:
+            parts.append(f"fwd {self.forward} {_bytes(self.forward_bytes)}")
+        if self.backward != LOCAL:
+            parts.append(f"bwd {self.backward} {_bytes(self.backward_bytes)}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op worth a line: it has a weight, or it communicates, or it stayed whole."""
+
+    fqn: str
+    op: str
+    style: str
+    placements: str
+    weight: str
+    moves: tuple[Move, ...]
+    source: str
+
+
+@dataclass
+class Report:
+    """str(report), .table(), .html(path), .to_json()."""
+
+    header: dict[str, Any]
+    rows: list[Row]
+    params: dict[str, tuple[str, str, str]]  # FQN -> (global shape, placement, why whole)
+    removed: dict[str, int]  # reason -> strategies taken away
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=150, color_system=None, legacy_windows=False)
+        console.print(", ".join(f"{k} {v}" for k, v in self.header.items()), highlight=False)
+        console.print(self.table())
+        for title, lines in self._lists():
+            if lines:
+                console.print(f"\n{title}", highlight=False, markup=False)
+                for line in lines:
+                    console.print(f"  {line}", highlight=False, markup=False)
+        return out.getvalue()
+
+    def table(self) -> Table:
+        """A rich table; identical layers are one row, their number in the last column."""
+        table = Table(show_lines=False, pad_edge=False)
+        for name in ("module", "op", "style", "placements", "weight", "collectives (bytes a rank sends)", "times"):
+            table.add_column(name, overflow="fold")
+        for row, times in self.folded():
+            moves = "\n".join(str(m) for m in row.moves)
+            table.add_row(row.fqn, row.op, row.style, row.placements, row.weight, moves, str(times))
+        return table
+
+    def folded(self) -> list[tuple[Row, int]]:
+        """Rows of layers that differ in their index alone become one row, with how many they are."""
+        groups: dict[Any, list[Row]] = defaultdict(list)
+        for row in self.rows:
+            groups[re.sub(r"\.\d+(?=\.|$)", ".*", row.fqn), row.op, row.style, row.weight, row.moves].append(row)
+        return [(_named(key[0], rows), len(rows)) for key, rows in groups.items()]
+
+    def collectives(self) -> dict[str, tuple[int, int]]:
+        """'forward all_reduce' -> (count, bytes a rank sends in one step)."""
+        total: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            for move in row.moves:
+                pairs = (("forward", move.forward, move.forward_bytes), ("backward", move.backward, move.backward_bytes))
+                for when, collective, size in pairs:
+                    if collective != LOCAL:
+                        count, bytes_moved = total.get(f"{when} {collective}", (0, 0))
+                        total[f"{when} {collective}"] = (count + 1, bytes_moved + size)
+        return total
+
+    def to_json(self) -> str:
+        data = {"header": self.header, "rows": [asdict(r) for r in self.rows], "params": self.params}
+        return json.dumps(data | {"removed": self.removed, "notes": self.notes}, indent=1)
+
+    def html(self, path: str | Path) -> None:
+        """Write the report as one HTML page."""
+        page = f"<!doctype html><meta charset=utf-8><title>megafx plan</title><pre>{html.escape(str(self))}</pre>"
+        Path(path).write_text(page)
+
+    def _lists(self) -> Iterable[tuple[str, list[str]]]:
+        yield "Collectives a step", [f"{k}: {n} x, {_bytes(b)} sent by a rank" for k, (n, b) in self.collectives().items()]
+        whole: dict[str, list[str]] = defaultdict(list)
+        for fqn, (shape, placement, why) in self.params.items():
+            if not placement.startswith("S"):
+                whole[f"{re.sub(r'[.][0-9]+(?=[.]|$)', '.*', fqn)} {shape}: {why}"].append(fqn)
+        yield "Stored whole on every rank", [f"{k}" + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()]
+        yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]
+        yield "Notes", self.notes
+
+
+def describe(program: Program, planning: Planning) -> Report:
+    """PLACED program -> Report."""
+    plan = planning.solved
+    rows = []
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node in planning.rules:
+            row = _row(program, planning, node)
+            if row is not None:
+                rows.append(row)
+    params, entering = {}, []
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        if spec.kind == "param":
+            placement = plan.params[spec.name]
+            shape = "x".join(str(n) for n in node.meta[VAL].shape)
+            params[spec.name] = (shape, str(placement), plan.replicated.get(spec.name, ""))
+            moves = _moves(program, planning, node)
+            if any(m.forward != LOCAL or m.backward != LOCAL for m in moves):
+                entering.append(Row(spec.name, "parameter", "gradient all-reduce", str(placement), shape, moves, ""))
+    removed: dict[str, int] = defaultdict(int)
+    for removal in plan.removals:
+        removed[removal.reason] += removal.count
+    header = {
+        "axis": f"{plan.axis}={plan.t}",
+        "sequence_parallel": plan.sequence_parallel,
+        "workload": ", ".join(f"{k}={v}" for k, v in plan.workload.items()) or "static",
+        "hardware": plan.hardware,
+        "modelled step": f"{plan.cost_us:.0f} us",
+        "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
+    }
+    return Report(header, rows + entering, params, dict(removed), [str(n) for n in program.notes])
+
+
+def refresh_notes(report: Report, notes: Iterable[Note]) -> None:
+    """Bring in what later passes and the runtime noted."""
+    report.notes = list(dict.fromkeys([*report.notes, *(str(n) for n in notes)]))
+
+
+def _row(program: Program, planning: Planning, node: fx.Node) -> Row | None:
+    choice = planning.solved.ops[node.name]
+    rule = planning.rules[node]
+    moves = _moves(program, planning, node)
+    communicates = any(m.forward != LOCAL or m.backward != LOCAL for m in moves)
+    weights = [
+        (o, p) for o, p in zip(rule.operands, choice.ins, strict=True) if o.node in planning.weights and len(o.factors) > 1
+    ]
+    has_weight = bool(weights) and node not in planning.weights
+    if not (communicates or has_weight or rule.kind == "none"):
+        return None
+    ins = ", ".join(str(p) for p in choice.ins)
+    shape = "x".join(str(n) for n in weights[0][0].node.meta[VAL].shape) if weights else ""
+    return Row(
+        fqn_of(node) or "<root>",
+        str(node.target).removeprefix("aten.").removesuffix(".default"),
+        _style(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if rule.kind == "none" else ""),
+        f"{ins} -> {choice.out}",
+        shape,
+        moves,
+        str(source_of(node) or ""),
+    )
+
+
+def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
+    sharded = any(p.is_shard for p in weights)
+    lookup = "embedding" in str(node.target)
+    if not sharded:
+        return "on a shard of the sequence" if out.is_shard else "replicated"
+    if out.kind == "P":
+        return "vocab-parallel" if lookup else "row-parallel"
+    return "hidden-parallel" if lookup or str(node.target) not in MATMULS else "column-parallel"
+
+
+def _moves(program: Program, planning: Planning, node: fx.Node) -> tuple[Move, ...]:
+    """The transitions made of this value, found in the graph."""
+    moves, stack = [], [node]
+    while stack:
+        value = stack.pop()
+        for user in value.users:
+            if user.target is torch.ops.megafx.transition.default and PLACEMENT in value.meta:
+                moves.append(_move(program, planning, value, user))
+                stack.append(user)
+    return tuple(moves)
+
+
+def _move(program: Program, planning: Planning, value: fx.Node, made: fx.Node) -> Move:
+    src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
+    row = transition(src, dst)
+    sizes, t = program.sizes, planning.t
+    numel = 1
+    for n in sizes.shape(value.meta[VAL]):
+        numel *= sizes.workload(n)
+    itemsize = value.meta[VAL].dtype.itemsize
+    backward = row.backward if planning.training and is_floating(value) else LOCAL
+    seconds = sum(collective_seconds(c, numel, itemsize, planning.hardware, t) for c in (row.forward, backward))
+    sent = [payload(c, numel, t) * itemsize for c in (row.forward, backward)]
+    return Move(str(src), str(dst), row.forward, backward, *sent, round(seconds * 1e6, 3))
+
+
+def _named(pattern: str, rows: list[Row]) -> Row:
+    """The first row under the name of all of them: `h.0.mlp` .. `h.11.mlp` are `h.[0-11].mlp`."""
+    if len(rows) == 1 or "*" not in pattern:
+        return rows[0]
+    first, last = (re.findall(r"(?<=\.)\d+(?=\.|$)", rows[i].fqn) for i in (0, -1))
+    name = pattern
+    for a, b in zip(first, last, strict=False):
+        name = name.replace(".*", f".{a}" if a == b else f".[{a}-{b}]", 1)
+    return Row(name, *list(vars(rows[0]).values())[1:])
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"
