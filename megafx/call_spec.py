@@ -1,0 +1,122 @@
+"""How a call of the model maps to the inputs and outputs of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.utils import _pytree as pytree
+
+from megafx.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of (args, kwargs, loss_inputs). dims: the size or symbol of each dim of a tensor; value: a baked constant.
+
+    scalar: a Python number that enters the graph as a 0-d tensor of `dtype`.
+    """
+
+    name: str
+    tensor: bool
+    dtype: torch.dtype | None = None
+    dims: tuple[sympy.Expr, ...] = ()
+    scalar: bool = False
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class OutputLeaf:
+    """One leaf of the model's output: element `index` of the graph's user outputs, or (index < 0) the constant `value`."""
+
+    index: int
+    value: Any = None
+
+
+def call_tree(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_inputs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """The pytree that is flattened; keyword order does not matter."""
+    kwargs, loss_inputs = kwargs or {}, loss_inputs or {}
+    return tuple(args), {k: kwargs[k] for k in sorted(kwargs)}, {k: loss_inputs[k] for k in sorted(loss_inputs)}
+
+
+def leaf_name(path: Sequence[Any]) -> str:
+    """Key path of `call_tree` -> 'args[0]', 'kwargs[labels]', 'loss_inputs[target]', 'kwargs[batch][ids]'."""
+    top = ("args", "kwargs", "loss_inputs")[path[0].idx]
+    keys = (getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in path[1:])
+    return top + "".join(f"[{k}]" for k in keys)
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """One captured call structure. ranges: (least, greatest) size that the graph is valid for, per symbol."""
+
+    in_spec: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+    out_spec: pytree.TreeSpec
+    out_leaves: tuple[OutputLeaf, ...]
+    ranges: dict[sympy.Symbol, tuple[int, int]] = field(default_factory=dict)
+
+    def mismatch(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """Why this graph cannot serve the call, or None if it can."""
+        leaves, spec = pytree.tree_flatten(call_tree(args, kwargs, loss_inputs))
+        if spec != self.in_spec:
+            return "the structure of the call differs"
+        bound: dict[sympy.Symbol, int] = {}
+        for leaf, value in zip(self.leaves, leaves, strict=True):
+            problem = _leaf_mismatch(leaf, value, bound)
+            if problem:
+                return problem
+        for symbol, size in bound.items():
+            least, greatest = self.ranges.get(symbol, (0, size))
+            if not least <= size <= greatest:
+                return f"size {size} is outside of [{least}, {greatest}], for which the graph is valid"
+        return None
+
+    def flatten(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
+    ) -> list[torch.Tensor]:
+        """The tensors of a call in placeholder order (contiguous, as the graph was traced)."""
+        problem = self.mismatch(args, kwargs, loss_inputs)
+        if problem:
+            raise UsageError(f"this call is not the one that was captured: {problem}")
+        tensors = []
+        for leaf, value in zip(self.leaves, pytree.tree_leaves(call_tree(args, kwargs, loss_inputs)), strict=True):
+            if leaf.scalar:
+                tensors.append(torch.tensor(value, dtype=leaf.dtype))
+            elif leaf.tensor:
+                tensors.append(value if value.is_contiguous() else value.contiguous())
+        return tensors
+
+    def unflatten(self, outputs: Sequence[Any]) -> Any:
+        """The model's output from the graph's user outputs."""
+        leaves = [outputs[leaf.index] if leaf.index >= 0 else leaf.value for leaf in self.out_leaves]
+        return pytree.tree_unflatten(leaves, self.out_spec)
+
+
+def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:
+    if leaf.scalar:
+        return None if isinstance(value, (int, float)) else f"{leaf.name} is no longer a number"
+    if not leaf.tensor:
+        same = type(value) is type(leaf.value) and value == leaf.value
+        return None if same else f"{leaf.name} is {value!r}, captured as {leaf.value!r}"
+    if not isinstance(value, torch.Tensor):
+        return f"{leaf.name} is not a tensor"
+    if value.dtype != leaf.dtype:
+        return f"{leaf.name} is {value.dtype}, captured as {leaf.dtype}"
+    if value.dim() != len(leaf.dims):
+        return f"{leaf.name} has {value.dim()} dims, captured with {len(leaf.dims)}"
+    for dim, (want, size) in enumerate(zip(leaf.dims, value.shape, strict=True)):
+        if isinstance(want, sympy.Symbol):
+            want = bound.setdefault(want, size)
+        elif not want.is_Integer:
+            want = want.xreplace({s: sympy.Integer(n) for s, n in bound.items()})
+        if int(want) != size:
+            return f"dim {dim} of {leaf.name} is {size}, captured as {want}"
+    return None

@@ -1,0 +1,443 @@
+"""torch.export of one call of a model -> `Program`.
+
+Non-strict export under FakeTensors: nothing is allocated, models on the meta device work, and the model is as before when
+capture returns. What the graph contains is pre-dispatch ATen in training form (findings: shared/findings/capture.md): `linear`,
+`layer_norm`, `dropout`, `scaled_dot_product_attention` and `cross_entropy_loss` are whole, in-place ops are still there.
+
+A loss that is computed in the user's loop enters the graph by `loss_fn`: the captured call is then
+`loss_fn(output, **loss_inputs)` on top of the model, and its result is the pair (loss, output).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name
+from megafx.capture_dims import NamedDims, max_length, name_dims, suggested_bounds
+from megafx.capture_errors import translate, unsupported_leaf
+from megafx.capture_prepare import fake_like, prepared, target_device
+from megafx.errors import CaptureError
+from megafx.hf import sequence_group
+from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Input, Output, Phase, Program, active_nodes
+from megafx.sizes import Sizes
+from megafx.source_lines import fqn_of_stack, source_of_trace, strip_root
+
+_ROOT = "model"
+_GREATEST = 2**31 - 1  # a dim without an upper bound
+
+
+def capture_call(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    loss_inputs: Mapping[str, Any] | None = None,
+    dynamic: bool = True,
+    device: torch.device | None = None,
+    forward: Callable[..., Any] | None = None,
+    stand_ins: Mapping[str, torch.Tensor] | None = None,
+    varying: frozenset[str] = frozenset(),
+) -> Program:
+    """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
+
+    dynamic: batch and sequence are symbols; else every size is that of the call.
+    device: where the graph runs (default: where the model or its inputs are; for a model on meta CUDA if there is any).
+    forward: what to call as forward(model, *args, **kwargs) (default: the model itself).
+    stand_ins: FQN -> tensor (meta will do) whose shape and dtype the parameter has in the graph.
+    varying: names of Python numbers among the inputs (`kwargs[scale]`) that enter as 0-d tensors; all others are baked in.
+    """
+    tree = call_tree(args, kwargs, loss_inputs)
+    if loss_inputs and loss_fn is None:
+        raise CaptureError("loss_inputs without a loss_fn", fix="pass loss_fn= to parallelize, or drop loss_inputs")
+    capture = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, varying)
+    return capture.run()
+
+
+class _Call(nn.Module):
+    """What is exported: the user's call, with his loss on top, under the autocast state that he calls it in."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, forward: Callable[..., Any] | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.training = model.training
+        self.call = forward if forward is not None else type(model).__call__
+        self.autocast = _ambient_autocast()
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any]) -> Any:
+        with contextlib.ExitStack() as stack:
+            for context in self.autocast:
+                stack.enter_context(torch.autocast(**context))
+            output = self.call(self.model, *args, **kwargs)
+            _register_outputs(output)
+            return output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
+
+
+class _Capture:
+    """One capture: the call's leaves, the attempts at exporting it, and the making of the Program."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tree: Any,
+        loss_fn: Callable[..., Any] | None,
+        dynamic: bool,
+        device: torch.device | None,
+        forward: Callable[..., Any] | None,
+        stand_ins: Mapping[str, torch.Tensor],
+        varying: frozenset[str],
+    ) -> None:
+        self.model, self.stand_ins, self.varying = model, stand_ins, varying
+        paths, self.in_spec = pytree.tree_flatten_with_path(tree)
+        self.names = [leaf_name(path) for path, _ in paths]
+        self.leaves = [value for _, value in paths]
+        for name, value in zip(self.names, self.leaves, strict=True):
+            if not (
+                value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))
+            ):
+                raise unsupported_leaf(name, value)
+        self.device = device or target_device(model, self.leaves)
+        self.root = _Call(model, loss_fn, forward)
+        self.notes: list[str] = []
+        tensors = [(n, v) for n, v in zip(self.names, self.leaves, strict=True) if isinstance(v, torch.Tensor)]
+        if dynamic:
+            self.dims = name_dims(tensors, max_length(model), sequence_group(model))
+        else:
+            self.dims = NamedDims([{} for _ in tensors])
+
+    # -- exporting
+
+    def run(self) -> Program:
+        exported, sizes = self._export()
+        program = self._program(exported, sizes)
+        for message in dict.fromkeys(self.notes):
+            program.note("capture", message)
+        return program
+
+    def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
+        """Named dims with the trace's own sizes, then with the call's sizes, then a dim of its own each; the first that works."""
+        user = {name: max(size, 2) for name, size in self.dims.user.items()}
+        attempts = [(self.dims.hints, False)] + ([(user, False)] if user != self.dims.hints else []) + [(user, True)]
+        if not self.dims.user:
+            attempts = [({}, False)]
+        failure: Exception | None = None
+        for sizes, automatic in attempts:
+            try:
+                return self._attempt_with_bounds(sizes, automatic), sizes
+            except CaptureError:
+                raise
+            except Exception as error:
+                failure = failure or error
+                failure = error if _is_more_telling(error, failure) else failure
+                if not _may_be_about_sizes(error):
+                    break
+        assert failure is not None
+        raise translate(failure, self.model, _ROOT) from None
+
+    def _attempt_with_bounds(self, sizes: dict[str, int], automatic: bool) -> ExportedProgram:
+        """Export; where it only asks for tighter bounds of a dim (`assert t <= block_size`), export again with them."""
+        try:
+            return self._attempt(sizes, automatic)
+        except Exception as error:
+            bounds = {} if automatic else suggested_bounds(str(error))
+            fits = all((a or 0) <= self.dims.user.get(n, 0) <= (b or _GREATEST) for n, (a, b) in bounds.items())
+            if not bounds or not fits or bounds.items() <= self.dims.bounds.items():
+                raise
+            self.dims.bounds.update(bounds)
+            return self._attempt(sizes, automatic)
+
+    def _attempt(self, sizes: dict[str, int], automatic: bool) -> ExportedProgram:
+        fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+        specs = iter(self.dims.specs(automatic))
+        leaves: list[Any] = []
+        dynamic: list[Any] = []
+        index = 0
+        for name, value in zip(self.names, self.leaves, strict=True):
+            if isinstance(value, torch.Tensor):
+                shape = self.dims.shape(index, value, sizes)
+                leaves.append(fake_like(value, fake_mode, self.device, keep=value, shape=shape))
+                dynamic.append(next(specs))
+                index += 1
+            elif name in self.varying and isinstance(value, (int, float)):
+                with fake_mode:
+                    leaves.append(torch.empty((), dtype=_scalar_dtype(value), device=self.device))
+                dynamic.append({})
+            else:
+                leaves.append(value)
+                dynamic.append(None)
+        call = pytree.tree_unflatten(leaves, self.in_spec)
+        shapes = pytree.tree_unflatten(dynamic, self.in_spec)
+        notes: list[str] = []
+        with (
+            prepared(self.model, fake_mode, self.device, self.stand_ins, notes.append),
+            _without_ambient_autocast(),
+            _quiet(),
+        ):
+            exported = torch.export.export(self.root, call, dynamic_shapes=shapes, strict=False)
+        self.notes += notes
+        return exported
+
+    # -- the Program
+
+    def _program(self, exported: ExportedProgram, sizes: dict[str, int]) -> Program:
+        gm = exported.graph_module
+        fake_mode = next(n.meta[VAL] for n in gm.graph.find_nodes(op="placeholder")).fake_mode
+        _mark_nodes(gm)
+        inputs, constants = _inputs(exported, self.model, self._tensor_names())
+        outputs, out_leaves = _outputs(exported, gm.graph)
+        program = Program(gm, inputs, outputs, Sizes(), fake_mode, exported.call_spec.out_spec, constants)  # type: ignore[arg-type]
+        self._name_symbols(program, sizes)
+        spec = exported.call_spec.out_spec
+        assert spec is not None
+        program.call = CallSpec(self.in_spec, self._call_leaves(program), spec, out_leaves, _ranges(exported))
+        _mark_losses(program)
+        program.phase = Phase.CAPTURED
+        gm.graph.lint()
+        gm.recompile()
+        return program
+
+    def _tensor_names(self) -> list[str]:
+        pairs = zip(self.names, self.leaves, strict=True)
+        return [n for n, v in pairs if isinstance(v, torch.Tensor) or (n in self.varying and _is_number(v))]
+
+    def _user_values(self, program: Program) -> dict[str, torch.Tensor]:
+        pairs = zip(program.placeholders(), program.inputs, strict=True)
+        return {spec.name: node.meta[VAL] for node, spec in pairs if spec.kind == "user"}
+
+    def _name_symbols(self, program: Program, sizes: dict[str, int]) -> None:
+        """Fill `sizes.symbols` and the default workload; note each dim that export made static."""
+        values = self._user_values(program)
+        names = [n for n, v in zip(self.names, self.leaves, strict=True) if isinstance(v, torch.Tensor)]
+        for name, dims in zip(names, self.dims.names, strict=True):
+            for dim, dim_name in dims.items():
+                size = values[name].shape[dim]
+                if isinstance(size, int):
+                    self.notes.append(
+                        f"dim {dim} ({dim_name}) of {name} is fixed to {size}: the model's code depends on it, so another "
+                        f"size is captured anew"
+                    )
+                elif isinstance(size.node.expr, sympy.Symbol):
+                    program.sizes.symbols.setdefault(dim_name, size.node.expr)
+                    program.sizes.workload_of.setdefault(size.node.expr, sizes[dim_name])
+
+    def _call_leaves(self, program: Program) -> tuple[Leaf, ...]:
+        values = self._user_values(program)
+        leaves = []
+        for name, value in zip(self.names, self.leaves, strict=True):
+            if isinstance(value, torch.Tensor):
+                dims = tuple(sympy.sympify(s) if isinstance(s, int) else s.node.expr for s in values[name].shape)
+                leaves.append(Leaf(name, True, value.dtype, dims))
+            elif name in values:
+                leaves.append(Leaf(name, True, values[name].dtype, scalar=True))
+            else:
+                leaves.append(Leaf(name, False, value=value))
+        return tuple(leaves)
+
+
+# -- helpers of the Program
+
+
+def _mark_nodes(gm: fx.GraphModule) -> None:
+    """Set source, fqn and made_by on every node, those of nested regions included."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.op in ("placeholder", "output", "get_attr"):
+                    continue
+                node.meta[FQN] = fqn_of_stack(node.meta.get("nn_module_stack"), _ROOT)
+                node.meta[MADE_BY] = ()
+                source = source_of_trace(node.meta.get("stack_trace") or "")
+                if source is not None:
+                    node.meta[SOURCE] = source
+
+
+def _inputs(exported: ExportedProgram, model: nn.Module, user_names: list[str]) -> tuple[list[Input], dict[str, Any]]:
+    """Name the placeholders; one placeholder for each tensor, however many names it has."""
+    aliases = _aliases(model)
+    nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
+    kept: dict[str, fx.Node] = {}
+    inputs: list[Input] = []
+    constants: dict[str, Any] = {}
+    names = iter(user_names)
+    for spec in exported.graph_signature.input_specs:
+        node = nodes[spec.arg.name]
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            fqn = strip_root(spec.target or "", _ROOT)
+            first, *others = aliases.get(fqn, [fqn])
+            if first in kept:
+                node.replace_all_uses_with(kept[first])
+                exported.graph.erase_node(node)
+                continue
+            kept[first] = node
+            node._rename(f"{'p' if spec.kind is InputKind.PARAMETER else 'b'}_{first.replace('.', '_')}")
+            kind = "param" if spec.kind is InputKind.PARAMETER else "buffer"
+            inputs.append(Input(kind, first, tuple(others)))  # type: ignore[arg-type]
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            name = spec.target or spec.arg.name
+            constants[name] = exported.constants[name]
+            inputs.append(Input("constant", name))
+        elif isinstance(spec.arg, ConstantArgument):
+            if node.users:
+                raise CaptureError(
+                    f"the graph computes with the Python value {spec.arg.value!r} as if it were a tensor"
+                )
+            exported.graph.erase_node(node)
+        else:
+            inputs.append(Input("user", next(names)))
+    return inputs, constants
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """FQN -> all FQNs of the same tensor, the first in named_parameters order first."""
+    groups: dict[int, list[str]] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            groups.setdefault(id(tensor), []).append(name)
+    return {name: group for group in groups.values() for name in group}
+
+
+def _outputs(exported: ExportedProgram, graph: fx.Graph) -> tuple[list[Output], tuple[OutputLeaf, ...]]:
+    """Name the user outputs by their path; constants leave the graph."""
+    node = graph.output_node()
+    spec = exported.call_spec.out_spec
+    assert spec is not None
+    values = node.args[0]
+    assert isinstance(values, (tuple, list))
+    paths = [
+        _output_path(p)
+        for p, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(values))), spec))[0]
+    ]
+    outputs: list[Output] = []
+    leaves: list[OutputLeaf] = []
+    kept: list[fx.Node] = []
+    for path, value in zip(paths, values, strict=True):
+        if isinstance(value, fx.Node):
+            leaves.append(OutputLeaf(len(kept)))
+            outputs.append(Output("user", path))
+            kept.append(value)
+        else:
+            leaves.append(OutputLeaf(-1, value))
+    node.args = (tuple(kept),)
+    return outputs, tuple(leaves)
+
+
+def _output_path(path: Sequence[Any]) -> str:
+    """Key path of an output -> 'loss', '[0]', 'hidden_states[1]'; '' is the output itself."""
+    text = ""
+    for key in path:
+        if isinstance(key, pytree.SequenceKey):
+            text += f"[{key.idx}]"
+        else:
+            name = str(key.key if isinstance(key, pytree.MappingKey) else getattr(key, "name", key))
+            text += f".{name}" if text else name
+    return text
+
+
+def _mark_losses(program: Program) -> None:
+    """A field called `loss`; else the first element of what loss_fn made a pair; else every 0-d floating active output."""
+    active = active_nodes(program)
+    nodes = program.output_node().args[0]
+    assert isinstance(nodes, tuple)
+
+    def is_scalar(node: Any) -> bool:
+        value = node.meta.get(VAL)
+        return isinstance(value, torch.Tensor) and value.dim() == 0 and node in active
+
+    scalars = [i for i, node in enumerate(nodes) if is_scalar(node)]
+    named = [i for i in scalars if program.outputs[i].name == "loss"]
+    for i in named or scalars:
+        program.outputs[i] = Output("user", program.outputs[i].name, loss=True)
+
+
+def _ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
+    """Sizes that the graph is valid for. A least size of 2 is export's assumption, not the model's: 1 is allowed."""
+    ranges = {}
+    for symbol, bounds in exported.range_constraints.items():
+        least = int(bounds.lower) if bounds.lower.is_Integer else 0
+        greatest = int(bounds.upper) if bounds.upper.is_Integer else _GREATEST
+        ranges[symbol] = (least if least > 2 else 0, greatest)
+    return ranges
+
+
+# -- helpers of the export
+
+
+def _scalar_dtype(value: int | float) -> torch.dtype:
+    return {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _register_outputs(output: Any) -> None:
+    """Dataclass outputs that nobody registered become pytrees, so that export can flatten them."""
+    kind = type(output)
+    if hasattr(kind, "__dataclass_fields__") and kind not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(kind)
+
+
+def _ambient_autocast() -> list[dict[str, Any]]:
+    """The autocast contexts that the caller is in."""
+    found = []
+    for device_type in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            found.append(
+                {
+                    "device_type": device_type,
+                    "dtype": torch.get_autocast_dtype(device_type),
+                    "cache_enabled": torch.is_autocast_cache_enabled(),
+                }
+            )
+    return found
+
+
+@contextlib.contextmanager
+def _without_ambient_autocast() -> Iterator[None]:
+    """`_Call` enters the caller's autocast inside of the graph, where export records it; outside it is off."""
+    with contextlib.ExitStack() as stack:
+        for context in _ambient_autocast():
+            stack.enter_context(torch.autocast(context["device_type"], enabled=False))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Export prints the whole partial graph when it fails, through print and logging: keep it off the terminal."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _may_be_about_sizes(error: Exception) -> bool:
+    """Whether another choice of sizes or dims may help: a violated constraint, or the model's own check of a size."""
+    name = type(error).__name__
+    return "GuardOnDataDependent" not in name and "data-dependent" not in str(error)
+
+
+def _is_more_telling(error: Exception, than: Exception) -> bool:
+    """The model's own error says more than export's complaint about the dims we asked for."""
+    return "Constraints violated" in str(than) and "Constraints violated" not in str(error)

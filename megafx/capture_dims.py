@@ -1,0 +1,142 @@
+"""Which dims of a call's tensors are batch and sequence: shared named dims for torch.export."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+# Sizes to trace with where the call does not fix them. Above every tensor-parallel degree times 2, so that no local size is
+# 0 or 1 (which torch.export specialises), and distinct, so that two dims are never taken for one.
+BATCH_HINT = 2
+SEQ_HINTS = (64, 48, 80, 112)
+
+# Attributes by which configs name the greatest sequence length.
+_MAX_LENGTH = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "max_seq_length",
+    "block_size",
+    "n_ctx",
+    "context_length",
+    "max_target_positions",
+)
+
+
+@dataclass
+class NamedDims:
+    """names[i][d]: name of dim d of tensor i (absent: static). user and hints: the size of each name in the call and in the trace."""
+
+    names: list[dict[int, str]]
+    user: dict[str, int] = field(default_factory=dict)
+    hints: dict[str, int] = field(default_factory=dict)
+    bounds: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
+
+    def shape(self, i: int, tensor: torch.Tensor, sizes: dict[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[self.names[i][d]] if d in self.names[i] else n for d, n in enumerate(tensor.shape))
+
+    def specs(self, automatic: bool) -> list[dict[int, Any]]:
+        """One dynamic_shapes entry a tensor: shared named dims, or a dim of its own each (`automatic`)."""
+        if automatic:
+            return [dict.fromkeys(names, Dim.AUTO) for names in self.names]
+        dims = {}
+        for name in self.user:
+            least, greatest = self.bounds.get(name, (None, None))
+            dims[name] = Dim(name, min=least, max=greatest)
+        return [{d: dims[name] for d, name in names.items()} for names in self.names]
+
+
+def max_length(model: Any) -> int | None:
+    """The greatest sequence length that the model's config states, if it states one."""
+    config = getattr(model, "config", None)
+    lengths = [getattr(config, key, None) for key in _MAX_LENGTH]
+    known = [n for n in lengths if isinstance(n, int) and not isinstance(n, bool) and n > 1]
+    return min(known) if known else None
+
+
+def name_dims(
+    tensors: Sequence[tuple[str, torch.Tensor]], longest: int | None, group_of: Callable[[str], str]
+) -> NamedDims:
+    """Name dims by role: dim 0 'batch', dim 1 of 2-D ids 'seq', and every dim of the same size at those positions.
+
+    group_of(leaf name) keeps apart sequences whose lengths may be equal by accident (the two sides of an encoder-decoder).
+    """
+    batch = _batch_size(tensors)
+    sequences: dict[tuple[int, str], str] = {}
+    for name, tensor in _sequence_carriers(tensors):
+        key = (tensor.shape[1], group_of(name))
+        if key not in sequences:
+            sequences[key] = "seq" if not sequences else f"{key[1] or 'seq'}{len(sequences) + 1}"
+
+    def sequence(size: int, group: str) -> str | None:
+        return sequences.get((size, group)) or next((n for (s, _), n in sequences.items() if s == size), None)
+
+    result = NamedDims([])
+    for name, tensor in tensors:
+        dims: dict[int, str] = {}
+        group, shape = group_of(name), tensor.shape
+        square = tensor.dim() >= 2 and shape[-1] == shape[-2] and not (tensor.dim() == 3 and tensor.is_floating_point())
+        if tensor.dim() == 2 and square and shape[0] != batch and sequence(shape[0], group):
+            dims = {0: str(sequence(shape[0], group)), 1: str(sequence(shape[1], group))}
+        elif tensor.dim() >= 1 and shape[0] == batch:
+            dims[0] = "batch"
+        if tensor.dim() in (2, 3) and 1 not in dims and (found := sequence(shape[1], group)):
+            dims[1] = found
+        if tensor.dim() >= 3 and square and (found := sequence(shape[-1], group)):
+            dims[tensor.dim() - 1] = dims[tensor.dim() - 2] = found
+        result.names.append(dims)
+        for d, dim_name in dims.items():
+            result.user[dim_name] = shape[d]
+    _choose_hints(result, longest)
+    return result
+
+
+def _batch_size(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
+    """Dim 0 of the first 2-D integer tensor, else of the first tensor that has dims."""
+    ids = [t for _, t in tensors if t.dim() == 2 and not t.is_floating_point()]
+    rest = [t for _, t in tensors if t.dim() >= 2] or [t for _, t in tensors if t.dim() == 1]
+    return next((t.shape[0] for t in (*ids, *rest)), -1)
+
+
+def _sequence_carriers(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """2-D integer tensors (ids); without any, 3-D floating ones (embedded tokens)."""
+    ids = [(n, t) for n, t in tensors if t.dim() == 2 and not t.is_floating_point()]
+    return ids or [(n, t) for n, t in tensors if t.dim() == 3 and t.is_floating_point()]
+
+
+def _choose_hints(dims: NamedDims, longest: int | None) -> None:
+    taken: set[int] = set()
+    lengths = iter(SEQ_HINTS)
+    for name, size in dims.user.items():
+        if name == "batch":
+            hint = max(size, BATCH_HINT)
+        else:
+            hint = size if size >= SEQ_HINTS[0] else next(lengths, SEQ_HINTS[0])
+            hint = min(hint, longest) if longest else hint
+            dims.bounds[name] = (None, None)
+        while hint in taken and hint > 2:
+            hint -= 1
+        taken.add(hint)
+        dims.hints[name] = hint
+
+
+def suggested_bounds(message: str) -> dict[str, tuple[int | None, int | None]]:
+    """Bounds from the 'Suggested fixes' of a constraint violation; empty if it asks for anything but bounds."""
+    if "Suggested fixes:" not in message:
+        return {}
+    bounds: dict[str, tuple[int | None, int | None]] = {}
+    for line in message.split("Suggested fixes:")[1].strip().splitlines():
+        found = re.match(r"\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)", line)
+        if found is None:
+            if " = " in line:
+                return {}
+            break
+        name, least, greatest = found.groups()
+        bounds[name] = (int(least) if least else None, int(greatest) if greatest else None)
+    return bounds

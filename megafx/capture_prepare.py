@@ -1,0 +1,140 @@
+"""Make a model ready for export without changing it: fake parameters, switched options, all undone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+Note = Callable[[str], None]
+
+# Attention implementations of transformers that export can trace; the others call kernels that have no fake.
+_TRACEABLE_ATTENTION = ("eager", "sdpa")
+
+
+@contextlib.contextmanager
+def prepared(
+    model: nn.Module,
+    fake_mode: FakeTensorMode,
+    device: torch.device,
+    stand_ins: Mapping[str, torch.Tensor],
+    note: Note,
+) -> Iterator[None]:
+    """Within: parameters and buffers are fakes on `device`, caches and checkpointing are off. After: as before, errors included."""
+    configs = _configs(model)
+    modules = [(m, dict(vars(m)), _tables(m)) for m in model.modules()]
+    saved_configs = [(c, dict(vars(c))) for c in configs]
+    try:
+        for config in configs:
+            _prepare_config(config, model, note)
+        _prepare_modules(model, note)
+        _make_fake(model, fake_mode, device, stand_ins)
+        yield
+    finally:
+        for module, attributes, tables in modules:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for key, content in tables.items():
+                table = vars(module)[key]
+                table.clear()
+                table.update(content)
+        for config, attributes in saved_configs:
+            vars(config).clear()
+            vars(config).update(attributes)
+
+
+def _tables(module: nn.Module) -> dict[str, dict[str, Any]]:
+    return {k: dict(vars(module)[k]) for k in ("_parameters", "_buffers", "_modules")}
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every config object that a submodule reads, each once, nested ones included."""
+    found: dict[int, Any] = {}
+    todo = [m.config for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "__dict__")]
+    while todo:
+        config = todo.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            todo += [v for v in vars(config).values() if type(v).__name__.endswith("Config") and hasattr(v, "__dict__")]
+    return list(found.values())
+
+
+def _prepare_config(config: Any, model: nn.Module, note: Note) -> None:
+    attributes = vars(config)
+    if attributes.get("use_cache"):
+        attributes["use_cache"] = False
+    implementation = attributes.get("_attn_implementation_internal")
+    if isinstance(implementation, str) and implementation not in _TRACEABLE_ATTENTION:
+        usable = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        attributes["_attn_implementation_internal"] = usable
+        note(f"attn_implementation '{implementation}' cannot be captured: '{usable}' is captured in its place")
+    if attributes.get("_experts_implementation_internal") == "eager":
+        attributes["_experts_implementation_internal"] = "grouped_mm"
+        if any("Experts" in type(m).__name__ for m in model.modules()):
+            note("experts_implementation 'eager' depends on data: 'grouped_mm' is captured in its place")
+    if model.training:
+        for key, value in attributes.items():
+            if key.endswith("layerdrop") and isinstance(value, float) and value > 0:
+                attributes[key] = 0.0
+                note(f"config.{key}={value}: layers are not dropped in a captured graph (captured with 0)")
+
+
+def _prepare_modules(model: nn.Module, note: Note) -> None:
+    checkpointed = 0
+    for path, module in model.named_modules():
+        if vars(module).get("gradient_checkpointing"):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+            checkpointed += 1
+        drop = vars(module).get("layerdrop")
+        if module.training and isinstance(drop, float) and drop > 0:
+            module.layerdrop = 0.0  # type: ignore[assignment]
+            note(f"layerdrop={drop} of module '{path}': layers are not dropped in a captured graph (captured with 0)")
+    if checkpointed and model.training:
+        note(
+            "gradient checkpointing is on in the model: the graph is captured without it, and recomputing is megafx's own "
+            "(recompute_granularity)"
+        )
+
+
+def _make_fake(
+    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, stand_ins: Mapping[str, torch.Tensor]
+) -> None:
+    memo: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or id(tensor) in memo and table[name] is memo[id(tensor)]:
+                    continue
+                if id(tensor) not in memo:
+                    like = stand_ins.get(f"{prefix}.{name}" if prefix else name, tensor)
+                    memo[id(tensor)] = fake_like(like, fake_mode, device, keep=tensor)
+                    memo[id(memo[id(tensor)])] = memo[id(tensor)]  # a shared module is met again with its fakes
+                table[name] = memo[id(tensor)]
+
+
+def fake_like(
+    like: torch.Tensor,
+    fake_mode: FakeTensorMode,
+    device: torch.device,
+    keep: torch.Tensor,
+    shape: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """A fake of `like` (or of `shape`), a parameter if `keep` is one; a meta tensor becomes one on `device`."""
+    where = device if like.device.type == "meta" else like.device
+    with fake_mode, torch.no_grad():
+        fake = torch.empty(tuple(like.shape) if shape is None else shape, dtype=like.dtype, device=where)
+    if isinstance(keep, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=keep.requires_grad)
+    return fake.requires_grad_(keep.requires_grad)
+
+
+def target_device(model: nn.Module, leaves: list[Any]) -> torch.device:
+    """Where the graph will run: the first real device of the model or of the inputs; for meta alone, CUDA if there is any."""
+    for tensor in (*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, torch.Tensor))):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

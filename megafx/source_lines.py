@@ -1,0 +1,55 @@
+"""From what torch.export records about a node to the user's line and module path."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import re
+from collections.abc import Mapping
+
+import torch
+
+from megafx.errors import SourceLine
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+# Frames of the machinery, never of the user: torch, megafx's own wrappers, and transformers' decorators round `forward`.
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_MEGAFX = os.path.dirname(__file__) + os.sep
+_WRAPPERS = ("torch/", _TORCH, _MEGAFX, "<")
+_WRAPPER_ENDS = (
+    "transformers/utils/generic.py",
+    "transformers/utils/output_capturing.py",
+    "transformers/utils/deprecation.py",
+    "transformers/modeling_layers.py",
+    "contextlib.py",
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def source_of_trace(stack_trace: str) -> SourceLine | None:
+    """The deepest frame outside torch and the wrappers, or None where there is none."""
+    for file, line, _ in reversed(_FRAME.findall(stack_trace)):
+        if is_user_file(file):
+            return SourceLine(file, int(line), linecache.getline(file, int(line)).strip())
+    return None
+
+
+def is_user_file(file: str) -> bool:
+    """Whether code in `file` is the user's (a model library's counts as such)."""
+    return not (file.startswith(_WRAPPERS) or file.replace(os.sep, "/").endswith(_WRAPPER_ENDS))
+
+
+def fqn_of_stack(nn_module_stack: Mapping[str, tuple[str, object]] | None, root: str) -> str:
+    """Path, relative to `root`, of the deepest module on the stack ('' is the root itself)."""
+    if not nn_module_stack:
+        return ""
+    path = next(reversed(nn_module_stack.values()))[0]
+    return strip_root(path, root)
+
+
+def strip_root(path: str, root: str) -> str:
+    """'model.h.0' -> 'h.0' and 'model' -> '' for root 'model'; what lies outside the root has no path in the user's model."""
+    if path.startswith(root + "."):
+        return path[len(root) + 1 :]
+    return "" if path == root or path.startswith("_empty_nn_module_stack") else path
