@@ -76,13 +76,12 @@ def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int
 def _check_floating(program: Program, wrt: list[int], differentiated: list[int]) -> None:
     placeholders, results = program.placeholders(), program.output_node().args[0]
     assert isinstance(results, (tuple, list))
-    for what, spec, node in [
-        *(("input", program.inputs[i], placeholders[i]) for i in wrt),
-        *(("output", program.outputs[i], results[i]) for i in differentiated),
-    ]:
+    named: list[tuple[str, str, Any]] = [("input", program.inputs[i].name, placeholders[i]) for i in wrt]
+    named += [("output", program.outputs[i].name, results[i]) for i in differentiated]
+    for what, name, node in named:
         value = node.meta.get(VAL) if isinstance(node, fx.Node) else node
         if not (isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())):
-            raise MegafxError(f"{what} '{spec.name}' has no gradient: it is no floating tensor but {value!r}")
+            raise MegafxError(f"{what} '{name}' has no gradient: it is no floating tensor but {value!r}")
 
 
 def _traced_input(program: Program, index: int, differentiable: bool) -> Any:
@@ -247,8 +246,12 @@ def _reroot_sizes(program: Program) -> None:
             continue  # depends on data
         size = emit(program.sizes.of(node.meta[VAL]))
         for user in list(node.users):
-            user.args = fx.map_arg(user.args, lambda a, n=node, s=size: s if a is n else a)
-            user.kwargs = fx.map_arg(user.kwargs, lambda a, n=node, s=size: s if a is n else a)
+            user.args = _replaced(user.args, node, size)
+            user.kwargs = _replaced(user.kwargs, node, size)
+
+
+def _replaced(arguments: Any, old: fx.Node, new: int | fx.Node) -> Any:
+    return fx.map_arg(arguments, lambda a: new if a is old else a)
 
 
 def _separate_gradients(program: Program) -> None:
