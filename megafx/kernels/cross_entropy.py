@@ -3,8 +3,8 @@
     loss = log sum_v exp(x_v - m) + (1 - a) (m - x_y) + a (m - mean_v x_v)      m = max_v x_v, y the target
     dx_v = g (exp(x_v - m) / sum - (1 - a) [v = y] - a / V)                     both 0 where y = ignore_index
 
-a is the label smoothing in torch's convention: the target distribution is (1 - a) onehot + a / V. T tokens, V classes in
-the whole vocabulary. Statistics, loss and gradient arithmetic are fp32 (fp64 for fp64 logits); the gradient is rounded
+a is the label smoothing in torch's convention: the target distribution is (1 - a) onehot + a / V. T tokens, V classes
+in the whole vocabulary. Statistics, loss and gradient arithmetic are fp32 (fp64 for fp64 logits); the gradient is rounded
 once, to the dtype of the logits. Subtracting the maximum first keeps large common offsets out of the result. Saved: the
 logits and two numbers a token, from which backward recomputes the softmax. Rows are done in chunks: never more than one
 chunk in fp32.
@@ -67,7 +67,7 @@ def _ignored(target: Tensor, ignore_index: int) -> Tensor:
 def local_stats(logits: Tensor, target: Tensor, pieces: Sequence[Piece]) -> Tensor:
     """Columns `pieces` of logits [T, V_local]; target [T] global -> [T, 4].
 
-    The four: max, sum exp(x - max), x at the target or 0, sum x. Padding columns are not read. No column: (-inf, 0, 0, 0).
+    The four: max, sum exp(x - max), x at the target or 0, sum x. Padding is not read. No column: (-inf, 0, 0, 0).
     """
     dtype = statistics_dtype(logits)
     stats = torch.zeros(len(target), 4, dtype=dtype, device=logits.device)
@@ -278,8 +278,8 @@ def ce_loss(
 ) -> Tensor:
     """all_stats [t, T, 4] of all ranks -> loss [T] of the whole vocabulary, the same on all ranks.
 
-    The logits are an operand for the sake of their gradient: ce_loss is differentiable in them alone, and their gradient
-    is that of the whole loss, statistics included.
+    The logits are an operand for the sake of their gradient: ce_loss is differentiable in them alone, and the
+    gradient is that of the whole loss, statistics included.
     """
     _check(logits, target, label_smoothing)
     classes = Layout.from_flat(layout).size

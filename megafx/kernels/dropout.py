@@ -1,7 +1,7 @@
 """megafx::dropout: y = x * scale where keep(i), else 0; i = index of the element in the whole (logical) tensor.
 
 The random bits are those of philox.py: a function of (seed, op_id, i) alone. Nothing but the seed is saved; backward is
-the same op on the gradient, and recompute replays exactly. Arithmetic: x and scale in fp32 (fp64 for fp64), one rounding
+the same op on the gradient, and recompute replays exactly. Arithmetic: x and scale in fp32 (fp64 for fp64), rounded once
 to x's dtype. Dropped elements are 0 even where x is infinite or nan. Pads draw anything.
 
 CPU and fallback: reference composition in chunks that stay in cache. CUDA: dropout_triton.py.

@@ -12,8 +12,8 @@ the one-process mask. Philox is Salmon, Moraes, Dror, Shaw, "Parallel random num
 round function and the constants. Seven rounds passed the statistical tests of findings/kernels.md.
 
 32-bit words are held in int64: products wrap modulo 2**64, which leaves both halves of the 64-bit product right. Words
-that are the same for all elements (op id, high half of the index) stay Python integers, which saves most of the first two
-rounds.
+that are the same for all elements (op id, high half of the index) stay Python integers: most of the first two rounds is
+saved.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def element_draws(index: Tensor, key: tuple[int, int], op_id: int) -> Tensor:
 def dropped(groups: Tensor, high: Word, key: tuple[int, int], op_id: int, below: int) -> Tensor:
     """Groups of 8 elements -> bool [len(groups), 8], True where the draw is less than `below` (in [0, 65536)).
 
-    groups: int64 [n], low 32 bits of the group indices; high: their high 32 bits. The hot path of the CPU: the draws are
-    never widened. The four words are packed as they lie in (little-endian) memory and compared as signed 16-bit integers,
-    the sign bit flipped on both sides.
+    groups: int64 [n], low 32 bits of the group indices; high: their high 32 bits. The CPU's hot path: the draws are
+    never widened. The four words are packed as they lie in (little-endian) memory and compared as signed 16-bit
+    integers, the sign bit flipped on both sides.
     """
     c0, c1, c2, c3 = _rounds((groups, high, op_id, 0), key, ROUNDS)
     assert isinstance(c0, Tensor) and isinstance(c1, Tensor) and isinstance(c2, Tensor) and isinstance(c3, Tensor)

@@ -1,0 +1,298 @@
+"""Covers: kernels/cross_entropy.py. The oracle is F.cross_entropy on the whole logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import megafx.kernels.cross_entropy as module
+from megafx import collectives
+from megafx.placements import Layout
+
+ops = torch.ops.megafx
+TIGHT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def on_rank(rank, t):
+    return collectives.on_mesh({"tp": collectives.AxisContext(rank, t, "")})
+
+
+def case(tokens, classes, dtype=torch.float64, spread=3.0, ignore_index=-100, ignored=2):
+    torch.manual_seed(tokens * 1000 + classes)
+    x = (torch.randn(tokens, classes, dtype=torch.float64) * spread).to(dtype)
+    y = torch.randint(0, classes, (tokens,))
+    y[:ignored] = ignore_index
+    return x, y, torch.randn(tokens, dtype=torch.float64)
+
+
+def oracle(x, y, g, ignore_index, smoothing):
+    """Loss and gradient by torch, in fp64 from the same logits."""
+    x = x.double().requires_grad_()
+    loss = F.cross_entropy(x, y, reduction="none", ignore_index=ignore_index, label_smoothing=smoothing)
+    (grad,) = torch.autograd.grad(loss, x, g)
+    return loss.detach(), grad
+
+
+def whole(x, y, g, ignore_index, smoothing):
+    x = x.clone().requires_grad_()
+    loss = ops.cross_entropy(x, y, ignore_index, smoothing)
+    (grad,) = torch.autograd.grad(loss, x, g.to(loss.dtype))
+    return loss.detach(), grad
+
+
+def sharded(x, y, g, ignore_index, smoothing, layout, t, pad=float("nan")):
+    """Every rank in turn; pads hold `pad`. Returns rank 0's loss and the whole gradient; checks that ranks agree."""
+    tokens, local = len(x), []
+    for rank in range(t):
+        part = torch.full((tokens, layout.local_size(t)), pad, dtype=x.dtype)
+        for start, at, length in layout.pieces(rank, t):
+            part[:, at : at + length] = x[:, start : start + length]
+        local.append(part.requires_grad_())
+    flat = layout.flat()
+    stats = []
+    for rank in range(t):
+        with on_rank(rank, t):
+            stats.append(ops.ce_stats(local[rank].detach(), y, flat, "tp", t))
+    gathered = torch.stack(stats)  # what the all-gather in the graph gives every rank
+    losses, whole_grad = [], torch.empty_like(x)
+    for rank in range(t):
+        with on_rank(rank, t):
+            loss = ops.ce_loss(local[rank], y, gathered, ignore_index, smoothing, flat, "tp", t)
+            (grad,) = torch.autograd.grad(loss, local[rank], g.to(loss.dtype))
+        losses.append(loss.detach())
+        in_pads = torch.ones(layout.local_size(t), dtype=torch.bool)
+        for start, at, length in layout.pieces(rank, t):
+            whole_grad[:, start : start + length] = grad[:, at : at + length]
+            in_pads[at : at + length] = False
+        assert torch.equal(grad[:, in_pads], torch.zeros(tokens, int(in_pads.sum()), dtype=grad.dtype))
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    return losses[0], whole_grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("ignore_index", [-100, -1, 3])
+@pytest.mark.parametrize("t", [0, 1, 2, 3, 4])
+def test_loss_and_gradient(t, ignore_index, smoothing):
+    """t = 0: the op on the whole vocabulary. 17 classes divide on no t > 1. ignore_index may be a class that exists."""
+    x, y, g = case(9, 17, ignore_index=ignore_index)
+    if t == 0:
+        loss, grad = whole(x, y, g, ignore_index, smoothing)
+    else:
+        loss, grad = sharded(x, y, g, ignore_index, smoothing, Layout.contiguous(17, t), t)
+    expected_loss, expected_grad = oracle(x, y, g, ignore_index, smoothing)
+    torch.testing.assert_close(loss, expected_loss, **TIGHT)
+    torch.testing.assert_close(grad, expected_grad, **TIGHT)
+    assert (loss[:2] == 0).all() and (grad[:2] == 0).all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "flat, t",
+    [((1, 50257, 1), 4), ((1, 50257, 1), 3), ((1, 5, 1), 4), ((1, 3, 4), 2), ((1, 3, 4), 4), ((2, 5, 1, 3, 2), 3)],
+    ids=str,
+)
+def test_layouts(flat, t, smoothing):
+    """GPT-2's vocabulary; ranks without any class; units; blocks and repeats."""
+    layout = Layout.from_flat(flat)
+    x, y, g = case(6, layout.size)
+    loss, grad = sharded(x, y, g, -100, smoothing, layout, t)
+    expected_loss, expected_grad = oracle(x, y, g, -100, smoothing)
+    torch.testing.assert_close(loss, expected_loss, **TIGHT)
+    torch.testing.assert_close(grad, expected_grad, **TIGHT)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+@pytest.mark.parametrize("t", [0, 3])
+def test_low_precision(dtype, tolerance, t):
+    """fp32 statistics whatever the logits; the gradient within one rounding to the dtype of the logits."""
+    x, y, g = case(33, 513, dtype)
+    loss, grad = whole(x, y, g, -100, 0.1) if t == 0 else sharded(x, y, g, -100, 0.1, Layout.contiguous(513, t), t)
+    expected_loss, expected_grad = oracle(x, y, g, -100, 0.1)
+    assert loss.dtype == torch.float32 and grad.dtype == dtype
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=1.01 * tolerance, atol=2e-7)
+
+
+@pytest.mark.parametrize("t", [0, 2])
+def test_fp16_under_loss_scaling(t):
+    """2**16 / T as GradScaler gives it: gradients that fp16 can hold come out right, small ones do not vanish."""
+    x, y, _ = case(64, 300, torch.float16)
+    g = torch.full((64,), 2.0**16 / 64, dtype=torch.float64)
+    _, grad = whole(x, y, g, -100, 0.0) if t == 0 else sharded(x, y, g, -100, 0.0, Layout.contiguous(300, t), t)
+    _, expected = oracle(x, y, g, -100, 0.0)
+    assert grad.isfinite().all()
+    torch.testing.assert_close(grad.double(), expected, rtol=2**-10, atol=2e-7)
+
+
+@pytest.mark.parametrize("t", [0, 2])
+def test_large_offsets(t):
+    """A common offset of 30000 changes nothing in fp32: log-sum-exp kept as one fp32 number would be off by 1e-3."""
+    x, y, g = case(20, 64, torch.float32)
+    x = (x * 8).round() / 8 + 30000  # exact in fp32
+    loss, grad = whole(x, y, g, -100, 0.0) if t == 0 else sharded(x, y, g, -100, 0.0, Layout.contiguous(64, t), t)
+    expected_loss, expected_grad = oracle(x, y, g, -100, 0.0)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("t", [0, 2, 4])
+def test_masked_classes(t, smoothing):
+    """Classes at -inf, a whole shard of them too, as torch has it (infinite loss with smoothing or at the target)."""
+    x, y, g = case(8, 12)
+    x[:, 6:] = -torch.inf
+    x[3, 1] = -torch.inf
+    y = y % 6
+    y[3] = 1
+    args = (x, y, g, -100, smoothing)
+    loss, grad = whole(*args) if t == 0 else sharded(*args, Layout.contiguous(12, t), t)
+    expected_loss, expected_grad = oracle(*args)
+    torch.testing.assert_close(loss, expected_loss, **TIGHT)
+    torch.testing.assert_close(grad, expected_grad, **TIGHT)
+
+
+def test_rows_come_in_chunks(monkeypatch):
+    """A chunk smaller than a row, and one that does not divide the rows."""
+    x, y, g = case(10, 17)
+    expected = whole(x, y, g, -100, 0.1)
+    for chunk in (5, 17 * 3):
+        monkeypatch.setattr(module, "CPU_CHUNK", chunk)
+        for a, b in zip(whole(x, y, g, -100, 0.1), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_strided_logits_and_small_targets():
+    """Views with gaps (shifted logits), transposed logits, int32 and uint8 targets, an expanded gradient."""
+    x, y, _ = case(8, 16, ignored=0)
+    expected_loss, expected_grad = oracle(x, y, torch.ones(8, dtype=torch.float64), -100, 0.0)
+    for view in (torch.cat([x, x], 1)[:, :16], x.t().contiguous().t()):
+        for target in (y, y.int(), y.to(torch.uint8)):
+            leaf = view.detach().requires_grad_()
+            loss = ops.cross_entropy(leaf, target, -100, 0.0)
+            (grad,) = torch.autograd.grad(loss.sum(), leaf)
+            torch.testing.assert_close(loss, expected_loss, **TIGHT)
+            torch.testing.assert_close(grad, expected_grad, **TIGHT)
+
+
+def test_no_tokens():
+    x = torch.empty(0, 5, requires_grad=True)
+    y = torch.empty(0, dtype=torch.long)
+    loss = ops.cross_entropy(x, y, -100, 0.1)
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert loss.shape == (0,) and grad.shape == (0, 5)
+    loss, grad = sharded(x.detach(), y, torch.empty(0), -100, 0.1, Layout.contiguous(5, 2), 2)
+    assert loss.shape == (0,) and grad.shape == (0, 5)
+
+
+def test_all_tokens_ignored():
+    """Loss and gradient are 0; the mean, which the graph divides, is then 0/0 = nan as in torch."""
+    x, y, g = case(4, 6, ignored=4)
+    loss, grad = whole(x, y, g, -100, 0.1)
+    assert not loss.any() and not grad.any()
+    assert (loss.sum() / (y != -100).sum()).isnan() and F.cross_entropy(x, y).isnan()
+
+
+@pytest.mark.parametrize("target", [-1, 6, 1000, -100])
+@pytest.mark.parametrize("t", [0, 2])
+def test_target_out_of_bounds(target, t):
+    """torch's own error, whatever shard the class would be on."""
+    x, y, g = case(4, 6, ignored=0)
+    y[2] = target
+    with pytest.raises(IndexError) as torchs:
+        F.cross_entropy(x, y, ignore_index=-7)
+    args = (x, y, g, -7, 0.0)
+    with pytest.raises(IndexError) as ours:
+        whole(*args) if t == 0 else sharded(*args, Layout.contiguous(6, t), t)
+    assert str(ours.value) == str(torchs.value) == f"Target {target} is out of bounds."
+
+
+def test_wrong_arguments():
+    x, y, _ = case(4, 6)
+    with pytest.raises(ValueError, match="label_smoothing must be between"):
+        ops.cross_entropy(x, y, -100, 1.5)
+    with pytest.raises(ValueError, match=r"logits \[T, V\] and target \[T\]"):
+        ops.cross_entropy(x, y[:3], -100, 0.0)
+    with pytest.raises(TypeError, match="class indices"):
+        ops.cross_entropy(x, torch.randn(4), -100, 0.0)
+
+
+def test_saves_no_softmax():
+    """Kept for backward: the logits, the targets and two numbers a token."""
+    x, y, _ = case(8, 100, torch.bfloat16)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s):
+        ops.cross_entropy(x.requires_grad_(), y, -100, 0.1)
+    assert sorted((tuple(s.shape), s.dtype) for s in saved if s is not x and s is not y) == [((8, 2), torch.float32)]
+
+
+def targets_of(gm):
+    return [str(n.target) for n in gm.graph.nodes if n.op == "call_function" and "megafx" in str(n.target)]
+
+
+def test_joint_graph_of_the_whole_vocabulary():
+    """Forward and backward are one node each, for every number of tokens."""
+
+    def step(x, y, g):
+        loss = ops.cross_entropy(x, y, -100, 0.1)
+        return loss, torch.autograd.grad(loss, x, g)[0]
+
+    x, y, g = case(5, 7)
+    gm = make_fx(step, tracing_mode="symbolic")(x.requires_grad_(), y, g)
+    assert targets_of(gm) == ["megafx.cross_entropy_forward.default", "megafx.cross_entropy_backward.default"]
+    x, y, g = case(9, 11)
+    for a, b in zip(gm(x, y, g), oracle(x, y, g, -100, 0.1), strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+
+
+def test_joint_graph_of_a_sharded_vocabulary():
+    """Traced without a rank: the rank is asked for when the graph runs."""
+
+    def step(x, y, gathered, g):
+        stats = ops.ce_stats(x.detach(), y, [1, 7, 1], "tp", 2)
+        loss = ops.ce_loss(x, y, gathered, -100, 0.1, [1, 7, 1], "tp", 2)
+        return stats, loss, torch.autograd.grad(loss, x, g)[0]
+
+    x, y, g = case(5, 7)
+    example = (torch.randn(3, 4, dtype=torch.float64).requires_grad_(), y[:3], torch.randn(2, 3, 4).double(), g[:3])
+    gm = make_fx(step, tracing_mode="symbolic")(*example)
+    names = ["ce_stats", "ce_loss", "ce_loss_backward"]
+    assert targets_of(gm) == [f"megafx.{n}.default" for n in names]
+    parts = [x[:, :4].contiguous(), torch.cat([x[:, 4:], torch.full((5, 1), 9.0, dtype=x.dtype)], 1)]
+    gathered = torch.zeros(2, 5, 4, dtype=x.dtype)
+    for _ in range(2):  # first the statistics, then what they give
+        outs = []
+        for rank in range(2):
+            with on_rank(rank, 2):
+                outs.append(gm(parts[rank], y, gathered, g))
+        gathered = torch.stack([o[0] for o in outs])
+    loss, grad = oracle(x, y, g, -100, 0.1)
+    torch.testing.assert_close(outs[1][1], loss, **TIGHT)
+    torch.testing.assert_close(torch.cat([o[2] for o in outs], 1)[:, :7], grad, **TIGHT)
+
+
+def test_under_compile():
+    x, y, g = case(5, 7)
+
+    def step(x):
+        return ops.cross_entropy(x * 2, y, -100, 0.1)
+
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(a)
+    compiled.backward(g)
+    step(b).backward(g)
+    assert torch.equal(compiled, step(b)) and torch.equal(a.grad, b.grad)
+
+
+def test_opcheck():
+    x, y, g = case(5, 8)
+    leaf = x.clone().requires_grad_()
+    torch.library.opcheck(ops.cross_entropy_forward.default, (leaf, y, -100, 0.1))
+    _, norm = ops.cross_entropy_forward(x, y, -100, 0.1)
+    torch.library.opcheck(ops.cross_entropy_backward.default, (g, x, y, norm, -100, 0.1))
+    with on_rank(1, 2):
+        shard = x[:, 4:].contiguous()
+        torch.library.opcheck(ops.ce_stats.default, (shard, y, [1, 8, 1], "tp", 2))
+        gathered = torch.stack([ops.ce_stats(shard, y, [1, 8, 1], "tp", 2)] * 2)
+        rest = (y, gathered, -100, 0.1, [1, 8, 1], "tp", 2)
+        torch.library.opcheck(ops.ce_loss.default, (shard.clone().requires_grad_(), *rest))
+        torch.library.opcheck(ops.ce_loss_backward.default, (g, shard, *rest))
