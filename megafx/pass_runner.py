@@ -18,6 +18,7 @@ from megafx.config import Config
 from megafx.debug import Debug, current, is_reporting_rank, say
 from megafx.errors import ConfigError, MegafxError, PlacementError
 from megafx.ir import Phase, Program
+from megafx.verify import verify
 
 
 class PipelineStopped(MegafxError):
@@ -193,8 +194,6 @@ def _check_phase(step: Pass, program: Program, settings: Debug) -> None:
 
 
 def _verify(step: Pass, program: Program) -> None:
-    from megafx.verify import verify
-
     try:
         verify(program)
     except PlacementError as error:

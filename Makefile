@@ -1,0 +1,33 @@
+# make demo: train a byte-level GPT on 2 ranks, in an environment of its own.   make test: check and test everything.
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?= 2
+TORCH ?= torch>=2.11,<2.14
+BIN := $(VENV)/bin
+
+.PHONY: demo test clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo-installed
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/.test-installed
+	$(BIN)/python -m tests $(ARGS)
+
+# torch comes first and alone: where an index or a folder of wheels offers a CPU build of it, pip takes that one, and
+# nothing installed afterwards replaces it.
+$(VENV)/.torch-installed: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install "$(TORCH)"
+	touch $@
+
+$(VENV)/.demo-installed: $(VENV)/.torch-installed pyproject.toml
+	$(BIN)/pip install -e .
+	touch $@
+
+$(VENV)/.test-installed: $(VENV)/.demo-installed
+	$(BIN)/pip install -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -1,0 +1,184 @@
+"""The `megafx` command.
+
+    megafx plan llama-8b.json --tp 8 --seq-length 8192 --save plan.json    plan a model; needs no GPU, ranks or weights
+    megafx explain my_package.models:build --tp 4 --html plan.html         the same as a report: placements, bytes, reasons
+    megafx check-rules                                                     brute-force every sharding rule of the table
+    megafx diff before/ after/                                             two folders written by MEGAFX_DUMP
+    megafx version                                                         versions, for bug reports
+
+MODEL is a Hugging Face config (its .json file or folder), or 'module:factory', where factory() returns a model, or a
+(model, example_inputs) pair. It is built on the meta device: no memory is taken for weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megafx.config import Config
+from megafx.errors import MegafxError, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 an error or (check-rules, diff) something found, 2 wrong arguments."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except MegafxError as error:
+        print(f"megafx: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megafx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, help_text in (
+        ("plan", _plan, "plan a model and print where everything is"),
+        ("explain", _explain, "plan a model and print the report"),
+    ):
+        command = commands.add_parser(name, help=help_text)
+        command.set_defaults(run=run)
+        command.add_argument("model", help="Hugging Face config (.json or folder), or module:factory")
+        command.add_argument("--config", type=Path, help="YAML file of Config fields; the options below override it")
+        command.add_argument("--tp", type=int, metavar="N", help="tensor_model_parallel_size")
+        command.add_argument("--sequence-parallel", choices=("auto", "on", "off"))
+        command.add_argument("--micro-batch-size", type=int, metavar="N")
+        command.add_argument("--seq-length", type=int, metavar="N")
+        command.add_argument("--hardware", metavar="PROFILE")
+        command.add_argument("--planner-policy", choices=("megatron", "free"))
+        command.add_argument("--params-dtype", metavar="DTYPE")
+        if name == "plan":
+            command.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+        else:
+            command.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
+            command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    command = commands.add_parser("check-rules", help="check every sharding rule against the real op")
+    command.set_defaults(run=_check_rules)
+    command.add_argument("ops", nargs="*", metavar="OP", help="only these, for example aten.linear.default")
+    command = commands.add_parser("diff", help="compare two dump folders, graph by graph")
+    command.set_defaults(run=_diff)
+    command.add_argument("before", type=Path)
+    command.add_argument("after", type=Path)
+    commands.add_parser("version", help="print versions").set_defaults(run=_version)
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import megafx
+
+    model, inputs = load_model(args.model)
+    plan = megafx.plan(model, _config(args), example_inputs=inputs)
+    print(plan)
+    if args.save:
+        plan.save(args.save)
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    import megafx
+
+    model, inputs = load_model(args.model)
+    report = megafx.explain(megafx.plan(model, _config(args), example_inputs=inputs))
+    print(report)
+    if args.html:
+        report.html(args.html)
+    if args.json:
+        args.json.write_text(report.to_json())
+    return 0
+
+
+def _check_rules(args: argparse.Namespace) -> int:
+    from megafx.check_rules import check_rules
+
+    report = check_rules(args.ops or None)
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from megafx.dump import diff_folders
+
+    found = diff_folders(args.before, args.after)
+    print(found or "the two folders hold the same graphs")
+    return 1 if found else 0
+
+
+def _version(args: argparse.Namespace) -> int:
+    from importlib.metadata import version
+
+    import torch
+
+    print(f"megafx {version('megafx')}, torch {torch.__version__}, Python {platform.python_version()}")
+    return 0
+
+
+def _config(args: argparse.Namespace) -> Config:
+    config = Config.from_yaml(args.config) if args.config else Config()
+    given: dict[str, Any] = {
+        "tensor_model_parallel_size": args.tp,
+        "sequence_parallel": {"on": True, "off": False}.get(args.sequence_parallel, args.sequence_parallel),
+        "micro_batch_size": args.micro_batch_size,
+        "seq_length": args.seq_length,
+        "hardware": args.hardware,
+        "planner_policy": args.planner_policy,
+        "params_dtype": args.params_dtype,
+    }
+    return config.replace(**{name: value for name, value in given.items() if value is not None})
+
+
+def load_model(name: str) -> tuple[nn.Module, Any]:
+    """'config.json', a folder with one, or 'module:factory' -> (model on meta, example inputs or None)."""
+    import torch
+
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise UsageError(f"there is no file '{path}'", fix="give a Hugging Face config.json, or module:factory")
+        return _hugging_face(path), None
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise UsageError(f"'{name}' names no model", fix="give a Hugging Face config.json, or module:factory")
+    sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"'{name}' cannot be imported: {error}", fix="write module:factory") from error
+    with torch.device("meta"):
+        made = factory()
+    return made if isinstance(made, tuple) else (made, None)
+
+
+def _hugging_face(path: Path) -> nn.Module:
+    import torch
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "planning from a Hugging Face config needs transformers", fix="pip install megafx[hf]"
+        ) from error
+    fields = json.loads(path.read_text())
+    config = transformers.AutoConfig.for_model(**fields)
+    architecture = (fields.get("architectures") or [None])[0]
+    with torch.device("meta"):
+        if architecture is not None and hasattr(transformers, architecture):
+            return getattr(transformers, architecture)(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
