@@ -1,4 +1,4 @@
-"""Ops whose dims depend on their arguments: small functions Call -> rule string, by family. No torch import.
+"""Ops whose dims depend on their arguments: small functions Call -> rule string, by family.
 
 Each family writes the same factor strings as the table (dims are f0, f1, ... by position), so that one binder serves all.
 """

@@ -33,10 +33,10 @@ MAX_BLOCKS = 64  # cuts of a dim written out one by one; real fusions have 2 to 
 
 
 @lru_cache(maxsize=65536)
-def view_groups(a: Shape, b: Shape) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None:
-    """Smallest groups of dims (of a, of b) with equal products; None where there are none (unequal or zero sizes)."""
+def dim_groups(a: Shape, b: Shape) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Smallest groups of dims (of a, of b) with equal products; () where there are none (unequal or zero sizes)."""
     if math.prod(a) != math.prod(b) or 0 in a:
-        return None
+        return ()
     groups = []
     i = j = 0
     while i < len(a) or j < len(b):
@@ -49,11 +49,11 @@ def view_groups(a: Shape, b: Shape) -> tuple[tuple[tuple[int, ...], tuple[int, .
         while product_a != product_b:
             if product_a < product_b:
                 if i == len(a):
-                    return None
+                    return ()
                 product_a, i = product_a * a[i], i + 1
             else:
                 if j == len(b):
-                    return None
+                    return ()
                 product_b, j = product_b * b[j], j + 1
         groups.append((tuple(range(first_i, i)), tuple(range(first_j, j))))
     return tuple(groups)
@@ -85,7 +85,7 @@ def view_options(a: Shape, b: Shape, dim: int, layout: Layout, t: int) -> list[t
     [1, 64] may be one head of two, or the half of one head: both are returned.
     """
     found: list[tuple[int, Layout]] = []
-    for group_a, group_b in view_groups(a, b) or ():
+    for group_a, group_b in dim_groups(a, b):
         if dim not in group_a:
             continue
         at = group_a.index(dim)
