@@ -1,0 +1,114 @@
+"""Covers: who may import whom. Imports go strictly downward in LAYERS; some modules must not need torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Lowest first. A module imports only from layers below its own. `passes.*` stands for every module of the folder.
+LAYERS = [
+    {"errors", "placements", "sizes", "op_families", "aten_rules"},
+    {"config", "debug", "plan", "rules", "views", "solver", "hardware", "source_lines", "call_spec", "aliasing"},
+    {"ir", "cost", "sharding"},
+    {"collectives", "candidates", "dump", "verify", "interpret", "stacking", "kernels.*"},
+    {"op_rules", "pass_runner", "rewrite", "patterns.*"},
+    {"policy", "overrides", "planning", "problem", "check_rules"},
+    {"passes.*", "capture*", "hf", "report"},
+    {"executable", "simulate", "params", "tp_tensor", "graph_keys", "outputs", "agreement", "state", "communication"},
+    {"compiler"},
+    {"runtime"},
+    {"api", "testing"},
+    {"cli"},
+]
+TORCH_FREE = ("errors", "config", "debug", "placements", "rules", "views", "solver", "cost", "hardware", "aten_rules")
+
+
+def modules() -> dict[str, Path]:
+    """'passes.canonicalize' -> its file, for every module of the package but the `__init__` files."""
+    found = {}
+    for folder, prefix in (("megafx", ""), ("passes", "passes."), ("patterns", "patterns.")):
+        for file in (ROOT / folder).rglob("*.py"):
+            name = prefix + ".".join(file.relative_to(ROOT / folder).with_suffix("").parts)
+            found[name] = file
+    return {name: file for name, file in found.items() if not name.endswith("__init__")}
+
+
+MODULES = modules()
+
+
+def imports(file: Path) -> set[str]:
+    """Modules of this package that a file imports, at its top or in a function; imports for type checkers do not count."""
+    found = set()
+    folders = file.relative_to(ROOT).parent.parts
+    parent = folders if folders[0] == "megafx" else ("megafx", *folders)
+    stack: list[ast.AST] = [ast.parse(file.read_text())]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            stack += node.orelse
+            continue
+        stack += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("megafx.") for alias in node.names if alias.name.startswith("megafx.")}
+        elif isinstance(node, ast.ImportFrom):
+            above = [*parent][: len(parent) - node.level + 1] if node.level else []
+            package = ".".join([*above, *(node.module or "").split(".")]).strip(".")
+            if package == "megafx" or package.startswith("megafx."):
+                package = package.removeprefix("megafx").lstrip(".")
+                inside = {f"{package}.{alias.name}".lstrip(".") for alias in node.names}
+                found |= (inside & set(MODULES)) or {package}
+    return found - {""}
+
+
+def layer(name: str) -> int:
+    for number, names in enumerate(LAYERS):
+        family = any(pattern.endswith("*") and name.startswith(pattern[:-1]) for pattern in names)
+        if name in names or (family and not any(name in exact for exact in LAYERS)):
+            return number
+    pytest.fail(f"megafx.{name} is in no layer: put it into LAYERS of tests/test_layering.py")
+
+
+def is_pass(name: str) -> bool:
+    """Files of passes/ that say REQUIRES are passes; the others are parts of one."""
+    return name.startswith("passes.") and "\nREQUIRES" in MODULES[name].read_text()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_downward(name):
+    for other in sorted(imports(MODULES[name])):
+        family = name.split(".")[0] == other.split(".")[0] and (
+            "." in name or name.split("_")[0] == other.split("_")[0]
+        )
+        assert layer(other) < layer(name) or (family and layer(other) == layer(name)), f"{name} imports {other}"
+
+
+def test_no_cycles():
+    graph = {name: imports(file) & set(MODULES) for name, file in MODULES.items()}
+    while leaves := [name for name, needs in graph.items() if not needs]:
+        for leaf in leaves:
+            del graph[leaf]
+        for needs in graph.values():
+            needs.difference_update(leaves)
+    assert not graph, f"modules in or above an import cycle: {sorted(graph)}"
+
+
+@pytest.mark.parametrize("name", sorted(filter(is_pass, MODULES)))
+def test_passes_do_not_import_passes(name):
+    """They meet in the pipeline's list; a pass may import its own parts."""
+    assert not [other for other in imports(MODULES[name]) if other in MODULES and is_pass(other)]
+
+
+def test_torch_free_modules_do_not_import_torch():
+    code = "import sys\nfor name in sys.argv[1:]: __import__(f'megafx.{name}')\nassert 'torch' not in sys.modules"
+    present = [name for name in TORCH_FREE if name in MODULES]
+    done = subprocess.run([sys.executable, "-c", code, *present], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+def test_sources_are_ascii():
+    for file in [*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        assert file.read_text().isascii(), f"{file} has characters that are not ASCII"
