@@ -71,6 +71,8 @@ class Plan:
     hardware: str = ""
     workload: dict[str, int] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=Sizes, repr=False)  # what the symbols in layouts mean
+    report: Any = field(default=None, repr=False)  # megafx.report.Report of the graph that was planned
 
     def placement_of(self, param: str) -> Placement:
         """Storage placement of a parameter by FQN; raises PlanError for an unknown one."""
@@ -95,24 +97,32 @@ class Plan:
         a, b = str(self).splitlines(), str(other).splitlines()
         return "\n".join(difflib.unified_diff(a, b, "this", "other", lineterm="", n=0))
 
-    def to_json(self, sizes: Sizes) -> str:
-        return json.dumps(_encode_plan(self, _SizeText(sizes)), indent=1)
+    def to_json(self) -> str:
+        return json.dumps(_encode_plan(self, _SizeText(self.sizes)), indent=1)
 
     @staticmethod
-    def from_json(text: str, sizes: Sizes) -> Plan:
+    def from_json(text: str, sizes: Sizes | None = None) -> Plan:
+        """sizes: of the graph that the plan is for; without, the plan can be read and compared but not applied."""
         data = json.loads(text)
         if data.get("format") != FORMAT:
-            raise PlanError(
-                f"plan format {data.get('format')!r}, expected {FORMAT}", fix="plan again with this version"
-            )
-        return _decode_plan(data, _SizeText(sizes))
+            raise PlanError(f"plan format {data.get('format')!r}, expected {FORMAT}", fix="plan again")
+        sizes = Sizes() if sizes is None else sizes
+        for name in data["workload"]:
+            sizes.symbols.setdefault(name, sympy.Symbol(name, integer=True, positive=True))
+        plan = _decode_plan(data, _SizeText(sizes))
+        plan.sizes = sizes
+        return plan
 
-    def save(self, path: str | Path, sizes: Sizes) -> None:
-        Path(path).write_text(self.to_json(sizes))
+    def bind(self, sizes: Sizes) -> Plan:
+        """The same plan in the sizes of another capture of the graph."""
+        return Plan.from_json(self.to_json(), sizes)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
 
     @staticmethod
-    def load(path: str | Path, sizes: Sizes) -> Plan:
-        return Plan.from_json(Path(path).read_text(), sizes)
+    def load(path: str | Path) -> Plan:
+        return Plan.from_json(Path(path).read_text())
 
 
 class _SizeText:
@@ -120,7 +130,7 @@ class _SizeText:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.name_of = {symbol: sympy.Symbol(name) for name, symbol in sizes.symbols.items()}
+        self.name_of = {symbol: sympy.Symbol(name, integer=True, positive=True) for name, symbol in sizes.symbols.items()}
         self.symbol_of = {name: symbol for symbol, name in self.name_of.items()}
 
     def encode(self, size: int) -> int | str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megafx.passes.localize_shapes import Localizer, localizes
 from torch import fx
 
-from megafx.placements import Placement
 from megafx.plan import OpChoice
+from megafx.views import local_offset
 
 
 @localizes("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.expand.default")
@@ -24,8 +24,8 @@ def localize_slice(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
         return
     n = source.cut.size
     start = _bound(node, 2, 0, n)
-    local_start = local_offset(source, start, local.t)
-    local_end = local_offset(source, start + local.global_shape[node][dim], local.t)
+    local_start = local_offset(source.cut, start, local.t)
+    local_end = local_offset(source.cut, start + local.global_shape[node][dim], local.t)
     node.args = (node.args[0], dim, local_start, local_end)
 
 
@@ -35,16 +35,3 @@ def _bound(node: fx.Node, index: int, default: int, n: int) -> int:
         return default
     assert isinstance(value, int), "a sharded dim is sliced at static bounds only (op_rules)"
     return max(value + n, 0) if value < 0 else min(value, n)
-
-
-def local_offset(placement: Placement, offset: int, t: int) -> int:
-    """Where a block boundary of the whole dim lies in every rank's dim."""
-    start = local = 0
-    for _ in range(placement.cut.rep):
-        for count, unit in placement.cut.blocks:
-            if start == offset:
-                return local
-            start += count * unit
-            local += -(-count // t) * unit
-    assert start == offset, f"offset {offset} is no block boundary of {placement}"
-    return local

@@ -38,11 +38,12 @@ def plan_sharding(program: Program, planning: Planning) -> int:
     planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
     planning.accepts = accepted_outputs(program, active, planning.config)
     if planning.given is not None:
-        planning.plan = planning.given
+        planning.plan = planning.given.bind(program.sizes)
         planning.weights = Policy(program, planning.rules, active, sequence_parallel="auto").weights
     else:
         planning.plan = _solve(program, planning, active, order)
         planning.plan.statistics["planning_seconds"] = time.perf_counter() - start
+    planning.plan.sizes = program.sizes
     program.phase = Phase.PLANNED
     return len(planning.plan.ops) + len(planning.plan.params)
 
@@ -52,8 +53,10 @@ def price_workload(program: Program, planning: Planning) -> None:
     sizes, config = program.sizes, planning.config
     if "batch" in sizes.symbols:
         sizes.workload_of[sizes.symbols["batch"]] = config.micro_batch_size
-    if "seq" in sizes.symbols and config.seq_length is not None:
-        sizes.workload_of[sizes.symbols["seq"]] = config.seq_length
+    if config.seq_length is not None:
+        for name, symbol in sizes.symbols.items():
+            if name == "seq" or name.startswith("target"):
+                sizes.workload_of[symbol] = config.seq_length
 
 
 def _solve(program: Program, planning: Planning, active: set[fx.Node], order: list[fx.Node]) -> Plan:

@@ -1,0 +1,146 @@
+"""The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
+
+    capture -> canonicalize -> plan -> insert transitions -> localize shapes
+            -> joint graph -> coalesce gradients -> merge and expand transitions -> schedule -> bind -> partition
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.collectives import AxisContext, on_mesh
+from megafx.config import Config
+from megafx.executable import Executable
+from megafx.hardware import Hardware
+from megafx.ir import VAL, Program, is_floating
+from megafx.pass_runner import Pass, insert_user_passes, run_passes
+from megafx.passes.bind_mesh import bind_mesh
+from megafx.passes.build_joint_graph import build_joint_graph
+from megafx.passes.canonicalize import canonicalize
+from megafx.passes.coalesce_gradients import coalesce_gradients
+from megafx.passes.expand_transitions import expand_transitions, merge_transitions
+from megafx.passes.insert_collectives import insert_collectives
+from megafx.passes.localize_shapes import localize_shapes
+from megafx.passes.plan_sharding import plan_sharding
+from megafx.passes.schedule_collectives import schedule_collectives
+from megafx.placements import Placement
+from megafx.plan import Plan
+from megafx.planning import Planning
+from megafx.report import describe
+
+
+@dataclass
+class Compiled:
+    """One graph of a model, the same on every rank. program: lowered, joint where gradients are taken.
+
+    wrt: indices of inputs whose gradients the program gives; differentiated: indices of outputs that bring a tangent.
+    """
+
+    program: Program
+    plan: Plan
+    wrt: list[int]
+    differentiated: list[int]
+
+    def executable(self, axis: AxisContext | None) -> Executable:
+        """What this rank runs. axis: this rank's place on the axis; None without a process group (t = 1)."""
+        if axis is None:
+            return Executable.of(self.program)
+        bound = bind_mesh(self.program, {self.plan.axis: axis})
+        return Executable.of(bound, lambda: on_mesh({self.plan.axis: axis}))
+
+
+@dataclass(frozen=True)
+class Request:
+    """How to compile a captured call.
+
+    fixed: storage of parameters that an earlier graph settled. given: a plan to apply. wants_grad: (index, Input) -> whether
+    the gradient of that input is wanted; None: a graph without backward.
+    """
+
+    config: Config
+    t: int
+    hardware: Hardware
+    fixed: dict[str, Placement]
+    given: Plan | None = None
+    wants_grad: Callable[[int, Any], bool] | None = None
+
+    def planning(self) -> Planning:
+        training = self.wants_grad is not None
+        return Planning(self.config, self.t, self.hardware, training, self.fixed, self.given)
+
+
+def compile_program(program: Program, request: Request) -> Compiled:
+    """CAPTURED program -> LOWERED; raises what the passes raise."""
+    planning = request.planning()
+
+    def differentiate(program: Program) -> int:
+        wrt, outputs = _gradients_of(program, request)
+        return build_joint_graph(program, wrt, outputs) if wrt and outputs else 0
+
+    passes = [*planning_passes(planning), Pass.of(localize_shapes, planning)]
+    if request.wants_grad is not None:
+        passes += [
+            Pass("build_joint_graph", differentiate),
+            Pass.of(coalesce_gradients),
+        ]
+    passes += [
+        Pass.of(merge_transitions),
+        Pass.of(expand_transitions),
+        Pass.of(schedule_collectives),
+    ]
+    run_passes(program, insert_user_passes(passes, request.config))
+    wrt, outputs = _gradients_of(program, request)
+    return Compiled(program, planning.solved, wrt, outputs)
+
+
+def plan_only(program: Program, request: Request) -> Plan:
+    """CAPTURED program -> its plan, with the report; the program is left PLACED."""
+    planning = request.planning()
+    run_passes(program, insert_user_passes(planning_passes(planning), request.config))
+    return planning.solved
+
+
+def planning_passes(planning: Planning) -> list[Pass]:
+    """From capture to transitions in the graph, on global shapes; the plan and its report end up in `planning`."""
+
+    def describe_plan(program: Program) -> int:
+        planning.solved.report = describe(program, planning)
+        return 0
+
+    return [
+        Pass.of(canonicalize),
+        Pass.of(plan_sharding, planning),
+        Pass.of(insert_collectives, planning),
+        Pass("describe_plan", describe_plan),
+    ]
+
+
+def _gradients_of(program: Program, request: Request) -> tuple[list[int], list[int]]:
+    """(inputs whose gradients are wanted, outputs to differentiate): the loss alone, or every floating output."""
+    if request.wants_grad is None:
+        return [], []
+    inputs = zip(program.placeholders(), program.inputs, strict=True)
+    wrt = [
+        i
+        for i, (node, spec) in enumerate(inputs)
+        if spec.kind in ("param", "user") and is_floating(node) and request.wants_grad(i, spec)
+    ]
+    values = program.output_node().args[0]
+    losses = [i for i, spec in enumerate(program.outputs) if spec.loss]
+    if losses and not request.config.differentiable_outputs:
+        return wrt, losses
+    return wrt, [
+        i
+        for i, (node, spec) in enumerate(zip(values, program.outputs, strict=True))
+        if spec.kind == "user" and isinstance(node, fx.Node) and _has_gradient(node)
+    ]
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    value = node.meta.get(VAL)
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and node.op != "placeholder"
