@@ -296,3 +296,14 @@ def test_opcheck():
         rest = (y, gathered, -100, 0.1, [1, 8, 1], "tp", 2)
         torch.library.opcheck(ops.ce_loss.default, (shard.clone().requires_grad_(), *rest))
         torch.library.opcheck(ops.ce_loss_backward.default, (g, shard, *rest))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_cuda_is_the_cpu(dtype):
+    x, y, g = case(64, 1000, dtype)
+    loss, grad = whole(x.cuda(), y.cuda(), g.cuda(), -100, 0.1)
+    expected_loss, expected_grad = whole(x, y, g, -100, 0.1)
+    torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad.cpu(), expected_grad)

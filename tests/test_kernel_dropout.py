@@ -263,3 +263,19 @@ def test_triton_kernel_is_the_reference(tmp_path):
         [sys.executable, str(script)], env=os.environ | interpret, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0 and "same bits" in run.stdout, run.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("op_id", [0, 1, 2**31 + 5])
+def test_cuda_is_the_cpu(dtype, op_id):
+    """Whole and as shards, forward and backward, seed on either device."""
+    for shape, dim, flat in [((64, 1000), -1, []), ((3, 40, 16), 1, [1, 77, 1]), ((5, 7, 6), 2, [2, 3, 1, 1, 2])]:
+        x = torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_()
+        y = x.detach().cuda().requires_grad_()
+        with on_rank(1, 2):
+            a, b = dropout(x, SEED, 0.3, op_id, dim, flat, "tp"), dropout(y, SEED.cuda(), 0.3, op_id, dim, flat, "tp")
+            assert torch.equal(a, b.cpu()) and torch.equal(dropout(y, SEED, 0.3, op_id, dim, flat, "tp"), b)
+            (da,), (db,) = torch.autograd.grad(a.sum(), x), torch.autograd.grad(b.sum(), y)
+        assert torch.equal(da, db.cpu())

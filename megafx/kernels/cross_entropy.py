@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .. import collectives
 from ..placements import Layout, Piece
 
 # Elements of the fp32 chunk. CPU: stays in L2 with the logits; CUDA: 64 MiB, launches cost nothing against that.
@@ -239,8 +240,6 @@ cross_entropy_forward.register_autograd(_forward_backward, setup_context=_forwar
 
 
 def _own_pieces(layout: Sequence[int], axis: str, size: int) -> list[Piece]:
-    from .. import collectives
-
     return list(Layout.from_flat(layout).pieces(collectives.axis_rank(axis), size))
 
 

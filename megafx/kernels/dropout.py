@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import collectives
 from . import philox
 from .runs import Run, runs_of
 
@@ -94,8 +95,6 @@ def dropout(x: Tensor, seed: Tensor, p: float, op_id: int, shard_dim: int, layou
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     rank, t = 0, 1
     if shard_dim >= 0:
-        from .. import collectives
-
         rank, t = collectives.axis_rank(axis), collectives.axis_size(axis)
     runs = runs_of(x.shape, shard_dim, layout, rank, t)
     x = x.contiguous()

@@ -20,7 +20,7 @@ from .runs import Run
 GROUPS = 512  # Philox calls a program: 4096 elements, the tile of findings/kernels.md's elementwise kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["threshold", "op_id"])  # one compilation serves all ops of a model
 def _dropout(
     x,  # [numel] fp16/bf16/fp32/fp64 IN, contiguous
     out,  # [numel] as x, OUT
@@ -36,6 +36,7 @@ def _dropout(
     global_stride,
     ONE_ROW: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,  # 64-bit division of indices
     DOUBLE: tl.constexpr,
     N: tl.constexpr,
 ):
@@ -50,7 +51,7 @@ def _dropout(
         at = local_start + first
         index = global_start + first
     else:
-        row = first // length
+        row = first // length if WIDE else (first.to(tl.int32) // length).to(tl.int64)
         column = first - row * length
         at = local_start + row * local_stride + column
         index = global_start + row * global_stride + column
@@ -63,10 +64,9 @@ def _dropout(
         inside = first < total
         keep = draw1(index, op, k0, k1) >= below
     value = tl.load(x + at, mask=inside)
-    if DOUBLE:  # noqa: SIM108 (branches of different type: a ternary cannot be compiled)
-        scaled = value * (65536.0 / (65536 - threshold).to(tl.float64))  # a float argument would be rounded to fp32
-    else:
-        scaled = value.to(tl.float32) * scale
+    # A float argument is rounded to fp32, which fp64 must not be.
+    factor = 65536.0 / (65536 - threshold).to(tl.float64) if DOUBLE else scale
+    scaled = (value if DOUBLE else value.to(tl.float32)) * factor
     tl.store(out + at, tl.where(keep, scaled, 0.0).to(value.dtype), mask=inside)
 
 
@@ -79,22 +79,24 @@ def launch(x: Tensor, seed: Tensor, p: float, op_id: int, runs: Sequence[Run]) -
             one_row or run.length % 8 == run.global_stride % 8 == run.local_stride % 8 == run.local_start % 8 == 0
         )
         total = run.rows * run.length
-        _dropout[(triton.cdiv(total, GROUPS * 8),)](
-            x,
-            out,
-            seed,
-            philox.threshold(p),
-            philox.scale(p),
-            op_id,
-            total,
-            run.length,
-            run.local_start,
-            run.local_stride,
-            run.global_start,
-            run.global_stride,
-            ONE_ROW=one_row,
-            ALIGNED=aligned,
-            DOUBLE=x.dtype == torch.float64,
-            N=GROUPS,
-        )
+        with torch.cuda.device_of(x):
+            _dropout[(triton.cdiv(total, GROUPS * 8),)](
+                x,
+                out,
+                seed,
+                philox.threshold(p),
+                philox.scale(p),
+                op_id,
+                total,
+                run.length,
+                run.local_start,
+                run.local_stride,
+                run.global_start,
+                run.global_stride,
+                ONE_ROW=one_row,
+                ALIGNED=aligned,
+                WIDE=total >= 2**31,
+                DOUBLE=x.dtype == torch.float64,
+                N=GROUPS,
+            )
     return out
