@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn

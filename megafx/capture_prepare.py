@@ -107,7 +107,7 @@ def _make_fake(
     for prefix, module in model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
-                if tensor is None or id(tensor) in memo and table[name] is memo[id(tensor)]:
+                if tensor is None or (id(tensor) in memo and table[name] is memo[id(tensor)]):
                     continue
                 if id(tensor) not in memo:
                     like = stand_ins.get(f"{prefix}.{name}" if prefix else name, tensor)

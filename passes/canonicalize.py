@@ -1,0 +1,138 @@
+"""One spelling for each thing: CAPTURED -> CANONICAL.
+
+A canonical graph is functional; its views are reshape, slice, select, transpose, permute, unsqueeze and expand with explicit sizes;
+products with weights are aten.linear; cross entropy is megafx.cross_entropy with a reduction; dropout is megafx.dropout with a seed;
+sizes are computed from graph inputs at the top; what computes nothing is gone. The order of the steps matters where a
+docstring says so: views before in-place ops (they tell what shares memory), in-place ops before copies (a copy is nothing only in
+a functional graph).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megafx.passes import canonicalize_inplace as inplace
+from megafx.passes import canonicalize_linear as linear
+from megafx.passes import canonicalize_loss as loss
+from megafx.passes import canonicalize_noops as noops
+from megafx.passes import canonicalize_random as random
+from megafx.passes import canonicalize_regions as regions
+from megafx.passes import canonicalize_sizes as sizes
+from megafx.passes import canonicalize_views as views
+from megafx.passes.canonicalize_common import Editor
+from torch import fx
+
+from megafx.ir import VAL, Phase, Program, active_nodes
+
+REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
+
+_Each = Callable[[Editor, fx.Node], bool]
+
+VIEWS: tuple[_Each, ...] = (
+    noops.resolve_getitem,
+    views.split_to_slices,
+    views.one_spelling_of_reshape,
+    views.one_spelling_of_expand,
+    views.one_spelling_of_transpose,
+    views.one_spelling_of_unsqueeze,
+    views.one_spelling_of_select,
+    views.one_spelling_of_slice,
+    random.native_dropout_to_dropout,
+    noops.erase_idle_dropout,
+)
+VALUES: tuple[_Each, ...] = (
+    noops.one_spelling_of_casts,
+    noops.erase_identity,
+    random.write_out_attention_dropout,
+    loss.cross_entropy_to_tokens,
+    loss.nll_of_log_softmax,
+)
+
+
+def canonicalize(program: Program) -> int:
+    """Rewrite the program in place; the number of rewrites."""
+    editor = Editor(program)
+    changes = regions.inline_regions(editor)
+    changes += noops.erase_asserts(editor)
+    changes += _each(editor, VIEWS)
+    changes += inplace.functionalize(editor)
+    changes += _each(editor, VALUES)
+    changes += _erase_inactive_detaches(editor)
+    changes += _rewrite_linears(editor)
+    changes += random.number_dropouts(editor)
+    random.refuse_other_randomness(editor)
+    changes += sizes.root_sizes(editor)
+    changes += _merge_duplicates(editor)
+    changes += _erase_dead(editor)
+    program.gm.delete_all_unused_submodules()
+    program.graph.lint()
+    program.gm.recompile()
+    program.phase = Phase.CANONICAL
+    return changes
+
+
+def _each(editor: Editor, rewrites: tuple[_Each, ...]) -> int:
+    """Every rewrite once on every node, in graph order; a rewrite that took the node out ends its turn."""
+    count = 0
+    for node in list(editor.graph.nodes):
+        for rewrite in rewrites:
+            if node.op != "call_function" or node._erased:
+                break
+            count += rewrite(editor, node)
+    return count
+
+
+def _erase_inactive_detaches(editor: Editor) -> int:
+    active = active_nodes(editor.program)
+    nodes = [n for n in editor.graph.nodes if n.op == "call_function"]
+    return sum(noops.erase_inactive_detach(editor, n, active) for n in nodes)
+
+
+def _rewrite_linears(editor: Editor) -> int:
+    """Products, then biases, then the reshapes round them."""
+    count = 0
+    for rewrite in (linear.product_to_linear, linear.add_bias_to_linear):
+        weights = linear.weight_nodes(editor)
+        count += sum(rewrite(editor, n, weights) for n in list(editor.graph.nodes) if n.op == "call_function")
+    return count + _each(editor, (linear.unflatten_linear, linear.merge_reshapes))
+
+
+def _merge_duplicates(editor: Editor) -> int:
+    """Equal ops on equal operands are one value. Only for values without gradient: merging others would reorder gradient sums."""
+    active = active_nodes(editor.program)
+    known: dict[Any, fx.Node] = {}
+    count = 0
+    for node in list(editor.graph.nodes):
+        if node.op != "call_function" or node in active or not isinstance(node.meta.get(VAL), torch.Tensor):
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        if key in known:
+            node.replace_all_uses_with(known[key])
+            editor.graph.erase_node(node)
+            count += 1
+        else:
+            known[key] = node
+    return count
+
+
+def _frozen(args: Any) -> Any:
+    """A hashable form that tells 1 from 1.0 and True."""
+    if isinstance(args, (list, tuple)):
+        return tuple(_frozen(a) for a in args)
+    if isinstance(args, dict):
+        return tuple((k, _frozen(v)) for k, v in args.items())
+    return args if isinstance(args, fx.Node) else (type(args), args)
+
+
+def _erase_dead(editor: Editor) -> int:
+    """A functional graph has no effects: what nobody uses is not needed."""
+    count = 0
+    for node in reversed(list(editor.graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            editor.graph.erase_node(node)
+            count += 1
+    return count

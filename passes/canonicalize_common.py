@@ -1,0 +1,99 @@
+"""What the rewrites of `canonicalize` share: emitting nodes, sizes as arguments, replacing a node in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Builder, Program
+from megafx.sizes import SizeEmitter
+
+BY = "canonicalize"
+Rewrite = Callable[["Editor", fx.Node], bool]
+
+
+class Editor:
+    """One run of the pass over one program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, program.graph
+        self.size_node = SizeEmitter(program.graph, program.sizes)
+
+    def at(self, node: fx.Node) -> Builder:
+        """A builder of nodes before `node`, which they stem from."""
+        return Builder(self.program, node, node, BY)
+
+    def arg(self, size: int | torch.SymInt) -> int | fx.Node:
+        """A size as a graph argument."""
+        return size if isinstance(size, int) else self.size_node(self.program.sizes.of(size))
+
+    def shape(self, value: torch.Tensor) -> list[int | fx.Node]:
+        return [self.arg(n) for n in value.shape]
+
+    def same(self, a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+        """Whether two sizes are equal for every value of the symbols."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a == b
+        return self.program.sizes.of(a) == self.program.sizes.of(b)
+
+    def same_shape(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return a.dim() == b.dim() and all(self.same(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def respell(node: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:
+    """Another op that computes the same value: `val` stays. False where the node is spelled so already."""
+    new_args, new_kwargs = tuple(args), kwargs or {}
+    if node.target is target and _equal(node.args, new_args) and node.kwargs == new_kwargs:
+        return False
+    node.target, node.args, node.kwargs = target, new_args, new_kwargs
+    node.meta[MADE_BY] = (*node.meta.get(MADE_BY, ()), BY)
+    return True
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return a is b if isinstance(a, fx.Node) or isinstance(b, fx.Node) else type(a) is type(b) and a == b
+
+
+def replace(node: fx.Node, by: Any) -> bool:
+    """Give the node's users another value, and take the node out of the graph."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+    return True
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument by its schema name, however it was passed."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    for i, spec in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if spec.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            return spec.default_value if spec.has_default_value() else default
+    return default
+
+
+def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
+    return tuple(argument(node, name) for name in names)
+
+
+def value_of(node: Any) -> Any:
+    """The fake value of an argument: a node's `val`, a constant itself."""
+    return node.meta[VAL] if isinstance(node, fx.Node) else node
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get(VAL), torch.Tensor)
+
+
+def copy_place(new: fx.Node, origin: fx.Node) -> None:
+    """Source line and module of `origin`, unless the node has its own."""
+    for key in (SOURCE, FQN):
+        if key not in new.meta and key in origin.meta:
+            new.meta[key] = origin.meta[key]
+    new.meta[MADE_BY] = (*new.meta.get(MADE_BY, ()), BY)

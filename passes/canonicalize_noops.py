@@ -1,0 +1,114 @@
+"""Erase what computes nothing: asserts, casts to the same dtype, copies, full slices, dropout that is off."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from megafx.passes.canonicalize_common import Editor, argument, is_tensor, replace, respell
+from torch import fx
+
+from megafx.ir import VAL
+
+aten = torch.ops.aten
+
+ASSERTS = frozenset(
+    {
+        aten._assert_tensor_metadata.default,
+        aten._assert_async.default,
+        aten._assert_async.msg,
+        aten._assert_scalar.default,
+        aten._functional_assert_async.msg,
+        aten.sym_constrain_range.default,
+        aten.sym_constrain_range_for_size.default,
+        torch._check,
+    }
+)
+# Ops whose result is their first operand where it has the same shape, dtype and device: in a functional graph a copy and a
+# view of the same elements are the same value.
+_IDENTITIES = frozenset(
+    {
+        aten.alias.default,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+        aten.view_as.default,
+        aten.expand.default,
+        aten.expand_as.default,
+        aten.reshape.default,
+        aten.slice.Tensor,
+        aten.to.dtype,
+        aten.positive.default,
+        aten.resolve_conj.default,
+        aten.resolve_neg.default,
+    }
+)
+_CASTS = frozenset(
+    {
+        aten.to.dtype,
+        aten.to.dtype_layout,
+        aten.to.device,
+        aten.to.other,
+        aten._to_copy.default,
+        aten.type_as.default,
+        aten.float if hasattr(aten, "float") else None,
+    }
+) - {None}
+_DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default})
+
+
+def erase_asserts(editor: Editor) -> int:
+    """Checks of metadata hold by construction once the graph is typed; sizes are checked when a call is bound to a graph."""
+    count = 0
+    for node in reversed(list(editor.graph.nodes)):
+        if node.op == "call_function" and node.target in ASSERTS and not node.users:
+            editor.graph.erase_node(node)
+            count += 1
+    return count
+
+
+def one_spelling_of_casts(editor: Editor, node: fx.Node) -> bool:
+    """to.*, type_as, _to_copy -> aten.to.dtype(x, dtype): within one device a cast is all that they do."""
+    if node.target not in _CASTS or not is_tensor(node.args[0]):
+        return False
+    source, value = node.args[0].meta[VAL], node.meta[VAL]  # type: ignore[union-attr]
+    if source.device != value.device:
+        return False
+    return respell(node, aten.to.dtype, (node.args[0], value.dtype))
+
+
+def erase_identity(editor: Editor, node: fx.Node) -> bool:
+    """The value is that of the first operand: same elements, shape, dtype and device."""
+    if node.target not in _IDENTITIES or not is_tensor(node.args[0]):
+        return False
+    source, value = node.args[0].meta[VAL], node.meta[VAL]  # type: ignore[union-attr]
+    if value.dtype != source.dtype or value.device != source.device or not editor.same_shape(source, value):
+        return False
+    if node.target is aten.slice.Tensor and argument(node, "step") not in (None, 1):
+        return False
+    return replace(node, node.args[0])
+
+
+def erase_inactive_detach(editor: Editor, node: fx.Node, active: set[fx.Node]) -> bool:
+    """detach of a value that carries no gradient is the value; on others it stops the gradient, and stays."""
+    if node.target not in (aten.detach.default, aten.detach_.default) or node.args[0] in active:
+        return False
+    return replace(node, node.args[0])
+
+
+def erase_idle_dropout(editor: Editor, node: fx.Node) -> bool:
+    """Dropout in eval mode, or with p = 0, returns its input."""
+    if node.target not in _DROPOUTS:
+        return False
+    p, train = argument(node, "p"), argument(node, "train")
+    return (not train or p == 0) and replace(node, node.args[0])
+
+
+def resolve_getitem(editor: Editor, node: fx.Node) -> bool:
+    """getitem of a literal tuple (an inlined region's result) is its element."""
+    if node.target is not operator.getitem or isinstance(node.args[0], fx.Node):
+        return False
+    values: Any = node.args[0]
+    return replace(node, values[node.args[1]])

@@ -1,0 +1,62 @@
+"""Every size is computed from the sizes of graph inputs, once, at the top of the graph.
+
+Before:  %n = sym_size(%embedding, 1); %m = mul(%n, 4); %r = arange(%m)
+After:   %s = sym_size(%input_ids, 1); %m = mul(%s, 4); %r = arange(%m)
+Legal because: the symbolic value of each size is known, and its symbols are sizes of inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megafx.passes.canonicalize_common import Editor
+from torch import fx
+
+from megafx.errors import CaptureError
+from megafx.ir import VAL, fqn_of, source_of
+
+
+def root_sizes(editor: Editor) -> int:
+    """Replace each use of a size by an int or by the node that the inputs' sizes give. SymFloats are computed from those."""
+    count = 0
+    rooted: dict[fx.Node, Any] = {}
+
+    def root(size: fx.Node) -> Any:
+        if not isinstance(size.meta.get(VAL), (torch.SymInt, int)) or isinstance(size.meta[VAL], bool):
+            return size
+        if size not in rooted:
+            rooted[size] = _rooted(editor, size)
+        return rooted[size]
+
+    for node in list(editor.graph.nodes):
+        if node.op not in ("call_function", "output"):
+            continue
+        if node.op == "call_function" and isinstance(node.meta.get(VAL), (torch.SymInt, int)):
+            continue  # left without users
+        if any(not isinstance(n.meta.get(VAL), torch.Tensor) for n in node.all_input_nodes):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), root)
+            if _differ(node, args, kwargs):
+                node.args, node.kwargs = args, kwargs
+                count += 1
+    return count
+
+
+def _differ(node: fx.Node, args: Any, kwargs: Any) -> bool:
+    before, after = [], []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: before.append(n) or n)
+    fx.node.map_arg((args, kwargs), lambda n: after.append(n) or n)
+    return before != after
+
+
+def _rooted(editor: Editor, size: fx.Node) -> Any:
+    value = size.meta[VAL]
+    try:
+        return editor.arg(value if isinstance(value, int) or not value.node.expr.is_Integer else int(value.node.expr))
+    except KeyError:
+        raise CaptureError(
+            f"a size ({value}) depends on the data of a tensor",
+            fix="compute with masks (torch.where) instead of selecting by data (nonzero, x[mask], .item())",
+            module=fqn_of(size),
+            source=source_of(size),
+        ) from None
