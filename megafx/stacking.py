@@ -124,7 +124,8 @@ def _blocks_by_rank(x: Any, dim: int, cut: Cut, t: int, ops: Ops) -> list[Any]:
     if cut.repeated:
         x = ops.view(x, [*pre, cut.rep, sum(whole for whole, _, _ in cut.blocks), *post])
         pre = [*pre, cut.rep]
-    at, start, found = len(pre), 0, []
+    at, found = len(pre), []
+    start: Size = 0
     for whole, local, padded in cut.blocks:
         block = x if len(cut.blocks) == 1 else _slice(ops, x, at, start, whole)
         if padded:
@@ -165,7 +166,8 @@ def from_stacked(stacked: Any, dim: int, layout: Sequence[Size], t: int, ops: Op
     if cut.repeated:
         pre = [*pre, cut.rep]
         stacked = ops.view(stacked, [t, *pre, sum(local for _, local, _ in cut.blocks), *post])
-    at, start, blocks = len(pre), 0, []
+    at, blocks = len(pre), []
+    start: Size = 0
     for whole, local, padded in cut.blocks:
         block = stacked if len(cut.blocks) == 1 else _slice(ops, stacked, at + 1, start, local)
         block = ops.contiguous(_permute(ops, block, 0, at))
@@ -220,7 +222,7 @@ def move(x: Any, src: str, dst: str, src_layout: Sequence[Size], dst_layout: Seq
         case "SP":
             return from_stacked(ops.rank_place(x, t), int(src[1:]), src_layout, t, ops)
         case "IP" | "RP":
-            return ops.rank0_only(x)
+            return ops.rank0_only(ops.contiguous(x))
     raise PlacementError(f"no transition from {src} to {dst}", fix="placements.TRANSITIONS lists those that exist")
 
 
