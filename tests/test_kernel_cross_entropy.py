@@ -151,6 +151,19 @@ def test_masked_classes(t, smoothing):
     torch.testing.assert_close(grad, expected_grad, **TIGHT)
 
 
+@pytest.mark.parametrize("t", [0, 2, 3])
+def test_shards_of_very_different_size(t):
+    """One shard's logits are 2000 above another's, whichever comes first: exp of the difference would overflow."""
+    x, y, g = case(8, 12)
+    x[:4, :4] += 2000
+    x[4:, 8:] += 2000
+    args = (x, y, g, -100, 0.1)
+    loss, grad = whole(*args) if t == 0 else sharded(*args, Layout.contiguous(12, t), t)
+    expected_loss, expected_grad = oracle(*args)
+    torch.testing.assert_close(loss, expected_loss, **TIGHT)
+    torch.testing.assert_close(grad, expected_grad, **TIGHT)
+
+
 def test_rows_come_in_chunks(monkeypatch):
     """A chunk smaller than a row, and one that does not divide the rows."""
     x, y, g = case(10, 17)
