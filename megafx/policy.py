@@ -20,14 +20,14 @@ from torch import fx
 
 from megafx.ir import VAL, Program
 from megafx.op_rules import OpRule, Strategy
-from megafx.placements import Placement
+from megafx.placements import P, Placement
 from megafx.views import dim_groups
 
 BATCH = "the batch is not sharded on the tensor-parallel axis"
 SEQUENCE = "sequence_parallel=False: the sequence is not sharded"
 NORMALISED = "a norm normalises over this dim, so the activation keeps it whole"
 SHARD_WEIGHTS = "a matmul weight is sharded where it can be"
-SEQUENCE_WANTED = "sequence_parallel=True: norms run on a shard of the sequence"
+SEQUENCE_WANTED = "sequence_parallel=True: norms, dropouts and residuals run on a shard of the sequence"
 
 MATMULS = frozenset(
     f"aten.{name}"
@@ -144,7 +144,6 @@ class Policy:
         classes = DimClasses(rules, self.weights, program)
         self._classes = classes
         self._normalised = classes.roots(p for n, r in rules.items() for p in _normalised_places(n, r))
-        self.norm_nodes = {n for n, r in rules.items() if _normalised_places(n, r)}
         batch, seq = [], []
         for node, spec in zip(program.placeholders(), program.inputs, strict=True):
             value = node.meta.get(VAL)
@@ -189,6 +188,12 @@ class Policy:
                 return NORMALISED
         return ""
 
+    def in_residual_stream(self, node: fx.Node) -> bool:
+        """Whether the value has a normalised dim: norms, dropouts and residual sums, not the parallel regions."""
+        value = node.meta[VAL]
+        dims = range(getattr(value, "ndim", 0))
+        return node not in self.weights and any(self._classes.find((node, d)) in self._normalised for d in dims)
+
     def shards_sequence(self, node: fx.Node, strategy: Strategy) -> bool:
         return self.axis_of(node, strategy.out) == "seq"
 
@@ -203,8 +208,10 @@ class Policy:
                 gone[reason] += 1
             else:
                 left.append(strategy)
-        if self.sequence_parallel is True and node in self.norm_nodes:
-            left = prefer(left, [s for s in left if self.shards_sequence(node, s)], SEQUENCE_WANTED, gone)
+        if self.sequence_parallel is True and (self.in_residual_stream(node) or _normalised_places(node, rule)):
+            on_shard = [s for s in left if s.out == P or self.shards_sequence(node, s)]
+            if any(s.out != P for s in on_shard):
+                left = prefer(left, on_shard, SEQUENCE_WANTED, gone)
         weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
         if str(node.target) in MATMULS and weights and node not in self.weights:
             sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]

@@ -19,7 +19,7 @@ from torch import fx
 from megafx.errors import PlanError
 from megafx.ir import Phase, Program, active_nodes
 from megafx.overrides import Overrides
-from megafx.placements import I
+from megafx.placements import I, P
 from megafx.plan import Plan
 from megafx.planning import Planning, accepted_outputs
 from megafx.policy import Policy, prefer
@@ -156,10 +156,10 @@ def _say_what_is_replicated(program: Program, planning: Planning, problem: Probl
             program.note("replicated", f"{node.target}: {rule.reason}; computed whole on every rank", node)
     for node, spec in zip(program.placeholders(), program.inputs, strict=True):
         if spec.kind == "param" and not plan.params[spec.name].is_shard:
-            plan.replicated[spec.name] = _why_whole(node, problem)
+            plan.replicated[spec.name] = _why_whole(node, problem, plan)
 
 
-def _why_whole(node: fx.Node, problem: Problem) -> str:
+def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:
     uses = problem.uses.get(node, [])
     if not uses:
         return "the graph does not use it"
@@ -169,6 +169,8 @@ def _why_whole(node: fx.Node, problem: Problem) -> str:
     if len(problem.domains[node]) == 1:
         return "none of its dims can be sharded"
     rules = [problem.rules[u.consumer] for u in uses]
+    if any(c.dst == P for c in plan.conversions.get(node.name, ())):
+        return "added once, on rank 0, to the partial result of a row-parallel op"
     forbidden = {reason for rule in rules for reason in rule.forbidden.values()}
     removed = {r.reason for u in uses for r in problem.removed if r.node == u.consumer.name}
     if forbidden:
