@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megafx import dump
+from megafx.check_numbers import NumberCheck
 from megafx.config import Config
 from megafx.debug import Debug, current, is_reporting_rank, say
 from megafx.errors import ConfigError, MegafxError, PlacementError
@@ -120,14 +121,20 @@ def insert_user_passes(passes: Sequence[Pass], config: Config) -> list[Pass]:
     return result
 
 
-def run_passes(program: Program, passes: Sequence[Pass], *, settings: Debug | None = None) -> list[PassRecord]:
-    """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says."""
+def run_passes(
+    program: Program, passes: Sequence[Pass], *, ranks: int = 1, settings: Debug | None = None
+) -> list[PassRecord]:
+    """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says.
+
+    ranks: size of the axis, on which MEGAFX_CHECK=2 runs the program once its shapes are local.
+    """
     settings = current() if settings is None else settings
     _check_names(passes, settings)
     dumps = _dumps(settings)
     wants_text = dumps.folder is not None or settings.level >= 2
     before_text = dump.text(program, details=True) if wants_text else ""
     dumps.write("capture", before_text)
+    numbers = NumberCheck(program, ranks) if settings.check >= 2 else None
     records: list[PassRecord] = []
     for index, step in enumerate(passes, 1):
         if step.name in settings.skip:
@@ -147,6 +154,8 @@ def run_passes(program: Program, passes: Sequence[Pass], *, settings: Debug | No
             before_text = after_text
         if settings.check >= 1:
             _verify(step, program)
+        if numbers is not None:
+            numbers.after(step.name, program)
         if step.name == settings.stop_after:
             raise PipelineStopped(step.name, program)
     return records

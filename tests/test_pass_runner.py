@@ -183,3 +183,22 @@ def test_pass_of_reads_the_contract_of_its_module(monkeypatch):
     mine = Pass.of(my_pass, factor=7)
     assert (mine.name, mine.requires, mine.ensures) == ("my_pass", (Phase.LOCAL,), Phase.JOINT)
     assert mine.run(None) == 7
+
+
+def test_check_2_names_the_first_pass_that_changed_numbers(program):
+    with pytest.raises(MegafxError, match="pass 'use_abs' changed numbers: output 'y' by .*, 1 of 1 results differ"):
+        run_passes(program, PASSES, settings=Debug(check=2))
+
+
+def test_check_2_accepts_what_changes_nothing(program):
+    def double_negation(program: Program) -> int:
+        relu = next(iter(program.graph.find_nodes(op="call_function", target=aten.relu.default)))
+        with program.graph.inserting_before(relu), program.fake_mode:
+            for _ in range(2):
+                neg = program.graph.call_function(aten.neg.default, (relu.args[0],))
+                neg.meta[VAL] = aten.neg.default(relu.args[0].meta[VAL])
+                relu.args = (neg,)
+        return 2
+
+    passes = [PASSES[0], Pass("double_negation", double_negation), PASSES[2]]
+    assert run_passes(program, passes, settings=Debug(check=2))[1].nodes_after == 6
