@@ -12,7 +12,7 @@ A row is one of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -149,8 +149,8 @@ def _schema(target: Any) -> tuple[tuple[str, Any, bool], ...]:
 class _Reader:
     """Turns a node into a Call and remembers where its tensors came from."""
 
-    def __init__(self, sizes: Sizes, active: Any, cuts: dict[fx.Node, int] | None = None) -> None:
-        self.sizes, self.active, self.cuts = sizes, active, cuts or {}
+    def __init__(self, sizes: Sizes, active: Container[fx.Node], cuts: Mapping[fx.Node, int]) -> None:
+        self.sizes, self.active, self.cuts = sizes, active, cuts
         self.tensors: list[tuple[tuple[int | str, ...], fx.Node] | None] = []
 
     def value(self, a: Any, path: tuple[int | str, ...]) -> Any:
@@ -184,14 +184,24 @@ class _Reader:
         return Call(key, tuple(n for n, _, _ in schema), tuple(values), shapes, several)
 
 
+def read_call(
+    node: fx.Node, sizes: Sizes, active: Container[fx.Node], cuts: Mapping[fx.Node, int]
+) -> tuple[Call, list[tuple[tuple[int | str, ...], fx.Node] | None]]:
+    """The call that a node is, and for each tensor argument its path and node (None where left out).
+
+    cuts: the sharded dim of operands on local shapes.
+    """
+    reader = _Reader(sizes, active, cuts)
+    return reader.call(node), reader.tensors
+
+
 def rule_for(node: fx.Node, program: Program, active: set[fx.Node]) -> OpRule:
     """The rule of an active call_function node; kind 'none' with a reason where there is none."""
-    reader = _Reader(program.sizes, active)
-    call = reader.call(node)
-    template = template_of(call, tuple(t is not None for t in reader.tensors), registered_rule(call.op))
+    call, tensors = read_call(node, program.sizes, active, {})
+    template = template_of(call, tuple(x is not None for x in tensors), registered_rule(call.op))
     operands = []
     for spec in template.operands:
-        path, source = reader.tensors[spec.slot]  # type: ignore[misc]
+        path, source = tensors[spec.slot]  # type: ignore[misc]
         operands.append(Operand(source, path, spec.factors, spec.role, spec.active))
     return OpRule(
         node,
