@@ -17,15 +17,17 @@ from megafx.collectives import AxisContext, on_mesh
 from megafx.config import Config
 from megafx.executable import Executable
 from megafx.hardware import Hardware
-from megafx.ir import VAL, Program, is_floating
+from megafx.ir import VAL, Phase, Program, is_floating
 from megafx.pass_runner import Pass, insert_user_passes, run_passes
 from megafx.passes.bind_mesh import bind_mesh
 from megafx.passes.build_joint_graph import build_joint_graph
 from megafx.passes.canonicalize import canonicalize
 from megafx.passes.coalesce_gradients import coalesce_gradients
-from megafx.passes.expand_transitions import expand_transitions, merge_transitions
+from megafx.passes.expand_transitions import expand_transitions
+from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.insert_collectives import insert_collectives
 from megafx.passes.localize_shapes import localize_shapes
+from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.plan_sharding import plan_sharding
 from megafx.passes.schedule_collectives import schedule_collectives
 from megafx.placements import Placement
@@ -79,13 +81,12 @@ def compile_program(program: Program, request: Request) -> Compiled:
     planning = request.planning()
 
     def differentiate(program: Program) -> int:
-        wrt, outputs = _gradients_of(program, request)
-        return build_joint_graph(program, wrt, outputs) if wrt and outputs else 0
+        return build_joint_graph(program, *_gradients_of(program, request))
 
     passes = [*planning_passes(planning), Pass.of(localize_shapes, planning)]
     if request.wants_grad is not None:
         passes += [
-            Pass("build_joint_graph", differentiate),
+            Pass("build_joint_graph", differentiate, (Phase.LOCAL,), Phase.JOINT),
             Pass.of(coalesce_gradients),
         ]
     passes += [

@@ -53,7 +53,8 @@ def localize_cross_entropy(local: Localizer, node: fx.Node, choice: OpChoice) ->
     logits, target, ignore_index, smoothing = node.args
     layout = local.layout(choice.ins[0])
     emit = local.before(node)
-    stats = emit(ops.ce_stats.default, logits, target, layout, local.axis, local.t)
+    fixed = emit(aten.detach.default, logits)  # ce_loss knows the whole derivative
+    stats = emit(ops.ce_stats.default, fixed, target, layout, local.axis, local.t)
     stacked = emit(aten.unsqueeze.default, stats, 0)
     one_each = Layout.contiguous(local.t, local.t)
     stacked.meta[PLACEMENT] = S(0, one_each)
