@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 
 import torch
 from torch import fx
@@ -37,3 +38,22 @@ def storage_of(node: fx.Node) -> fx.Node:
     while shows_operand(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def memory_of(node: fx.Node) -> tuple[fx.Node, int, int]:
+    """(base, start, stop): the node shows elements [start, stop) of base's memory; all of it where that is not known."""
+    base = storage_of(node)
+    while node is not base and node.target in (aten.view.default, aten._unsafe_view.default):
+        node = node.args[0]  # type: ignore[assignment]
+    if node is base or node.target is not aten.slice.Tensor or node.args[0] is not base:
+        return base, 0, sys.maxsize
+    _, dim, start, stop = (*node.args, 0, 0, 0)[:4]
+    value = base.meta.get("val")
+    known = isinstance(start, int) and isinstance(stop, int) and len(node.args) == 4 and 0 <= start <= stop
+    if not (known and dim == 0 and isinstance(value, torch.Tensor) and value.dim() == 1):
+        return base, 0, sys.maxsize
+    return base, start, stop  # type: ignore[return-value]
+
+
+def overlaps(a: tuple[fx.Node, int, int], b: tuple[fx.Node, int, int]) -> bool:
+    return a[0] is b[0] and a[1] < b[2] and b[1] < a[2]

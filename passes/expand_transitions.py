@@ -21,7 +21,7 @@ from torch import fx
 from torch._prims_common import make_contiguous_strides_for
 
 import megafx.collectives  # noqa: F401  registers the ops that expansions use
-from megafx.aliasing import storage_of
+from megafx.aliasing import memory_of, overlaps
 from megafx.ir import VAL, Builder, Phase, Program, inherit
 from megafx.sizes import SizeEmitter
 from megafx.stacking import Ops, Size, move, same_size
@@ -136,12 +136,13 @@ def _separate_gradients(program: Program) -> None:
     """A gradient that an identity left in memory of an input or of another result is copied: `.grad` owns its memory."""
     output = program.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    taken: set[fx.Node] = set()
+    taken: list[tuple[fx.Node, int, int]] = []
     for i, spec in enumerate(program.outputs):
         if not isinstance(results[i], fx.Node):
             continue
-        base = storage_of(results[i])
-        if spec.kind == "gradient" and (base.op == "placeholder" or base in taken):
-            results[i] = base = Builder(program, output, results[i], NAME)(aten.clone.default, results[i])
-        taken.add(base)
+        memory = memory_of(results[i])
+        if spec.kind == "gradient" and (memory[0].op == "placeholder" or any(overlaps(memory, m) for m in taken)):
+            results[i] = Builder(program, output, results[i], NAME)(aten.clone.default, results[i])
+            memory = memory_of(results[i])
+        taken.append(memory)
     output.args = (tuple(results),)
