@@ -1,0 +1,174 @@
+"""Ranks of the tensor-parallel axis made to agree, or stopped with a text that says on what they differ.
+
+Checks compare digests gathered on every rank, so that all ranks raise together instead of some hanging in a collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megafx.errors import AgreementError
+from megafx.tp_tensor import TPTensor
+
+CHECKED_FIRST = 3  # steps at the beginning whose inputs are compared whatever `check_inputs_every` says
+
+
+def tensor_parallel_mesh(
+    size: int | None, mesh: DeviceMesh | None, device: torch.device, axis: str = "tp"
+) -> DeviceMesh | None:
+    """The 1-d mesh of the axis, or None for one rank. size: tensor_model_parallel_size; None: the mesh's or the world's."""
+    if mesh is not None:
+        return _axis_of(mesh, size, axis)
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+    if size == 1 or (size is None and world is None):
+        return None
+    if world is None:
+        raise AgreementError(
+            f"tensor_model_parallel_size={size}, but there is no process group",
+            fix=f"start with `torchrun --standalone --nproc-per-node {size}` and call torch.distributed.init_process_group()",
+        )
+    size = world if size is None else size
+    if size != world:
+        raise AgreementError(
+            f"tensor_model_parallel_size={size}, but the world has {world} ranks",
+            fix=f"start {size} ranks, or pass mesh= with a dim named '{axis}' of size {size} (averaging gradients over its other "
+            "dims is then yours)",
+        )
+    if size == 1:
+        return None
+    return init_device_mesh(
+        device.type if device.type != "meta" else _default_device(), (size,), mesh_dim_names=(axis,)
+    )
+
+
+def _axis_of(mesh: DeviceMesh, size: int | None, axis: str) -> DeviceMesh | None:
+    names = mesh.mesh_dim_names or ()
+    if axis in names and mesh.ndim > 1:
+        mesh = mesh[axis]
+    if mesh.ndim != 1:
+        raise AgreementError(
+            f"mesh {mesh} has {mesh.ndim} dims, none of them named '{axis}'", fix=f"name one dim '{axis}'"
+        )
+    if size is not None and size != mesh.size():
+        raise AgreementError(
+            f"tensor_model_parallel_size={size}, but dim '{axis}' of the mesh has {mesh.size()} ranks",
+            fix="make them equal",
+        )
+    return mesh if mesh.size() > 1 else None
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Rank 0's value on every rank (pickled)."""
+    box = [value]
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    return box[0]
+
+
+def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str = "") -> None:
+    """Raise on every rank unless all ranks have the same text."""
+    mine = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, (mine, text[:2000]), group=group)
+    others = [r for r, (digest, _) in enumerate(digests) if digest != digests[0][0]]
+    if others:
+        raise AgreementError(
+            f"rank {others[0]} and rank 0 differ in {what}: {_difference(digests[0][1], digests[others[0]][1])}",
+            fix=fix,
+        )
+
+
+def _difference(a: str, b: str) -> str:
+    """The first differing line of two texts."""
+    for x, y in zip(a.splitlines(), b.splitlines(), strict=False):
+        if x != y:
+            return f"'{x[:200]}' on rank 0, '{y[:200]}' there"
+    return f"{len(a.splitlines())} lines on rank 0, {len(b.splitlines())} there"
+
+
+# -- hashes of tensors
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def tensor_hash(x: torch.Tensor) -> torch.Tensor:
+    """0-d int64 on x's device: position-dependent hash of its bits, equal for equal tensors (no host synchronisation)."""
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    flat = x.detach().reshape(-1)
+    bits = flat.to(torch.uint8) if x.dtype == torch.bool else flat.view(_BITS[flat.element_size()])
+    # multiplicative hashing of values and positions; wraps around in 64 bits (Knuth's golden ratio multipliers)
+    mixed = (bits.to(torch.int64) + 0x632BE5AB) * (torch.arange(1, flat.numel() + 1, device=x.device) * 0x9E3779B1 + 1)
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+def _gather_vector(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """[n] -> [ranks, n] on the host."""
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, values, group=group)
+    return torch.stack(rows).cpu()
+
+
+def agree_on_weights(model: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
+    """Compare (still whole) parameters and buffers of all ranks; take rank 0's where they differ. Returns their names.
+
+    Names, shapes and dtypes have to be the same.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    described = "\n".join(f"{n}: {tuple(x.shape)} {x.dtype} {'meta' if x.is_meta else ''}" for n, x in tensors)
+    check_same("the model", described, group, fix="build the same model on every rank")
+    real = [(n, x._local_tensor if isinstance(x, TPTensor) else x) for n, x in tensors if not x.is_meta]
+    if not real:
+        return []
+    hashes = _gather_vector(torch.stack([tensor_hash(x).to(real[0][1].device) for _, x in real]), group)
+    different = [i for i in range(len(real)) if bool((hashes[:, i] != hashes[0, i]).any())]
+    with torch.no_grad():
+        for i in different:
+            value = real[i][1].detach()
+            whole = value.contiguous()
+            dist.broadcast(whole, group_src=0, group=group)
+            if whole is not value:
+                value.copy_(whole)
+    return [real[i][0] for i in different]
+
+
+def check_inputs(
+    named: Sequence[tuple[str, torch.Tensor]], structure: str, step: int, group: dist.ProcessGroup | None
+) -> None:
+    """Raise on every rank unless all ranks were given the same inputs."""
+    fix = "give every rank of a tensor-parallel group the same batch: shard data by data-parallel rank only"
+    described = "\n".join([structure, *(f"{n}: {tuple(x.shape)} {x.dtype}" for n, x in named)])
+    check_same(f"the call of step {step}", described, group, fix=fix)
+    if not named:
+        return
+    device = named[0][1].device
+    hashes = _gather_vector(torch.stack([tensor_hash(x).to(device) for _, x in named]), group)
+    wrong = [n for i, (n, _) in enumerate(named) if bool((hashes[:, i] != hashes[0, i]).any())]
+    if wrong:
+        ranks = sorted({r for i in range(len(named)) for r in range(len(hashes)) if hashes[r, i] != hashes[0, i]})
+        raise AgreementError(
+            f"step {step}: input {', '.join(wrong)} is not the same on all tensor-parallel ranks "
+            f"(rank {', '.join(map(str, ranks))} against rank 0)",
+            fix=fix,
+        )
+
+
+def draw_seed(device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """0-d int64 on `device` from torch's default generator there: rank 0's, on every rank; no host synchronisation.
+
+    Every rank draws, so that generators advance alike; the sequence is the one of a single process.
+    """
+    seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
+    if group is not None:
+        dist.broadcast(seed, group_src=0, group=group)
+    return seed

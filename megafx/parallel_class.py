@@ -1,0 +1,110 @@
+"""The class of a parallelized model: a subclass of the user's, made on the fly.
+
+`isinstance`, `config`, `generate` and everything else of the class go on working; the root forward runs graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from megafx.errors import UsageError
+from megafx.guards import data_parallel_error, remove_guards
+from megafx.state import full_state_dict, prepare_loading
+
+if TYPE_CHECKING:
+    from megafx.runtime import Runtime
+
+RUNTIME = "_megafx_runtime"
+
+
+class Parallel:
+    """Mixin of every parallelized model."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
+            raise data_parallel_error("fully_shard")
+        super().__init_subclass__(**kwargs)
+
+    @property
+    def megafx(self) -> Runtime:
+        """The runtime: plan, graphs, `captures`, notes."""
+        return cast("Runtime", vars(self)[RUNTIME])
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DDP asks for this attribute before it does anything to the module.
+        raise data_parallel_error("DistributedDataParallel")
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        # What FullyShardedDataParallel sets on every module before it flattens parameters.
+        raise data_parallel_error("FullyShardedDataParallel")
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's; whole tensors are sharded. With shards, `assign` copies too, since values have to be cut."""
+        model = cast(nn.Module, self)
+        if self.megafx.mesh is not None:
+            prepare_loading(model, state_dict)
+            assign = False
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        self.megafx.parameters_changed()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with parameters, gradients and graphs of its own making: it compiles anew with the same placements."""
+        runtime = self.megafx
+        new = runtime.original.__new__(runtime.original)
+        memo[id(self)] = new
+        for name, value in vars(self).items():
+            if name != RUNTIME:
+                vars(new)[name] = copy.deepcopy(value, memo)
+        remove_guards(new)
+        return runtime.copy_for(new)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a parallelized model cannot be pickled: each rank holds shards and graphs",
+            fix="save its state_dict() (or megafx.full_state_dict(model)), and parallelize a new model when loading",
+        )
+
+
+class _SavePretrained:
+    """For models that have `save_pretrained`: whole tensors are written, by rank 0."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime = cast(Parallel, self).megafx
+        if runtime.mesh is None:
+            return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = full_state_dict(cast(nn.Module, self))
+        kwargs["is_main_process"] = kwargs.get("is_main_process", True) and runtime.rank == 0
+        tp_size, self._tp_size = vars(self).get("_tp_size"), None
+        try:
+            return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._tp_size = tp_size
+
+
+def parallel_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `original` whose forward runs graphs."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.megafx.call(args, kwargs)
+
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    bases = (Parallel, _SavePretrained, original) if hasattr(original, "save_pretrained") else (Parallel, original)
+    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, bases, namespace)

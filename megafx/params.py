@@ -1,0 +1,109 @@
+"""Parameters of a model become DTensors on the tensor-parallel axis, first whole, then sharded as the plan says.
+
+Object identity is kept from `replicate_parameters` on, so that an optimizer made then stays valid when the plan comes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megafx.errors import PlanError, UsageError
+from megafx.placements import I, Placement
+from megafx.sharding import shard_tensor
+from megafx.tp_tensor import TPTensor, make_spec, placement_of, wrap
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lives: `module._parameters[key]`."""
+
+    module: nn.Module
+    key: str
+
+    def get(self) -> nn.Parameter | None:
+        return self.module._parameters[self.key]
+
+
+def parameter_slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
+    """(FQN, slot) of every parameter, each alias of a tied one included."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, param in module._parameters.items():
+            if param is not None:
+                yield (f"{prefix}.{key}" if prefix else key), Slot(module, key)
+
+
+def as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
+    """A parameter of `tensor` with the attributes that users set on `like`."""
+    param = nn.Parameter(tensor, requires_grad=like.requires_grad)
+    for name, value in vars(like).items():
+        setattr(param, name, value)
+    return param
+
+
+def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> int:
+    """Replace each parameter by a replicated TPTensor over the same memory; ties are kept. Returns their number."""
+    made: dict[int, nn.Parameter] = {}
+    for fqn, slot in list(parameter_slots(model)):
+        param = slot.get()
+        assert param is not None
+        if isinstance(param, TPTensor):
+            raise UsageError(f"parameter '{fqn}' is parallelized already", fix="call megafx.parallelize once a model")
+        if id(param) not in made:
+            spec = make_spec(mesh, I, param.shape, param.dtype)
+            made[id(param)] = as_parameter(wrap(param.detach().contiguous(), spec), param)
+            if param.grad is not None:
+                made[id(param)].grad = wrap(param.grad, spec)
+        slot.module._parameters[slot.key] = made[id(param)]
+    return len(made)
+
+
+def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> int:
+    """Cut each replicated parameter as `placements` (FQN -> I or S; any alias of a tied one) says. Returns the number cut.
+
+    In place: only the local tensor and the spec of the TPTensor change, its logical shape does not.
+    """
+    wanted: dict[int, tuple[str, Placement]] = {}
+    params: dict[int, TPTensor] = {}
+    for fqn, slot in parameter_slots(model):
+        param = slot.get()
+        assert isinstance(param, TPTensor)
+        params[id(param)] = param
+        if fqn in placements:
+            name, placement = wanted.setdefault(id(param), (fqn, placements[fqn]))
+            if placement != placements[fqn]:
+                raise PlanError(f"tied parameters '{name}' and '{fqn}' are placed at {placement} and {placements[fqn]}")
+    count = 0
+    for key, (fqn, placement) in wanted.items():
+        count += shard_parameter(params[key], placement, fqn)
+    return count
+
+
+@torch.no_grad()
+def shard_parameter(param: TPTensor, placement: Placement, fqn: str = "") -> bool:
+    """Cut one replicated parameter, and its gradient if it has one, in place; whether there was anything to cut."""
+    if placement.kind not in ("I", "S"):
+        raise PlanError(f"parameter '{fqn}' is to be stored at {placement}", fix="parameters are stored at I or S")
+    if not placement.is_shard:
+        return False
+    mesh = param._spec.mesh
+    rank, t = mesh.get_local_rank(), mesh.size()
+    spec = make_spec(mesh, placement, param.shape, param.dtype)
+    grad, param.grad = cast("TPTensor | None", param.grad), None
+    param._local_tensor = shard_tensor(param._local_tensor, placement, rank, t)  # of a meta tensor: a meta shard
+    param._spec = spec
+    if grad is not None:
+        param.grad = wrap(shard_tensor(grad._local_tensor, placement, rank, t), spec)
+    return True
+
+
+def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:
+    """Logical tensor -> TPTensor placed as `param` is, in `param`'s dtype."""
+    mesh = param._spec.mesh
+    local = shard_tensor(full.to(param.dtype), placement_of(param), mesh.get_local_rank(), mesh.size())
+    return wrap(local, param._spec)

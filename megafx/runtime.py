@@ -1,0 +1,434 @@
+"""The layer between a user's calls and compiled graphs.
+
+`make_parallel` turns a model, in place, into an instance of a subclass of its class; `Runtime.call` finds or compiles the graph
+of a call, runs it under one autograd.Function, and gives outputs back in the user's structure.
+
+Host cost: parameters are inputs of the autograd.Function, so that they have autograd edges and hooks of all kinds work; graphs
+take their local tensors without DTensor dispatch; each gradient is wrapped once with a cached spec. benchmarks/host_overhead.py
+measures it (at most 10 us a parameter and step).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from megafx import agreement
+from megafx.call_spec import CallSpec
+from megafx.errors import CaptureError, UsageError
+from megafx.graph_keys import Call, KeyMaker, Normalizer, bind_sizes, module_state, parameter_state
+from megafx.guards import guard_modules
+from megafx.ir import Note, Program
+from megafx.outputs import OutputShard, make_dtensor, make_lazy, output_shards
+from megafx.parallel_class import RUNTIME, parallel_class
+from megafx.params import Slot, parameter_slots, replicate_parameters, shard_like, shard_parameters
+from megafx.placements import Placement
+from megafx.plan import Plan
+from megafx.tp_tensor import TPTensor, wrap
+
+
+class Runs(Protocol):
+    """What runs a compiled graph (executable.Executable)."""
+
+    def forward(self, inputs: list[Any]) -> tuple[list[Any], Any]: ...
+
+    def backward(self, kept: Any, tangents: list[Any], retain: bool = False) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """What `compile_call` is asked for.
+
+    varying: names of Python numbers that enter as 0-d tensors. wants_grad: names of the inputs (FQNs and user inputs) whose
+    gradients are wanted; None: no backward. fixed: storage of the parameters, where an earlier graph settled it.
+    """
+
+    model: nn.Module
+    call: Call
+    varying: frozenset[str]
+    wants_grad: frozenset[str] | None
+    fixed: Mapping[str, Placement] | None
+
+
+@dataclass
+class CompiledCall:
+    """One graph, and how a call maps to it.
+
+    program: inputs and outputs in placeholder order (`program.call` is the CallSpec). executable: forward(inputs without
+    tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one for each of `wrt` (indices of
+    inputs). differentiated: indices of outputs that bring a tangent. plan: its `params` say how parameters are stored.
+    shards: as `outputs.output_shards`.
+    """
+
+    program: Program
+    executable: Runs
+    wrt: list[int]
+    differentiated: list[int]
+    plan: Plan
+    shards: list[OutputShard | None] | None = None
+    spec: CallSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.program.call is not None
+        self.spec = self.program.call
+        self.shards = output_shards(self.program) if self.shards is None else self.shards
+
+
+CompileCall = Callable[[CompileRequest], CompiledCall]
+
+
+class Runtime:
+    """Graphs and parameters of one parallelized model. `model.megafx` is it.
+
+    captures: graphs captured so far. notes: what the user should know. plan: of the first graph; it settles how parameters are
+    stored.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compile_call: CompileCall,
+        mesh: DeviceMesh | None,
+        *,
+        check_inputs_every: int = 100,
+        gather_outputs: bool = True,
+        loss_in_graph: bool = False,
+    ) -> None:
+        """mesh: 1-d, of the tensor-parallel axis; None for one rank. loss_in_graph: `loss_fn=` was given, and calls may bring
+        `loss_inputs=`."""
+        self.model, self.compile_call, self.mesh = model, compile_call, mesh
+        self.group = mesh.get_group() if mesh is not None else None
+        self.rank = mesh.get_local_rank() if mesh is not None else 0
+        self.t = mesh.size() if mesh is not None else 1
+        self.original: type[nn.Module] = type(model)
+        self.check_inputs_every, self.gather_outputs = check_inputs_every, gather_outputs
+        self.loss_in_graph = loss_in_graph
+        self.captures = 0
+        self.step = 0
+        self.capturing = False
+        self.notes: list[Note] = []
+        self.plan: Plan | None = None
+        self.graphs: dict[Hashable, list[_Graph]] = {}
+        self.keys = KeyMaker(model)
+        self.normalize = Normalizer(self.original.forward)
+        self.modules: list[nn.Module] = []
+        self.slots: dict[str, Slot] = {}
+
+    # -- setting up
+
+    def take_over(self) -> nn.Module:
+        """Turn the model into its parallel subclass; parameters become replicated DTensors where there are several ranks."""
+        model = self.model
+        if RUNTIME in vars(model):
+            raise UsageError("the model is parallelized already", fix="call megafx.parallelize once a model")
+        if self.mesh is not None:
+            replicate_parameters(model, self.mesh)
+            for name in agreement.agree_on_weights(model, self.group):
+                self.note("agreement", f"'{name}' differed between tensor-parallel ranks: rank 0's value is used")
+        self._install()
+        return model
+
+    def _install(self) -> None:
+        model = self.model
+        for fqn in guard_modules(model, lambda: self.capturing, self.mesh is not None):
+            self.note(
+                "hooks",
+                "hooks that were on this module run at capture only: what they compute is part of the graph",
+                fqn,
+            )
+        vars(model)[RUNTIME] = self
+        model.__class__ = parallel_class(self.original)
+        for name in ("tp_size", "_tp_size"):
+            if not isinstance(getattr(self.original, name, None), property):
+                setattr(model, name, self.t)
+        self.parameters_changed()
+
+    def parameters_changed(self) -> None:
+        """Look up modules and parameters again (keys say whether a graph still fits)."""
+        self.modules = list(self.model.modules())
+        self.slots = dict(parameter_slots(self.model))
+
+    def copy_for(self, model: nn.Module) -> nn.Module:
+        """A parallel model made of a deep copy of this one's modules."""
+        new = Runtime(
+            model,
+            self.compile_call,
+            self.mesh,
+            check_inputs_every=self.check_inputs_every,
+            gather_outputs=self.gather_outputs,
+            loss_in_graph=self.loss_in_graph,
+        )
+        new.plan, new.notes = self.plan, list(self.notes)
+        new._install()
+        return model
+
+    def note(self, topic: str, message: str, fqn: str = "") -> None:
+        note = Note(topic, message, fqn)
+        if note not in self.notes:
+            self.notes.append(note)
+
+    # -- calling
+
+    def prepare(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_inputs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Compile the graph of a call ahead of it; the first one settles the placements of the parameters."""
+        self._graph(self._call_of(tuple(args), dict(kwargs), loss_inputs))
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the root forward does."""
+        if self.capturing:
+            return self.original.forward(self.model, *args, **kwargs)
+        loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_in_graph else None
+        call = self._call_of(args, kwargs, loss_inputs)
+        if self.mesh is not None and self._checks_inputs():
+            agreement.check_inputs(call.tensors(), str(self._describe(call)), self.step, self.group)
+        self.step += 1
+        return self._graph(call).run(call)
+
+    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: Mapping[str, Any] | None) -> Call:
+        args, kwargs = self.normalize(args, kwargs)
+        return Call.of(args, kwargs, loss_inputs)
+
+    def _checks_inputs(self) -> bool:
+        every = self.check_inputs_every
+        return self.step < agreement.CHECKED_FIRST or (every > 0 and self.step % every == 0)
+
+    def _describe(self, call: Call) -> str:
+        """What ranks have to agree on besides tensors: structure, Python values, mode."""
+        values = [(n, v) for n, v in zip(call.names(), call.leaves, strict=True) if not isinstance(v, torch.Tensor)]
+        training = hashlib.blake2b(str(module_state(self.modules)).encode(), digest_size=8).hexdigest()
+        return f"{call.names()}\n{values}\ngrad mode {torch.is_grad_enabled()}, train/eval of modules {training}"
+
+    def _graph(self, call: Call) -> _Graph:
+        params = [slot.module._parameters[slot.key] for slot in self.slots.values()]
+        if None in params:
+            self.parameters_changed()
+            params = [slot.module._parameters[slot.key] for slot in self.slots.values()]
+        present: list[torch.Tensor] = [p for p in params if p is not None]
+        grad = torch.is_grad_enabled()
+        state = (module_state(self.modules), parameter_state(present))
+        skeleton = self.keys.skeleton(call, state, grad)
+        while True:
+            key, varying = self.keys.key(skeleton, call)
+            graphs = self.graphs.setdefault(key, [])
+            for graph in graphs:
+                if graph.fits(call):
+                    return graph
+            try:
+                graph = self._compile(call, varying, present, grad)
+            except CaptureError:
+                if not varying:
+                    raise
+                self.keys.numbers.bake(skeleton)  # a number that cannot be a tensor: one graph a value
+                continue
+            graphs.append(graph)
+            return graph
+
+    def _compile(self, call: Call, varying: frozenset[int], params: Sequence[torch.Tensor], grad: bool) -> _Graph:
+        if self.mesh is not None:
+            self._check_sharded(params)
+            agreement.check_same("the call that is to be captured", self._describe(call), self.group)
+        names = call.names()
+        wanted = {n for n, slot in self.slots.items() if (p := slot.get()) is not None and p.requires_grad}
+        wanted |= {
+            n for n, v in zip(names, call.leaves, strict=True) if isinstance(v, torch.Tensor) and v.requires_grad
+        }
+        wants_grad = frozenset(wanted) if grad and wanted else None
+        request = CompileRequest(
+            self.model, call, frozenset(names[i] for i in varying), wants_grad, self.plan.params if self.plan else None
+        )
+        self.capturing = True
+        try:
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                compiled = self.compile_call(request)
+        finally:
+            self.capturing = False
+        self.captures += 1
+        if self.mesh is not None:
+            agreement.check_same("the graph", compiled.program.gm.code, self.group)
+        if self.plan is None:
+            self.plan = compiled.plan
+            if self.mesh is not None:
+                with torch.inference_mode(False):
+                    shard_parameters(self.model, self.plan.params)
+        for note in compiled.program.notes:
+            if note not in self.notes:
+                self.notes.append(note)
+        return _Graph(self, compiled)
+
+    def _check_sharded(self, params: Sequence[torch.Tensor]) -> None:
+        for name, param in zip(self.slots, params, strict=True):
+            if not isinstance(param, TPTensor):
+                raise UsageError(
+                    f"parameter '{name}' was replaced after megafx.parallelize by a {type(param).__name__}",
+                    fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
+                )
+
+    def report(self) -> Any:
+        """The report of the plan."""
+        if self.plan is None:
+            raise UsageError("nothing is planned before the first call", fix="call the model, or pass example_inputs=")
+        return self.plan.report
+
+    def seed(self) -> torch.Tensor:
+        """The seed of this step."""
+        return agreement.draw_seed(self._device(), self.group)
+
+    def _device(self) -> torch.device:
+        for param in self.model.parameters():
+            return param.device
+        return torch.device("cpu")
+
+
+class _Graph:
+    """A compiled call, bound to the parameters and buffers of a model."""
+
+    def __init__(self, runtime: Runtime, compiled: CompiledCall) -> None:
+        self.runtime, self.compiled = runtime, compiled
+        self.executable = compiled.executable
+        program = compiled.program
+        self.inputs = [i for i in program.inputs if i.kind != "tangent"]
+        self.outputs = [o for o in program.outputs if o.kind != "gradient"]
+        self.user_outputs = [i for i, o in enumerate(self.outputs) if o.kind == "user"]
+        self.mutations = [(i, o.name) for i, o in enumerate(self.outputs) if o.kind == "mutation"]
+        slots = runtime.slots
+        self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
+        self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
+        self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
+
+    def fits(self, call: Call) -> bool:
+        return self.compiled.spec.mismatch(call.args, call.kwargs, call.loss_inputs) is None
+
+    def run(self, call: Call) -> Any:
+        inputs, user = self._inputs(call)
+        compiled = self.compiled
+        if compiled.wrt and torch.is_grad_enabled():
+            wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
+            step = _Step(self, inputs, call)
+            for index, output in zip(compiled.differentiated, _Run.apply(step, *wrt), strict=True):
+                step.outputs[index] = output
+            outputs = step.outputs
+        else:
+            outputs = self.finish(self.executable.forward(inputs)[0], call)
+        return compiled.spec.unflatten([outputs[i] for i in self.user_outputs])
+
+    def _inputs(self, call: Call) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        """(local tensors in placeholder order, position -> the user's own tensor)."""
+        runtime = self.runtime
+        given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs))
+        slots = iter(self.slots)
+        inputs: list[Any] = []
+        user: dict[int, torch.Tensor] = {}
+        for spec in self.inputs:
+            if spec.kind == "param":
+                slot = next(slots)
+                param = slot.module._parameters[slot.key]
+                inputs.append(param._local_tensor if isinstance(param, DTensor) else param.detach())  # type: ignore[union-attr]
+            elif spec.kind == "user":
+                value = user[len(inputs)] = next(given)
+                inputs.append(value.detach())
+            elif spec.kind == "buffer":
+                inputs.append(runtime.model.get_buffer(spec.name))
+            elif spec.kind == "constant":
+                inputs.append(self.compiled.program.constants[spec.name])
+            else:
+                inputs.append(runtime.seed())
+        return inputs, user
+
+    def finish(self, outputs: list[Any], call: Call) -> list[Any]:
+        """Write mutated buffers back; sharded outputs become lazy tensors or DTensors."""
+        for index, name in self.mutations:
+            with torch.no_grad():
+                self._stored(name).copy_(outputs[index])
+        if self.sharded:
+            self._wrap_shards(outputs, call)
+        return outputs
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """The buffer, or the local tensor of the parameter, that the graph changes."""
+        slot = self.runtime.slots.get(name)
+        if slot is None:
+            return self.runtime.model.get_buffer(name)
+        param = slot.module._parameters[slot.key]
+        assert param is not None
+        return param._local_tensor if isinstance(param, DTensor) else param.detach()
+
+    def _wrap_shards(self, outputs: list[Any], call: Call) -> None:
+        sizes = bind_sizes(self.compiled.spec, call)
+        shards, mesh = self.compiled.shards, self.runtime.mesh
+        assert shards is not None and mesh is not None
+        lazy = self.runtime.gather_outputs
+        for index in self.sharded:
+            shard = shards[index]
+            assert shard is not None
+            make = make_lazy if lazy else make_dtensor
+            outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
+
+
+class _Step:
+    """What one call hands to `_Run`. outputs: all of the graph's, filled by forward."""
+
+    def __init__(self, graph: _Graph, inputs: list[Any], call: Call) -> None:
+        self.graph, self.inputs, self.call = graph, inputs, call
+        self.outputs: list[Any] = []
+
+
+class _Run(torch.autograd.Function):
+    """Forward graph and backward graph as one autograd node; its outputs are those that bring a tangent."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        graph = step.graph
+        outputs, ctx.kept = graph.executable.forward(step.inputs)
+        step.inputs = []
+        step.outputs = graph.finish(outputs, step.call)
+        results = tuple(step.outputs[i] for i in graph.compiled.differentiated)
+        ctx.graph = graph
+        ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
+        ctx.layouts = [o if isinstance(o, TPTensor) else None for o in results]
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "double backward through a parallelized model: its backward graph has no derivative",
+                fix="call backward() or torch.autograd.grad() without create_graph=True",
+            )
+        graph: _Graph = ctx.graph
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        given = [_local_tangent(x, layout) for x, layout in zip(tangents, ctx.layouts, strict=True)]
+        gradients = graph.executable.backward(ctx.kept, given, retain)
+        specs = ctx.specs
+        return (None, *[g if s is None or g is None else wrap(g, s) for g, s in zip(gradients, specs, strict=True)])
+
+
+def _local_tangent(tangent: Any, output: TPTensor | None) -> Any:
+    """The gradient of an output as the graph wants it: this rank's shard where the output was a DTensor."""
+    if output is None or tangent is None:
+        return tangent
+    if isinstance(tangent, DTensor) and tangent._spec.placements == output._spec.placements:
+        return tangent._local_tensor
+    whole = tangent.full_tensor() if isinstance(tangent, DTensor) else tangent
+    return shard_like(whole, output)._local_tensor
+
+
+def make_parallel(
+    model: nn.Module, compile_call: CompileCall, mesh: DeviceMesh | None = None, **options: Any
+) -> Runtime:
+    """The same model object, its forward now running compiled graphs; returns its Runtime (`model.megafx`).
+
+    options: of `Runtime`. Collective over `mesh`.
+    """
+    runtime = Runtime(model, compile_call, mesh, **options)
+    runtime.take_over()
+    return runtime
