@@ -25,7 +25,6 @@ import torch.distributed._functional_collectives  # gives _c10d_functional its f
 from torch import Tensor
 
 from megafx.errors import UsageError
-from megafx.placements import Placement
 from megafx.stacking import Ops, is_identity, move, moved_shape
 
 c10d = torch.ops._c10d_functional
@@ -134,11 +133,15 @@ def _transition_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     ctx.move = inputs[1:]
 
 
+def dual_move(
+    src: str, dst: str, src_layout: Sequence[int], dst_layout: Sequence[int], axis: str, size: int
+) -> tuple[Any, ...]:
+    """Arguments of a transition -> those of its backward: a gradient has the dual placement and moves from dst to src."""
+    return _dual_tag(dst), _dual_tag(src), dst_layout, src_layout, axis, size
+
+
 def _transition_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """The gradient of a value has the dual placement, so it moves from dual(dst) back to dual(src)."""
-    src, dst, src_layout, dst_layout, axis, size = ctx.move
-    back = (_dual_tag(dst), _dual_tag(src), dst_layout, src_layout, axis, size)
-    return torch.ops.megafx.transition(grad, *back), None, None, None, None, None, None
+    return torch.ops.megafx.transition(grad, *dual_move(*ctx.move)), None, None, None, None, None, None
 
 
 transition.register_autograd(_transition_backward, setup_context=_transition_context)
@@ -210,9 +213,3 @@ rank_place.register_autograd(
 rank0_only.register_autograd(
     lambda ctx, grad: (torch.ops.megafx.rank0_only(grad, ctx.axis), None), setup_context=_rank0_context
 )
-
-
-def placements_of(args: Sequence[Any]) -> tuple[Placement, Placement]:
-    """(src, dst) of the arguments of a transition whose layouts are plain integers."""
-    _, src, dst, src_layout, dst_layout = args[:5]
-    return Placement.parse(src, src_layout), Placement.parse(dst, dst_layout)

@@ -14,7 +14,7 @@ Meta keys of a node (the only ones that passes may rely on):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -96,6 +96,14 @@ class Program:
     @property
     def graph(self) -> fx.Graph:
         return self.gm.graph
+
+    def copy(self) -> Program:
+        """The same program with a graph and lists of its own; values, sizes and constants are shared."""
+        graph = fx.Graph()
+        result = graph.graph_copy(self.graph, {})
+        graph.output(result).meta.update(self.output_node().meta)
+        gm = fx.GraphModule(self.gm, graph)
+        return replace(self, gm=gm, inputs=[*self.inputs], outputs=[*self.outputs], notes=[*self.notes])
 
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from megafx.collectives import AxisContext, on_mesh
 from megafx.errors import PlacementError, SourceLine
 from megafx.ir import PLACEMENT, VAL, Program, fqn_of, source_of
-from megafx.placements import I, Placement
+from megafx.placements import I, Placement, dual
 from megafx.sharding import shard_tensor, unshard_tensors
 from megafx.sizes import symbol_sources
 
@@ -223,21 +223,25 @@ class Logical:
 def local_inputs(
     program: Program, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int
 ) -> list[list[Any]]:
-    """Every rank's inputs: parameters cut as `placements` says (by FQN), all else whole. A tangent that has no value is 1."""
+    """Every rank's inputs, placed as `placements` says (by name; I where it does not). A tangent without a value is 1."""
     per_rank: list[list[Any]] = [[] for _ in range(t)]
     for node, spec in zip(program.placeholders(), program.inputs, strict=True):
         for rank in range(t):
             if spec.kind == "tangent":
                 value = values.get(spec.name)
                 value = torch.ones((), dtype=node.meta[VAL].dtype) if value is None else value
-                placement = _at_run_time(program, _result_placement(program, spec.name), per_rank[0])
+                placement = dual(_at_run_time(program, _result_placement(program, spec.name), per_rank[0]))
             else:
                 value = program.constants[spec.name] if spec.kind == "constant" else values[spec.name]
                 placement = placements.get(spec.name, I)
-            per_rank[rank].append(
-                shard_tensor(value, placement, rank, t).clone() if isinstance(value, Tensor) else value
-            )
+            per_rank[rank].append(_local(value, placement, rank, t) if isinstance(value, Tensor) else value)
     return per_rank
+
+
+def _local(value: Tensor, placement: Placement, rank: int, t: int) -> Tensor:
+    if placement.kind == "P" and value.is_floating_point():  # no summand is zero, nor are two equal
+        return value * (2 * (rank + 1) / (t * (t + 1)))
+    return shard_tensor(value, placement, rank, t).clone()
 
 
 def _result_placement(program: Program, name: str) -> Placement:
@@ -254,7 +258,7 @@ def run_logical(
 ) -> Logical:
     """Simulate t ranks on logical `values` (by input name; tangents by the name of their output).
 
-    placements: of parameters (plan.params); their gradients come back the same way. Raises PlacementError where ranks that
+    placements: of parameters (plan.params); gradients come back at the duals. Raises PlacementError where ranks that
     should hold the same result differ, or a gradient has something in its padding.
     """
     inputs = local_inputs(program, values, placements, t)
@@ -264,7 +268,7 @@ def run_logical(
         locals_ = [r[i] for r in results]
         if spec.kind == "gradient":
             what, into = "the gradient of", logical.gradients
-            placement = placements.get(spec.name, I)
+            placement = dual(placements.get(spec.name, I))
         else:
             what, into = spec.kind, logical.outputs if spec.kind == "user" else logical.mutations  # type: ignore[assignment]
             placement = _result_placement(program, spec.name) if spec.kind == "user" else I

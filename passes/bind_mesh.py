@@ -9,7 +9,6 @@ then sees plain ATen. Dropout and cross entropy keep their axis; they ask `colle
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ aten, mfx = torch.ops.aten, torch.ops.megafx
 
 def bind_mesh(program: Program, axes: Mapping[str, AxisContext]) -> Program:
     """The LOWERED program of all ranks -> a copy for the rank that `axes` describes."""
-    bound = _copy(program)
+    bound = program.copy()
     for node in list(bound.graph.nodes):
         if node.op != "call_function":
             continue
@@ -39,20 +38,6 @@ def bind_mesh(program: Program, axes: Mapping[str, AxisContext]) -> Program:
     _own_results(bound)
     bound.gm.recompile()
     return bound
-
-
-def _copy(program: Program) -> Program:
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(program.graph, values)
-    graph.output(result).meta.update(program.output_node().meta)
-    return replace(
-        program,
-        gm=fx.GraphModule(program.gm, graph),
-        inputs=list(program.inputs),
-        outputs=list(program.outputs),
-        notes=list(program.notes),
-    )
 
 
 def _replace(program: Program, node: fx.Node, result: fx.Node) -> None:

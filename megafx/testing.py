@@ -1,0 +1,359 @@
+"""Test a pass or a pattern of yours in a few lines: trace a small graph, run the pass, compare text and numbers.
+
+    def test_expand_row_parallel():
+        before = graph(lambda x, w: transition(aten.mm(x, w), "I", src="P"), local=True,
+                       x="bf16[t=4 k=8] S1@tp", w="bf16[k=8 n=6] S0@tp", out="I@tp", mesh="tp=2")
+        after = run_pass(expand_transitions, before)
+        expect(after, '''
+            %0 = x                            # bf16[4 8/2] S1@tp
+            %1 = w                            # bf16[8/2 6] S0@tp
+            %2 = mm(%0, %1)                   # bf16[4 6]
+            %3 = all_reduce(%2, 'sum', 'tp')  # bf16[4 6]
+            %4 = wait_tensor(%3)              # bf16[4 6] I@tp
+            return %4
+        ''', t=2)
+        assert_same(before, after, t=2)
+
+A value is written `dtype[dim=size ...] placement@axis`; a dim without a size is dynamic (`bf16[b s k=8]`). Shapes are global;
+`local=True` makes the graph one rank's. Placements are I, R, P, S<dim> and S<dim>/<layout> such as `S0/2*(4x16+2x16)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._pytree import tree_map, tree_structure
+
+from megafx import dump
+from megafx.errors import UsageError
+from megafx.ir import MADE_BY, PLACEMENT, VAL, Input, Output, Phase, Program, recompute_val
+from megafx.pass_runner import Pass, run_passes
+from megafx.passes.build_joint_graph import build_joint_graph
+from megafx.placements import I, Layout, P, Placement, R, S
+from megafx.simulate import Logical, relative_error, run_logical
+from megafx.sizes import SizeEmitter, Sizes
+from megafx.verify import verify
+
+__all__ = ["assert_same", "expect", "graph", "run_logically", "run_pass", "transition", "with_backward"]
+
+_DTYPES = {short: dtype for dtype, short in dump._DTYPES.items()}
+_VALUE = re.compile(r"(?P<param>param )?(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?: (?P<placement>[^@]+)@(?P<axis>\w+))?")
+_HINTS = (5, 7, 11, 13, 17)  # of dynamic dims, in order of appearance: unequal, and divided by no number of ranks
+
+
+def transition(x: Any, dst: str, src: str | None = None) -> Any:
+    """In a function given to `graph`: move x to `dst`. src: where it is, if it is neither an input nor moved there."""
+    if not isinstance(x, fx.Proxy):
+        raise UsageError("testing.transition means something only inside a function that testing.graph traces")
+    return x.tracer.create_proxy("call_function", transition, (x, dst), {"src": src})
+
+
+def graph(fn: Callable[..., Any], *, out: str | tuple[str, ...] = "I@tp", mesh: str = "tp=2", local: bool = False,
+          **values: str) -> Program:  # fmt: skip
+    """A program of `fn`, which calls ATen ops on its arguments, one for each of `values`. Nothing is decomposed.
+
+    out: placement of each result. The program is PLANNED, or PLACED where fn moves values; LOCAL with local=True.
+    """
+    axis, t = mesh.split("=")[0], int(mesh.split("=")[1])
+    traced = fx.Tracer().trace(_with_names(fn, list(values)))
+    maker = _Maker(traced, axis, t, local)
+    inputs = [maker.placeholder(n, values[str(n.target)]) for n in traced.find_nodes(op="placeholder")]
+    for node in list(traced.nodes):
+        if node.op == "call_function":
+            maker.call(node)
+    output = traced.output_node()
+    results = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
+    output.args = (tuple(results),)
+    outs = (out,) * len(results) if isinstance(out, str) else out
+    for node, placement in zip(results, outs, strict=True):
+        if isinstance(node, fx.Node) and PLACEMENT not in node.meta:
+            node.meta[PLACEMENT] = maker.placement(placement.split("@")[0], node)
+    traced.eliminate_dead_code()
+    program = maker.program
+    program.inputs = inputs
+    program.outputs = [Output("user", str(i)) for i in range(len(results))]
+    program.out_spec = tree_structure(tuple(results))
+    program.gm.recompile()
+    return program
+
+
+def _with_names(fn: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    have = list(inspect.signature(fn).parameters)
+    if have != names:
+        raise UsageError(f"the function takes {', '.join(have)}, but values are given for {', '.join(names)}")
+    return fn
+
+
+class _Maker:
+    """Gives a traced graph its values, placements and transitions."""
+
+    def __init__(self, traced: fx.Graph, axis: str, t: int, local: bool) -> None:
+        self.axis, self.t, self.local = axis, t, local
+        self.shape_env = ShapeEnv()
+        self.symbols: dict[str, torch.SymInt] = {}
+        self.emitter: SizeEmitter | None = None
+        phase = Phase.LOCAL if local else Phase.PLANNED
+        self.program = Program(
+            fx.GraphModule(torch.nn.Module(), traced),
+            [],
+            [],
+            Sizes(),
+            FakeTensorMode(shape_env=self.shape_env),
+            tree_structure(()),
+            phase=phase,
+        )
+        self.program.gm.graph = traced
+
+    def placeholder(self, node: fx.Node, text: str) -> Input:
+        match = _VALUE.fullmatch(text)
+        if match is None:
+            raise UsageError(f"'{text}' is no value", fix="write it like 'bf16[t=4 k=8] S1@tp'")
+        shape = [self._dim(d) for d in match["dims"].split()]
+        node.meta[VAL] = self._fake(shape, _DTYPES[match["dtype"]])
+        node.meta[MADE_BY] = ()
+        if match["placement"] is not None:
+            placement = self.placement(match["placement"], node, whole=True)
+            node.meta[PLACEMENT] = placement
+            if self.local and placement.is_shard:
+                size = shape[placement.dim]
+                dynamic = not isinstance(size, int)
+                shape[placement.dim] = (size + (self.t - 1)) // self.t if dynamic else placement.cut.local_size(self.t)
+                node.meta[VAL] = self._fake(shape, _DTYPES[match["dtype"]])
+        return Input("param" if match["param"] else "user", str(node.target))
+
+    def _dim(self, text: str) -> int | torch.SymInt:
+        name, _, size = text.partition("=")
+        if size or name.isdigit():
+            return int(size or name)
+        if name not in self.symbols:
+            mode = self.program.fake_mode
+            example = torch.empty(_HINTS[len(self.symbols) % len(_HINTS)])
+            context = StatelessSymbolicContext([DimDynamic.DYNAMIC])  # type: ignore[var-annotated]
+            size_ = mode.from_tensor(example, symbolic_context=context).shape[0]
+            self.symbols[name] = size_  # type: ignore[assignment]
+            symbol = size_.node.expr  # type: ignore[attr-defined]
+            self.program.sizes.symbols[name] = symbol
+            self.program.sizes.workload_of[symbol] = example.shape[0]
+        return self.symbols[name]
+
+    def _fake(self, shape: list[int | torch.SymInt], dtype: torch.dtype) -> Tensor:
+        with self.program.fake_mode:
+            return torch.empty(shape, dtype=dtype)
+
+    def placement(self, text: str, node: fx.Node, *, whole: bool = False) -> Placement:
+        """'S1', 'S1/2*(4x16)', 'I', ... of a node's value. whole: its shape is global; else that of the program."""
+        if text in ("I", "R", "P"):
+            return {"I": I, "R": R, "P": P}[text]
+        match = re.fullmatch(r"S(\d+)(?:/(.+))?", text)
+        if match is None:
+            raise UsageError(f"'{text}' is no placement", fix="write I, R, P, S<dim> or S<dim>/<layout>")
+        dim = int(match[1])
+        if match[2]:
+            rep, blocks = re.fullmatch(r"(?:(\d+)\*)?\(?([^()]+)\)?", match[2]).groups()  # type: ignore[union-attr]
+            cut = [b.partition("x") for b in blocks.split("+")]
+            return S(dim, Layout.of([(int(n), int(unit or 1)) for n, _, unit in cut], self.t, int(rep or 1)))
+        size = self.program.sizes.of(node.meta[VAL].shape[dim])
+        return S(dim, Layout.contiguous(size if whole or not self.local else size * self.t, self.t))
+
+    def call(self, node: fx.Node) -> None:
+        node.meta[MADE_BY] = ()
+        if node.target is transition:
+            self._transition(node, *node.args, **node.kwargs)  # type: ignore[arg-type]
+            return
+        if isinstance(node.target, torch._ops.OpOverloadPacket):
+            packet = node.target
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VAL])  # type: ignore[misc]
+            with self.program.fake_mode:
+                node.target = getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))
+        recompute_val(self.program, node)
+
+    def _transition(self, node: fx.Node, x: fx.Node, dst: str, src: str | None = None) -> None:
+        start = x.meta.get(PLACEMENT) if src is None else self.placement(src, x)
+        if start is None:
+            raise UsageError(f"transition to {dst}: where its operand is placed is not known", fix="say src=")
+        if start.is_shard and self.local and "/" not in dst and dst[0] == "S" and int(dst[1]) == start.dim:
+            raise UsageError(f"transition {start} -> {dst}: write the layout of {dst}")
+        end = self.placement(dst, x, whole=True)
+        if self.emitter is None:
+            self.emitter = SizeEmitter(self.program.graph, self.program.sizes)
+        layouts = [[self.emitter(n) for n in p.flat_layout] for p in (start, end)]
+        node.target = torch.ops.megafx.transition.default
+        node.args = (x, start.tag, end.tag, *layouts, self.axis, self.t if self.local else 1)
+        node.kwargs = {}
+        node.meta[PLACEMENT] = end
+        if not self.local:
+            self.program.phase = Phase.PLACED
+        recompute_val(self.program, node)
+
+
+def with_backward(program: Program) -> Program:
+    """The JOINT program of a LOCAL one: gradients of every floating input, of every floating output."""
+    joint = program.copy()
+    build_joint_graph(joint, *_differentiable(joint))
+    olds, news = ([*p.placeholders(), *p.output_node().args[0]] for p in (program, joint))  # type: ignore[misc]
+    tangents = sum(spec.kind == "tangent" for spec in joint.inputs)
+    inputs = len(program.inputs)
+    for old, new in zip(olds, news[:inputs] + news[inputs + tangents :], strict=False):
+        if isinstance(old, fx.Node) and isinstance(new, fx.Node) and PLACEMENT in old.meta:
+            new.meta.setdefault(PLACEMENT, old.meta[PLACEMENT])
+    return joint
+
+
+def run_pass(function: Callable[..., int], program: Program, *args: object, **options: object) -> Program:
+    """What the pass makes of a copy of the program; phase contracts are checked before and after."""
+    result = program.copy()
+    verify(result)
+    run_passes(result, [Pass.of(function, *args, **options)])
+    verify(result)
+    return result
+
+
+def expect(program: Program, text: str, *, t: int | None = None) -> None:
+    """The program's canonical text is `text` (indentation aside). t: ranks, for graphs without transitions."""
+    found = dump.text(program, t=t)
+    wanted = textwrap.dedent(text).strip("\n").rstrip()
+    if found != wanted:
+        raise AssertionError(f"the graph is\n\n{found}\n\nexpected\n\n{wanted}\n\n{dump.diff(wanted, found)}")
+
+
+def assert_same(before: Program, after: Program, t: int = 2, *, tolerance: float = 1e-10, sizes: int = 9) -> None:
+    """Both compute the same results and gradients, in fp64, on all t ranks (graphs with global shapes: on one).
+
+    Programs up to LOCAL are differentiated here; a LOWERED one without backward has no gradients to compare. sizes: length
+    of the first dynamic dim (the next ones are one longer each).
+    """
+    first, second = (run_logically(p, t, sizes=sizes) for p in (before, after))
+    for name, wanted in first.outputs.items():
+        _close(f"output {name}", second.outputs[name], wanted, tolerance)
+    for name in first.gradients.keys() & second.gradients.keys():
+        _close(f"gradient of {name}", second.gradients[name], first.gradients[name], tolerance)
+
+
+def _close(what: str, found: Any, wanted: Any, tolerance: float) -> None:
+    if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
+        if found is not wanted and found != wanted:
+            raise AssertionError(f"{what} is {found}, was {wanted}")
+        return
+    if found.shape != wanted.shape:
+        raise AssertionError(f"{what} is of shape {tuple(found.shape)}, was {tuple(wanted.shape)}")
+    if (error := relative_error(found, wanted)) > tolerance:
+        raise AssertionError(f"{what} differs by {error:.1e}, more than {tolerance:.0e}")
+
+
+def run_logically(program: Program, t: int, *, sizes: int = 9, seed: int = 0) -> Logical:
+    """Results and gradients of a program in fp64 on random inputs, the same for every form of the same graph."""
+    program = _in_fp64(program.copy())
+    if program.phase < Phase.LOCAL:
+        t = 1
+    placements = {
+        spec.name: node.meta.get(PLACEMENT, I)
+        for spec, node in zip(program.inputs, program.placeholders(), strict=True)
+        if spec.kind != "tangent"
+    }
+    values, now = _random_inputs(program, placements, sizes, seed)
+    placements = {name: _with_sizes(program, p, now) for name, p in placements.items()}
+    if program.phase < Phase.LOCAL:
+        return _run_with_autograd(program, values, seed)
+    if program.phase == Phase.LOCAL:
+        program = with_backward(program)
+    for i, spec in enumerate(s for s in program.inputs if s.kind == "tangent"):
+        values[spec.name] = _tangent(program, spec.name, now, seed + 1 + i, t)
+    return run_logical(program, values, placements, t)
+
+
+def _in_fp64(program: Program) -> Program:
+    """Inputs, casts and constants of other floating types become fp64."""
+
+    def promoted(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    for node in program.graph.nodes:
+        value = node.meta.get(VAL)
+        if node.op == "placeholder" and isinstance(value, Tensor) and value.is_floating_point():
+            with program.fake_mode:
+                node.meta[VAL] = value.new_empty(value.shape, dtype=torch.float64)
+        elif node.op == "call_function":
+            node.args, node.kwargs = (fx.node.map_aggregate(a, promoted) for a in (node.args, node.kwargs))  # type: ignore[assignment]
+            recompute_val(program, node)
+    program.gm.recompile()
+    return program
+
+
+def _random_inputs(
+    program: Program, placements: dict[str, Placement], sizes: int, seed: int
+) -> tuple[dict[str, Tensor], dict[Any, int]]:
+    """(logical value by input name, value of each size symbol)."""
+    now: dict[Any, int] = {}
+    for symbol in program.sizes.symbols.values():
+        now[symbol] = sizes + len(now)
+    generator = torch.Generator().manual_seed(seed)
+    values: dict[str, Tensor] = {}
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        if spec.kind == "tangent":
+            continue
+        value, placement = node.meta[VAL], placements[spec.name]
+        shape = [_number(n, now) for n in value.shape]
+        if placement.is_shard:
+            shape[placement.dim] = _number_of(program, placement.cut.size, now)
+        if value.is_floating_point():
+            values[spec.name] = torch.randn(shape, dtype=torch.float64, generator=generator)
+        else:
+            values[spec.name] = torch.randint(0, 2, shape, generator=generator).to(value.dtype)
+    return values, now
+
+
+def _number(size: int | torch.SymInt, now: dict[Any, int]) -> int:
+    return size if isinstance(size, int) else int(size.node.expr.xreplace(now))
+
+
+def _number_of(program: Program, structural: int, now: dict[Any, int]) -> int:
+    return int(program.sizes.expr(structural).xreplace(now))
+
+
+def _with_sizes(program: Program, placement: Placement, now: dict[Any, int]) -> Placement:
+    return Placement.parse(placement.tag, [_number_of(program, n, now) for n in placement.flat_layout])
+
+
+def _tangent(program: Program, name: str, now: dict[Any, int], seed: int, t: int) -> Tensor:
+    names = [o.name for o in program.outputs if o.kind != "gradient"]
+    node: Any = program.output_node().args[0][names.index(name)]  # type: ignore[index,union-attr]
+    placement = node.meta.get(PLACEMENT, I)
+    shape = [_number(n, now) for n in node.meta[VAL].shape]
+    if placement.is_shard:
+        shape[placement.dim] = _number_of(program, placement.cut.size, now)
+    return _random_tangent(shape, seed)
+
+
+def _random_tangent(shape: Any, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _differentiable(program: Program) -> tuple[list[int], list[int]]:
+    """(floating inputs, floating outputs)."""
+    results: Any = program.output_node().args[0]
+    inputs = [i for i, n in enumerate(program.placeholders()) if n.meta[VAL].is_floating_point()]
+    outputs = [i for i, n in enumerate(results) if isinstance(n, fx.Node) and n.meta[VAL].is_floating_point()]
+    return inputs, outputs
+
+
+def _run_with_autograd(program: Program, values: dict[str, Tensor], seed: int) -> Logical:
+    """A graph on global shapes, where transitions are identities, by eager autograd."""
+    leaves = {n: v.requires_grad_() if v.is_floating_point() else v for n, v in values.items()}
+    inputs, outputs = _differentiable(program)
+    results = fx.Interpreter(program.gm).run(*leaves.values())
+    tangents = [_random_tangent(results[o].shape, seed + 1 + i) for i, o in enumerate(outputs)]
+    names = [program.inputs[i].name for i in inputs]
+    live = [(results[o], g) for o, g in zip(outputs, tangents, strict=True) if results[o].requires_grad]
+    grads = torch.autograd.grad(
+        [r for r, _ in live], [leaves[n] for n in names], [g for _, g in live], allow_unused=True
+    )
+    found = {o.name: tree_map(lambda x: x.detach(), r) for o, r in zip(program.outputs, results, strict=True)}
+    return Logical(found, dict(zip(names, grads, strict=True)))
