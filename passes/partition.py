@@ -30,6 +30,7 @@ from torch import fx
 from megafx.aliasing import shows_operand, storage_of
 from megafx.errors import SourceLine
 from megafx.ir import PHASE, RECOMPUTE, VAL, Phase, Program, fqn_of, source_of
+from megafx.overlap import is_start, start_earlier
 from megafx.sizes import Sizes
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
@@ -147,7 +148,10 @@ def _repeated(node: fx.Node, parameters: set[fx.Node]) -> bool:
 
 
 class _Backward:
-    """Writes the backward graph: the joint graph's backward nodes in order, repeated nodes just before their first use."""
+    """Writes the backward graph: the joint graph's backward nodes in order, repeated nodes just before their first use.
+
+    Collectives among the repeated ones start a product earlier, to run beside it.
+    """
 
     def __init__(self, program: Program, tangents: list[fx.Node]) -> None:
         self.program, self.tangents = program, tangents
@@ -167,6 +171,8 @@ class _Backward:
         for node in gradients:
             if isinstance(node, fx.Node):
                 self._require(node)
+        for node in [n for n in self.order if is_start(n) and not _is_backward(n)]:
+            self.order = start_earlier(self.order, node)
 
     def _place(self, node: fx.Node) -> None:
         for operand in node.all_input_nodes:

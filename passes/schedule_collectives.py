@@ -12,55 +12,34 @@ collectives keep their order among themselves.
 
 Starts move up to their operands, waits down to their first user; that alone overlaps what is independent already (parallel
 attention and MLP). In backward the products that no collective depends on (gradients of sharded weights) can run late: each
-collective that something waits for, the last first, takes the latest such product that was due before it; then, in the same
-order, takes more until its time is covered. A product passes MOST_PASSED other collectives at most, because it keeps its
-operands alive. Nothing moves in forward otherwise.
+collective, the last first, takes the latest such product that was due before it; then, in the same order, takes more until
+its time is covered. Those whose result is a gradient and nothing else choose last. A product passes MOST_PASSED other
+collectives at most, because it keeps its operands alive. Nothing moves in forward otherwise.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from megafx.aliasing import shows_operand, storage_of
 from megafx.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
 from megafx.hardware import Hardware
 from megafx.ir import PHASE, VAL, Phase, Program
-from megafx.placements import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from megafx.overlap import STARTS, is_product, is_start, is_wait
+from megafx.placements import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 # With sequence parallelism a block has two collectives with only a norm between them (the reduce-scatter of its input's
 # gradient and the all-gather of the next block's), and the products of the block serve both.
 MOST_PASSED = 1
+# A start passes this many products on its way up, as many as linears share an input (q, k, v and a gate).
+MOST_HOISTED = 4
 # An all-reduce does not name its ranks; 8 estimates its time within a factor of 2, and never too low.
 RANKS_ASSUMED = 8
-aten = torch.ops.aten
-MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-COLLECTIVES = {
-    "all_reduce": ALL_REDUCE,
-    "all_gather_into_tensor": ALL_GATHER,
-    "reduce_scatter_tensor": REDUCE_SCATTER,
-    "all_to_all_single": ALL_TO_ALL,
-}
-
-
-def is_start(node: fx.Node) -> bool:
-    """Whether the node starts a collective, which a wait_tensor ends."""
-    return _c10d_name(node) in COLLECTIVES
-
-
-def is_wait(node: fx.Node) -> bool:
-    return _c10d_name(node) == "wait_tensor"
-
-
-def _c10d_name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
-        return target._schema.name.split("::")[1]
-    return ""
 
 
 @dataclass
@@ -99,22 +78,24 @@ def schedule_collectives(program: Program, hardware: Hardware | None = None) -> 
 
 
 def _assign(program: Program, collectives: list[_Collective], position: dict[fx.Node, int], hardware: Hardware) -> None:
-    wanting = [c for c in collectives if _is_backward(c.start) and _is_waited_for(c.wait)]
+    backward = [c for c in collectives if _is_backward(c.start)]
     depended_on = _ancestors([c.start for c in collectives])
-    free = [n for n in position if n.target in MATMULS and _is_backward(n) and n not in depended_on]
+    free = [n for n in position if is_product(n) and _is_backward(n) and n not in depended_on]
     due = {n: _due(n, position) for n in free}
     free.sort(key=due.__getitem__)
-    for until_covered in (False, True):
-        for i in range(len(wanting) - 1, -1, -1):
-            collective = wanting[i]
-            oldest = wanting[i - 1 - MOST_PASSED].due if i > MOST_PASSED else -1
-            while collective.covered < collective.seconds if until_covered else not collective.fillers:
-                product = next((n for n in reversed(free) if oldest < due[n] <= collective.due), None)
-                if product is None:
-                    break
-                free.remove(product)
-                collective.fillers.append(product)
-                collective.covered += _product_seconds(program, product, hardware)
+    waited_for = [c for c in backward if _is_waited_for(c.wait)]
+    for group in (waited_for, [c for c in backward if c not in waited_for]):
+        for until_covered in (False, True):
+            for collective in reversed(group):
+                passed = [c.due for c in waited_for if c.due < collective.due]
+                oldest = passed[-1 - MOST_PASSED] if len(passed) > MOST_PASSED else -2  # -1 is due at once
+                while collective.covered < collective.seconds if until_covered else not collective.fillers:
+                    product = next((n for n in reversed(free) if oldest < due[n] <= collective.due), None)
+                    if product is None:
+                        break
+                    free.remove(product)
+                    collective.fillers.append(product)
+                    collective.covered += _product_seconds(program, product, hardware)
 
 
 def _is_backward(node: fx.Node) -> bool:
@@ -149,7 +130,7 @@ def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
 
 
 def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
-    kind, args, operand = COLLECTIVES[_c10d_name(node)], node.args, node.all_input_nodes[0]
+    kind, args, operand = STARTS[node.target], node.args, node.all_input_nodes[0]
     t = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}.get(  # type: ignore[arg-type]
         kind, lambda: RANKS_ASSUMED
     )()
@@ -179,6 +160,7 @@ class _Order:
     def __init__(self, nodes: list[fx.Node], collectives: list[_Collective]) -> None:
         self.nodes, self.collectives = nodes, collectives
         self.index = {c.start: i for i, c in enumerate(collectives)}
+        self.earliest = _earliest(nodes, collectives)
         self.started = 0
         self.order: list[fx.Node] = []
         self.placed: set[fx.Node] = set()
@@ -190,12 +172,20 @@ class _Order:
         self.on_demand = {c.wait for c in collectives} | set(self.index) | self.late
 
     def run(self) -> list[fx.Node]:
-        for node in self.nodes:
+        for now, node in enumerate(self.nodes):
             if node not in self.on_demand:
                 self._place(node)
+            while self.started < len(self.collectives) and self._can_start(now):
+                self._place(self.collectives[self.started].start)
         for node in self.nodes:
             self._place(node)
         return self.order
+
+    def _can_start(self, now: int) -> bool:
+        return self.earliest[self.started] <= now and self._ready(self.collectives[self.started].start)
+
+    def _ready(self, node: fx.Node) -> bool:
+        return all(a in self.placed or a.op == "placeholder" for a in node.all_input_nodes)
 
     def _place(self, node: fx.Node) -> None:
         if node in self.placed or node.op == "placeholder":
@@ -215,8 +205,16 @@ class _Order:
         for user in list(node.users):
             if user in self.late and user not in self.fillers and self._ready(user):
                 self._place(user)
-        if self.started < len(self.collectives) and self._ready(self.collectives[self.started].start):
-            self._place(self.collectives[self.started].start)
 
-    def _ready(self, node: fx.Node) -> bool:
-        return all(a in self.placed or a.op == "placeholder" for a in node.all_input_nodes)
+
+def _earliest(nodes: list[fx.Node], collectives: list[_Collective]) -> list[int]:
+    """The position in `nodes` before which a start does not come: one product before its own, where its operands were
+    ready long before (a gathered parameter). Its result would take memory for nothing."""
+    position = {n: i for i, n in enumerate(nodes)}
+    products = [i for i, n in enumerate(nodes) if is_product(n)]
+    earliest = []
+    for c in collectives:
+        end = bisect.bisect(products, position[c.start])
+        passed = end - bisect.bisect(products, c.due)
+        earliest.append(products[end - 1] - 1 if passed > MOST_HOISTED else 0)
+    return earliest

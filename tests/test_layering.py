@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module imports only from layers below its own. `passes.*` stands for every module of the folder.
 LAYERS = [
     {"errors", "placements", "sizes", "op_families", "aten_rules"},
-    {"config", "debug", "plan", "rules", "views", "solver", "hardware", "source_lines", "call_spec", "aliasing"},
+    {"config", "debug", "plan", "rules", "views", "solver", "hardware", "source_lines", "call_spec", "aliasing", "overlap"},
     {"ir", "cost", "sharding"},
     {"collectives", "candidates", "dump", "verify", "interpret", "stacking", "kernels.*"},
     {"op_rules", "pass_runner", "rewrite", "patterns.*"},
