@@ -53,13 +53,15 @@ def leaf_name(path: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """One captured call structure. ranges: (least, greatest) size that the graph is valid for, per symbol."""
+    """One captured call structure. ranges and conditions: the sizes, per symbol, that the graph is valid for."""
 
     in_spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
     out_spec: pytree.TreeSpec
     out_leaves: tuple[OutputLeaf, ...]
     ranges: dict[sympy.Symbol, tuple[int, int]] = field(default_factory=dict)
+    conditions: tuple[sympy.Basic, ...] = ()
+    _verdicts: dict[tuple[int, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def mismatch(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
@@ -73,11 +75,18 @@ class CallSpec:
             problem = _leaf_mismatch(leaf, value, bound)
             if problem:
                 return problem
+        key = tuple(bound.values())
+        if key not in self._verdicts:
+            self._verdicts[key] = self._size_mismatch(bound)
+        return self._verdicts[key]
+
+    def _size_mismatch(self, bound: dict[sympy.Symbol, int]) -> str | None:
         for symbol, size in bound.items():
             least, greatest = self.ranges.get(symbol, (0, size))
             if not least <= size <= greatest:
                 return f"size {size} is outside of [{least}, {greatest}], for which the graph is valid"
-        return None
+        condition = violated(self.conditions, bound)
+        return None if condition is None else f"the trace assumed {condition}, which does not hold for {bound}"
 
     def flatten(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
@@ -120,3 +129,9 @@ def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> st
         if int(want) != size:
             return f"dim {dim} of {leaf.name} is {size}, captured as {want}"
     return None
+
+
+def violated(conditions: Sequence[sympy.Basic], bound: Mapping[sympy.Symbol, int]) -> sympy.Basic | None:
+    """The first condition that is false for these sizes. Export takes sizes of 0 and 1 for special, so 1 is tried as 2."""
+    sizes = {symbol: sympy.Integer(max(size, 2)) for symbol, size in bound.items()}
+    return next((c for c in conditions if c.xreplace(sizes) == sympy.false), None)

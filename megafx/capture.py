@@ -25,8 +25,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name
-from megafx.capture_dims import NamedDims, max_length, name_dims, suggested_bounds
+from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name, violated
+from megafx.capture_dims import NamedDims, max_length, name_dims, suggested_fixes
 from megafx.capture_errors import translate, unsupported_leaf
 from megafx.capture_prepare import fake_like, prepared, target_device
 from megafx.errors import CaptureError
@@ -131,40 +131,69 @@ class _Capture:
         return program
 
     def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
-        """Named dims with the trace's own sizes, then with the call's sizes, then a dim of its own each; the first that works."""
+        """The first attempt that works and that serves the call at hand.
+
+        Sizes: the trace's own, then the call's (at least 2: export takes 0 and 1 for constants). Dims: shared and named; with
+        the conditions on them that export cannot prove left to be checked at each call; at last each dim on its own.
+        """
         user = {name: max(size, 2) for name, size in self.dims.user.items()}
-        attempts = [(self.dims.hints, False)] + ([(user, False)] if user != self.dims.hints else []) + [(user, True)]
+        plan = [
+            (self.dims.hints, "named"),
+            (self.dims.hints, "deferred"),
+            (user, "named"),
+            (user, "deferred"),
+            (user, "automatic"),
+        ]
         if not self.dims.user:
-            attempts = [({}, False)]
-        failure: Exception | None = None
-        for sizes, automatic in attempts:
+            plan = [({}, "named")]
+        failures: list[Exception] = []
+        tried: list[tuple[dict[str, int], str]] = []
+        for sizes, mode in plan:
+            if (sizes, mode) in tried or (mode == "deferred" and not _violates_constraints(failures[-1])):
+                continue
+            tried.append((sizes, mode))
             try:
-                return self._attempt_with_bounds(sizes, automatic), sizes
+                exported = self._attempt_with_fixes(sizes, mode)
             except CaptureError:
                 raise
             except Exception as error:
-                failure = failure or error
-                failure = error if _is_more_telling(error, failure) else failure
-                if not _may_be_about_sizes(error):
+                failures.append(error)
+                if _is_about_data(error):
                     break
-        assert failure is not None
-        raise translate(failure, self.model, _ROOT) from None
+                continue
+            if sizes == user or self._serves(exported):
+                return exported, sizes
+        # The model's own error says more than export's complaint about the dims that we asked for.
+        telling = [e for e in failures if not _violates_constraints(e)] or failures
+        raise translate(telling[-1], self.model) from None
 
-    def _attempt_with_bounds(self, sizes: dict[str, int], automatic: bool) -> ExportedProgram:
-        """Export; where it only asks for tighter bounds of a dim (`assert t <= block_size`), export again with them."""
+    def _attempt_with_fixes(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
+        """Export; where it says which bound a dim has (`assert t <= block_size`) or that it is a constant, do so and try again."""
         try:
-            return self._attempt(sizes, automatic)
+            return self._attempt(sizes, mode)
         except Exception as error:
-            bounds = {} if automatic else suggested_bounds(str(error))
-            fits = all((a or 0) <= self.dims.user.get(n, 0) <= (b or _GREATEST) for n, (a, b) in bounds.items())
-            if not bounds or not fits or bounds.items() <= self.dims.bounds.items():
+            fixes = suggested_fixes(str(error)) if mode != "automatic" and _violates_constraints(error) else None
+            if fixes is None or not self.dims.apply(fixes):
                 raise
-            self.dims.bounds.update(bounds)
-            return self._attempt(sizes, automatic)
+            return self._attempt(sizes, mode)
 
-    def _attempt(self, sizes: dict[str, int], automatic: bool) -> ExportedProgram:
+    def _serves(self, exported: ExportedProgram) -> bool:
+        """Whether the conditions under which the trace holds are true for the call itself."""
+        bound: dict[sympy.Symbol, int] = {}
+        users = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+        nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
+        for spec, leaf in zip(users, self.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                for want, size in zip(nodes[spec.arg.name].meta[VAL].shape, leaf.shape, strict=True):
+                    if isinstance(want, torch.SymInt) and isinstance(want.node.expr, sympy.Symbol):
+                        bound[want.node.expr] = size
+        return violated(_conditions(exported), bound) is None and all(
+            least <= bound.get(s, least) <= greatest for s, (least, greatest) in _ranges(exported).items()
+        )
+
+    def _attempt(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
-        specs = iter(self.dims.specs(automatic))
+        specs = iter(self.dims.specs(automatic=mode == "automatic"))
         leaves: list[Any] = []
         dynamic: list[Any] = []
         index = 0
@@ -189,7 +218,13 @@ class _Capture:
             _without_ambient_autocast(),
             _quiet(),
         ):
-            exported = torch.export.export(self.root, call, dynamic_shapes=shapes, strict=False)
+            exported = torch.export.export(
+                self.root,
+                call,
+                dynamic_shapes=shapes,
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=mode == "deferred",
+            )
         self.notes += notes
         return exported
 
@@ -205,7 +240,9 @@ class _Capture:
         self._name_symbols(program, sizes)
         spec = exported.call_spec.out_spec
         assert spec is not None
-        program.call = CallSpec(self.in_spec, self._call_leaves(program), spec, out_leaves, _ranges(exported))
+        program.call = CallSpec(
+            self.in_spec, self._call_leaves(program), spec, out_leaves, _ranges(exported), _conditions(exported)
+        )
         _mark_losses(program)
         program.phase = Phase.CAPTURED
         gm.graph.lint()
@@ -227,7 +264,7 @@ class _Capture:
         for name, dims in zip(names, self.dims.names, strict=True):
             for dim, dim_name in dims.items():
                 size = values[name].shape[dim]
-                if isinstance(size, int):
+                if isinstance(size, int) or size.node.expr.is_Integer:
                     self.notes.append(
                         f"dim {dim} ({dim_name}) of {name} is fixed to {size}: the model's code depends on it, so another "
                         f"size is captured anew"
@@ -365,6 +402,14 @@ def _mark_losses(program: Program) -> None:
         program.outputs[i] = Output("user", program.outputs[i].name, loss=True)
 
 
+def _conditions(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
+    """What export assumed of the sizes while it traced, over the symbols of the inputs."""
+    shape_env = next(n.meta[VAL] for n in exported.graph.find_nodes(op="placeholder")).fake_mode.shape_env
+    assumed = [g.expr for g in shape_env.guards]
+    assumed += [a.expr for asserts in shape_env.deferred_runtime_asserts.values() for a in asserts]
+    return tuple(dict.fromkeys(e for e in map(shape_env.replace, assumed) if e.free_symbols))
+
+
 def _ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
     """Sizes that the graph is valid for. A least size of 2 is export's assumption, not the model's: 1 is allowed."""
     ranges = {}
@@ -432,12 +477,10 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _may_be_about_sizes(error: Exception) -> bool:
-    """Whether another choice of sizes or dims may help: a violated constraint, or the model's own check of a size."""
-    name = type(error).__name__
-    return "GuardOnDataDependent" not in name and "data-dependent" not in str(error)
+def _is_about_data(error: Exception) -> bool:
+    """No other choice of sizes helps against code that depends on the data of a tensor."""
+    return "GuardOnDataDependent" in type(error).__name__ or "data-dependent" in str(error)
 
 
-def _is_more_telling(error: Exception, than: Exception) -> bool:
-    """The model's own error says more than export's complaint about the dims we asked for."""
-    return "Constraints violated" in str(than) and "Constraints violated" not in str(error)
+def _violates_constraints(error: Exception) -> bool:
+    return "Constraints violated" in str(error)

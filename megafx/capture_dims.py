@@ -31,25 +31,44 @@ _MAX_LENGTH = (
 
 @dataclass
 class NamedDims:
-    """names[i][d]: name of dim d of tensor i (absent: static). user and hints: the size of each name in the call and in the trace."""
+    """names[i][d]: name of dim d of tensor i (absent: static). user, hints: the size of each name in the call, in the trace."""
 
     names: list[dict[int, str]]
     user: dict[str, int] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)
     bounds: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    constant: set[str] = field(default_factory=set)  # names that the model's code fixes: they keep the call's size
 
     def shape(self, i: int, tensor: torch.Tensor, sizes: dict[str, int]) -> tuple[int, ...]:
-        return tuple(sizes[self.names[i][d]] if d in self.names[i] else n for d, n in enumerate(tensor.shape))
+        names = self.names[i]
+        return tuple(
+            sizes[names[d]] if d in names and self.is_dynamic(names[d]) else n for d, n in enumerate(tensor.shape)
+        )
 
     def specs(self, automatic: bool) -> list[dict[int, Any]]:
         """One dynamic_shapes entry a tensor: shared named dims, or a dim of its own each (`automatic`)."""
         if automatic:
             return [dict.fromkeys(names, Dim.AUTO) for names in self.names]
         dims = {}
-        for name in self.user:
+        for name in filter(self.is_dynamic, self.user):
             least, greatest = self.bounds.get(name, (None, None))
             dims[name] = Dim(name, min=least, max=greatest)
-        return [{d: dims[name] for d, name in names.items()} for names in self.names]
+        return [{d: dims[name] for d, name in names.items() if name in dims} for names in self.names]
+
+    def apply(self, fixes: Fixes) -> bool:
+        """Take the fixes over; False if they change nothing, or exclude the size that the call has."""
+        for name, (least, greatest) in fixes.bounds.items():
+            if name not in self.user or not (least or 0) <= self.user[name] <= (greatest or self.user[name]):
+                return False
+        constants = fixes.constants & self.user.keys()
+        if not constants and all(self.bounds.get(n) == b for n, b in fixes.bounds.items()):
+            return False
+        self.bounds.update(fixes.bounds)
+        self.constant |= constants
+        return True
+
+    def is_dynamic(self, name: str) -> bool:
+        return name not in self.constant
 
 
 def max_length(model: Any) -> int | None:
@@ -70,7 +89,7 @@ def name_dims(
     batch = _batch_size(tensors)
     sequences: dict[tuple[int, str], str] = {}
     for name, tensor in _sequence_carriers(tensors):
-        key = (tensor.shape[1], group_of(name))
+        key = (tensor.shape[2 if _is_choices(tensor) else 1], group_of(name))
         if key not in sequences:
             sequences[key] = "seq" if not sequences else f"{key[1] or 'seq'}{len(sequences) + 1}"
 
@@ -86,8 +105,15 @@ def name_dims(
             dims = {0: str(sequence(shape[0], group)), 1: str(sequence(shape[1], group))}
         elif tensor.dim() >= 1 and shape[0] == batch:
             dims[0] = "batch"
-        if tensor.dim() in (2, 3) and 1 not in dims and (found := sequence(shape[1], group)):
+        if (
+            tensor.dim() in (2, 3)
+            and 1 not in dims
+            and not _is_choices(tensor)
+            and (found := sequence(shape[1], group))
+        ):
             dims[1] = found
+        if _is_choices(tensor) and (found := sequence(shape[2], group)):
+            dims[2] = found
         if tensor.dim() >= 3 and square and (found := sequence(shape[-1], group)):
             dims[tensor.dim() - 1] = dims[tensor.dim() - 2] = found
         result.names.append(dims)
@@ -105,9 +131,15 @@ def _batch_size(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
 
 
 def _sequence_carriers(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """2-D integer tensors (ids); without any, 3-D floating ones (embedded tokens)."""
+    """2-D integer tensors (ids); without any, ids of several choices, or 3-D floating tensors (embedded tokens)."""
     ids = [(n, t) for n, t in tensors if t.dim() == 2 and not t.is_floating_point()]
-    return ids or [(n, t) for n, t in tensors if t.dim() == 3 and t.is_floating_point()]
+    choices = [(n, t) for n, t in tensors if _is_choices(t)]
+    return ids or choices or [(n, t) for n, t in tensors if t.dim() == 3 and t.is_floating_point()]
+
+
+def _is_choices(tensor: torch.Tensor) -> bool:
+    """[batch, choices, sequence] of ids."""
+    return tensor.dim() == 3 and tensor.dtype in (torch.int64, torch.int32)
 
 
 def _choose_hints(dims: NamedDims, longest: int | None) -> None:
@@ -126,17 +158,28 @@ def _choose_hints(dims: NamedDims, longest: int | None) -> None:
         dims.hints[name] = hint
 
 
-def suggested_bounds(message: str) -> dict[str, tuple[int | None, int | None]]:
-    """Bounds from the 'Suggested fixes' of a constraint violation; empty if it asks for anything but bounds."""
+@dataclass(frozen=True)
+class Fixes:
+    """What export asks for: tighter bounds of some names, and names that are constants."""
+
+    bounds: dict[str, tuple[int | None, int | None]]
+    constants: frozenset[str]
+
+
+def suggested_fixes(message: str) -> Fixes | None:
+    """The 'Suggested fixes' of a constraint violation; None if there are none, or others than bounds and constants."""
     if "Suggested fixes:" not in message:
-        return {}
+        return None
     bounds: dict[str, tuple[int | None, int | None]] = {}
+    constants = set()
     for line in message.split("Suggested fixes:")[1].strip().splitlines():
-        found = re.match(r"\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)", line)
-        if found is None:
-            if " = " in line:
-                return {}
+        if " = " not in line:
             break
-        name, least, greatest = found.groups()
-        bounds[name] = (int(least) if least else None, int(greatest) if greatest else None)
-    return bounds
+        if found := re.match(r"\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)", line):
+            name, least, greatest = found.groups()
+            bounds[name] = (int(least) if least else None, int(greatest) if greatest else None)
+        elif found := re.match(r"\s*(\w+) = \d+$", line):
+            constants.add(found.group(1))
+        else:
+            return None
+    return Fixes(bounds, frozenset(constants))

@@ -25,7 +25,7 @@ _SELECT = (
 )
 
 
-def translate(error: Exception, model: nn.Module, root: str) -> CaptureError:
+def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError that stands for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)

@@ -24,7 +24,7 @@ def prepared(
     stand_ins: Mapping[str, torch.Tensor],
     note: Note,
 ) -> Iterator[None]:
-    """Within: parameters and buffers are fakes on `device`, caches and checkpointing are off. After: as before, errors included."""
+    """Within: parameters and buffers are fakes on `device`, caches and checkpointing are off. After: all as before."""
     configs = _configs(model)
     modules = [(m, dict(vars(m)), _tables(m)) for m in model.modules()]
     saved_configs = [(c, dict(vars(c))) for c in configs]

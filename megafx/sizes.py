@@ -169,6 +169,8 @@ class SizeEmitter:
 
     def _call(self, key: Any, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
         if key not in self._nodes:
+            if self.anchor._erased:
+                self.anchor = next(n for n in self.graph.nodes if n.op != "placeholder" and not _is_size(n))
             with self.graph.inserting_before(self.anchor):
                 node = self.graph.call_function(target, args)
             node.meta["val"] = value
@@ -188,7 +190,7 @@ class SizeEmitter:
             value = source.meta["val"].shape[dim]
             return self._call(expr, torch.ops.aten.sym_size.int, (source, dim), value)
         env = {s: _Emit(self, self._expr(s)) for s in expr.free_symbols}
-        node = sympy_interp(PythonReferenceAnalysis, env, expr).node
+        node = sympy_interp(_EmitAnalysis, env, expr).node
         self._nodes[expr] = node
         return node
 
@@ -203,6 +205,18 @@ class _Emit:
         a, b = (x.node if isinstance(x, _Emit) else int(x) for x in (a, b))
         va, vb = (x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b))
         return _Emit(self.emitter, self.emitter._call((target, a, b), target, (a, b), target(va, vb)))
+
+
+class _EmitAnalysis(PythonReferenceAnalysis):
+    """Max and Min have no operator: they are calls."""
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Any:
+        return a._binary(torch.sym_max, a, b) if isinstance(a, _Emit) else b._binary(torch.sym_max, a, b)
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Any:
+        return a._binary(torch.sym_min, a, b) if isinstance(a, _Emit) else b._binary(torch.sym_min, a, b)
 
 
 def _install(name: str, target: Any) -> None:

@@ -1,10 +1,10 @@
 """One spelling for each thing: CAPTURED -> CANONICAL.
 
-A canonical graph is functional; its views are reshape, slice, select, transpose, permute, unsqueeze and expand with explicit sizes;
-products with weights are aten.linear; cross entropy is megafx.cross_entropy with a reduction; dropout is megafx.dropout with a seed;
-sizes are computed from graph inputs at the top; what computes nothing is gone. The order of the steps matters where a
-docstring says so: views before in-place ops (they tell what shares memory), in-place ops before copies (a copy is nothing only in
-a functional graph).
+A canonical graph is functional; its views are reshape, slice, select, transpose, permute, unsqueeze and expand with explicit
+sizes; products with weights are aten.linear; cross entropy is megafx.cross_entropy with a reduction; dropout is megafx.dropout
+with a seed; sizes are computed from graph inputs at the top; what computes nothing is gone. The order of the steps matters:
+views before in-place ops (they tell what shares memory), in-place ops before copies (a copy is nothing only in a functional
+graph).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ VIEWS: tuple[_Each, ...] = (
 )
 VALUES: tuple[_Each, ...] = (
     noops.one_spelling_of_casts,
+    noops.one_spelling_of_padding,
     noops.erase_identity,
     random.write_out_attention_dropout,
     loss.cross_entropy_to_tokens,
@@ -66,11 +67,20 @@ def canonicalize(program: Program) -> int:
     changes += sizes.root_sizes(editor)
     changes += _merge_duplicates(editor)
     changes += _erase_dead(editor)
+    _check_symbols(program)
     program.gm.delete_all_unused_submodules()
     program.graph.lint()
     program.gm.recompile()
     program.phase = Phase.CANONICAL
     return changes
+
+
+def _check_symbols(program: Program) -> None:
+    """Running an op on fakes may fix a symbol to its hint without a word: every symbol must still be one."""
+    shape_env = program.fake_mode.shape_env
+    for name, symbol in program.sizes.symbols.items():
+        if shape_env is not None and shape_env.replace(symbol) != symbol:
+            raise AssertionError(f"canonicalize fixed the size '{name}' to {shape_env.replace(symbol)}")
 
 
 def _each(editor: Editor, rewrites: tuple[_Each, ...]) -> int:
@@ -100,7 +110,7 @@ def _rewrite_linears(editor: Editor) -> int:
 
 
 def _merge_duplicates(editor: Editor) -> int:
-    """Equal ops on equal operands are one value. Only for values without gradient: merging others would reorder gradient sums."""
+    """Equal ops on equal operands are one value. Without gradient only: merging others would reorder gradient sums."""
     active = active_nodes(editor.program)
     known: dict[Any, fx.Node] = {}
     count = 0

@@ -56,7 +56,7 @@ def add_bias_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> 
 
 
 def unflatten_linear(editor: Editor, node: fx.Node) -> bool:
-    """linear of a reshape that only flattened leading dims -> linear of the operand; its users see the flat form by a reshape."""
+    """linear of a reshape that flattened leading dims -> linear of the operand; its users see the flat form by a reshape."""
     if node.target is not aten.linear.default:
         return False
     flat = node.args[0]

@@ -19,7 +19,7 @@ _NLL = (aten.nll_loss_nd.default, aten.nll_loss.default)
 
 
 def cross_entropy_to_tokens(editor: Editor, node: fx.Node) -> bool:
-    """cross_entropy_loss -> a loss per token and its reduction; legal without class weights, for 2-D logits and class indices."""
+    """cross_entropy_loss -> a loss per token and its reduction: for 2-D logits and class indices, without class weights."""
     if node.target is not aten.cross_entropy_loss.default:
         return False
     logits, target, weight, reduction, ignore, smoothing = arguments(
@@ -56,6 +56,7 @@ def _rewrite(
     reasons = {
         "class weights": weight is not None,
         "class probabilities as targets": target.meta[VAL].dtype.is_floating_point,
+        "an ignore_index that is a size": not isinstance(ignore, int),
         f"logits of {logits.meta[VAL].dim()} dims": logits.meta[VAL].dim() != 2,
     }
     for reason, present in reasons.items():

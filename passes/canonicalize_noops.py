@@ -79,6 +79,14 @@ def one_spelling_of_casts(editor: Editor, node: fx.Node) -> bool:
     return respell(node, aten.to.dtype, (node.args[0], value.dtype))
 
 
+def one_spelling_of_padding(editor: Editor, node: fx.Node) -> bool:
+    """pad(x, sizes, "constant", v) -> constant_pad_nd(x, sizes, v): the same op, which traces with symbolic sizes."""
+    if node.target is not aten.pad.default or argument(node, "mode", "constant") != "constant":
+        return False
+    value = argument(node, "value")
+    return respell(node, aten.constant_pad_nd.default, (*node.args[:2], 0.0 if value is None else value))
+
+
 def erase_identity(editor: Editor, node: fx.Node) -> bool:
     """The value is that of the first operand: same elements, shape, dtype and device."""
     if node.target not in _IDENTITIES or not is_tensor(node.args[0]):

@@ -2,8 +2,8 @@
 
 Before:  %y = dropout(%x, 0.1, True)
 After:   %y = megafx.dropout(%x, %seed, 0.1, <number of this dropout in the graph>, -1, [], "tp")
-Legal because: the distribution is the same; the bits are a function of (seed, op id, element), so that any rank, and a recomputation,
-draws the same ones.
+Legal because: the distribution is the same; the bits are a function of (seed, op id, element), so that any rank, and a
+recomputation, draws the same ones.
 """
 
 from __future__ import annotations
