@@ -94,7 +94,7 @@ def compile_program(program: Program, request: Request) -> Compiled:
         Pass.of(expand_transitions),
         Pass.of(schedule_collectives),
     ]
-    run_passes(program, insert_user_passes(passes, request.config))
+    run_passes(program, insert_user_passes(passes, request.config), ranks=request.t)
     wrt, outputs = _gradients_of(program, request)
     return Compiled(program, planning.solved, wrt, outputs)
 

@@ -1,0 +1,74 @@
+"""Covers: check_numbers.py, on the whole pipeline."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import megafx
+from megafx.capture import capture_call
+from megafx.compiler import Request, compile_program
+from megafx.debug import debug
+from megafx.errors import MegafxError
+from megafx.hardware import Hardware
+from megafx.ir import PHASE, Program
+
+aten, mfx = torch.ops.aten, torch.ops.megafx
+
+
+def example(name):
+    """A module of examples/models, which is no package."""
+    file = Path(__file__).resolve().parent.parent / "examples" / "models" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_gpt(*passes, t=2, **options):
+    gpt = example("gpt")
+    model = gpt.GPT(gpt.GPTConfig(n_layer=1, n_embd=32, vocab_size=64, dropout=options.pop("dropout", 0.0)))
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    program = capture_call(model, (ids, ids), {})
+    config = megafx.Config(tensor_model_parallel_size=t, passes=passes, **options)
+    request = Request(config, t, Hardware.load("cpu-gloo"), {}, None, lambda index, spec: spec.kind == "param")
+    with debug(check=2):
+        return compile_program(program, request)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"t": 3, "sequence_parallel": True}])
+def test_the_pipeline_changes_no_numbers(options):
+    compile_gpt(**options)
+
+
+def drop_a_bias(program: Program) -> int:
+    """A pass with a fault in the forward."""
+    node = program.graph.find_nodes(op="call_function", target=aten.linear.default)[0]
+    node.args = node.args[:2]
+    return 1
+
+
+def lose_a_gradient_collective(program: Program) -> int:
+    """A pass with a fault in the backward: one all-reduce is left out on the way back."""
+    for node in program.graph.find_nodes(op="call_function", target=mfx.transition.default):
+        if node.meta.get(PHASE) == "backward" and (node.args[1], node.args[2]) == ("P", "I"):
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
+            return 1
+    raise AssertionError("the joint graph has no P -> I in its backward")
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "found"),
+    [
+        ("after canonicalize", drop_a_bias, "pass 'drop_a_bias' changed numbers: output "),
+        ("after build_joint_graph", lose_a_gradient_collective, "lose_a_gradient_collective"),
+    ],
+)
+def test_the_faulty_pass_is_named(place, fault, found):
+    with pytest.raises(MegafxError) as error:
+        compile_gpt((place, fault))
+    assert found in "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
