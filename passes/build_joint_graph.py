@@ -21,11 +21,25 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from megafx.aliasing import storage_of
 from megafx.errors import MegafxError
-from megafx.ir import MADE_BY, PHASE, PLACEMENT, VAL, Input, Output, Phase, Program, inherit, recompute_val
+from megafx.ir import (
+    MADE_BY,
+    PHASE,
+    PLACEMENT,
+    VAL,
+    Input,
+    Output,
+    Phase,
+    Program,
+    fqn_of,
+    inherit,
+    recompute_val,
+    source_of,
+)
 from megafx.sizes import SizeEmitter, symbol_sources
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
@@ -45,10 +59,12 @@ def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int
     primals = [_traced_input(program, i, i in set(wrt)) for i in range(len(program.inputs))]
     tangents = [_tangent(program, i) for i in differentiated]
     symbols = set(symbol_sources(program.graph))
+    origins: _Origins | None = None
 
     def joint(*args: Any) -> tuple[Any, ...]:
         values, seeds = args[: len(primals)], args[len(primals) :]
-        origins = _Origins()
+        nonlocal origins
+        origins = _Origins(program, symbols)
         outputs = _Forward(program.gm, origins).run(*values)
         origins.backward = True
         gradients = _gradients([outputs[i] for i in differentiated], [values[i] for i in wrt], seeds)
@@ -57,7 +73,8 @@ def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int
 
     with _tracing(program):
         program.gm = make_fx(joint, tracing_mode="real")(*primals, *tangents)
-    _check_symbols(program, symbols)
+    assert origins is not None
+    _check_symbols(program, symbols, origins.fixing)
     program.inputs += [Input("tangent", program.outputs[i].name) for i in differentiated]
     program.outputs += [Output("gradient", program.inputs[i].name) for i in wrt]
     _drop_noise(program)
@@ -111,6 +128,7 @@ def _tracing(program: Program) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(program.fake_mode)
+        stack.enter_context(enable_python_dispatcher())  # C++ decompositions of some ops (pad) fix dynamic sizes
         yield
 
 
@@ -126,17 +144,24 @@ def _gradients(outputs: list[Any], inputs: list[Any], tangents: tuple[Any, ...])
 class _Origins:
     """Tells nodes, as they are traced, which node of the forward program they stem from."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program, symbols: set[Any]) -> None:
         mode = get_proxy_mode()
-        assert mode is not None, "runs inside make_fx"
+        assert mode is not None and program.fake_mode.shape_env is not None, "runs inside make_fx"
         self.graph: fx.Graph = mode.tracer.graph
         self.last: fx.Node | None = next(iter(reversed(self.graph.nodes)), None)
         self.current: fx.Node | None = None
         self.backward = False
         self.functions: set[Any] = set()  # keeps them alive, so that their identity stays theirs
+        self.symbols, self.replacements = symbols, program.fake_mode.shape_env.replacements
+        self.known = len(self.replacements)
+        self.fixing: fx.Node | None = None  # the first node at which a symbol became a number
 
     def attribute(self, origin: fx.Node | None) -> None:
         """Nodes since the last call stem from the then current origin; the next ones from `origin`."""
+        if len(self.replacements) != self.known:
+            self.known = len(self.replacements)
+            if self.fixing is None and any(self.replacements.get(s, s).is_Integer for s in self.symbols):
+                self.fixing = self.current
         fresh = []
         for node in reversed(self.graph.nodes):
             if node is self.last:
@@ -192,13 +217,16 @@ def _node_of(tensor: torch.Tensor) -> fx.Node | None:
     return slot.proxy.node if slot is not None else None
 
 
-def _check_symbols(program: Program, before: set[Any]) -> None:
-    """Tracing must not have fixed a size that varies."""
+def _check_symbols(program: Program, before: set[Any], node: fx.Node | None) -> None:
+    """Tracing must not have fixed a size that varies. node: where it happened, as far as is known."""
     fixed = before - set(symbol_sources(program.graph))
     if fixed:
         raise MegafxError(
-            f"differentiating the model fixes the sizes {sorted(map(str, fixed))} to the traced ones",
-            fix="an op of the model has a backward that needs the number itself; mark that dimension static",
+            f"differentiating the model fixes the sizes {sorted(map(str, fixed))} to the traced ones"
+            + (f", at {node.target}" if node is not None else ""),
+            fix="the op or its gradient asks for the number itself: write it with symbolic sizes, or keep that size static",
+            module=fqn_of(node) if node is not None else None,
+            source=source_of(node) if node is not None else None,
         )
 
 

@@ -203,7 +203,7 @@ scaled.register_autograd(lambda ctx, g: g * int(g.shape[0]))
 def test_backward_that_fixes_a_dynamic_size_is_refused(local_program: Callable[..., Program]) -> None:
     inputs = {"w": parameter(3), "x": torch.ones(4, 3).double()}
     program = local_program(lambda w, x: (scaled(w * x).sum(),), inputs, varying=("x",))
-    with pytest.raises(MegafxError, match=r"fixes the sizes .* to the traced ones"):
+    with pytest.raises(MegafxError, match=r"fixes the sizes .* to the traced ones, at megafx_test.scaled"):
         build_joint_graph(program, [0], [0])
 
 
