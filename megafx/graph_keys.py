@@ -118,11 +118,19 @@ class KeyMaker:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.numbers = Numbers()
+        self._states: dict[Hashable, int] = {}
+        self._last: tuple[Hashable, int] = (None, -1)
+
+    def intern(self, state: Hashable) -> int:
+        """A small number for a long state; equal states get the same."""
+        if state != self._last[0]:  # by identity of bools and dtypes, element by element: no hashing in a steady loop
+            self._last = state, self._states.setdefault(state, len(self._states))
+        return self._last[1]
 
     def skeleton(self, call: Call, state: Hashable, grad: bool) -> Hashable:
         """The key without the values of numbers."""
         kinds = tuple(type(v) if _is_number(v) else _leaf_kind(v, grad) for v in call.leaves)
-        return call.spec, kinds, grad, state, autocast_state()
+        return call.spec, kinds, grad, self.intern(state), autocast_state()
 
     def key(self, skeleton: Hashable, call: Call) -> tuple[Hashable, frozenset[int]]:
         """(key, positions of leaves that enter as 0-d tensors)."""
@@ -146,5 +154,5 @@ def module_state(modules: Sequence[nn.Module]) -> Hashable:
 
 
 def parameter_state(params: Sequence[torch.Tensor]) -> Hashable:
-    """What of the parameters is baked into a graph."""
-    return tuple([(p.requires_grad, p.dtype, p.device) for p in params])
+    """What of the parameters is baked into a graph: requires_grad, dtype, on CUDA or not."""
+    return tuple([x for p in params for x in (p.requires_grad, p.dtype, p.is_cuda)])

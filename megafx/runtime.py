@@ -208,11 +208,7 @@ class Runtime:
         return f"{call.names()}\n{values}\ngrad mode {torch.is_grad_enabled()}, train/eval of modules {training}"
 
     def _graph(self, call: Call) -> _Graph:
-        params = [slot.module._parameters[slot.key] for slot in self.slots.values()]
-        if None in params:
-            self.parameters_changed()
-            params = [slot.module._parameters[slot.key] for slot in self.slots.values()]
-        present: list[torch.Tensor] = [p for p in params if p is not None]
+        present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
         state = (module_state(self.modules), parameter_state(present))
         skeleton = self.keys.skeleton(call, state, grad)
@@ -231,6 +227,15 @@ class Runtime:
                 continue
             graphs.append(graph)
             return graph
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """Parameters as they are now, in the order of `slots`."""
+        try:
+            found = [slot.module._parameters[slot.key] for slot in self.slots.values()]
+        except KeyError:
+            self.parameters_changed()
+            found = [slot.module._parameters[slot.key] for slot in self.slots.values()]
+        return [p for p in found if p is not None]
 
     def _compile(self, call: Call, varying: frozenset[int], params: Sequence[torch.Tensor], grad: bool) -> _Graph:
         if self.mesh is not None:

@@ -118,7 +118,7 @@ def _pads(mesh: DeviceMesh, shard: LayoutShard) -> tuple[tuple[int, int], ...]:
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> TPTensor:
     """Local tensor -> TPTensor without gradient; `spec` from `make_spec`, for the same dtype."""
-    return cast(TPTensor, _new(TPTensor, local, spec, requires_grad=False))
+    return _new(TPTensor, local, spec, requires_grad=False)  # type: ignore[return-value]
 
 
 def placement_of(tensor: DTensor) -> Placement:
@@ -139,7 +139,10 @@ class TPTensor(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is aten.detach.default:
-            return wrap(args[0]._local_tensor, args[0]._spec)
+            return _new(TPTensor, args[0]._local_tensor, args[0]._spec, requires_grad=False)
+        if func is aten.add_.Tensor and not kwargs and _same_spec(*args):  # gradient accumulation
+            args[0]._local_tensor.add_(args[1]._local_tensor)
+            return args[0]
         kwargs = kwargs or {}
         if _order_free(func):
             done, result = _on_locals(func, args, kwargs)
@@ -245,6 +248,10 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> TPTensor:  # type: ignore[override]
         return wrap(grad, ctx.spec)
+
+
+def _same_spec(a: Any, b: Any) -> bool:
+    return type(a) is TPTensor and type(b) is TPTensor and a._spec is b._spec
 
 
 def _permuted(x: Any) -> bool:
