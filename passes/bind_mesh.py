@@ -49,10 +49,11 @@ def _replace(program: Program, node: fx.Node, result: fx.Node) -> None:
 
 
 def _select(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-    """A view where that is contiguous, as the op's result is."""
+    """A view where that is contiguous, as the op's result is, or where nobody minds."""
     x, axis = node.args
     part = build(aten.select.int, x, 0, axes[axis].rank)  # type: ignore[index]
-    if same_sizes(part.meta[VAL].stride(), node.meta[VAL].stride()):
+    joined = all(user.target is aten.cat.default for user in node.users)
+    if joined or same_sizes(part.meta[VAL].stride(), node.meta[VAL].stride()):
         return part
     return build(aten.clone.default, part, memory_format=torch.contiguous_format)
 

@@ -38,6 +38,8 @@ def expand_transitions(program: Program) -> int:
     transitions = graph.find_nodes(op="call_function", target=mfx.transition.default)
     for node in transitions:
         _expand(program, node, sizes)
+        if sizes.anchor is node:
+            sizes.anchor = node.next
     for node in reversed(transitions):
         graph.erase_node(node)
     _separate_gradients(program)
@@ -60,6 +62,8 @@ def _expand(program: Program, node: fx.Node, sizes: SizeEmitter) -> None:
     node.replace_all_uses_with(result)
     for made in reversed(ops.emitted):
         if not made.users and made is not result:
+            if sizes.anchor is made:
+                sizes.anchor = made.next
             program.graph.erase_node(made)
 
 
@@ -77,8 +81,13 @@ class NodeOps(Ops):
         return [self._size(s) for s in size] if isinstance(size, (list, tuple)) else size
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        self.emitted.append(self.build(target, *(self._size(a) for a in args), **kwargs))
-        return self.emitted[-1]
+        return self._made(self.build(target, *(self._size(a) for a in args), **kwargs))
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        if self.sizes.anchor is self.where:  # about to go; sizes stay in front of everything else
+            self.sizes.anchor = node
+        self.emitted.append(node)
+        return node
 
     def shape(self, x: fx.Node) -> Sequence[Size]:
         return x.meta[VAL].shape
@@ -92,8 +101,7 @@ class NodeOps(Ops):
             node = self.program.graph.call_function(aten.contiguous.default, (x,))
         with self.program.fake_mode:
             node.meta[VAL] = value.new_empty(value.shape)  # asking the fake whether it is contiguous would add guards
-        self.emitted.append(inherit(node, self.where, NAME))
-        return node
+        return self._made(inherit(node, self.where, NAME))
 
     def view(self, x: fx.Node, size: Sequence[Size]) -> fx.Node:
         """A view of a view is one view."""
