@@ -15,7 +15,8 @@
         assert_same(before, after, t=2)
 
 A value is written `dtype[dim=size ...] placement@axis`; a dim without a size is dynamic (`bf16[b s k=8]`). Shapes are global;
-`local=True` makes the graph one rank's; a result that is padded then needs its layout. Placements are I, R, P, S<dim> and S<dim>/<layout> such as `S0/2*(4x16+2x16)`.
+`local=True` makes the graph one rank's (a result that is padded then needs its layout). Placements are I, R, P, S<dim> and
+S<dim>/<layout>, such as `S0/2*(4x16+2x16)`.
 """
 
 from __future__ import annotations
