@@ -1,6 +1,18 @@
 """megafx: a plain eager PyTorch transformer becomes a fused, tensor-parallel one."""
 
-from megafx.api import explain, plan
+from megafx.api import explain, parallelize, plan
 from megafx.config import Config
+from megafx.debug import debug
+from megafx.rules import register_rule
+from megafx.state import full_gradients, full_state_dict
 
-__all__ = ["Config", "explain", "plan"]
+__all__ = [
+    "Config",
+    "debug",
+    "explain",
+    "full_gradients",
+    "full_state_dict",
+    "parallelize",
+    "plan",
+    "register_rule",
+]

@@ -7,20 +7,65 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from megafx.agreement import tensor_parallel_mesh
 from megafx.capture import capture_call
 from megafx.capture_dims import max_length
-from megafx.compiler import Compiled, Request, compile_program
+from megafx.compiler import Request, plan_only
 from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.hardware import Hardware
 from megafx.hf import is_hf_model, synthesize_inputs
-from megafx.ir import Input
-from megafx.placements import Placement
+from megafx.parallelizer import Parallelizer
 from megafx.plan import Plan
 from megafx.report import Report
+from megafx.runtime import Runtime, make_parallel
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def parallelize(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """The same model object, sharded over the tensor-parallel ranks, its forward running compiled graphs.
+
+    Collective over the ranks of `mesh` (a 1-d DeviceMesh, or one with a dim named 'tp'; default: the world). One rank needs
+    no process group. example_inputs: a training call as (args, kwargs), a tuple of args or a dict of kwargs; Hugging Face
+    models need none, and any other model without one is planned at its first call. loss_fn(output, **loss_inputs): the loss
+    of the user's loop, computed in the graph for calls `model(..., loss_inputs={...})`, which return (loss, output).
+
+    Raises ConfigError, CaptureError, PlanError, AgreementError.
+    """
+    config = config or Config()
+    if config.params_dtype is not None:
+        model.to(getattr(torch, str(config.params_dtype)))
+    config = resolve(config, model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    tp_mesh = tensor_parallel_mesh(config.tensor_model_parallel_size, mesh, device)
+    parallelizer = Parallelizer(config, tp_mesh, hardware_of(config, device), loss_fn)
+    runtime = make_parallel(
+        model,
+        parallelizer.compile_call,
+        tp_mesh,
+        check_inputs_every=config.check_inputs_every,
+        gather_outputs=config.gather_outputs,
+        loss_in_graph=loss_fn is not None,
+    )
+    parallelizer.runtime = runtime
+    runtime.parallelizer = parallelizer
+    if example_inputs is not None:
+        args, kwargs = example_call(model, example_inputs)
+        loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+        runtime.prepare(args, kwargs, loss_inputs)
+    elif is_hf_model(model):
+        runtime.settle(*synthesize_inputs(model))
+    return model
 
 
 def plan(
@@ -29,27 +74,19 @@ def plan(
     *,
     example_inputs: Any = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    loss_inputs: dict[str, Any] | None = None,
 ) -> Plan:
     """The plan of a training call, without ranks, a GPU or memory for weights: the model may be on the meta device.
 
-    config.tensor_model_parallel_size is the number of ranks planned for. example_inputs: (args, kwargs), a tuple of args
-    or a dict of kwargs; Hugging Face models need none. loss_fn, loss_inputs: as in `parallelize`. The Plan can be printed,
-    saved, loaded and compared; `megafx.explain(plan)` is its report. Raises CaptureError, PlanError, ConfigError.
+    config.tensor_model_parallel_size is the number of ranks planned for; example_inputs and loss_fn as in `parallelize`. The
+    Plan can be printed, saved, loaded and compared; `megafx.explain(plan)` is its report. Raises CaptureError, PlanError,
+    ConfigError.
     """
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
+    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
     program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
-    compiled = plan_program(program, config)
-    return compiled
-
-
-def plan_program(program: Any, config: Config) -> Plan:
-    """Captured program -> Plan with its report; stops before shapes become local."""
-    from megafx.compiler import plan_only
-
-    request = Request(config, config.tensor_model_parallel_size or 1, hardware_of(config, None), {}, None, _all_params)
-    return plan_only(program, request)
+    t = config.tensor_model_parallel_size or 1
+    return plan_only(program, Request(config, t, hardware_of(config, None), {}, None, lambda index, spec: True))
 
 
 def explain(subject: nn.Module | Plan) -> Report:
@@ -59,11 +96,11 @@ def explain(subject: nn.Module | Plan) -> Report:
             raise UsageError("this plan was loaded, so it has no graph to explain", fix="print(plan), or plan again")
         return subject.report
     runtime = getattr(subject, "megafx", None)
-    if runtime is None:
+    if not isinstance(runtime, Runtime):
         raise UsageError(
             f"{type(subject).__name__} is not parallelized", fix="call megafx.parallelize(model, ...) or megafx.plan"
         )
-    return runtime.report()
+    return runtime.parallelizer.report()
 
 
 def example_call(model: nn.Module, example_inputs: Any) -> Call:
@@ -100,10 +137,3 @@ def hardware_of(config: Config, device: torch.device | None) -> Hardware:
     name = torch.cuda.get_device_name(device).lower()
     known = {"h200": "h200-nvlink", "h100": "h100-nvlink", "a100": "a100-nvlink"}
     return Hardware.load(next((profile for key, profile in known.items() if key in name), "pcie"))
-
-
-def _all_params(index: int, spec: Input) -> bool:
-    return spec.kind == "param"
-
-
-__all__ = ["Compiled", "Placement", "explain", "is_hf_model", "plan"]

@@ -61,7 +61,7 @@ class Request:
     """How to compile a captured call.
 
     fixed: storage of parameters that an earlier graph settled. given: a plan to apply. wants_grad: (index, Input) -> whether
-    the gradient of that input is wanted; None: a graph without backward.
+    the gradient of that input is wanted; None: a graph without backward. agree: this rank's plan -> the plan of all ranks.
     """
 
     config: Config
@@ -70,10 +70,11 @@ class Request:
     fixed: dict[str, Placement]
     given: Plan | None = None
     wants_grad: Callable[[int, Any], bool] | None = None
+    agree: Callable[[Plan], Plan] | None = None
 
     def planning(self) -> Planning:
         training = self.wants_grad is not None
-        return Planning(self.config, self.t, self.hardware, training, self.fixed, self.given)
+        return Planning(self.config, self.t, self.hardware, training, self.fixed, self.given, self.agree)
 
 
 def compile_program(program: Program, request: Request) -> Compiled:
@@ -92,7 +93,7 @@ def compile_program(program: Program, request: Request) -> Compiled:
     passes += [
         Pass.of(merge_transitions),
         Pass.of(expand_transitions),
-        Pass.of(schedule_collectives),
+        Pass.of(schedule_collectives, request.hardware),
     ]
     run_passes(program, insert_user_passes(passes, request.config), ranks=request.t)
     wrt, outputs = _gradients_of(program, request)

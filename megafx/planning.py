@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -19,7 +20,7 @@ class Planning:
     """One graph's planning, from `plan_sharding` to `localize_shapes`.
 
     fixed: storage of parameters that an earlier graph has settled. training: gradients will be taken, so transitions cost
-    backward time. given: a plan to apply instead of solving (loaded, or received from rank 0).
+    backward time. given: a plan to apply instead of solving. agree: this rank's plan -> the plan of all ranks.
     """
 
     config: Config
@@ -28,6 +29,7 @@ class Planning:
     training: bool
     fixed: dict[str, Placement] = field(default_factory=dict)
     given: Plan | None = None
+    agree: Callable[[Plan], Plan] | None = None
     # filled by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)

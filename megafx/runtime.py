@@ -113,6 +113,7 @@ class Runtime:
         self.captures = 0
         self.step = 0
         self.capturing = False
+        self.parallelizer: Any = None  # what compile_call belongs to, where api.parallelize made it
         self.notes: list[Note] = []
         self.plan: Plan | None = None
         self.graphs: dict[Hashable, list[_Graph]] = {}
@@ -181,6 +182,22 @@ class Runtime:
     ) -> None:
         """Compile the graph of a call ahead of it; the first one settles the placements of the parameters."""
         self._graph(self._call_of(tuple(args), dict(kwargs), loss_inputs))
+
+    def settle(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Plan the training form of a call and shard the parameters by it, without compiling the call."""
+        request = CompileRequest(self.model, self._call_of(tuple(args), dict(kwargs), None), frozenset(), None, None)
+        self.capturing = True
+        try:
+            placements = self.parallelizer.settle(request)
+        finally:
+            self.capturing = False
+        self._shard(placements)
+
+    def _shard(self, placements: Mapping[str, Placement]) -> None:
+        self.params = dict(placements)
+        if self.mesh is not None:
+            with torch.inference_mode(False):
+                shard_parameters(self.model, self.params)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the root forward does."""

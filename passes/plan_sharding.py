@@ -8,7 +8,6 @@ Legal because: strategies are rows of sharding rules, and every pair of placemen
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -44,6 +43,8 @@ def plan_sharding(program: Program, planning: Planning) -> int:
         planning.plan = _solve(program, planning, active, order)
         planning.plan.statistics["planning_seconds"] = time.perf_counter() - start
     planning.plan.sizes = program.sizes
+    if planning.agree is not None:
+        planning.plan = planning.agree(planning.plan)
     program.phase = Phase.PLANNED
     return len(planning.plan.ops) + len(planning.plan.params)
 
@@ -176,8 +177,3 @@ def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:
     if forbidden:
         return "; ".join(sorted(forbidden))
     return "; ".join(sorted(removed)) if removed else "storing it whole costs less than the transitions of its shards"
-
-
-def with_plan(planning: Planning, plan: Plan) -> Planning:
-    """The same question, answered."""
-    return dataclasses.replace(planning, given=plan)

@@ -1,0 +1,134 @@
+"""From a call of a model to the graph that this rank runs: capture, agree on the plan, compile, bind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megafx.agreement import broadcast_object
+from megafx.capture import capture_call
+from megafx.collectives import AxisContext
+from megafx.compiler import Compiled, Request, compile_program, plan_only
+from megafx.config import Config
+from megafx.hardware import Hardware
+from megafx.ir import Program
+from megafx.placements import Placement
+from megafx.plan import Plan
+from megafx.report import Report, refresh_notes
+from megafx.runtime import CompiledCall, CompileRequest, Runtime
+
+
+class Parallelizer:
+    """Compiles the calls of one model. plan: of its training call, which settles how parameters are stored."""
+
+    def __init__(
+        self, config: Config, mesh: DeviceMesh | None, hardware: Hardware, loss_fn: Callable[..., torch.Tensor] | None
+    ) -> None:
+        self.config, self.mesh, self.hardware, self.loss_fn = config, mesh, hardware, loss_fn
+        self.t = mesh.size() if mesh is not None else 1
+        self.plan: Plan | None = None
+        self.last: Compiled | None = None
+        self.runtime: Runtime | None = None
+
+    # -- what the runtime asks for
+
+    def compile_call(self, request: CompileRequest) -> CompiledCall:
+        """Graph of one call; the first one plans, with a training call even where the user's first call is not."""
+        fixed = request.fixed
+        if fixed is None:
+            fixed = self.settle(request)
+        program = self.capture(request, request.wants_grad is not None)
+        wanted = request.wants_grad
+        wants = None if wanted is None else (lambda index, spec: bool(wanted & {spec.name, *spec.aliases}))
+        compiled = compile_program(program, self._request(dict(fixed), wants))
+        executable = compiled.executable(self._axis())
+        if self.config.compile:
+            executable = executable.compiled()
+        self.last = compiled
+        return CompiledCall(compiled.program, executable, compiled.wrt, compiled.differentiated, dict(fixed))
+
+    def settle(self, request: CompileRequest) -> dict[str, Placement]:
+        """Storage of every parameter, from the plan of the training form of this call."""
+        if self.plan is None:
+            with _training(request.model):
+                program = self.capture(request, True)
+            self.plan = self._plan(program)
+        return dict(self.plan.params)
+
+    def capture(self, request: CompileRequest, grad: bool) -> Program:
+        call, model = request.call, request.model
+        with torch.set_grad_enabled(grad):
+            return capture_call(
+                model,
+                call.args,
+                call.kwargs,
+                loss_fn=self.loss_fn if call.loss_inputs else None,
+                loss_inputs=call.loss_inputs or None,
+                device=_device_of(model, call.leaves),
+                forward=type(model).forward,
+                stand_ins=_logical_shapes(model),
+                varying=request.varying,
+            )
+
+    # -- agreement: TP rank 0 plans, the others apply its plan
+
+    def _plan(self, program: Program) -> Plan:
+        return plan_only(program, self._request({}, lambda index, spec: True))
+
+    def _request(self, fixed: dict[str, Placement], wants: Any) -> Request:
+        return Request(self.config, self.t, self.hardware, fixed, None, wants, self._from_rank_0)
+
+    def _from_rank_0(self, plan: Plan) -> Plan:
+        """Rank 0's plan on every rank, in the sizes of this rank's graph."""
+        if self.mesh is None:
+            return plan
+        text = broadcast_object(plan.to_json() if self.mesh.get_local_rank() == 0 else None, self.mesh.get_group())
+        return Plan.from_json(text, plan.sizes)
+
+    def _axis(self) -> AxisContext | None:
+        if self.mesh is None:
+            return None
+        return AxisContext(self.mesh.get_local_rank(), self.t, self.mesh.get_group().group_name)
+
+    # -- what users ask for
+
+    def report(self) -> Report:
+        """Of the training plan, with the notes of everything since."""
+        assert self.plan is not None and self.plan.report is not None
+        notes = self.runtime.notes if self.runtime is not None else []
+        refresh_notes(self.plan.report, notes)
+        if self.runtime is not None:
+            self.plan.report.header["graphs captured"] = self.runtime.captures
+        return self.plan.report
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Every module in training mode, and back as it was."""
+    modes = {m: m.training for m in model.modules()}
+    for module in modes:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _device_of(model: nn.Module, leaves: list[Any]) -> torch.device | None:
+    """Where the graph will run; None leaves it to capture (a model on meta)."""
+    tensors = [*model.parameters(), *(x for x in leaves if isinstance(x, torch.Tensor))]
+    return next((x.device for x in tensors if x.device.type != "meta"), None)
+
+
+def _logical_shapes(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """FQN -> meta tensor of the parameter's logical shape, which is what graphs are captured on."""
+    return {
+        name: torch.empty(p.shape, dtype=p.dtype, device="meta")
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
