@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"errors", "placements", "sizes", "op_families", "aten_rules"},
     {"config", "debug", "plan", "rules", "views", "solver", "hardware", "source_lines", "call_spec", "aliasing", "overlap"},
-    {"ir", "cost", "sharding"},
-    {"collectives", "candidates", "dump", "verify", "interpret", "stacking", "kernels.*"},
+    {"ir", "cost", "sharding", "stacking"},
+    {"collectives", "candidates", "dump", "verify", "interpret", "kernels.*"},
     {"op_rules", "pass_runner", "rewrite", "patterns.*"},
     {"policy", "overrides", "planning", "problem", "check_rules"},
     {"passes.*", "capture*", "hf", "report"},
