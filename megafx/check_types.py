@@ -57,6 +57,7 @@ class _Checker:
         self.program, self.storage, self.t = program, storage, t
         self.facts: dict[fx.Node, Facts] = {}
         self.several: dict[fx.Node, tuple[Placement, ...]] = {}  # of ops with several results
+        self.sliced: dict[Any, dict[Placement, None]] = {}  # (shape, dim, bounds) -> shards that were sliced so
         self.lookups = Lookups(program, self.facts, t)
 
     def run(self) -> None:
@@ -170,7 +171,7 @@ def _tensors(node: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
-# -- ops that are wrong on shards although their rule, which is on whole values, has a row
+# -- what to look at before an op's rule: rules are on whole values, and a row of one may be wrong on shards
 
 
 def _check_mean(checker: _Checker, node: fx.Node) -> None:
@@ -195,14 +196,6 @@ def _check_transition(checker: _Checker, node: fx.Node) -> None:
         raise fail(node, f"is for {node.args[6]} ranks, the axis has {checker.t}")
 
 
-_SPECIAL: dict[str, Callable[[_Checker, fx.Node], None]] = {
-    "aten.mean.default": _check_mean,
-    "aten.mean.dim": _check_mean,
-    "aten.embedding.default": _check_embedding,
-    "megafx.transition.default": _check_transition,
-}
-
-
 # -- ops whose result can be read in several ways
 
 
@@ -222,23 +215,25 @@ def _view_readings(checker: _Checker, node: fx.Node) -> Facts:
 def _part_readings(checker: _Checker, node: fx.Node) -> Facts:
     """The gradient of one part of a blocked shard is a shard by each layout of which a forward slice took that part."""
     grad, _, dim, start, end, step = (*node.args, 1)[:6]
-    out = node.meta[VAL].shape
-    dim, parts = int(dim) % len(out), checker.facts.get(grad, ())  # type: ignore[arg-type]
+    shape, t = checker.program.sizes.shape(node.meta[VAL]), checker.t
+    dim, parts = int(dim) % len(shape), checker.facts.get(grad, ())  # type: ignore[arg-type]
+    low, high = _bounds(start, end, shape[dim])
     found: list[Placement] = []
-    for n in node.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
-        source: Any = n.args[0]
-        given = [*n.args[1:4], *(0, None, None)[len(n.args) - 1 :]]
-        if step != 1 or source.meta[VAL].shape != out or int(given[0]) % len(out) != dim:
-            continue
-        low, high = _bounds(given[1], given[2], out[dim])
-        if (low, high) != _bounds(start, end, out[dim]):
-            continue
-        for whole in checker.facts.get(source, ()):
-            if whole.is_shard and whole.dim == dim:
-                cut = slice_layout(whole.cut, low, high, checker.t, lambda b: -(-b.count // checker.t) * b.unit)
-                if cut is not None and S(dim, cut) in parts:
-                    found.append(whole)
-    return tuple(dict.fromkeys(found))
+    for whole in checker.sliced.get((shape, dim, low, high), ()) if step == 1 else ():
+        cut = slice_layout(whole.cut, low, high, t, lambda b: -(-b.count // t) * b.unit)
+        if cut is not None and S(dim, cut) in parts:
+            found.append(whole)
+    return tuple(found)
+
+
+def _remember_slice(checker: _Checker, node: fx.Node) -> None:
+    source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])[:5]
+    shape = checker.program.sizes.shape(source.meta[VAL])  # type: ignore[union-attr]
+    dim = int(dim) % len(shape)  # type: ignore[arg-type]
+    if step == 1:
+        wholes = checker.sliced.setdefault((shape, dim, *_bounds(start, end, shape[dim])), {})
+        facts = checker.facts.get(source, ())  # type: ignore[arg-type]
+        wholes.update({fact: None for fact in facts if fact.is_shard and fact.dim == dim})
 
 
 def _dropout_readings(checker: _Checker, node: fx.Node) -> Facts:
@@ -253,15 +248,21 @@ def _dropout_readings(checker: _Checker, node: fx.Node) -> Facts:
     raise fail(node, f"draws the mask of a value that is {_say(told)}; %{x.name} is {checker._show(x)}")
 
 
-def _bounds(start: Any, end: Any, n: Any) -> tuple[int, int]:
+def _bounds(start: Any, end: Any, n: int) -> tuple[int, int]:
     """Static bounds of a slice of a dim of n elements; (-1, -1) for others."""
-    if not isinstance(n, int):
-        return -1, -1
     start, end = 0 if start is None else start, n if end is None else end
     if not isinstance(start, int) or not isinstance(end, int):
         return -1, -1
     return (max(start + n, 0) if start < 0 else min(start, n)), (end + n if end < 0 else min(end, n))
 
+
+_SPECIAL: dict[str, Callable[[_Checker, fx.Node], None]] = {
+    "aten.mean.default": _check_mean,
+    "aten.mean.dim": _check_mean,
+    "aten.slice.Tensor": _remember_slice,
+    "aten.embedding.default": _check_embedding,
+    "megafx.transition.default": _check_transition,
+}
 
 _READINGS: dict[str, Callable[[_Checker, fx.Node], Facts]] = {
     **dict.fromkeys(VIEWS, _view_readings),
