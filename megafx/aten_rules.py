@@ -22,7 +22,7 @@ RULES: dict[str, str] = {
     "aten.atan2.default": "nl: ..., ... -> ...",
     "aten.atanh.default": "nl: ... -> ...",
     "aten.baddbmm.default": "lin: +b m n, b m k, b k n -> b m n",
-    "aten.batch_norm.default": "nl: b! c ...!, c, c, ~c, ~c -> b! c ...!",
+    "aten.batch_norm.default": "nl[1]: b! c ...!, c, +c, ~c, ~c -> b! c ...!",
     "aten.bitwise_and.Tensor": "nl: ..., ... -> ...",
     "aten.bitwise_not.default": "nl: ... -> ...",
     "aten.bitwise_or.Tensor": "nl: ..., ... -> ...",
@@ -73,7 +73,7 @@ RULES: dict[str, str] = {
     "aten.fmod.Scalar": "nl: ... -> ...",
     "aten.fmod.Tensor": "nl: ..., ... -> ...",
     "aten.frac.default": "nl: ... -> ...",
-    "aten._fused_rms_norm.default": "nl: ... c!, c! -> ... c!; ... 1",
+    "aten._fused_rms_norm.default": "nl[1]: ... c!, c! -> ... c!; ~... 1",
     "aten._fused_rms_norm_backward.default": "nl[0]: ... c!, ... c!, ... 1, c! -> ... c!; c!",
     "aten.ge.Scalar": "nl: ... -> ...",
     "aten.ge.Tensor": "nl: ..., ... -> ...",
@@ -93,13 +93,13 @@ RULES: dict[str, str] = {
     "aten.isfinite.default": "nl: ... -> ...",
     "aten.isinf.default": "nl: ... -> ...",
     "aten.isnan.default": "nl: ... -> ...",
-    "aten.layer_norm.default": "nl: ... c!, c!, c! -> ... c!",
+    "aten.layer_norm.default": "nl[1]: ... c!, c!, +c! -> ... c!",
     "aten.le.Scalar": "nl: ... -> ...",
     "aten.le.Tensor": "nl: ..., ... -> ...",
     "aten.leaky_relu.default": "nl: ... -> ...",
     "aten.leaky_relu_backward.default": "nl[0]: ..., ... -> ...",
     "aten.lerp.Scalar": "lin: +..., +... -> ...",
-    "aten.lerp.Tensor": "nl: ..., ..., ... -> ...",
+    "aten.lerp.Tensor": "lin: +..., +..., ~... -> ...",
     "aten.lgamma.default": "nl: ... -> ...",
     "aten.lift_fresh_copy.default": "lin: ... -> ...",
     "aten.linear.default": "lin: ... k, n k, +n -> ... n",
@@ -108,8 +108,6 @@ RULES: dict[str, str] = {
     "aten.log1p.default": "nl: ... -> ...",
     "aten.log2.default": "nl: ... -> ...",
     "aten.log_sigmoid.default": "nl: ... -> ...",
-    "aten.log_sigmoid_backward.default": "nl[0]: ..., ..., * -> ...",
-    "aten.log_sigmoid_forward.default": "nl: ... -> ...; b!",
     "aten.logaddexp.default": "nl: ..., ... -> ...",
     "aten.logaddexp2.default": "nl: ..., ... -> ...",
     "aten.logical_and.default": "nl: ..., ... -> ...",
@@ -132,7 +130,7 @@ RULES: dict[str, str] = {
     "aten.mul.Tensor": "lin: ..., ... -> ...",
     "aten.mv.default": "lin: m k, k -> m",
     "aten.nan_to_num.default": "nl: ... -> ...",
-    "aten.native_layer_norm.default": "nl: ... c!, c!, c! -> ... c!; ... 1; ... 1",
+    "aten.native_layer_norm.default": "nl[1]: ... c!, c!, +c! -> ... c!; ~... 1; ~... 1",
     "aten.native_layer_norm_backward.default": "nl[0]: ... c!, ... c!, ... 1, ... 1, c!, c! -> ... c!; c!; c!",
     "aten.ne.Scalar": "nl: ... -> ...",
     "aten.ne.Tensor": "nl: ..., ... -> ...",
@@ -161,7 +159,7 @@ RULES: dict[str, str] = {
         "nl[2]: b h t e!, b h s! e!, b h s! f, b h t s!, ~b h t s! -> b h t f; ~b h t s!"
     ),
     "aten._scaled_dot_product_cudnn_attention.default": (
-        "nl[2]: b h t e!, b h s! e!, b h s! f, b h t s! -> b h t f; ~b h t 1; *; *; *; *; *; *; *"
+        "nl[2]: b h t e!, b h s! e!, b h s! f!, b h t s! -> b h t f!; ~b h t 1; *; *; *; *; *; *; *"
     ),
     "aten._scaled_dot_product_cudnn_attention_backward.default": (
         "nl[0]: b h t f!, b h t e!, b h s! e!, b h s! f!, b h t f!, b h t 1, *, *, b h t s!, *, *"
@@ -175,13 +173,13 @@ RULES: dict[str, str] = {
         " -> b h t! e!; b h s! e!; b h s! f!; b h t! s!"
     ),
     "aten._scaled_dot_product_flash_attention.default": (
-        "nl[2]: b h t e!, b h s! e!, b h s! f -> b h t f; ~b h t; *; *; *; *; *; *; *"
+        "nl[2]: b h t e!, b h s! e!, b h s! f! -> b h t f!; ~b h t; *; *; *; *; *; *; *"
     ),
     "aten._scaled_dot_product_flash_attention_backward.default": (
         "nl[0]: b h t f!, b h t e!, b h s! e!, b h s! f!, b h t f!, b h t, *, *, *, * -> b h t e!; b h s! e!; b h s! f!"
     ),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": (
-        "nl[2]: b h t e!, b h s! e!, b h s! f, b h t s! -> b h t f; ~b h t"
+        "nl[2]: b h t e!, b h s! e!, b h s! f!, b h t s! -> b h t f!; ~b h t"
     ),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (
         "nl[0]: b h t f!, b h t e!, b h s! e!, b h s! f!, b h t f!, b h t, b h t s! -> b h t e!; b h s! e!; b h s! f!"
@@ -224,5 +222,5 @@ RULES: dict[str, str] = {
     "aten.type_as.default": "lin: ..., * -> ...",
     "aten.vdot.default": "lin: k, k -> ",
     "aten.where.self": "lin: ~..., +..., +... -> ...",
-    "aten.xlogy.Tensor": "nl: ..., ... -> ...",
+    "aten.xlogy.Tensor": "lin[0]: ..., ... -> ...",
 }

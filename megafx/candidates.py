@@ -1,9 +1,10 @@
 """Which shards of which values are worth considering: the smallest set closed under the ops' rules.
 
-Every active value starts with a contiguous cut of each dim. Each cut is carried through the ops that make and use the value
-(factors, views, slices), forward and backward, until nothing new comes up: a head cut of an attention value becomes a block
-cut of the fused projection before it, of its weight and of its bias. A cut of one slice of a value becomes a cut of the
-whole with one block for each interval between the bounds of all slices of that dim.
+Every active value starts with a contiguous cut of each dim, and of each factor of a merged dim. Each cut is carried through
+the ops that make and use the value (factors, views, slices), forward and backward, until nothing new comes up: a head cut of
+an attention value becomes a block cut of the fused projection before it, of its weight and of its bias. A cut of one slice
+of a value becomes a cut of the whole with one block for each interval between the bounds of
+all slices of that dim.
 
 Each (value, dim, layout) is visited once, and what it implies at an op is memoised by the op's template, so that equal
 layers cost dictionary lookups only. Nothing is pruned but duplicates (findings/planner.md: pruning lost optima).
@@ -75,6 +76,9 @@ def find_candidates(
         for dim, n in enumerate(shape):
             if n >= 2:
                 add(node, dim, Layout.contiguous(n, t))
+    for rule in rules.values():
+        for j, dim, layout in _inside_merged(rule.template, t):
+            add(rule.node if j == -1 else rule.operands[j].node, dim, layout)
     while work:
         node, dim, layout = work.popleft()
         for rule, i in adjacent[node]:
@@ -112,6 +116,22 @@ def _bounds(rules: Mapping[fx.Node, OpRule]) -> dict[tuple[fx.Node, int], tuple[
             points.update((0, rule.sizes[next(iter(parts.values())).factor]))
             points.update(x for part in parts.values() for x in (part.start, part.end))
     return {k: tuple(sorted(v)) for k, v in found.items()}
+
+
+@lru_cache(maxsize=65536)
+def _inside_merged(template: Template, t: int) -> tuple[tuple[int, int, Layout], ...]:
+    """Contiguous cuts of the factors of merged dims, such as the query heads inside each group: no dim starts as one."""
+    if template.kind != "factors" or template.several:
+        return ()
+    sides = [-1, *(i for i, s in enumerate(template.operands) if s.active)]
+    merged = {f for i in sides for e in template.entries(i) if len(names(e)) > 1 for f in names(e)}
+    found: dict[tuple[int, int, Layout], None] = {}
+    for f in sorted(merged - set(template.forbidden)):
+        for i in sides:
+            placed = place(template, i, f, Layout.contiguous(template.sizes[f], t), t)
+            if placed is not None and placed.is_shard:
+                found[i, placed.dim, placed.cut] = None
+    return tuple(found)
 
 
 @lru_cache(maxsize=262144)

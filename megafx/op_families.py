@@ -5,6 +5,7 @@ Each family writes the same factor strings as the table (dims are f0, f1, ... by
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ class Part(NamedTuple):
 class Row:
     """A rule string with what strings cannot say.
 
-    why: factor -> reason why it is not sharded; parts: operand (-1: result) -> Part;
+    why: factor -> reason why it is not sharded (with or without '!' in the string); parts: operand (-1: result) -> Part;
     partials: further rows (operands that are partial, 'P' or 'R' for each result).
     """
 
@@ -134,22 +135,23 @@ def _expand(call: Call) -> str:
 
 
 @family("aten.repeat", "aten.tile")
-def _repeat(call: Call) -> str:
+def _repeat(call: Call) -> Row:
     """n repeats of a dim are a merged dim: (repeat, dim)."""
     repeats = call.get("repeats") or call.get("dims")
     out, lead = call.results[0], len(call.results[0]) - len(call.first.shape)
     repeats = (1,) * (len(out) - len(repeats)) + tuple(repeats)
-    entries = [f"f{i}" if i < lead or r == 1 else f"(r{i} f{i})" for i, r in enumerate(repeats)]
-    return f"lin: {dims(call.first.shape, start=lead)} -> {' '.join(entries)}"
+    entries = [f"r{i}" if i < lead else f"f{i}" if r == 1 else f"(r{i} f{i})" for i, r in enumerate(repeats)]
+    why = {f"r{i}": "the dim is repeated whole" for i in range(len(out))}
+    return Row(f"lin: {dims(call.first.shape, start=lead)} -> {' '.join(entries)}", why)
 
 
 @family("aten.repeat_interleave.self_int")
-def _repeat_interleave(call: Call) -> str | None:
+def _repeat_interleave(call: Call) -> Row | None:
     if call.get("dim") is None:
         return None
     d, shape = call.dim(), call.first.shape
     out = [f"(f{i} r)" if i == d and call.get("repeats") != 1 else f"f{i}" for i in range(len(shape))]
-    return f"lin: {dims(shape)} -> {' '.join(out)}"
+    return Row(f"lin: {dims(shape)} -> {' '.join(out)}", {"r": "each element is repeated whole"})
 
 
 # -- parts of dims
@@ -251,7 +253,7 @@ def _reorder(call: Call) -> Row:
 
 # -- along a dim
 
-_ALONG_NONLINEAR = "softmax.int log_softmax.int _softmax _log_softmax cumprod logcumsumexp _safe_softmax softmin.int"
+_ALONG_NONLINEAR = "softmax.int log_softmax.int _softmax _log_softmax cumprod logcumsumexp _safe_softmax"
 
 
 def _dim_whole(call: Call, kind: str, operands: int = 1) -> Row:
@@ -288,6 +290,14 @@ def _resized(call: Call) -> Row:
     results = "; ".join([" ".join(out)] * len(call.results))
     why = {f"f{d}": f"{call.op.split('.')[1]} runs along the dim"}
     return Row(f"nl: {dims(shape, (d,))} -> {results}", why)
+
+
+@family("aten.log_sigmoid_forward", "aten.log_sigmoid_backward")
+def _log_sigmoid(call: Call) -> str:
+    """The buffer between forward and backward is as large as the input on CPU, empty on CUDA."""
+    buffer = call.results[-1] if "forward" in call.op else call.get("buffer").shape
+    kept = "..." if buffer == call.first.shape else "*"
+    return f"nl: ... -> ...; {kept}" if "forward" in call.op else f"nl[0]: ..., ..., {kept} -> ..."
 
 
 # -- reductions
@@ -396,13 +406,15 @@ def _norm(call: Call) -> Row:
     """normalized_shape of n dims: c becomes c0 ... ; statistics keep these dims as ones."""
     n = len(call.get("normalized_shape"))
     text = RULES[call.op].replace("c!", " ".join(f"c{i}!" for i in range(n))).replace(" 1", " 1" * n)
-    return Row(text, {f"c{i}": "the norm runs over the dim" for i in range(n)})
+    weight = {"native_layer_norm_backward": 4, "fused_rms_norm_backward": 3}.get(call.op.split(".")[1].lstrip("_"))
+    partials = (((weight,), "PRR"[: len(call.results)]),) if weight else ()  # so is the gradient of the input
+    return Row(text, {f"c{i}": "the norm runs over the dim" for i in range(n)}, partials=partials)
 
 
 @family("aten.group_norm")
 def _group_norm(call: Call) -> str:
     inner = " ".join(f"x{i}!" for i in range(len(call.first.shape) - 2))
-    return f"nl: b c! {inner}, c!, c! -> b c! {inner}"
+    return f"nl[1]: b c! {inner}, c!, +c! -> b c! {inner}"
 
 
 # -- indices
@@ -445,9 +457,10 @@ def _gather(call: Call) -> Row:
 def _scatter(call: Call) -> Row:
     shape, d = call.first.shape, call.dim()
     index = [f"f{i}" for i in range(len(shape))]
-    index[d] = "i!"
+    at = "i" if "_add" in call.op else "i!"  # sums may be split over the index
+    index[d] = at
     names = " ".join(index)
-    ids = "~i!" if "index_" in call.op else f"~{names}"
+    ids = f"~{at}" if "index_" in call.op else f"~{names}"
     source = f", +{names}" if call.op != "aten.scatter.value" else ""
     linear = bool(source) or not call.get("value")
     text = (
@@ -464,7 +477,8 @@ def _index_put(call: Call) -> Row | None:
     if not at or at != list(range(at[0], at[-1] + 1)):
         return None
     width = max(len(indices[i].shape) for i in at)
-    ids = [f"i{width - k}!" for k in range(width)]
+    whole = "" if call.get("accumulate") else "!"  # sums may be split over the index
+    ids = [f"i{width - k}{whole}" for k in range(width)]
     left = [f"f{i}" for i in range(len(shape))]
     value = left[: at[0]] + ids + left[at[-1] + 1 :]
     value = value[len(value) - len(values.shape) :]
@@ -496,13 +510,16 @@ def _attention(call: Call) -> Row:
         query, key, value, mask = (p.strip() for p in text.partition(":")[2].partition("->")[0].split(","))
         text = f"nl[2]: {query}, {key}, {value}, {mask} -> ... h t f".replace(" h ", " (n g) ")
         text = text.replace("(n g) s! e!", "n s! e!").replace("(n g) s! f", "n s! f")
+    mask = call.get("attn_mask")
+    if isinstance(mask, Arg) and len(mask.shape) < 3:
+        text = re.sub(r"(\.\.\.|b) (h|\(n g\)) t s!", "t s!" if len(mask.shape) == 2 else "s!", text)
     if call.get("is_causal"):
         text = text.replace(" t ", " t! ", 1).replace(" t,", " t!,", 1)
         why["t"] = "is_causal needs the row index in the whole sequence"
     partials: tuple[tuple[tuple[int, ...], str], ...] = ()
     if call.op.endswith("_backward.default"):
         out = 5 if "efficient" in call.op else 4
-        partials = (((3, out), "PPR"),)  # v partial: so are the output and the gradients of q and k
+        partials = (((3, out), "PPRR"[: len(call.results)]),)  # v partial: so are the output and the gradients of q, k
     return Row(text, why, partials=partials)
 
 
@@ -510,12 +527,13 @@ def _attention(call: Call) -> Row:
 def _nll(call: Call) -> Row | None:
     if len(call.first.shape) != 2:
         return None
-    reduction = call.get("reduction")
-    t = "t!" if reduction == 1 else "t"
-    out = "t" if reduction == 0 else ""
-    results = out if len(call.results) == 1 else f"{out}; "
-    why = {"t": "the mean divides by the weights of all tokens", "v": "the class is indexed"}
-    return Row(f"lin: {t} v!, ~{t}, ~v! -> {results}", why)
+    alone, reduction = len(call.results) == 1, call.get("reduction")
+    t = "t" if reduction == 0 or (reduction == 2 and alone) else "t!"
+    results = ("t" if reduction == 0 else "") + ("" if alone else "; *" if reduction == 0 else "; ~")
+    why = {"v": "the class is indexed"}
+    if t == "t!":
+        why["t"] = "the sum of weights is over all tokens"
+    return Row(f"lin[0]: {t} v!, ~{t}, ~v! -> {results}", why)
 
 
 @family("aten.nll_loss_backward")

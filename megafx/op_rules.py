@@ -70,6 +70,7 @@ class Template:
     parts: dict[int, Part] = field(default_factory=dict)
     special: str | None = None
     reason: str = ""
+    roles: tuple[str, ...] = ()  # of results: 'x', '~' never partial by linearity, '*' no tensor of interest
 
     def entries(self, i: int, result: int = 0) -> Entries:
         """Factors by dim of operand i, or of a result for i = -1."""
@@ -80,6 +81,12 @@ class Template:
         return not self.carries(-1, f, result) and any(
             self.carries(i, f) for g, outs in self.groups if outs[result] == "P" for i in g
         )
+
+    def untouched(self, f: str, result: int) -> bool:
+        """Whether a result does not depend on how f is sharded: only operands that it is independent of have f."""
+        role = self.roles[result] if self.roles else "x"
+        carriers = {i for i in range(len(self.operands)) if self.carries(i, f)}
+        return role == "*" or (role == "~" and carriers <= {i for g, _ in self.groups for i in g})
 
     def carries(self, i: int, f: str, result: int = 0) -> bool:
         return any(f in names(e) for e in self.entries(i, result))
@@ -146,6 +153,14 @@ def _schema(target: Any) -> tuple[tuple[str, Any, bool], ...]:
     )
 
 
+def schema_of(op: str) -> list[tuple[str, Any, bool, bool]]:
+    """(name, default, holds tensors, keyword only) of each argument of 'namespace.name.overload'."""
+    namespace, name, overload = op.split(".")
+    target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    keyword = [a.kwarg_only for a in target._schema.arguments]
+    return [(*a, k) for a, k in zip(_schema(target), keyword, strict=True)]
+
+
 class _Reader:
     """Turns a node into a Call and remembers where its tensors came from."""
 
@@ -195,10 +210,15 @@ def read_call(
     return reader.call(node), reader.tensors
 
 
-def rule_for(node: fx.Node, program: Program, active: set[fx.Node]) -> OpRule:
+def rule_for(node: fx.Node, program: Program, active: Container[fx.Node]) -> OpRule:
     """The rule of an active call_function node; kind 'none' with a reason where there is none."""
-    call, tensors = read_call(node, program.sizes, active, {})
-    template = template_of(call, tuple(x is not None for x in tensors), registered_rule(call.op))
+    return rule_of(node, program.sizes, active)
+
+
+def rule_of(node: fx.Node, sizes: Sizes, active: Container[fx.Node], own: str | None = None) -> OpRule:
+    """`rule_for` without a program. own: a rule string to use in place of the op's."""
+    call, tensors = read_call(node, sizes, active, {})
+    template = template_of(call, tuple(x is not None for x in tensors), own or registered_rule(call.op))
     operands = []
     for spec in template.operands:
         path, source = tensors[spec.slot]  # type: ignore[misc]
@@ -275,10 +295,11 @@ def _bound(call: Call, args: list[Arg | None], row: Row) -> Template:
         tuple(s or () for s in call.results),
         call.several,
         bound.sizes,
-        {f: row.why.get(f, why) for f, why in bound.forbidden.items()},
+        {**bound.forbidden, **{f: why for f, why in row.why.items() if f in bound.sizes}},
         tuple((tuple(order[i] for i in g if i in order), outs) for g, outs in groups if g[0] in order),
         {(i if i == -1 else order[i]): part for i, part in row.parts.items() if part.factor in bound.sizes},
         special,
+        roles=tuple(p.role for p in rule.results[: len(call.results)]),
     )
 
 
@@ -318,7 +339,7 @@ def place(template: Template, i: int, f: str, layout: Layout, t: int, result: in
             cut = slice_layout(layout, part.start, part.end, t)
         return None if cut is None else S(d, cut)
     if i == -1:
-        return P if template.summed(f, result) else None
+        return P if template.summed(f, result) else R if template.untouched(f, result) else None
     spec = template.operands[i]
     if spec.role == "+" and template.summed(f, result):
         return P if spec.active else None
