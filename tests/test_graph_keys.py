@@ -39,7 +39,9 @@ def test_sizes_and_keyword_order_are_not_in_the_key():
 def test_what_capture_bakes_in_is_in_the_key(change):
     maker = KeyMaker(nn.Module())
     others = [key_of(maker, ids=IDS), key_of(maker, ids=IDS.float())]
-    assert key_of(maker, **change) not in (others if change["ids"] is IDS or isinstance(change["ids"], list) else others[:1])
+    assert key_of(maker, **change) not in (
+        others if change["ids"] is IDS or isinstance(change["ids"], list) else others[:1]
+    )
 
 
 def test_requires_grad_of_inputs_counts_with_grad_mode_only():
@@ -56,7 +58,9 @@ def test_state_of_modules_and_parameters_is_in_the_key():
     maker = KeyMaker(model)
 
     def key():
-        return key_of(maker, IDS, state=(module_state(list(model.modules())), parameter_state(list(model.parameters()))))
+        return key_of(
+            maker, IDS, state=(module_state(list(model.modules())), parameter_state(list(model.parameters())))
+        )
 
     keys = [key()]
     model[1].eval()

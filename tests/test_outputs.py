@@ -25,7 +25,15 @@ def lazy():
 
 def test_metadata_costs_nothing(lazy):
     x, made = lazy
-    assert (x.shape, x.dtype, x.device.type, x.dim(), x.numel(), x.size(1), len(x)) == ((2, 3), torch.float32, "cpu", 2, 6, 3, 2)
+    assert (x.shape, x.dtype, x.device.type, x.dim(), x.numel(), x.size(1), len(x)) == (
+        (2, 3),
+        torch.float32,
+        "cpu",
+        2,
+        6,
+        3,
+        2,
+    )
     assert isinstance(x, torch.Tensor) and not x.requires_grad and x.is_floating_point() and x.grad_fn is None
     assert "LazyTensor(shape=(2, 3)" in repr(x)
     assert x.detach() is x
