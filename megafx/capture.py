@@ -168,7 +168,7 @@ class _Capture:
         raise translate(telling[-1], self.model) from None
 
     def _attempt_with_fixes(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
-        """Export; where it says which bound a dim has (`assert t <= block_size`) or that it is a constant, do so and try again."""
+        """Export; where it tells the bound of a dim (`assert t <= block_size`), or that it is a constant, once more so."""
         try:
             return self._attempt(sizes, mode)
         except Exception as error:

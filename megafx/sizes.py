@@ -189,7 +189,7 @@ class SizeEmitter:
                 return source
             value = source.meta["val"].shape[dim]
             return self._call(expr, torch.ops.aten.sym_size.int, (source, dim), value)
-        env = {s: _Emit(self, self._expr(s)) for s in expr.free_symbols}
+        env = {s: _Emit(self, self._expr(s)) for s in sorted(expr.free_symbols, key=str)}
         node = sympy_interp(_EmitAnalysis, env, expr).node
         self._nodes[expr] = node
         return node

@@ -44,7 +44,7 @@ def fqn_of_stack(nn_module_stack: Mapping[str, tuple[str, object]] | None, root:
     """Path, relative to `root`, of the deepest module on the stack ('' is the root itself)."""
     if not nn_module_stack:
         return ""
-    path = next(reversed(nn_module_stack.values()))[0]
+    path = list(nn_module_stack.values())[-1][0]
     return strip_root(path, root)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Builder, Program
-from megafx.sizes import SizeEmitter
+from megafx.sizes import SizeEmitter, symbol_sources
 
 BY = "canonicalize"
 Rewrite = Callable[["Editor", fx.Node], bool]
@@ -21,6 +21,7 @@ class Editor:
     def __init__(self, program: Program) -> None:
         self.program, self.graph = program, program.graph
         self.size_node = SizeEmitter(program.graph, program.sizes)
+        self.input_symbols = set(symbol_sources(program.graph))
 
     def at(self, node: fx.Node) -> Builder:
         """A builder of nodes before `node`, which they stem from."""

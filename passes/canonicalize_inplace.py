@@ -20,6 +20,24 @@ from megafx.ir import VAL, Output, fake_args, fqn_of, inherit, source_of
 
 aten = torch.ops.aten
 
+# Views that show the whole of their operand, in its order, where the shape is the same (casts and copies that are none included).
+_WHOLE = frozenset(
+    {
+        aten.slice.Tensor,
+        aten.reshape.default,
+        aten.expand.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.contiguous.default,
+        aten.type_as.default,
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.other,
+        aten.to.dtype_layout,
+        aten.lift_fresh.default,
+    }
+)
+
 
 def functionalize(editor: Editor) -> int:
     """Rewrite every in-place op; no work where the graph has none."""
@@ -173,6 +191,8 @@ class _Functionalizer:
         """`whole` with the elements that `view` shows replaced by `part`: the inverse of the view."""
         emit = self.editor.at(where)
         target, rest = view.target, view.args[1:]
+        if self.editor.same_shape(whole.meta[VAL], part.meta[VAL]) and target in _WHOLE:
+            return part
         if target is aten.slice.Tensor:
             return emit(aten.slice_scatter.default, whole, part, *rest)
         if target is aten.select.int:
@@ -186,8 +206,6 @@ class _Functionalizer:
             return emit(aten.permute.default, part, [order.index(d) for d in range(len(order))])
         if target in (aten.reshape.default, aten.unsqueeze.default):
             return emit(aten.reshape.default, part, self.editor.shape(whole.meta[VAL]))
-        if self.editor.same_shape(whole.meta[VAL], part.meta[VAL]):
-            return part  # alias, detach, a cast or copy that was none
         raise _refuse(where, f"{where.target} writes into a view made by {target}")
 
     # -- results

@@ -148,6 +148,8 @@ def _cast_operands(editor: Editor, node: fx.Node, mode: _Mode) -> None:
     if not operands:
         return
     wanted = _dtype(node.meta[VAL])
+    if wanted is None:
+        return
     casts = _observed_casts(editor, node, operands, mode)
     for attempt in (casts, dict.fromkeys(operands, wanted), dict.fromkeys(operands, torch.float32)):
         if _dtype(_run(editor, node, attempt)) == wanted:

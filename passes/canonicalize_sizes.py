@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megafx.passes.canonicalize_common import Editor
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from megafx.errors import CaptureError
 from megafx.ir import VAL, fqn_of, source_of
@@ -43,10 +44,11 @@ def root_sizes(editor: Editor) -> int:
 
 
 def _differ(node: fx.Node, args: Any, kwargs: Any) -> bool:
-    before, after = [], []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: before.append(n) or n)
-    fx.node.map_arg((args, kwargs), lambda n: after.append(n) or n)
-    return before != after
+    return _leaves(node.args, node.kwargs) != _leaves(args, kwargs)
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    return pytree.tree_leaves((list(args), dict(kwargs)))
 
 
 def _rooted(editor: Editor, size: fx.Node) -> Any:
@@ -54,9 +56,21 @@ def _rooted(editor: Editor, size: fx.Node) -> Any:
     try:
         return editor.arg(value if isinstance(value, int) or not value.node.expr.is_Integer else int(value.node.expr))
     except KeyError:
+        maker = _maker(editor, value.node.expr.free_symbols) or size
         raise CaptureError(
-            f"a size ({value}) depends on the data of a tensor",
+            f"the shape of the result of {maker.target} depends on the data of a tensor",
             fix="compute with masks (torch.where) instead of selecting by data (nonzero, x[mask], .item())",
-            module=fqn_of(size),
-            source=source_of(size),
+            module=fqn_of(maker),
+            source=source_of(maker),
         ) from None
+
+
+def _maker(editor: Editor, symbols: set[Any]) -> fx.Node | None:
+    """The first node whose value has a size that is no size of an input."""
+    for node in editor.graph.nodes:
+        value = node.meta.get(VAL)
+        if node.op == "call_function" and isinstance(value, torch.Tensor):
+            for n in value.shape:
+                if isinstance(n, torch.SymInt) and n.node.expr.free_symbols & (symbols - editor.input_symbols):
+                    return node  # type: ignore[no-any-return]
+    return None

@@ -114,8 +114,7 @@ def one_spelling_of_select(editor: Editor, node: fx.Node) -> bool:
 def one_spelling_of_slice(editor: Editor, node: fx.Node) -> bool:
     """slice with dim, start and end counted from the front; end is where it really ends."""
     if node.target is aten.narrow.default:
-        dim, start, length = (argument(node, k) for k in ("dim", "start", "length"))
-        dim %= node.meta[VAL].dim()
+        dim, start = argument(node, "dim") % node.meta[VAL].dim(), argument(node, "start")
         return respell(node, aten.slice.Tensor, _slice_args(editor, node, dim, start, node.meta[VAL].shape[dim]))
     if node.target is not aten.slice.Tensor:
         return False
