@@ -208,15 +208,24 @@ class Policy:
                 gone[reason] += 1
             else:
                 left.append(strategy)
-        if self.sequence_parallel is True and (self.in_residual_stream(node) or _normalised_places(node, rule)):
-            on_shard = [s for s in left if s.out == P or self.shards_sequence(node, s)]
-            if any(s.out != P for s in on_shard):
-                left = prefer(left, on_shard, SEQUENCE_WANTED, gone)
+        if self.sequence_parallel is True:
+            left = self._prefer_sequence(node, rule, left, gone)
         weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
         if str(node.target) in MATMULS and weights and node not in self.weights:
             sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]
             left = prefer(left, sharded, SHARD_WEIGHTS, gone)
         return left, dict(gone)
+
+    def _prefer_sequence(
+        self, node: fx.Node, rule: OpRule, left: list[Strategy], gone: dict[str, int]
+    ) -> list[Strategy]:
+        """Norms on a shard of the sequence; the rest of the residual stream there too, or still partial."""
+        on_shard = [s for s in left if self.shards_sequence(node, s)]
+        if _normalised_places(node, rule):
+            return prefer(left, on_shard, SEQUENCE_WANTED, gone)
+        if on_shard and self.in_residual_stream(node):
+            return prefer(left, [*on_shard, *(s for s in left if s.out == P)], SEQUENCE_WANTED, gone)
+        return left
 
     def allows_conversion(self, node: fx.Node, src: Placement, dst: Placement) -> bool:
         """Weights are neither gathered nor stored whole and used in slices."""

@@ -180,17 +180,26 @@ def _row(program: Program, planning: Planning, node: fx.Node) -> Row | None:
     has_weight = bool(weights) and node not in planning.weights
     if not (communicates or has_weight or rule.kind == "none"):
         return None
-    ins = ", ".join(str(p) for p in choice.ins)
+    ins = ", ".join(text_of(p, program) for p in choice.ins)
     shape = "x".join(str(n) for n in weights[0][0].node.meta[VAL].shape) if weights else ""
     return Row(
         fqn_of(node) or "<root>",
         str(node.target).removeprefix("aten.").removesuffix(".default"),
         _style(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if rule.kind == "none" else ""),
-        f"{ins} -> {choice.out}",
+        f"{ins} -> {text_of(choice.out, program)}",
         shape,
         moves,
         str(source_of(node) or ""),
     )
+
+
+def text_of(placement: Placement, program: Program) -> str:
+    """'S2', or with the layout where it is not one contiguous range: 'S2/8x64', 'S0/batch*(seq)'."""
+    if not placement.is_shard or placement.cut.simple():
+        return str(placement)
+    text = program.sizes.text
+    blocks = "+".join(text(c) + (f"x{text(u)}" if u != 1 else "") for c, u in placement.cut.blocks)
+    return f"S{placement.dim}/" + (f"{text(placement.cut.rep)}*({blocks})" if placement.cut.rep != 1 else blocks)
 
 
 def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
@@ -226,7 +235,7 @@ def _move(program: Program, planning: Planning, value: fx.Node, made: fx.Node) -
     backward = row.backward if planning.training and is_floating(value) else LOCAL
     seconds = sum(collective_seconds(c, numel, itemsize, planning.hardware, t) for c in (row.forward, backward))
     sent = [payload(c, numel, t) * itemsize for c in (row.forward, backward)]
-    return Move(str(src), str(dst), row.forward, backward, *sent, round(seconds * 1e6, 3))
+    return Move(text_of(src, program), text_of(dst, program), row.forward, backward, *sent, round(seconds * 1e6, 3))
 
 
 def _named(pattern: str, rows: list[Row]) -> Row:

@@ -95,7 +95,9 @@ class Sizes:
         return coefficient
 
     def text(self, structural: int) -> str:
-        return str(structural) if self.is_static(structural) else str(self.expr(structural)).replace(" ", "")
+        """For people: symbols by the names that they have."""
+        named = {symbol: sympy.Symbol(name) for name, symbol in self.symbols.items()}
+        return str(self.expr(structural).xreplace(named)).replace(" ", "")
 
 
 def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
