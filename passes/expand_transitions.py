@@ -42,6 +42,9 @@ def expand_transitions(program: Program) -> int:
             sizes.anchor = node.next
     for node in reversed(transitions):
         graph.erase_node(node)
+    for node in reversed(graph.nodes):  # sizes of views that merged into others
+        if node.op == "call_function" and not node.users and isinstance(node.meta[VAL], torch.SymInt):
+            graph.erase_node(node)
     _separate_gradients(program)
     program.gm.recompile()
     program.phase = ENSURES
