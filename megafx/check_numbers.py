@@ -125,8 +125,8 @@ def _may_draw(program: Program) -> bool:
 def _made_up(spec: Input, value: Any) -> Any:
     """A value like the placeholder's: 0 or 1 for whole numbers, which are ids, labels, masks or token types."""
     if not isinstance(value, Tensor):
-        return int(value)  # a size: its hint
-    shape = [int(n) for n in value.shape]
+        return _hint(value)
+    shape = [_hint(n) for n in value.shape]
     like = torch.empty(shape, dtype=value.dtype)
     if spec.kind == "seed":
         return torch.tensor(1234)
@@ -136,6 +136,11 @@ def _made_up(spec: Input, value: Any) -> Any:
         return torch.randint(0, 2, shape, generator=_generator(spec)).to(value.dtype)
     noise = _noise(spec, like)
     return {"param": noise / 8, "buffer": noise.abs() + 0.5}.get(spec.kind, noise)  # a buffer may be a variance
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """The size in the trace. (int(size) would fix the symbol to it.)"""
+    return size if isinstance(size, int) else size.node.hint
 
 
 def _noise(spec: Input, like: Tensor) -> Tensor:
