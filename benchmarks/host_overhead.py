@@ -23,8 +23,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
 from megafx.ir import Input, Output, Program
-from megafx.placements import I, Layout, S
-from megafx.plan import Plan
+from megafx.placements import I, Layout, Placement, S
 from megafx.runtime import CompiledCall, CompileRequest, make_parallel
 from megafx.sizes import Sizes
 
@@ -50,9 +49,9 @@ class Nothing:
         return [torch.empty_like(x) for x in kept[:-1]]
 
 
-def compile_nothing(plan: Plan) -> Any:
+def compile_nothing(placements: dict[str, Placement]) -> Any:
     def compile_call(request: CompileRequest) -> CompiledCall:
-        names = list(plan.params)
+        names = list(placements)
         gm = torch.fx.GraphModule({}, torch.fx.Graph())
         gm.graph.output(())
         gm.recompile()
@@ -61,7 +60,7 @@ def compile_nothing(plan: Plan) -> Any:
         leaf = Leaf("kwargs[x]", True, torch.float32, (sympy.Symbol("s0"),))
         in_spec = pytree.tree_structure(call_tree((), {"x": 0}, {}))
         program.call = CallSpec(in_spec, (leaf,), pytree.tree_structure(0), (OutputLeaf(0),))
-        return CompiledCall(program, Nothing(), list(range(len(names))), [0], plan, shards=[None])
+        return CompiledCall(program, Nothing(), list(range(len(names))), [0], placements, shards=[None])
 
     return compile_call
 
@@ -100,8 +99,7 @@ def main() -> dict[str, float]:
     for label, sharded in (("plain parameters (t=1)", None), ("DTensor parameters", True)):
         placements = {n: S(0, Layout.contiguous(8, 1)) if sharded and i % 3 else I for i, n in enumerate(names)}
         model = Many(count)
-        plan = Plan(t=1, params=placements)
-        make_parallel(model, compile_nothing(plan), mesh if sharded else None, check_inputs_every=0)
+        make_parallel(model, compile_nothing(placements), mesh if sharded else None, check_inputs_every=0)
         for accumulate in (False, True):
             name = f"{label}, {'accumulating' if accumulate else 'grad set to None'}"
             result[name] = measure(model, accumulate) / count * 1e6

@@ -38,8 +38,8 @@ def tensor_parallel_mesh(
     if size != world:
         raise AgreementError(
             f"tensor_model_parallel_size={size}, but the world has {world} ranks",
-            fix=f"start {size} ranks, or pass mesh= with a dim named '{axis}' of size {size} (averaging gradients over its other "
-            "dims is then yours)",
+            fix=f"start {size} ranks, or pass mesh= with a dim named '{axis}' of size {size}: averaging gradients over "
+            "its other dims is then yours",
         )
     if size == 1:
         return None

@@ -80,8 +80,13 @@ class Parallel:
         )
 
 
-class _SavePretrained:
-    """For models that have `save_pretrained`: whole tensors are written, by rank 0."""
+class _Pretrained:
+    """For Hugging Face models: whole tensors are saved, by rank 0; text is generated without a key-value cache."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the class's own, `use_cache` being False unless asked for: graphs have no cache."""
+        kwargs.setdefault("use_cache", False)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         runtime = cast(Parallel, self).megafx
@@ -105,6 +110,6 @@ def parallel_class(original: type[nn.Module]) -> type[nn.Module]:
         return self.megafx.call(args, kwargs)
 
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
-    bases = (Parallel, _SavePretrained, original) if hasattr(original, "save_pretrained") else (Parallel, original)
+    bases = (Parallel, _Pretrained, original) if hasattr(original, "save_pretrained") else (Parallel, original)
     namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, bases, namespace)

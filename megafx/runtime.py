@@ -10,8 +10,9 @@ measures it (at most 10 us a parameter and step).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,7 +31,6 @@ from megafx.outputs import OutputShard, make_dtensor, make_lazy, output_shards
 from megafx.parallel_class import RUNTIME, parallel_class
 from megafx.params import Slot, parameter_slots, replicate_parameters, shard_like, shard_parameters
 from megafx.placements import Placement
-from megafx.plan import Plan
 from megafx.tp_tensor import TPTensor, wrap
 
 
@@ -63,15 +63,15 @@ class CompiledCall:
 
     program: inputs and outputs in placeholder order (`program.call` is the CallSpec). executable: forward(inputs without
     tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one for each of `wrt` (indices of
-    inputs). differentiated: indices of outputs that bring a tangent. plan: its `params` say how parameters are stored.
-    shards: as `outputs.output_shards`.
+    inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. shards: as
+    `outputs.output_shards`.
     """
 
     program: Program
     executable: Runs
     wrt: list[int]
     differentiated: list[int]
-    plan: Plan
+    params: Mapping[str, Placement]
     shards: list[OutputShard | None] | None = None
     spec: CallSpec = field(init=False)
 
@@ -87,8 +87,8 @@ CompileCall = Callable[[CompileRequest], CompiledCall]
 class Runtime:
     """Graphs and parameters of one parallelized model. `model.megafx` is it.
 
-    captures: graphs captured so far. notes: what the user should know. plan: of the first graph; it settles how parameters are
-    stored.
+    captures: graphs captured so far. notes: what the user should know. params: FQN -> storage, once that is settled.
+    parallelizer: what compiles (set by api).
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Runtime:
         self.captures = 0
         self.step = 0
         self.capturing = False
-        self.parallelizer: Any = None  # what compile_call belongs to, where api.parallelize made it
         self.notes: list[Note] = []
-        self.plan: Plan | None = None
+        self.params: Mapping[str, Placement] | None = None
+        self.parallelizer: Any = None
         self.graphs: dict[Hashable, list[_Graph]] = {}
         self.keys = KeyMaker(model)
         self.normalize = Normalizer(self.original.forward)
@@ -166,7 +166,7 @@ class Runtime:
             gather_outputs=self.gather_outputs,
             loss_in_graph=self.loss_in_graph,
         )
-        new.plan, new.notes = self.plan, list(self.notes)
+        new.params, new.notes, new.parallelizer = self.params, list(self.notes), self.parallelizer
         new._install()
         return model
 
@@ -185,19 +185,10 @@ class Runtime:
 
     def settle(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plan the training form of a call and shard the parameters by it, without compiling the call."""
-        request = CompileRequest(self.model, self._call_of(tuple(args), dict(kwargs), None), frozenset(), None, None)
-        self.capturing = True
-        try:
-            placements = self.parallelizer.settle(request)
-        finally:
-            self.capturing = False
-        self._shard(placements)
-
-    def _shard(self, placements: Mapping[str, Placement]) -> None:
-        self.params = dict(placements)
-        if self.mesh is not None:
-            with torch.inference_mode(False):
-                shard_parameters(self.model, self.params)
+        call = self._call_of(tuple(args), dict(kwargs), None)
+        with self._capturing(True):
+            params = self.parallelizer.settle(self._request(call, frozenset(), True))
+        self._adopt(params)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the root forward does."""
@@ -258,33 +249,43 @@ class Runtime:
         if self.mesh is not None:
             self._check_sharded(params)
             agreement.check_same("the call that is to be captured", self._describe(call), self.group)
+        with self._capturing(grad):
+            compiled = self.compile_call(self._request(call, varying, grad))
+        self.captures += 1
+        if self.mesh is not None:
+            agreement.check_same("the graph", compiled.program.gm.code, self.group)
+        self._adopt(compiled.params)
+        for note in compiled.program.notes:
+            if note not in self.notes:
+                self.notes.append(note)
+        return _Graph(self, compiled)
+
+    def _request(self, call: Call, varying: frozenset[int], grad: bool) -> CompileRequest:
         names = call.names()
         wanted = {n for n, slot in self.slots.items() if (p := slot.get()) is not None and p.requires_grad}
         wanted |= {
             n for n, v in zip(names, call.leaves, strict=True) if isinstance(v, torch.Tensor) and v.requires_grad
         }
         wants_grad = frozenset(wanted) if grad and wanted else None
-        request = CompileRequest(
-            self.model, call, frozenset(names[i] for i in varying), wants_grad, self.plan.params if self.plan else None
-        )
+        return CompileRequest(self.model, call, frozenset(names[i] for i in varying), wants_grad, self.params)
+
+    @contextlib.contextmanager
+    def _capturing(self, grad: bool) -> Iterator[None]:
+        """The model is the user's own within: its forward, its hooks."""
         self.capturing = True
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
-                compiled = self.compile_call(request)
+                yield
         finally:
             self.capturing = False
-        self.captures += 1
-        if self.mesh is not None:
-            agreement.check_same("the graph", compiled.program.gm.code, self.group)
-        if self.plan is None:
-            self.plan = compiled.plan
+
+    def _adopt(self, params: Mapping[str, Placement]) -> None:
+        """Settle how parameters are stored, once."""
+        if self.params is None:
+            self.params = dict(params)
             if self.mesh is not None:
                 with torch.inference_mode(False):
-                    shard_parameters(self.model, self.plan.params)
-        for note in compiled.program.notes:
-            if note not in self.notes:
-                self.notes.append(note)
-        return _Graph(self, compiled)
+                    shard_parameters(self.model, self.params)
 
     def _check_sharded(self, params: Sequence[torch.Tensor]) -> None:
         for name, param in zip(self.slots, params, strict=True):
@@ -293,12 +294,6 @@ class Runtime:
                     f"parameter '{name}' was replaced after megafx.parallelize by a {type(param).__name__}",
                     fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
                 )
-
-    def report(self) -> Any:
-        """The report of the plan."""
-        if self.plan is None:
-            raise UsageError("nothing is planned before the first call", fix="call the model, or pass example_inputs=")
-        return self.plan.report
 
     def seed(self) -> torch.Tensor:
         """The seed of this step."""

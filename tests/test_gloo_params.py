@@ -1,5 +1,5 @@
-"""Sharded parameters on real gloo ranks: optimizers, norms and clipping as in one process, and no way to take the physical order
-for the logical one.
+"""Sharded parameters on real gloo ranks: optimizers, norms and clipping as in one process, and no way to take the physical
+order for the logical one.
 
 Run as a script, this file is one of the ranks.
 """
