@@ -63,8 +63,26 @@ def capture_call(
     tree = call_tree(args, kwargs, loss_inputs)
     if loss_inputs and loss_fn is None:
         raise CaptureError("loss_inputs without a loss_fn", fix="pass loss_fn= to parallelize, or drop loss_inputs")
-    capture = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, varying)
-    return capture.run()
+    baked = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, frozenset()).run()
+    if not varying:
+        return baked
+    try:
+        program = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, varying).run()
+    except CaptureError as error:
+        reason = error.found
+    else:
+        if _result_types(program) == _result_types(baked):
+            return program
+        reason = "as tensors they mean something else to the model"
+    names = ", ".join(sorted(varying))
+    baked.note("capture", f"{names}: baked into the graph, captured anew for each value ({reason})")
+    return baked
+
+
+def _result_types(program: Program) -> list[Any]:
+    """What tells whether a number given as a tensor was taken for something else (an index, say)."""
+    values = [n.meta[VAL] for n in program.output_node().all_input_nodes]
+    return [(str(v.shape), v.dtype) if isinstance(v, torch.Tensor) else str(v) for v in values]
 
 
 class _Call(nn.Module):
@@ -84,7 +102,9 @@ class _Call(nn.Module):
         with contextlib.ExitStack() as stack:
             for context in self.autocast:
                 stack.enter_context(torch.autocast(**context))
+            buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             output = self.call(self.model, *args, **kwargs)
+            _write_back(buffers)
             _register_outputs(output)
             return output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
 
@@ -193,6 +213,25 @@ class _Capture:
 
     def _attempt(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+        notes: list[str] = []
+        with (
+            _without_ambient_modes(),
+            prepared(self.model, fake_mode, self.device, self.stand_ins, notes.append),
+            _quiet(),
+        ):
+            call, shapes = self._fake_call(fake_mode, sizes, mode)
+            exported = torch.export.export(
+                self.root,
+                call,
+                dynamic_shapes=shapes,
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=mode == "deferred",
+            )
+        self.notes += notes
+        return exported
+
+    def _fake_call(self, fake_mode: FakeTensorMode, sizes: dict[str, int], mode: str) -> tuple[Any, Any]:
+        """The call on fakes of these sizes, and its dynamic_shapes."""
         specs = iter(self.dims.specs(automatic=mode == "automatic"))
         leaves: list[Any] = []
         dynamic: list[Any] = []
@@ -203,30 +242,14 @@ class _Capture:
                 leaves.append(fake_like(value, fake_mode, self.device, keep=value, shape=shape))
                 dynamic.append(next(specs))
                 index += 1
-            elif name in self.varying and isinstance(value, (int, float)):
+            elif name in self.varying and _is_number(value):
                 with fake_mode:
                     leaves.append(torch.empty((), dtype=_scalar_dtype(value), device=self.device))
                 dynamic.append({})
             else:
                 leaves.append(value)
                 dynamic.append(None)
-        call = pytree.tree_unflatten(leaves, self.in_spec)
-        shapes = pytree.tree_unflatten(dynamic, self.in_spec)
-        notes: list[str] = []
-        with (
-            prepared(self.model, fake_mode, self.device, self.stand_ins, notes.append),
-            _without_ambient_autocast(),
-            _quiet(),
-        ):
-            exported = torch.export.export(
-                self.root,
-                call,
-                dynamic_shapes=shapes,
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=mode == "deferred",
-            )
-        self.notes += notes
-        return exported
+        return pytree.tree_unflatten(leaves, self.in_spec), pytree.tree_unflatten(dynamic, self.in_spec)
 
     # -- the Program
 
@@ -431,6 +454,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
+def _write_back(buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    """A buffer that forward replaced (`self.mean = ...`) is written in place instead, which the graph records."""
+    for module, name, old in buffers:
+        new = module._buffers.get(name)
+        if new is not None and new is not old:
+            with torch.no_grad():
+                old.copy_(new)
+            module._buffers[name] = old
+
+
 def _register_outputs(output: Any) -> None:
     """Dataclass outputs that nobody registered become pytrees, so that export can flatten them."""
     kind = type(output)
@@ -454,8 +487,9 @@ def _ambient_autocast() -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _without_ambient_autocast() -> Iterator[None]:
-    """`_Call` enters the caller's autocast inside of the graph, where export records it; outside it is off."""
+def _without_ambient_modes() -> Iterator[None]:
+    """`_Call` enters the caller's autocast inside of the graph, where export records it; outside it is off. Fakes made in
+    inference mode could not be traced: within, it is no_grad."""
     with contextlib.ExitStack() as stack:
         for context in _ambient_autocast():
             stack.enter_context(torch.autocast(context["device_type"], enabled=False))

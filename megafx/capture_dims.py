@@ -125,16 +125,21 @@ def name_dims(
 
 def _batch_size(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
     """Dim 0 of the first 2-D integer tensor, else of the first tensor that has dims."""
-    ids = [t for _, t in tensors if t.dim() == 2 and not t.is_floating_point()]
+    ids = [t for _, t in tensors if _is_ids(t)]
     rest = [t for _, t in tensors if t.dim() >= 2] or [t for _, t in tensors if t.dim() == 1]
     return next((t.shape[0] for t in (*ids, *rest)), -1)
 
 
 def _sequence_carriers(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     """2-D integer tensors (ids); without any, ids of several choices, or 3-D floating tensors (embedded tokens)."""
-    ids = [(n, t) for n, t in tensors if t.dim() == 2 and not t.is_floating_point()]
+    ids = [(n, t) for n, t in tensors if _is_ids(t)]
     choices = [(n, t) for n, t in tensors if _is_choices(t)]
     return ids or choices or [(n, t) for n, t in tensors if t.dim() == 3 and t.is_floating_point()]
+
+
+def _is_ids(tensor: torch.Tensor) -> bool:
+    """[batch, sequence] of integers (a bool tensor may be a [sequence, sequence] mask)."""
+    return tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
 
 
 def _is_choices(tensor: torch.Tensor) -> bool:

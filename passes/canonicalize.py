@@ -17,6 +17,7 @@ from megafx.passes import canonicalize_inplace as inplace
 from megafx.passes import canonicalize_linear as linear
 from megafx.passes import canonicalize_loss as loss
 from megafx.passes import canonicalize_noops as noops
+from megafx.passes import canonicalize_norms as norms
 from megafx.passes import canonicalize_random as random
 from megafx.passes import canonicalize_regions as regions
 from megafx.passes import canonicalize_sizes as sizes
@@ -41,6 +42,7 @@ VIEWS: tuple[_Each, ...] = (
     views.one_spelling_of_slice,
     random.native_dropout_to_dropout,
     noops.erase_idle_dropout,
+    norms.write_out_running_statistics,
 )
 VALUES: tuple[_Each, ...] = (
     noops.one_spelling_of_casts,

@@ -20,7 +20,7 @@ from megafx.ir import VAL, Output, fake_args, fqn_of, inherit, source_of
 
 aten = torch.ops.aten
 
-# Views that show the whole of their operand, in its order, where the shape is the same (casts and copies that are none included).
+# Views that show the whole of their operand, in order, where the shape is the same (casts and copies that are none too).
 _WHOLE = frozenset(
     {
         aten.slice.Tensor,
