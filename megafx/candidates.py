@@ -24,7 +24,7 @@ from megafx.op_rules import OpRule, Template, factor_layouts, place, row
 from megafx.placements import Layout
 from megafx.rules import names
 from megafx.sizes import FIRST_PRIME, Sizes
-from megafx.views import map_view, slice_layout, whole_of_part
+from megafx.views import map_view, slice_layout, wholes_of_part
 
 Cut = tuple[int, Layout]
 
@@ -149,9 +149,9 @@ def _transfer(
     options = factor_layouts(template, i, dim, layout, t)
     part = template.parts.get(i)
     if part is not None and _part_dim(template, i) == dim:
-        whole = whole_of_part(layout, part.start, bounds, t) if bounds[-1] < FIRST_PRIME else None
-        fits = whole is not None and slice_layout(whole, part.start, part.end, t) == layout
-        options = iter([(part.factor, whole)] if whole is not None and fits else [])
+        wholes = wholes_of_part(layout, part.start, bounds, t) if bounds[-1] < FIRST_PRIME else []
+        fitting = [w for w in wholes if slice_layout(w, part.start, part.end, t) == layout]
+        options = iter([(part.factor, whole) for whole in fitting])
     layouts: dict[tuple[str, Layout], None] = {}
     implied: dict[tuple[int, int, Layout], None] = {}
     for f, cut in options:

@@ -158,26 +158,43 @@ def local_offset(layout: Layout, position: int, t: int) -> int | None:
     return local
 
 
-def whole_of_part(part: Layout, start: int, bounds: Sequence[int], t: int) -> Layout | None:
-    """A layout of a dim that is cut at `bounds`, such that [start, start + part.size) has layout `part`.
+def wholes_of_part(part: Layout, start: int, bounds: Sequence[int], t: int) -> list[Layout]:
+    """Layouts of a dim that is cut at `bounds`, such that [start, start + part.size) has layout `part`.
 
-    Each other interval is cut like `part`: by whole periods of it; in the same whole units where `part` is one uneven block
-    (the other heads of a fused projection); evenly where it is one even block. None where no interval can be like it.
+    Each other interval is cut like `part`: by whole periods of it; evenly where it is one even block. Where it is one uneven
+    block there are two ways: in the same units (the heads of a fused q|k|v), and in as many units (15 query heads as 5 groups
+    of 3, with 5 heads of k and v).
     """
+    ways: list[Callable[[int], int | None]] = [lambda size: 1]
+    if part.simple() and part.padded(t):
+        count, unit = part.blocks[0]
+        ways = [
+            lambda size: unit if size % unit == 0 else 1,
+            lambda size: size // count if size % count == 0 else None,
+        ]
+    found = [_whole(part, start, bounds, t, way) for way in ways]
+    return list(dict.fromkeys(layout for layout in found if layout is not None))
+
+
+def _whole(
+    part: Layout, start: int, bounds: Sequence[int], t: int, unit_of: Callable[[int], int | None]
+) -> Layout | None:
+    """unit_of: the unit of a block of this size, for a part that is one block."""
     end = start + part.size
     own = blocks_of(part)
     if own is None:
         return None
     blocks: list[Block] = []
-    at = 0
+    placed = False
     for low, high in pairwise(bounds):
         size = high - low
         if start <= low and high <= end:
-            at += 1
-            if at == 1:
-                blocks += own
+            blocks += () if placed else own
+            placed = True
         elif part.simple() and size != part.size:
-            unit = part.blocks[0].unit if part.padded(t) and size % part.blocks[0].unit == 0 else 1
+            unit = unit_of(size)
+            if unit is None:
+                return None
             blocks.append(Block(size // unit, unit))
         elif size % part.pattern_size == 0:
             blocks += part.blocks * (size // part.pattern_size)

@@ -14,7 +14,7 @@ from megafx.views import (
     map_view,
     slice_layout,
     view_options,
-    whole_of_part,
+    wholes_of_part,
 )
 
 PRIME = 2**31 + 11  # stands for a symbol
@@ -164,12 +164,14 @@ def test_concatenation_is_the_inverse_of_slicing(t):
 
 
 def test_a_cut_of_one_slice_becomes_a_cut_of_the_whole():
-    def whole(part, start, bounds):
-        return str(whole_of_part(part, start, bounds, 2))
+    def wholes(part, start, bounds):
+        return [str(layout) for layout in wholes_of_part(part, start, bounds, 2)]
 
-    assert whole(Layout.of([(4, 64)], 2), 0, (0, 256, 512, 768)) == "3*(2x128)"  # even: contiguous in each
-    assert whole(Layout.of([(25, 64)], 2), 0, (0, 1600, 3200, 4800)) == "3*(25x64)"
-    assert whole(Layout.of([(25, 64)], 2), 0, (0, 1600, 1920, 2240)) == "25x64+5x64+5x64"  # other heads, whole too
-    assert whole(Layout.of([(2, 32)], 2, rep=4), 256, (0, 256, 512)) == "8*(2x32)"
-    assert whole_of_part(Layout.of([(2, 3), (2, 4)], 2), 0, (0, 14, 19), 2) is None
-    assert whole_of_part(Layout.of([(2, 3)], 2, rep=PRIME), 0, (0, 6 * PRIME), 2) is None
+    assert wholes(Layout.of([(4, 64)], 2), 0, (0, 256, 512, 768)) == ["3*(2x128)"]  # even: contiguous in each
+    assert wholes(Layout.of([(25, 64)], 2), 0, (0, 1600, 3200, 4800)) == ["3*(25x64)"]
+    assert wholes(Layout.of([(25, 64)], 2), 0, (0, 1600, 1920, 2240)) == ["25x64+5x64+5x64"]  # other heads, whole too
+    groups = wholes(Layout.of([(5, 24)], 2), 0, (0, 120, 160, 200))
+    assert groups == ["5x24+2x20+2x20", "5x24+5x8+5x8"]  # heads of another size are cut evenly, or with their groups
+    assert wholes(Layout.of([(2, 32)], 2, rep=4), 256, (0, 256, 512)) == ["8*(2x32)"]
+    assert wholes(Layout.of([(2, 3), (2, 4)], 2), 0, (0, 14, 19)) == []
+    assert wholes(Layout.of([(2, 3)], 2, rep=PRIME), 0, (0, 6 * PRIME)) == []
