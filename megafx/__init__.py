@@ -1,6 +1,6 @@
 """megafx: a plain eager PyTorch transformer becomes a fused, tensor-parallel one."""
 
-from megafx.api import explain, parallelize, plan
+from megafx.api import explain, parallelize, plan, verify
 from megafx.config import Config
 from megafx.debug import debug
 from megafx.rules import register_rule
@@ -15,4 +15,5 @@ __all__ = [
     "parallelize",
     "plan",
     "register_rule",
+    "verify",
 ]

@@ -21,6 +21,7 @@ from megafx.parallelizer import Parallelizer
 from megafx.plan import Plan
 from megafx.report import Report
 from megafx.runtime import Runtime, make_parallel
+from megafx.verification import Verdict, verify_call
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -101,6 +102,49 @@ def explain(subject: nn.Module | Plan) -> Report:
             f"{type(subject).__name__} is not parallelized", fix="call megafx.parallelize(model, ...) or megafx.plan"
         )
     return runtime.parallelizer.report()
+
+
+def verify(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    tolerance: float | None = None,
+) -> Verdict:
+    """Run one call on all ranks, simulated in this process, and compare output, loss and every gradient with eager.
+
+    The model keeps its weights and mode; it must not be parallelized yet. Inputs are drawn for Hugging Face models that are
+    given none. With dropout on the reference is megafx on one rank, since eager draws other masks. The verdict is true where
+    all is equal within `tolerance` (relative; default by dtype), and names the node at which the runs first part otherwise.
+    """
+    config = resolve(config or Config(), model)
+    args, kwargs = example_call(model, example_inputs)
+    if example_inputs is None:
+        kwargs = draw_inputs(model, kwargs)
+    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    hardware = hardware_of(config, device)
+    return verify_call(
+        model, args, kwargs, config, hardware, loss_fn=loss_fn, loss_inputs=loss_inputs, tolerance=tolerance
+    )
+
+
+def draw_inputs(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Values for made-up (meta) inputs: ids below the vocabulary size, ones for masks, normal numbers for floats."""
+    vocab = int(getattr(model.config, "vocab_size", 2))  # type: ignore[union-attr, arg-type]
+    device = next(model.parameters()).device
+    drawn = {}
+    for name, value in kwargs.items():
+        if not isinstance(value, torch.Tensor):
+            drawn[name] = value
+        elif value.dtype.is_floating_point:
+            drawn[name] = torch.randn(value.shape, dtype=value.dtype, device=device)
+        elif "mask" in name:
+            drawn[name] = torch.ones(value.shape, dtype=value.dtype, device=device)
+        else:
+            drawn[name] = torch.randint(0, vocab, value.shape, dtype=value.dtype, device=device)
+    return drawn
 
 
 def example_call(model: nn.Module, example_inputs: Any) -> Call:

@@ -135,6 +135,28 @@ def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
     return node
 
 
+def get_at(node: fx.Node, path: tuple[Any, ...]) -> Any:
+    """The argument of `node` at `path`: a position, a position inside a list argument, or a keyword."""
+    first, *rest = path
+    found: Any = node.kwargs[first] if isinstance(first, str) else node.args[first]
+    for index in rest:
+        found = found[index]
+    return found
+
+
+def set_at(node: fx.Node, path: tuple[Any, ...], value: fx.Node) -> None:
+    """Replace the argument of `node` at `path`."""
+    first, *rest = path
+    if rest:
+        items = list(get_at(node, (first,)))
+        items[rest[0]] = value
+        value = items  # type: ignore[assignment]
+    if isinstance(first, str):
+        node.update_kwarg(first, value)
+    else:
+        node.update_arg(first, value)
+
+
 def fake_args(args: Any) -> Any:
     """Replace nodes by their values."""
     return fx.node.map_arg(args, lambda n: n.meta[VAL])

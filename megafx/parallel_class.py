@@ -49,6 +49,12 @@ class Parallel:
         # What FullyShardedDataParallel sets on every module before it flattens parameters.
         raise data_parallel_error("FullyShardedDataParallel")
 
+    def print_readable(self, fqn: str = "") -> str:
+        """Print (and return) the graph that runs under module path `fqn` as Python, with shapes, placements and origins."""
+        text: str = self.megafx.parallelizer.readable(fqn)
+        print(text)
+        return text
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; whole tensors are sharded. With shards, `assign` copies too, since values have to be cut."""
         model = cast(nn.Module, self)

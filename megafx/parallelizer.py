@@ -10,11 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megafx import dump
 from megafx.agreement import broadcast_object
 from megafx.capture import capture_call
 from megafx.collectives import AxisContext
+from megafx.communication import Communication, communication
 from megafx.compiler import Compiled, Request, compile_program, plan_only
 from megafx.config import Config
+from megafx.errors import UsageError
 from megafx.hardware import Hardware
 from megafx.ir import Program
 from megafx.placements import Placement
@@ -96,6 +99,16 @@ class Parallelizer:
         return AxisContext(self.mesh.get_local_rank(), self.t, self.mesh.get_group().group_name)
 
     # -- what users ask for
+
+    def readable(self, fqn: str = "") -> str:
+        """The graph of the last compiled call under one module path, as Python (dump.readable)."""
+        if self.last is None:
+            raise UsageError("no call is compiled yet", fix="call the model once, or pass example_inputs=")
+        return dump.readable(self.last.program, fqn, t=self.t)
+
+    def communication(self) -> list[Communication]:
+        """Collectives of one step of the last compiled call, with the bytes that a rank sends."""
+        return [] if self.last is None else communication(self.last.program, self.t)
 
     def report(self) -> Report:
         """Of the training plan, with the notes of everything since."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import megafx.collectives  # noqa: F401  registers megafx::transition
 import torch
 from torch import fx
 
-from megafx.ir import MADE_BY, PLACEMENT, VAL, Phase, Program, inherit
+import megafx.collectives  # noqa: F401  registers megafx::transition
+from megafx.ir import MADE_BY, PLACEMENT, VAL, Phase, Program, inherit, set_at
 from megafx.placements import I, Placement
 from megafx.plan import Plan
 from megafx.planning import Planning
@@ -126,25 +126,3 @@ class _TransitionEmitter:
         if value.op == "placeholder":
             return graph.inserting_before(self.sizes.anchor)
         return graph.inserting_after(self._last.get(value, value))
-
-
-def get_at(node: fx.Node, path: tuple[Any, ...]) -> Any:
-    """The argument of `node` at `path`: a position, a position inside a list argument, or a keyword."""
-    first, *rest = path
-    found: Any = node.kwargs[first] if isinstance(first, str) else node.args[first]
-    for index in rest:
-        found = found[index]
-    return found
-
-
-def set_at(node: fx.Node, path: tuple[Any, ...], value: fx.Node) -> None:
-    """Replace the argument of `node` at `path`."""
-    first, *rest = path
-    if rest:
-        items = list(get_at(node, (first,)))
-        items[rest[0]] = value
-        value = items  # type: ignore[assignment]
-    if isinstance(first, str):
-        node.update_kwarg(first, value)
-    else:
-        node.update_arg(first, value)

@@ -9,18 +9,17 @@ Source: Megatron-LM vocab_parallel_embedding and vocab_parallel_cross_entropy, w
 from __future__ import annotations
 
 import torch
-from megafx.passes.localize_shapes import Localizer, localizes, replace
 from torch import fx
 
 import megafx.kernels.cross_entropy  # noqa: F401  registers the ops
 from megafx.ir import PLACEMENT, VAL
+from megafx.passes.localize_common import Family, Localizer, replace
 from megafx.placements import I, Layout, P, S
 from megafx.plan import OpChoice
 
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
-@localizes("aten.embedding.default")
 def localize_embedding(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """embedding(w, ids) with w sharded on rows -> rows of ids in this rank's range, zeros elsewhere: a partial."""
     if choice.out != P or not choice.ins[0].is_shard:
@@ -45,7 +44,6 @@ def localize_embedding(local: Localizer, node: fx.Node, choice: OpChoice) -> Non
     replace(local, node, emit(aten.where.self, inside, found, nothing, placement=P))
 
 
-@localizes("megafx.cross_entropy.default")
 def localize_cross_entropy(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """cross_entropy(logits S1, target) -> local statistics, one all-gather of [t, T, 4], local loss: invariant."""
     if choice.factor != "v":
@@ -62,3 +60,9 @@ def localize_cross_entropy(local: Localizer, node: fx.Node, choice: OpChoice) ->
     everyone = emit(ops.transition.default, stacked, "S0", "I", flat, [], local.axis, local.t, placement=I)
     args = (logits, target, everyone, ignore_index, smoothing, layout, local.axis, local.t)
     replace(local, node, emit(ops.ce_loss.default, *args, placement=I))
+
+
+FAMILIES: dict[str, Family] = {
+    "aten.embedding.default": localize_embedding,
+    "megafx.cross_entropy.default": localize_cross_entropy,
+}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import torch
-from megafx.passes.localize_shapes import Localizer, localizes, replace
 from torch import fx
 
+from megafx.passes.localize_common import Family, Localizer, replace
 from megafx.placements import P
 from megafx.plan import OpChoice
 
 aten = torch.ops.aten
 
 
-@localizes("aten.mean.dim", "aten.mean.default")
 def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """mean over a sharded dim -> local sum / global count, a partial."""
     if choice.out != P:
@@ -29,3 +28,9 @@ def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     for d in dims:
         count = local.sizes.mul(count, local.sizes(shape[d]))
     replace(local, node, emit(aten.div.Scalar, total, count, placement=P))
+
+
+FAMILIES: dict[str, Family] = {
+    "aten.mean.dim": localize_mean,
+    "aten.mean.default": localize_mean,
+}

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from megafx.passes.localize_shapes import Localizer, localizes
 from torch import fx
 
+from megafx.passes.localize_common import Family, Localizer
 from megafx.plan import OpChoice
 from megafx.views import local_offset
 
 
-@localizes("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.expand.default")
 def localize_sizes(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """reshape(x, [b, s, 768]) with dim 2 sharded over 2 -> reshape(x, [b, s, 384])."""
     node.update_arg(1, local.local_dims(local.global_shape[node], choice.out))
 
 
-@localizes("aten.slice.Tensor")
 def localize_slice(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """A slice that takes whole blocks of a blocked layout (one part of a fused q|k|v) takes their local sizes."""
     source = choice.ins[0]
@@ -35,3 +33,12 @@ def _bound(node: fx.Node, index: int, default: int, n: int) -> int:
         return default
     assert isinstance(value, int), "a sharded dim is sliced at static bounds only (op_rules)"
     return max(value + n, 0) if value < 0 else min(value, n)
+
+
+FAMILIES: dict[str, Family] = {
+    "aten.view.default": localize_sizes,
+    "aten.reshape.default": localize_sizes,
+    "aten._unsafe_view.default": localize_sizes,
+    "aten.expand.default": localize_sizes,
+    "aten.slice.Tensor": localize_slice,
+}
