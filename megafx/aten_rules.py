@@ -131,7 +131,7 @@ RULES: dict[str, str] = {
     "aten.mv.default": "lin: m k, k -> m",
     "aten.nan_to_num.default": "nl: ... -> ...",
     "aten.native_layer_norm.default": "nl[1]: ... c!, c!, +c! -> ... c!; ~... 1; ~... 1",
-    "aten.native_layer_norm_backward.default": "nl[0]: ... c!, ... c!, ... 1, ... 1, c!, c! -> ... c!; c!; c!",
+    "aten.native_layer_norm_backward.default": "nl[0]: ... c!, ... c!, ... 1, ... 1, c!, * -> ... c!; c!; c!",
     "aten.ne.Scalar": "nl: ... -> ...",
     "aten.ne.Tensor": "nl: ..., ... -> ...",
     "aten.neg.default": "lin: ... -> ...",

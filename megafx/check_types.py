@@ -202,6 +202,9 @@ def _check_transition(checker: _Checker, node: fx.Node) -> None:
 def _view_readings(checker: _Checker, node: fx.Node) -> Facts:
     source: Any = node.args[0]
     shape, t = checker.program.sizes.shape, checker.t
+    if str(node.target) == "aten.unsqueeze.default":
+        new = int(node.args[1]) % node.meta[VAL].ndim  # type: ignore[arg-type]
+        return tuple(S(f.dim + (f.dim >= new), f.cut) if f.is_shard else f for f in checker.facts[source])
     found: list[Placement] = []
     for fact in checker.facts[source]:
         if fact.is_shard:

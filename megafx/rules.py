@@ -190,12 +190,14 @@ def bind(
     ]
     made = [() if p.role == "*" or s is None else s for p, s in zip(rule.results, results, strict=False)]
     outs = [() if p.role == "*" or s is None else _fit(rule, p, s) for p, s in zip(rule.results, results, strict=False)]
-    placed = [
-        (i, d, n)
+    operand_dims = [
+        (i, at, d, n)
         for i, (ds, s) in enumerate(zip(dims, operands, strict=True))
         if ds
-        for d, n in zip(ds, s or (), strict=True)
+        for at, (d, n) in enumerate(zip(ds, s or (), strict=True))
     ]
+    operand_dims.sort(key=lambda p: not (p[0] < len(cut) and cut[p[0]] == p[1]))  # cut dims say how long a factor is
+    placed = [(i, d, n) for i, _, d, n in operand_dims]
     placed += [(-1, d, n) for ds, s in zip(outs, made, strict=True) for d, n in zip(ds, s, strict=True)]
     solid = {f for i, c in enumerate(cut) if c >= 0 and dims[i] for f in dims[i][c].factors}  # type: ignore[index]
     forbidden = {
