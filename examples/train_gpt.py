@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from models.gpt import GPT, GPTConfig
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -30,12 +30,12 @@ import megafx
 
 # Largest relative difference that rounding may make, by dtype: (loss and gradients of one step, losses of the curve).
 # A curve's differences grow with the steps, as AdamW divides small gradients by their own size.
-TOLERANCE = {"float64": (1e-10, 1e-7), "float32": (1e-4, 3e-3), "bfloat16": (5e-2, 5e-2)}
+TOLERANCE = {"float64": (1e-10, 1e-7), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-2)}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -109,13 +109,7 @@ def train(model, data, args, device, title: str, console: Console, comm_bytes: i
     torch.manual_seed(args.seed)  # the dropout masks of every step follow from this, at any degree
     model.train()
     losses = []
-    columns = (
-        TextColumn(title),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-    )
+    columns = (TextColumn(title), BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=args.steps, state="")
         start = time.perf_counter()
@@ -127,7 +121,7 @@ def train(model, data, args, device, title: str, console: Console, comm_bytes: i
             optimizer.zero_grad()
             losses.append(loss.item())
             rate = (step + 1) * inputs.numel() / (time.perf_counter() - start)
-            state = f"loss {losses[-1]:.4f}  {rate:,.0f} tokens/s  {comm_bytes / 1e6:.2f} MB sent per step"
+            state = f"loss {losses[-1]:.4f}  {rate:,.0f} tokens/s  {comm_bytes / 1e6:.2f} MB/step"
             progress.update(task, advance=1, state=state)
     return losses
 
