@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from megafx.errors import UsageError
-from megafx.ir import Program
+from megafx.ir import VAL, Program
 from megafx.passes.partition import Partition, partition
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -58,16 +58,15 @@ class Executable:
         return Executable(partition(program), len(names), differentiated, context)
 
     def compiled(self, **options: Any) -> Executable:
-        """The same through `torch.compile`, both graphs with dynamic sizes. options: of torch.compile.
+        """The same through `torch.compile`, sizes that the program knows as dynamic being so. options: of torch.compile.
 
         Each graph is compiled by itself (findings/joint_graph.md, section 5): compiled around autograd, Inductor would
-        partition again, by rules that know neither our collectives nor our tags.
+        partition again, by rules that know neither our collectives nor our tags. Kept values live until backward ends.
         """
         made = Executable(self.parts, self.outputs, self.differentiated, self.context)
-        options = {"dynamic": True, **options}
-        made._forward = torch.compile(self.parts.forward, **options)
+        made._forward = _compiled(self.parts.forward, options)
         if self.parts.backward is not None:
-            run = torch.compile(_unboxed(self.parts.backward), **options)
+            run = _compiled(_unboxed(self.parts.backward), options)
             made._backward = lambda arguments: run(*arguments)
         return made
 
@@ -129,6 +128,28 @@ def _tangent(tangent: torch.Tensor | None, like: tuple[Any, Any, Any]) -> torch.
         shape, dtype, device = like
         return torch.zeros(shape, dtype=dtype, device=device)
     return tangent.contiguous()
+
+
+def _compiled(gm: fx.GraphModule, options: dict[str, Any]) -> Callable[..., Any]:
+    """`torch.compile` with dynamic sizes, except those that the graph has as numbers: the first call's tensors say so."""
+    from torch._dynamo import mark_static  # half a second that eager runs need not pay
+
+    run = torch.compile(gm, **{"dynamic": True, **options})
+    values = [n.meta.get(VAL) for n in gm.graph.find_nodes(op="placeholder")]
+    marked = False
+
+    def call(*arguments: Any) -> Any:
+        nonlocal marked
+        if not marked:
+            for argument, value in zip(arguments, values, strict=True):
+                if isinstance(argument, torch.Tensor) and isinstance(value, torch.Tensor):
+                    for dim, size in enumerate(value.shape):
+                        if isinstance(size, int):
+                            mark_static(argument, dim)
+            marked = True
+        return run(*arguments)
+
+    return call
 
 
 def _unboxed(gm: fx.GraphModule) -> fx.GraphModule:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megafx.passes.build_joint_graph import build_joint_graph
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ from megafx.errors import UsageError
 from megafx.executable import Executable
 from megafx.ir import Program
 from megafx.kernels.dropout import dropout
+from megafx.passes.build_joint_graph import build_joint_graph
 
 LocalProgram = Callable[..., Program]
 
@@ -64,6 +64,32 @@ def test_computes_what_autograd_computes_at_two_shapes(local_program: LocalProgr
         want = torch.autograd.grad(expected[0] * 2, [inputs["w"], inputs["v"]])
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12 if compiled else 0, atol=0)
+
+
+@pytest.mark.slow
+def test_compiled_graphs_have_the_sizes_of_the_program_and_no_others(local_program: LocalProgram) -> None:
+    torch._dynamo.reset()
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    executable = made(local_program, mlp, inputs_of()).compiled(backend=backend)
+    for batch in (2, 5, 3):
+        _, kept = executable.forward(list(inputs_of(batch).values()))
+        assert kept is not None
+        executable.backward(kept, [ONE])
+    assert len(graphs) == 2, "one forward and one backward serve every batch size"
+    for graph in graphs:
+        symbols = {
+            symbol
+            for node in graph.find_nodes(op="placeholder")
+            for size in getattr(node.meta["example_value"], "shape", ())
+            if isinstance(size, torch.SymInt)
+            for symbol in size.node.expr.free_symbols
+        }
+        assert len(symbols) == 1
 
 
 def test_dropout_is_replayed_from_its_seed(local_program: LocalProgram) -> None:

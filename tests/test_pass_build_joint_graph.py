@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from megafx.passes.build_joint_graph import build_joint_graph
 from torch import nn
 from torch.nn import functional as F
 
 from megafx.errors import MegafxError
 from megafx.ir import FQN, MADE_BY, PHASE, VAL, Phase, Program
+from megafx.passes.build_joint_graph import build_joint_graph
 
 
 def parameter(*shape: int) -> nn.Parameter:

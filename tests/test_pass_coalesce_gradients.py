@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import megafx.passes.coalesce_gradients as under_test
 import torch
-from megafx.passes.build_joint_graph import build_joint_graph
-from megafx.passes.coalesce_gradients import coalesce_gradients
-from megafx.passes.expand_transitions import expand_transitions
 from torch import nn
 from torch.nn import functional as F
 
+import megafx.passes.coalesce_gradients as under_test
 from megafx.ir import FQN, MADE_BY, PHASE, PLACEMENT, VAL, Program
+from megafx.passes.build_joint_graph import build_joint_graph
+from megafx.passes.coalesce_gradients import coalesce_gradients
+from megafx.passes.expand_transitions import expand_transitions
 from megafx.placements import Layout
 from megafx.simulate import run_logical
 

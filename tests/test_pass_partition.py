@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megafx.passes.build_joint_graph import build_joint_graph
-from megafx.passes.partition import Partition, partition
 from torch import nn
 from torch.nn import functional as F
 
 from megafx.ir import FQN, RECOMPUTE, Program
+from megafx.passes.build_joint_graph import build_joint_graph
+from megafx.passes.partition import Partition, partition
 
 LocalProgram = Callable[..., Program]
 

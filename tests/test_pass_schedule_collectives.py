@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from megafx.passes.build_joint_graph import build_joint_graph
-from megafx.passes.coalesce_gradients import coalesce_gradients
-from megafx.passes.expand_transitions import expand_transitions
-from megafx.passes.partition import partition, tag_regathers
-from megafx.passes.schedule_collectives import schedule_collectives
 from torch import nn
 from torch.nn import functional as F
 
 from megafx.ir import PHASE, Program
 from megafx.overlap import is_product, is_start, is_wait
+from megafx.passes.build_joint_graph import build_joint_graph
+from megafx.passes.coalesce_gradients import coalesce_gradients
+from megafx.passes.expand_transitions import expand_transitions
+from megafx.passes.partition import partition, tag_regathers
+from megafx.passes.schedule_collectives import schedule_collectives
 from megafx.placements import Layout, Placement, S
 from megafx.simulate import local_inputs, run_logical, simulate
 
