@@ -6,11 +6,11 @@ ops alike. I and R hold the same values, so the facts are
     R         the same value on every rank (I is read as R)
     S(d, L)   a shard
     P         summands
-    VARYING   something else on each rank: an id minus the rank's offset, a rank's statistics. Taints what it meets, but
-              for the lookups of localize_lookups, whose forms are recognised
+    VARYING   something else on each rank, such as its coordinate. Taints what it meets; lookups.py knows the ops of a
+              sharded vocabulary, which compute with it
 
-Nothing here trusts the planner: a placement on a node's meta only decides between two readings of a local view that are both
-right ([1, 64] of a rank: one head of two, or half a head).
+Nothing here trusts the planner: a placement on a node's meta only decides between readings of a local view that are all right
+([1, 64] of a rank: one head of two, or half a head). check_types.py follows all readings.
 """
 
 from __future__ import annotations
@@ -287,94 +287,10 @@ def _rank0_only(at: _Inference) -> Placement:
     return P
 
 
-def _owned(mask: Any) -> bool:
-    """Whether a mask is true on one rank at most: 0 <= ids - rank*rows < rows, as localize_lookups writes it."""
-    mask = _stripped(mask)
-    if _name(mask) not in ("bitwise_and", "logical_and"):
-        return False
-    low, high = (_stripped(a) for a in mask.args[:2])
-    if (_name(low), _name(high)) != ("ge", "lt") or low.args[0] is not high.args[0] or low.args[1] != 0:
-        return False
-    index = low.args[0]
-    if _name(index) != "sub" or _name(index.args[1]) != "mul":
-        return False
-    offset = index.args[1]
-    return _name(offset.args[0]) == "axis_index" and offset.args[1] == high.args[1]
-
-
-def _where(at: _Inference) -> Placement | None:
-    """where(own rows, found, 0): each rank contributes the rows that it owns."""
-    mask, inside, outside = _arguments(at.node)[:3]
-    if _owned(mask) and is_zero(outside) and at.fact(inside).kind in "RVP":
-        return P
-    return None
-
-
-def _embedding_backward(at: _Inference) -> Placement | None:
-    """The gradient of a lookup in this rank's rows is that of these rows: the weight's shard."""
-    ids = at.node.args[1]
-    if at.fact(ids) != VARYING:
-        return None
-    for n in ids.users if isinstance(ids, fx.Node) else ():
-        if _name(n) == "embedding" and n.args[1] is ids:
-            weight = at.fact(n.args[0])
-            if weight.is_shard and weight.dim == 0 and at.fact(at.node.args[0]) in (P, VARYING):
-                return weight
-    raise at.error("no lookup of these ids in a sharded table")
-
-
-def _slice_backward(at: _Inference) -> Placement | None:
-    """The gradient of one part of a blocked shard is laid out as the forward value that was sliced."""
-    grad, _, dim, start, end, *_ = _arguments(at.node)
-    have = at.fact(grad)
-    out = at.shape(at.node)
-    dim %= len(out)
-    if not have.is_shard or have.dim != dim or at.shape(grad)[dim] == out[dim]:
-        return None
-    for n in at.node.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
-        source = n.args[0]
-        whole = at.facts.get(source)
-        if whole is None or not isinstance(whole, Placement) or not whole.is_shard or at.shape(source) != out:
-            continue
-        given = (list(n.args[1:4]) + [0, None, None][len(n.args) - 1 :])[:3]
-        if whole.dim == dim == given[0] % len(out) and [given[1] or 0, given[2]] == [start, end]:
-            low, high = (start or 0), min(end if isinstance(end, int) else out[dim], out[dim])
-            if slice_layout(whole.cut, low, high, at.t, lambda b: -(-b.count // at.t) * b.unit) == have.cut:
-                return whole
-    raise at.error("no forward slice has this shard as its result")
-
-
-def _ce_stats(at: _Inference) -> Placement:
-    logits, target = at.given[:2]
-    if not logits.is_shard or logits.dim != 1 or target != R:
-        raise at.error("statistics are of a shard of the classes and of all tokens' targets")
-    return VARYING
-
-
-def _ce_loss(at: _Inference) -> Placement:
-    logits, *others = at.given
-    if not logits.is_shard or logits.dim != 1 or any(p != R for p in others):
-        raise at.error("the loss is of a shard of the classes, all targets and the statistics of all ranks")
-    return R
-
-
-def _ce_loss_backward(at: _Inference) -> Placement:
-    grad, logits, *others = at.given
-    if grad != R or not logits.is_shard or logits.dim != 1 or any(p != R for p in others):
-        raise at.error("needs the whole gradient of the loss and a shard of the classes")
-    return logits
-
-
 _SPECIAL: dict[str, Callable[[_Inference], Placement | None]] = {
     "megafx.transition.default": _transition,
     "megafx.axis_index.default": _varying,
     "megafx.rank_select.default": _varying,
     "megafx.rank_place.default": _varying,
     "megafx.rank0_only.default": _rank0_only,
-    "megafx.ce_stats.default": _ce_stats,
-    "megafx.ce_loss.default": _ce_loss,
-    "megafx.ce_loss_backward.default": _ce_loss_backward,
-    "aten.where.self": _where,
-    "aten.embedding_dense_backward.default": _embedding_backward,
-    "aten.slice_backward.default": _slice_backward,
 }

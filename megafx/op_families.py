@@ -506,7 +506,7 @@ def _constant(call: Call) -> str:
 def _attention(call: Call) -> Row:
     """t (queries) stays whole under is_causal, whose mask counts rows from 0; grouped K/V heads are a merged dim."""
     text, why = RULES[call.op], {}
-    if call.get("enable_gqa") and call.get("query").shape[-3] != call.get("key").shape[-3]:
+    if call.get("enable_gqa"):
         query, key, value, mask = (p.strip() for p in text.partition(":")[2].partition("->")[0].split(","))
         text = f"nl[2]: {query}, {key}, {value}, {mask} -> ... h t f".replace(" h ", " (n g) ")
         text = text.replace("(n g) s! e!", "n s! e!").replace("(n g) s! f", "n s! f")
