@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -217,7 +219,7 @@ class _Capture:
         with (
             _without_ambient_modes(),
             prepared(self.model, fake_mode, self.device, self.stand_ins, notes.append),
-            _quiet(),
+            _quiet(notes.append),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)
             exported = torch.export.export(
@@ -500,15 +502,30 @@ def _without_ambient_modes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Export prints the whole partial graph when it fails, through print and logging: keep it off the terminal."""
+def _quiet(note: Callable[[str], None]) -> Iterator[None]:
+    """Export prints the whole partial graph when it fails, through print and logging: keep it off the terminal.
+
+    What it warns of and the user should know becomes a note.
+    """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
             yield
     finally:
         logging.disable(disabled)
+    for warning in caught:
+        found = re.match(r"The tensor attributes? (.*?) (?:was|were) assigned during export", str(warning.message))
+        if found:
+            names = found.group(1).replace(f"self.{_ROOT}.", "")
+            note(
+                f"forward stores a tensor in {names}: a captured graph does not (register it as a buffer, or return it)"
+            )
 
 
 def _is_about_data(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ def prepared(
 ) -> Iterator[None]:
     """Within: parameters and buffers are fakes on `device`, caches and checkpointing are off. After: all as before."""
     configs = _configs(model)
-    modules = [(m, dict(vars(m)), _tables(m)) for m in model.modules()]
+    modules = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
     saved_configs = [(c, dict(vars(c))) for c in configs]
     try:
         for config in configs:
@@ -35,20 +36,24 @@ def prepared(
         _make_fake(model, fake_mode, device, stand_ins)
         yield
     finally:
-        for module, attributes, tables in modules:
+        for module, attributes, contents in modules:
             vars(module).clear()
             vars(module).update(attributes)
-            for key, content in tables.items():
-                table = vars(module)[key]
-                table.clear()
-                table.update(content)
+            for key, content in contents.items():
+                _refill(vars(module)[key], content)
         for config, attributes in saved_configs:
             vars(config).clear()
             vars(config).update(attributes)
 
 
-def _tables(module: nn.Module) -> dict[str, dict[str, Any]]:
-    return {k: dict(vars(module)[k]) for k in ("_parameters", "_buffers", "_modules")}
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Copies of the module's own containers: parameters, buffers, hooks (transformers installs some in forward), lists."""
+    return {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, (dict, set, list))}
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _configs(model: nn.Module) -> list[Any]:

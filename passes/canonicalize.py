@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
+
+from megafx.ir import VAL, Phase, Program, active_nodes
 from megafx.passes import canonicalize_inplace as inplace
 from megafx.passes import canonicalize_linear as linear
 from megafx.passes import canonicalize_loss as loss
@@ -23,9 +26,6 @@ from megafx.passes import canonicalize_regions as regions
 from megafx.passes import canonicalize_sizes as sizes
 from megafx.passes import canonicalize_views as views
 from megafx.passes.canonicalize_common import Editor
-from torch import fx
-
-from megafx.ir import VAL, Phase, Program, active_nodes
 
 REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megafx.passes.canonicalize_common import BY, Editor, argument
 from torch import fx
 
 from megafx.errors import CaptureError
 from megafx.ir import VAL, Output, fake_args, fqn_of, inherit, source_of
+from megafx.passes.canonicalize_common import BY, Editor, argument
 
 aten = torch.ops.aten
 

@@ -7,11 +7,11 @@ After:   %c = cross_entropy(%logits, %target, -100, 0.0); %n = sum(ne(%target, -
 from __future__ import annotations
 
 import torch
-from megafx.passes.canonicalize_common import Editor, arguments, is_tensor, replace
 from torch import fx
 
 import megafx.kernels.cross_entropy  # noqa: F401  registers megafx::cross_entropy
 from megafx.ir import VAL
+from megafx.passes.canonicalize_common import Editor, arguments, is_tensor, replace
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction

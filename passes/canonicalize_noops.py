@@ -6,10 +6,10 @@ import operator
 from typing import Any
 
 import torch
-from megafx.passes.canonicalize_common import Editor, argument, is_tensor, replace, respell
 from torch import fx
 
 from megafx.ir import VAL
+from megafx.passes.canonicalize_common import Editor, argument, is_tensor, replace, respell
 
 aten = torch.ops.aten
 

@@ -12,12 +12,12 @@ import math
 from typing import Any
 
 import torch
-from megafx.passes.canonicalize_common import Editor, argument, arguments, is_tensor, replace
 from torch import fx
 
 import megafx.kernels.dropout  # noqa: F401  registers megafx::dropout
 from megafx.errors import CaptureError
 from megafx.ir import VAL, Input, fqn_of, source_of
+from megafx.passes.canonicalize_common import Editor, argument, arguments, is_tensor, replace
 
 aten = torch.ops.aten
 AXIS = "tp"

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megafx.passes.canonicalize_common import BY, Editor
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import CaptureError
 from megafx.ir import FQN, MADE_BY, VAL, fake_args, fqn_of, source_of
+from megafx.passes.canonicalize_common import BY, Editor
 
 aten = torch.ops.aten
 _GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled

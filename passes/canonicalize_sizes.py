@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megafx.passes.canonicalize_common import Editor
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from megafx.errors import CaptureError
 from megafx.ir import VAL, fqn_of, source_of
+from megafx.passes.canonicalize_common import Editor
 
 
 def root_sizes(editor: Editor) -> int:

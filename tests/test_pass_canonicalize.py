@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megafx.passes.canonicalize import canonicalize
 from torch import nn
 
 from megafx.capture import capture_call
 from megafx.dump import text
 from megafx.interpret import run_program
 from megafx.ir import VAL, Phase, Program
+from megafx.passes.canonicalize import canonicalize
 
 aten = torch.ops.aten
 
