@@ -8,6 +8,7 @@ those that a graph is specialised on.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,9 @@ class Call:
         return [leaf_name(path) for path, _ in paths]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(n, v) for n, v in zip(self.names(), self.leaves, strict=True) if isinstance(v, torch.Tensor)]
+        """(name as the user wrote it, tensor): 'ids' rather than 'kwargs[ids]'."""
+        pairs = zip(self.names(), self.leaves, strict=True)
+        return [(re.sub(r"^kwargs\[(.*?)\]", r"\1", n), v) for n, v in pairs if isinstance(v, torch.Tensor)]
 
 
 def bind_sizes(spec: CallSpec, call: Call) -> dict[sympy.Symbol, int]:

@@ -5,6 +5,7 @@ Object identity is kept from `replicate_parameters` on, so that an optimizer mad
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -44,6 +45,22 @@ def as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     for name, value in vars(like).items():
         setattr(param, name, value)
     return param
+
+
+def refuse_stale_optimizers(model: nn.Module) -> None:
+    """Raise where an optimizer holds this model's parameters as they are now: once replaced, they would never be stepped."""
+    mine = {id(p): fqn for fqn, p in model.named_parameters()}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.optim.Optimizer):
+            continue
+        held = (p for group in getattr(thing, "param_groups", ()) for p in group["params"])
+        if any(id(p) in mine for p in held):
+            kind = type(thing).__name__
+            article = "an" if kind[0] in "AEFHILMNORSX" else "a"  # by how the first letter is spoken: an AdamW, an SGD
+            raise UsageError(
+                f"{article} {kind} was made of this model's parameters before megafx.parallelize, which replaces them",
+                fix="make the optimizer after megafx.parallelize(model) (before the first call is early enough)",
+            )
 
 
 def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> int:

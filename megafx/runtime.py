@@ -29,7 +29,14 @@ from megafx.guards import guard_modules
 from megafx.ir import Note, Program
 from megafx.outputs import OutputShard, make_dtensor, make_lazy, output_shards
 from megafx.parallel_class import RUNTIME, parallel_class
-from megafx.params import Slot, parameter_slots, replicate_parameters, shard_like, shard_parameters
+from megafx.params import (
+    Slot,
+    parameter_slots,
+    refuse_stale_optimizers,
+    replicate_parameters,
+    shard_like,
+    shard_parameters,
+)
 from megafx.placements import Placement
 from megafx.tp_tensor import TPTensor, wrap
 
@@ -130,6 +137,7 @@ class Runtime:
         if RUNTIME in vars(model):
             raise UsageError("the model is parallelized already", fix="call megafx.parallelize once a model")
         if self.mesh is not None:
+            refuse_stale_optimizers(model)
             replicate_parameters(model, self.mesh)
             for name in agreement.agree_on_weights(model, self.group):
                 self.note("agreement", f"'{name}' differed between tensor-parallel ranks: rank 0's value is used")
@@ -247,7 +255,9 @@ class Runtime:
 
     def _compile(self, call: Call, varying: frozenset[int], params: Sequence[torch.Tensor], grad: bool) -> _Graph:
         if self.mesh is not None:
-            self._check_sharded(params)
+            for name, param in zip(self.slots, params, strict=True):
+                if not isinstance(param, TPTensor):
+                    self.plain_parameter(name, param)
             agreement.check_same("the call that is to be captured", self._describe(call), self.group)
         with self._capturing(grad):
             compiled = self.compile_call(self._request(call, varying, grad))
@@ -287,13 +297,14 @@ class Runtime:
                 with torch.inference_mode(False):
                     shard_parameters(self.model, self.params)
 
-    def _check_sharded(self, params: Sequence[torch.Tensor]) -> None:
-        for name, param in zip(self.slots, params, strict=True):
-            if not isinstance(param, TPTensor):
-                raise UsageError(
-                    f"parameter '{name}' was replaced after megafx.parallelize by a {type(param).__name__}",
-                    fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
-                )
+    def plain_parameter(self, name: str, param: torch.Tensor | None) -> torch.Tensor:
+        """What graphs take of a parameter that is no TPTensor: there may be such on one rank only."""
+        if self.mesh is not None or param is None:
+            raise UsageError(
+                f"parameter '{name}' was replaced after megafx.parallelize by a {type(param).__name__}",
+                fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
+            )
+        return param.detach()
 
     def seed(self) -> torch.Tensor:
         """The seed of this step."""
@@ -348,7 +359,9 @@ class _Graph:
             if spec.kind == "param":
                 slot = next(slots)
                 param = slot.module._parameters[slot.key]
-                inputs.append(param._local_tensor if isinstance(param, DTensor) else param.detach())  # type: ignore[union-attr]
+                inputs.append(
+                    param._local_tensor if isinstance(param, TPTensor) else runtime.plain_parameter(spec.name, param)
+                )
             elif spec.kind == "user":
                 value = user[len(inputs)] = next(given)
                 inputs.append(value.detach())

@@ -33,9 +33,11 @@ _new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ do
 class LayoutShard(Shard):
     """Shard of a dim whose physical order is not torch.chunk's; torch code that assumes it is gets an error."""
 
+    layout: Layout
+
     def __init__(self, dim: int, layout: Layout) -> None:
         super().__init__(dim)
-        self.layout = layout
+        object.__setattr__(self, "layout", layout)  # a frozen dataclass in some versions of torch
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LayoutShard) and (self.dim, self.layout) == (other.dim, other.layout)
