@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+import megafx.op_families_dims
+import megafx.op_families_math  # noqa: F401  registers its families, as does the line above
 from megafx.aten_rules import RULES
 from megafx.ir import VAL, Program
 from megafx.op_families import FAMILIES, VIEWS, Arg, Call, Part, Row, Shape
@@ -256,7 +258,8 @@ def template_of(call: Call, present: tuple[bool, ...], own: str | None) -> Templ
         return _view(call, args)
     row = _row(call, own)
     if row is None:
-        return _none(call, args, f"no rule for {call.op}")
+        element = call.op == "getitem"
+        return _none(call, args, "an element of an op with several results" if element else f"no rule for {call.op}")
     try:
         return _bound(call, args, row)
     except RuleError as e:

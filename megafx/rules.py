@@ -287,14 +287,33 @@ def register_rule(op: Any, rule: str) -> None:
     megafx.register_rule(torch.ops.mylib.scale_rows, "lin: ..., ... -> ...")
     """
     key = op_key(op)
+    schema = getattr(getattr(op, "_opoverload", op), "_schema", None)
+    if schema is not None:
+        _check_schema(key, parse(rule), schema)
     parse(rule)
     _registered[key] = rule
+
+
+def _check_schema(key: str, rule: Rule, schema: Any) -> None:
+    """A rule has an operand for each tensor argument and a result for each return (lists of tensors count as any number)."""
+    kinds = {a.name: str(a.type) for a in schema.arguments if "Tensor" in str(a.type)}
+    listed = any("List" in kind for kind in kinds.values())
+    if len(rule.operands) != len(kinds) and not listed:
+        raise RuleError(
+            f"rule '{rule.text}' has {len(rule.operands)} operands, {key} takes {len(kinds)} tensors: {', '.join(kinds)}",
+            fix="one operand a tensor argument, in the order of the schema; '*' for one whose elements are not read",
+        )
+    if len(rule.results) != len(schema.returns):
+        raise RuleError(
+            f"rule '{rule.text}' has {len(rule.results)} results, {key} returns {len(schema.returns)}",
+            fix="separate results by ';'",
+        )
 
 
 def registered_rule(key: str) -> str | None:
     return _registered.get(key)
 
 
-def registered_count() -> int:
-    """Grows with each registration of a new op: part of the key of caches over rules."""
-    return len(_registered)
+def registered() -> list[str]:
+    """Keys of users' ops."""
+    return sorted(_registered)

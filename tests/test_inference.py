@@ -7,13 +7,14 @@ import torch
 from torch import fx
 
 from megafx.aten_rules import RULES
-from megafx.check_rules import Trial, text
+from megafx.check_rules import text
 from megafx.errors import PlacementError
 from megafx.inference import VARYING, infer, is_uniform, is_zero
 from megafx.ir import PLACEMENT, VAL
 from megafx.op_families import VIEWS
 from megafx.placements import I, Layout, P, Placement, R, S
 from megafx.rule_samples import SAMPLES, samples_of
+from megafx.rule_trials import Trial
 from megafx.sizes import Sizes
 from megafx.views import local_offset, view_options
 

@@ -24,6 +24,7 @@ LAYERS = [
         "verify",
         "interpret",
         "op_rules",
+        "op_families_*",
         "hf",
         "graph_keys",
         "tp_tensor",
@@ -33,8 +34,8 @@ LAYERS = [
     {"kernels.*", "capture*", "simulate", "communication", "rewrite", "patterns.*"}
     | {"candidates", "overrides", "planning", "policy", "rule_samples"}
     | {"params", "outputs", "agreement", "inference"},
-    {"check_numbers", "check_rules", "lookups", "problem", "report", "state"},
-    {"passes.*", "pass_runner", "check_types", "parallel_class"},
+    {"check_numbers", "rule_trials", "lookups", "problem", "report", "state"},
+    {"passes.*", "pass_runner", "check_rules", "check_types", "parallel_class"},
     {"executable", "testing"},
     {"runtime"},
     {"compiler"},

@@ -229,6 +229,21 @@ def test_a_registered_rule_is_used_and_can_be_replaced():
     assert rows(rule(torch.ops.megafx_tests.rows_of.default, x(4, 6))) == ["I -> I", "R -> R", "r: S0 -> S0"]
 
 
+def test_a_registered_rule_must_fit_the_schema():
+    @torch.library.custom_op("megafx_tests::gated", mutates_args=())
+    def gated(a: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return a * gate
+
+    with pytest.raises(RuleError) as error:
+        register_rule(gated, "lin: ... -> ...")
+    assert str(error.value) == (
+        "rule 'lin: ... -> ...' has 1 operands, megafx_tests.gated.default takes 2 tensors: a, gate\n"
+        "  fix: one operand a tensor argument, in the order of the schema; '*' for one whose elements are not read"
+    )
+    with pytest.raises(RuleError, match="has 2 results, megafx_tests.gated.default returns 1"):
+        register_rule(gated, "lin: ..., ... -> ...; ...")
+
+
 def test_equal_calls_share_one_template():
     a, b = (rule(aten.linear.default, x(2, 4), x(6, 4)) for _ in range(2))
     assert a.template is b.template and a.node is not b.node
