@@ -12,7 +12,7 @@ from torch.export import Dim
 
 # Sizes to trace with where the call does not fix them. Above every tensor-parallel degree times 2, so that no local size is
 # 0 or 1 (which torch.export specialises), and distinct, so that two dims are never taken for one.
-BATCH_HINT = 2
+BATCH_HINT = 18
 SEQ_HINTS = (64, 48, 80, 112)
 
 # Attributes by which configs name the greatest sequence length.
@@ -88,10 +88,15 @@ def name_dims(
     """
     batch = _batch_size(tensors)
     sequences: dict[tuple[int, str], str] = {}
-    for name, tensor in _sequence_carriers(tensors):
+    carriers = _sequence_carriers(tensors)
+    if len({group_of(name) for name, _ in carriers}) == 1:
+        group_of = lambda name: ""  # noqa: E731  one side only: its length is 'seq'
+    for name, tensor in carriers:
         key = (tensor.shape[2 if _is_choices(tensor) else 1], group_of(name))
         if key not in sequences:
-            sequences[key] = "seq" if not sequences else f"{key[1] or 'seq'}{len(sequences) + 1}"
+            role = key[1] or "seq"
+            number = 1 + sum(g == key[1] for _, g in sequences)
+            sequences[key] = role if number == 1 else f"{role}{number}"
 
     def sequence(size: int, group: str) -> str | None:
         return sequences.get((size, group)) or next((n for (s, _), n in sequences.items() if s == size), None)

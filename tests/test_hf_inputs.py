@@ -109,7 +109,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str, float]] = {
         "T5ForConditionalGeneration",
         T5,
         "attention_mask decoder_input_ids input_ids labels",
-        "batch seq target2",
+        "batch seq target",
         EXACT,
     ),
     "vit": ("ViTForImageClassification", VISION, "labels pixel_values", "batch", EXACT),
