@@ -129,13 +129,20 @@ class _Checker:
         readings = _READINGS.get(str(node.target))
         facts = readings(self, node) if readings is not None else ()
         if facts:
-            self.facts[node] = facts
+            self.facts[node] = self._also_as_marked(node, facts)
             return
         found = self._infer(node)
         if isinstance(node.meta[VAL], torch.Tensor):
-            self.facts[node] = tuple(dict.fromkeys(found))
+            self.facts[node] = self._also_as_marked(node, tuple(dict.fromkeys(found)))
         else:
             self.several[node] = found[0]
+
+    def _also_as_marked(self, node: fx.Node, facts: Facts) -> Facts:
+        """A value that is constant along a dim is a shard of it by any layout: also by that on the node."""
+        marked = node.meta.get(PLACEMENT)
+        if marked is None or marked in facts or not marked.is_shard or R not in facts:
+            return facts
+        return (*facts, marked) if is_uniform(node, marked.dim, self.program.sizes) else facts
 
     def _infer(self, node: fx.Node) -> list[Any]:
         """What `infer` makes of each reading of the operands that it accepts; its refusal if it accepts none."""
@@ -201,17 +208,22 @@ def _check_transition(checker: _Checker, node: fx.Node) -> None:
 
 def _view_readings(checker: _Checker, node: fx.Node) -> Facts:
     source: Any = node.args[0]
-    shape, t = checker.program.sizes.shape, checker.t
-    if str(node.target) == "aten.unsqueeze.default":
-        new = int(node.args[1]) % node.meta[VAL].ndim  # type: ignore[arg-type]
-        return tuple(S(f.dim + (f.dim >= new), f.cut) if f.is_shard else f for f in checker.facts[source])
+    before, after = (checker.program.sizes.shape(n.meta[VAL]) for n in (source, node))
     found: list[Placement] = []
     for fact in checker.facts[source]:
-        if fact.is_shard:
-            options = view_options(shape(source.meta[VAL]), shape(node.meta[VAL]), fact.dim, fact.cut, t)
-            found += [S(d, cut) for d, cut in options]
-        else:
+        if not fact.is_shard:
             found.append(fact)
+        elif str(node.target) == "aten.unsqueeze.default":
+            new = int(node.args[1]) % len(after)  # type: ignore[arg-type]
+            found.append(S(fact.dim + (fact.dim >= new), fact.cut))
+        elif str(node.target) == "aten.squeeze.dim":
+            gone = int(node.args[1]) % len(before)  # type: ignore[arg-type]
+            if before[gone] == 1 and fact.dim == gone:  # one element each: the summands of a sum over the dim
+                found.append(P)
+            else:
+                found.append(S(fact.dim - (before[gone] == 1 and fact.dim > gone), fact.cut))
+        else:
+            found += [S(*o) for o in view_options(before, after, fact.dim, fact.cut, checker.t)]
     return tuple(dict.fromkeys(found))
 
 
