@@ -1,7 +1,7 @@
 """Time and memory to capture and plan large Llama shapes from the meta device: no GPU, no process group, no weights.
 
-    python benchmarks/planning_time.py            # Llama-8B, 32 layers, and 405B, 126 layers, on 8 ranks
-    python benchmarks/planning_time.py --model 8b --layers 4
+python benchmarks/planning_time.py            # Llama-8B, 32 layers, and 405B, 126 layers, on 8 ranks
+python benchmarks/planning_time.py --model 8b --layers 4
 """
 
 import argparse

@@ -7,7 +7,7 @@ of a value becomes a cut of the whole with one block for each interval between t
 all slices of that dim.
 
 Each (value, dim, layout) is visited once, and what it implies at an op is memoised by the op's template, so that equal
-layers cost dictionary lookups only. Nothing is pruned but duplicates (findings/planner.md: pruning lost optima).
+layers cost dictionary lookups only. Nothing is pruned but duplicates: pruning loses optima.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torch.export of one call of a model -> `Program`.
 
 Non-strict export under FakeTensors: nothing is allocated, models on the meta device work, and the model is as before when
-capture returns. What the graph contains is pre-dispatch ATen in training form (findings: shared/findings/capture.md): `linear`,
+capture returns. What the graph contains is pre-dispatch ATen in training form: `linear`,
 `layer_norm`, `dropout`, `scaled_dot_product_attention` and `cross_entropy_loss` are whole, in-place ops are still there.
 
 A loss that is computed in the user's loop enters the graph by `loss_fn`: the captured call is then
@@ -312,7 +312,7 @@ class _Capture:
         return tuple(leaves)
 
 
-# -- helpers of the Program
+# -- making the Program
 
 
 def _mark_nodes(gm: fx.GraphModule) -> None:
@@ -414,8 +414,7 @@ def _output_path(path: Sequence[Any]) -> str:
 def _mark_losses(program: Program) -> None:
     """A field called `loss`; else the first element of what loss_fn made a pair; else every 0-d floating active output."""
     active = active_nodes(program)
-    nodes = program.output_node().args[0]
-    assert isinstance(nodes, tuple)
+    nodes = program.results()
 
     def is_scalar(node: Any) -> bool:
         value = node.meta.get(VAL)
@@ -445,7 +444,7 @@ def _ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
     return ranges
 
 
-# -- helpers of the export
+# -- calling the export
 
 
 def _scalar_dtype(value: int | float) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
-    capture -> canonicalize -> plan -> insert transitions -> localize shapes
-            -> joint graph -> coalesce gradients -> merge and expand transitions -> schedule -> bind -> partition
+capture -> canonicalize -> plan -> insert transitions -> localize shapes
+        -> joint graph -> coalesce gradients -> merge and expand transitions -> schedule -> bind -> partition
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from megafx.passes.build_joint_graph import build_joint_graph
 from megafx.passes.canonicalize import canonicalize
 from megafx.passes.coalesce_gradients import coalesce_gradients
 from megafx.passes.expand_transitions import expand_transitions
-from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.insert_collectives import insert_collectives
 from megafx.passes.localize_shapes import localize_shapes
 from megafx.passes.merge_transitions import merge_transitions
@@ -132,7 +131,7 @@ def _gradients_of(program: Program, request: Request) -> tuple[list[int], list[i
         for i, (node, spec) in enumerate(inputs)
         if spec.kind in ("param", "user") and is_floating(node) and request.wants_grad(i, spec)
     ]
-    values = program.output_node().args[0]
+    values = program.results()
     losses = [i for i, spec in enumerate(program.outputs) if spec.loss]
     if losses and not request.config.differentiable_outputs:
         return wrt, losses

@@ -13,12 +13,12 @@ from megafx.hardware import Hardware
 from megafx.placements import ALL_REDUCE, LOCAL, Placement, payload, transition
 
 # Tie-breaks (seconds): small enough to decide only between plans of equal cost. Without them the all-reduce slides past
-# dropout and residual add: legal, equally fast, and ugly (findings/planner.md, lesson 7).
+# dropout and residual add: legal, equally fast, and not what anybody expects to read.
 TRANSITION_TIE_SECONDS = 1e-9
 PARTIAL_TIE_SECONDS = 2e-9
 
 # Gradient all-reduces of replicated parameters are coalesced into one call a step, so each pays a share of alpha. With
-# a whole alpha each, norm weights come out stored sharded and gathered (findings/planner.md, lesson 5).
+# a whole alpha each, norm weights come out stored sharded and gathered.
 COALESCED_ALPHA = 0.05
 
 # Bytes over device memory per parameter and step, AdamW with fp32 state in a bf16 model: read and write two moments

@@ -170,7 +170,7 @@ def _details(node: fx.Node) -> str:
 
 
 def _returns(program: Program, names: dict[fx.Node, str]) -> list[str]:
-    values = program.output_node().args[0]
+    values = program.results()
     assert isinstance(values, (tuple, list))
     texts = [_argument(v, names) for v in values]
     if all(spec.kind == "user" for spec in program.outputs):

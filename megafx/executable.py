@@ -60,7 +60,7 @@ class Executable:
     def compiled(self, **options: Any) -> Executable:
         """The same through `torch.compile`, sizes that the program knows as dynamic being so. options: of torch.compile.
 
-        Each graph is compiled by itself (findings/joint_graph.md, section 5): compiled around autograd, Inductor would
+        Each graph is compiled by itself: compiled around autograd, Inductor would
         partition again, by rules that know neither our collectives nor our tags. Kept values live until backward ends.
         """
         made = Executable(self.parts, self.outputs, self.differentiated, self.context)

@@ -111,6 +111,11 @@ class Program:
     def output_node(self) -> fx.Node:
         return self.graph.output_node()
 
+    def results(self) -> tuple[Any, ...]:
+        """What the graph returns, one for each of `outputs`: nodes, or the constants themselves."""
+        values: Any = self.output_node().args[0]
+        return tuple(values)
+
     def note(self, topic: str, message: str, node: fx.Node | None = None) -> None:
         """Record a note once."""
         note = Note(topic, message, *((fqn_of(node), source_of(node)) if node is not None else ()))

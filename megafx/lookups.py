@@ -60,7 +60,7 @@ class Lookups:
             return ()
         return None if result is None else (result,)
 
-    # -- helpers
+    # -- what the methods above share
 
     def trait(self, node: Any, step: str) -> Any:
         """The key of this trait, or None."""

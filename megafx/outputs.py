@@ -154,7 +154,7 @@ class OutputShard:
 
 def output_shards(program: Program) -> list[OutputShard | None]:
     """For each output of a PLACED (or later) program that is not a gradient: how it is sharded, if it is."""
-    values = program.output_node().args[0]
+    values = program.results()
     assert isinstance(values, (tuple, list))
     shards: list[OutputShard | None] = []
     for spec, node in zip(program.outputs, values, strict=True):

@@ -32,7 +32,7 @@ from typing import NamedTuple
 class Block(NamedTuple):
     """`count` units of `unit` consecutive elements; a unit is never cut."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which means nothing here
     unit: int
 
     @property
@@ -167,7 +167,7 @@ class Placement:
     __repr__ = __str__
 
 
-I, R, P = Placement("I"), Placement("R"), Placement("P")
+I, R, P = Placement("I"), Placement("R"), Placement("P")  # noqa: E741  (the invariant placement is named I everywhere)
 
 
 def S(dim: int, layout: Layout) -> Placement:
@@ -191,7 +191,7 @@ class Transition(NamedTuple):
 LOCAL = "local"  # no communication: identity, slice, pad or mask
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 
-# DESIGN section 4; the one source of truth. backward of (a -> b) is forward of (dual(b) -> dual(a)).
+# The one source of truth. backward of (a -> b) is forward of (dual(b) -> dual(a)).
 TRANSITIONS: dict[tuple[str, str], Transition] = {
     ("I", "R"): Transition(LOCAL, ALL_REDUCE, "copy_to_region"),
     ("P", "I"): Transition(ALL_REDUCE, LOCAL, "reduce_from_region"),
@@ -217,7 +217,7 @@ def transition(src: Placement, dst: Placement) -> Transition:
 
 
 def payload(collective: str, numel: int, t: int) -> int:
-    """Elements that one rank sends for `collective` on a tensor of `numel` global elements (ring; ORACLE section 3).
+    """Elements that one rank sends for `collective` on a tensor of `numel` global elements (ring).
 
     all_reduce 2n(t-1)/t; all_gather and reduce_scatter n(t-1)/t; all_to_all n(t-1)/t^2.
     """

@@ -130,7 +130,9 @@ class _SizeText:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.name_of = {symbol: sympy.Symbol(name, integer=True, positive=True) for name, symbol in sizes.symbols.items()}
+        self.name_of = {
+            symbol: sympy.Symbol(name, integer=True, positive=True) for name, symbol in sizes.symbols.items()
+        }
         self.symbol_of = {name: symbol for symbol, name in self.name_of.items()}
 
     def encode(self, size: int) -> int | str:

@@ -55,7 +55,7 @@ def accepted_outputs(program: Program, active: set[fx.Node], config: Config) -> 
     accepts: dict[fx.Node, frozenset[str]] = {}
     has_loss = any(o.loss for o in program.outputs)
     lazy = (has_loss and not config.differentiable_outputs) or not config.gather_outputs
-    for node, spec in zip(program.output_node().args[0], program.outputs, strict=True):
+    for node, spec in zip(program.results(), program.outputs, strict=True):
         if not isinstance(node, fx.Node) or node not in active:
             continue
         kinds = ANY_VALUE if lazy and spec.kind == "user" and not spec.loss else WHOLE

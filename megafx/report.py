@@ -105,7 +105,10 @@ class Report:
         total: dict[str, tuple[int, int]] = {}
         for row in self.rows:
             for move in row.moves:
-                pairs = (("forward", move.forward, move.forward_bytes), ("backward", move.backward, move.backward_bytes))
+                pairs = (
+                    ("forward", move.forward, move.forward_bytes),
+                    ("backward", move.backward, move.backward_bytes),
+                )
                 for when, collective, size in pairs:
                     if collective != LOCAL:
                         count, bytes_moved = total.get(f"{when} {collective}", (0, 0))
@@ -122,12 +125,18 @@ class Report:
         Path(path).write_text(page)
 
     def _lists(self) -> Iterable[tuple[str, list[str]]]:
-        yield "Collectives a step", [f"{k}: {n} x, {_bytes(b)} sent by a rank" for k, (n, b) in self.collectives().items()]
+        yield (
+            "Collectives a step",
+            [f"{k}: {n} x, {_bytes(b)} sent by a rank" for k, (n, b) in self.collectives().items()],
+        )
         whole: dict[str, list[str]] = defaultdict(list)
         for fqn, (shape, placement, why) in self.params.items():
             if not placement.startswith("S"):
                 whole[f"{re.sub(r'[.][0-9]+(?=[.]|$)', '.*', fqn)} {shape}: {why}"].append(fqn)
-        yield "Stored whole on every rank", [f"{k}" + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()]
+        yield (
+            "Stored whole on every rank",
+            [f"{k}" + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()],
+        )
         yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]
         yield "Notes", self.notes
 
@@ -175,7 +184,9 @@ def _row(program: Program, planning: Planning, node: fx.Node) -> Row | None:
     moves = _moves(program, planning, node)
     communicates = any(m.forward != LOCAL or m.backward != LOCAL for m in moves)
     weights = [
-        (o, p) for o, p in zip(rule.operands, choice.ins, strict=True) if o.node in planning.weights and len(o.factors) > 1
+        (o, p)
+        for o, p in zip(rule.operands, choice.ins, strict=True)
+        if o.node in planning.weights and len(o.factors) > 1
     ]
     has_weight = bool(weights) and node not in planning.weights
     if not (communicates or has_weight or rule.kind == "none"):
@@ -185,7 +196,9 @@ def _row(program: Program, planning: Planning, node: fx.Node) -> Row | None:
     return Row(
         fqn_of(node) or "<root>",
         str(node.target).removeprefix("aten.").removesuffix(".default"),
-        _style(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if rule.kind == "none" else ""),
+        _style(node, choice.out, [p for _, p in weights])
+        if has_weight
+        else ("replicated" if rule.kind == "none" else ""),
         f"{ins} -> {text_of(choice.out, program)}",
         shape,
         moves,
@@ -234,8 +247,9 @@ def _move(program: Program, planning: Planning, value: fx.Node, made: fx.Node) -
     itemsize = value.meta[VAL].dtype.itemsize
     backward = row.backward if planning.training and is_floating(value) else LOCAL
     seconds = sum(collective_seconds(c, numel, itemsize, planning.hardware, t) for c in (row.forward, backward))
-    sent = [payload(c, numel, t) * itemsize for c in (row.forward, backward)]
-    return Move(text_of(src, program), text_of(dst, program), row.forward, backward, *sent, round(seconds * 1e6, 3))
+    sent, sent_back = (payload(c, numel, t) * itemsize for c in (row.forward, backward))
+    cost_us = round(seconds * 1e6, 3)
+    return Move(text_of(src, program), text_of(dst, program), row.forward, backward, sent, sent_back, cost_us)
 
 
 def _named(pattern: str, rows: list[Row]) -> Row:

@@ -142,7 +142,7 @@ class SizeEmitter:
         """ceil(structural / t), as an int or a node."""
         if self.sizes.is_static(structural):
             return -(-structural // t)
-        size = self(structural)
+        size = self._expr(self.sizes.expr(structural))
         value = size.meta["val"]
         up = self._call(("+", size, t - 1), operator.add, (size, t - 1), value + (t - 1))
         return self._call(("//", up, t), operator.floordiv, (up, t), up.meta["val"] // t)

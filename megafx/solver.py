@@ -4,7 +4,7 @@
 
 Variables are eliminated one by one: the tables that mention v are added up over the union of their scopes, minimised
 over v, and the result (a *message*) is a new table over v's neighbours. Order: smallest joined table first, which on
-transformer graphs keeps tables near 1e6 entries where an unweighted minimum degree makes 4e7 (findings/planner.md).
+transformer graphs keeps tables near 1e6 entries where an unweighted minimum degree makes 4e7.
 
 Repeated layers cost one dictionary lookup each: a message is shifted by its minimum, rounded and interned by content,
 and the work of an elimination is memoised on which interned tables meet in which pattern of axes.

@@ -199,7 +199,7 @@ def with_backward(program: Program) -> Program:
     """The JOINT program of a LOCAL one: gradients of every floating input, of every floating output."""
     joint = program.copy()
     build_joint_graph(joint, *_differentiable(joint))
-    olds, news = ([*p.placeholders(), *p.output_node().args[0]] for p in (program, joint))  # type: ignore[misc]
+    olds, news = ([*p.placeholders(), *p.results()] for p in (program, joint))
     tangents = sum(spec.kind == "tangent" for spec in joint.inputs)
     inputs = len(program.inputs)
     for old, new in zip(olds, news[:inputs] + news[inputs + tangents :], strict=False):
@@ -325,7 +325,7 @@ def _with_sizes(program: Program, placement: Placement, now: dict[Any, int]) -> 
 
 def _tangent(program: Program, name: str, now: dict[Any, int], seed: int, t: int) -> Tensor:
     names = [o.name for o in program.outputs if o.kind != "gradient"]
-    node: Any = program.output_node().args[0][names.index(name)]  # type: ignore[index,union-attr]
+    node: Any = program.results()[names.index(name)]
     placement = node.meta.get(PLACEMENT, I)
     shape = [_number(n, now) for n in node.meta[VAL].shape]
     if placement.is_shard:
@@ -339,7 +339,7 @@ def _random_tangent(shape: Any, seed: int) -> Tensor:
 
 def _differentiable(program: Program) -> tuple[list[int], list[int]]:
     """(floating inputs, floating outputs)."""
-    results: Any = program.output_node().args[0]
+    results: Any = program.results()
     inputs = [i for i, n in enumerate(program.placeholders()) if n.meta[VAL].is_floating_point()]
     outputs = [i for i, n in enumerate(results) if isinstance(n, fx.Node) and n.meta[VAL].is_floating_point()]
     return inputs, outputs

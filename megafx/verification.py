@@ -90,10 +90,10 @@ def verify_call(
     for name, wanted in outputs.items():
         verdict.outputs[name] = _error(found.outputs[name], wanted, 0.0)
     scale = sum(float(g.double().norm()) ** 2 for g in gradients.values() if g is not None) ** 0.5
-    for name, wanted in gradients.items():
+    for name, gradient in gradients.items():
         got = found.gradients.get(name)
-        if wanted is not None:
-            verdict.gradients[name] = _error(got if got is not None else torch.zeros_like(wanted), wanted, scale)
+        if gradient is not None:
+            verdict.gradients[name] = _error(got if got is not None else torch.zeros_like(gradient), gradient, scale)
     if not verdict.ok:
         placements = sharded.plan.params
         verdict.divergence = first_divergence(

@@ -5,7 +5,7 @@ After:   %loss = f(%w, %x)
          %dw = df/dw(%w, %x, %tangent)           # phase 'backward'; a transition's backward is its dual transition
          return loss, dw
 Legal because: the graph is autograd's own: the forward is run on the program's fake tensors and what autograd dispatches for
-`torch.autograd.grad` is recorded. At one rank it is bit-equal to eager (findings/joint_graph.md).
+`torch.autograd.grad` is recorded. At one rank it is bit-equal to eager.
 
 Composite ops decompose here (linear to view, t and mm; matmul to bmm); custom ops stay whole in both directions. Every node
 stems from one forward node, found by autograd itself: the functions that a forward node adds to the autograd graph are its
@@ -91,7 +91,7 @@ def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int
 
 
 def _check_floating(program: Program, wrt: list[int], differentiated: list[int]) -> None:
-    placeholders, results = program.placeholders(), program.output_node().args[0]
+    placeholders, results = program.placeholders(), program.results()
     assert isinstance(results, (tuple, list))
     named: list[tuple[str, str, Any]] = [("input", program.inputs[i].name, placeholders[i]) for i in wrt]
     named += [("output", program.outputs[i].name, results[i]) for i in differentiated]
@@ -111,7 +111,7 @@ def _traced_input(program: Program, index: int, differentiable: bool) -> Any:
 
 
 def _tangent(program: Program, output: int) -> Any:
-    node = program.output_node().args[0][output]  # type: ignore[index,union-attr]
+    node = program.results()[output]
     value = node.meta[VAL]  # type: ignore[union-attr]
     with program.fake_mode:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)

@@ -2,7 +2,7 @@
 
 Before:  %y = batch_norm(%x, %w, %b, %mean, %var, True, 0.1, 1e-5)        # changes %mean and %var
 After:   %y = batch_norm(%x, %w, %b, None, None, True, 0.1, 1e-5); copy_(%mean, 0.9 * %mean + 0.1 * mean(%x)); ...
-Legal because: in training the result is normalised by the statistics of the batch. The copies become outputs, as other writes do.
+Legal because: in training the batch's own statistics normalise the result. The copies become outputs, as other writes do.
 """
 
 from __future__ import annotations

@@ -60,13 +60,12 @@ def _stored_at(program: Program, plan: Plan, node: fx.Node) -> Placement | None:
 
 
 def _convert_outputs(program: Program, emitter: _TransitionEmitter, accepts: dict[fx.Node, Any]) -> None:
-    output = program.output_node()
     leaving = []
-    for value in output.args[0]:
+    for value in program.results():
         if isinstance(value, fx.Node) and PLACEMENT in value.meta:
             value = emitter.leaving(value, accepts[value])
         leaving.append(value)
-    output.args = (tuple(leaving),)
+    program.output_node().args = (tuple(leaving),)
 
 
 class _TransitionEmitter:
@@ -107,7 +106,7 @@ class _TransitionEmitter:
         return self.convert(value, value.meta[PLACEMENT], I)
 
     def _emit(self, value: fx.Node, source: fx.Node, src: Placement, dst: Placement) -> fx.Node:
-        layouts = [[self.sizes(n) for n in p.flat_layout] for p in (src, dst)]
+        layouts: list[Any] = [[self.sizes(n) for n in p.flat_layout] for p in (src, dst)]
         graph = self.program.graph
         args = (source, src.tag, dst.tag, *layouts, self.plan.axis, 1)
         with self._after(value, source):

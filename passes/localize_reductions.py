@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -19,8 +21,8 @@ def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     shape = local.global_shape[local.rules[node].operands[0].node]
-    dims = node.args[1] if len(node.args) > 1 else None
-    dims = list(range(len(shape))) if not dims else [d % len(shape) for d in dims]  # type: ignore[union-attr, operator]
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    dims = list(range(len(shape))) if not given else [int(d) % len(shape) for d in given]
     keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
     emit = local.before(node)
     total = emit(aten.sum.dim_IntList, source, dims, keepdim, dtype=node.kwargs.get("dtype"), placement=P)

@@ -17,7 +17,9 @@ def localize_sizes(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
 def localize_slice(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """A slice that takes whole blocks of a blocked layout (one part of a fused q|k|v) takes their local sizes."""
     source = choice.ins[0]
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(local.global_shape[node])  # type: ignore[operator]
+    arg = node.args[1] if len(node.args) > 1 else 0
+    assert isinstance(arg, int)
+    dim = arg % len(local.global_shape[node])
     if source.dim != dim:
         return
     n = source.cut.size

@@ -14,7 +14,7 @@ Kept is what eager keeps, less what costs nothing to have again:
                of sequence parallelism
 
 A collective that is not tagged is never repeated, and neither is dropout's mask kept: its backward draws it again from the
-seed. Keeping or re-gathering the inputs of column-parallel linears is a trade of bytes for memory (ORACLE section 3; N = 2sbh
+seed. Keeping or re-gathering the inputs of column-parallel linears is a trade of bytes for memory (N = 2sbh
 bytes, one layer, t ranks): kept, 8 N(t-1)/t bytes move and 4sbh(1 - 1/t) bytes more stay; re-gathered, 10 N(t-1)/t bytes move.
 """
 
@@ -94,7 +94,7 @@ def tag_regathers(program: Program) -> int:
 
 def partition(program: Program) -> Partition:
     """See the module docstring. The program itself is left as it is."""
-    results = list(program.output_node().args[0])  # type: ignore[arg-type]
+    results = list(program.results())
     is_gradient = [o.kind == "gradient" for o in program.outputs]
     outputs = [r for r, g in zip(results, is_gradient, strict=True) if not g]
     gradients = [r for r, g in zip(results, is_gradient, strict=True) if g]

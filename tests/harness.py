@@ -116,7 +116,9 @@ def loss_name(program: Program) -> str:
 
 def errors(found: Logical, wanted: Logical) -> dict[str, float]:
     """Relative error of each output and gradient: ||a - b|| / max(||b||, eps * scale)."""
-    result = {f"output {n}": _error(found.outputs[n], v, 0.0) for n, v in wanted.outputs.items() if isinstance(v, Tensor)}
+    result = {
+        f"output {n}": _error(found.outputs[n], v, 0.0) for n, v in wanted.outputs.items() if isinstance(v, Tensor)
+    }
     present = [g for g in wanted.gradients.values() if g is not None]
     scale = sum(float(g.norm()) ** 2 for g in present) ** 0.5
     for name, gradient in wanted.gradients.items():

@@ -7,7 +7,6 @@ import dataclasses
 
 import pytest
 import torch
-from megafx.passes.build_joint_graph import build_joint_graph
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ import megafx.kernels.dropout  # noqa: F401  registers the ops
 from megafx.check_types import check_types
 from megafx.errors import PlacementError
 from megafx.ir import FQN, VAL
+from megafx.passes.build_joint_graph import build_joint_graph
 from megafx.placements import I, Layout, P, R, S
 from megafx.verify import is_transition, verify
 

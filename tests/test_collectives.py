@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from megafx.passes.expand_transitions import expand_transitions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megafx import collectives
 from megafx.collectives import AxisContext, on_mesh
 from megafx.errors import PlacementError, UsageError
 from megafx.ir import Program
+from megafx.passes.expand_transitions import expand_transitions
 from megafx.placements import TRANSITIONS, Layout
 from megafx.testing import graph, run_logically, run_pass, transition, with_backward
 

@@ -76,7 +76,7 @@ def test_parameter_gradients_share_one_launch():
 
 
 def test_megatron_layouts_move_the_same_bytes():
-    """All-reduce = all-gather + reduce-scatter: sequence parallelism is free in bytes (ORACLE section 3)."""
+    """All-reduce = all-gather + reduce-scatter: sequence parallelism is free in bytes."""
     tp = transition_cost(I, R, 4096, 2, HW, 4).bytes_moved + transition_cost(P, I, 4096, 2, HW, 4).bytes_moved
     sp = transition_cost(S0, R, 4096, 2, HW, 4).bytes_moved + transition_cost(P, S0, 4096, 2, HW, 4).bytes_moved
     assert tp == sp == 4 * 3072 * 2

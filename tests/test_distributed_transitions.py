@@ -68,7 +68,6 @@ def together(local: torch.Tensor, placement: Placement) -> torch.Tensor:
 def expanded(src: Placement, dst: Placement, shape: torch.Size, mesh: dict[str, AxisContext]) -> Program:
     from megafx.passes.bind_mesh import bind_mesh
     from megafx.passes.expand_transitions import expand_transitions
-
     from megafx.testing import graph, run_pass, transition, with_backward
 
     program = graph(

@@ -47,7 +47,9 @@ def test_sharded_equals_one_process(name: str, t: int, sequence_parallel: bool) 
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("name", "t"), [("nanogpt", 2), ("nanogpt", 3), ("gpt2", 4), ("llama", 3), ("bert", 2), ("t5", 2)])
+@pytest.mark.parametrize(
+    ("name", "t"), [("nanogpt", 2), ("nanogpt", 3), ("gpt2", 4), ("llama", 3), ("bert", 2), ("t5", 2)]
+)
 def test_dropout_draws_the_same_masks_at_any_degree(name: str, t: int, sequence_parallel: bool) -> None:
     case = _case(name, 0.1)
     inputs = case.inputs(2, 13)

@@ -198,7 +198,7 @@ def correlation(a, b):
 
 @pytest.mark.parametrize("seed, op_id", [(0, 0), (1234, 7), (-5, 40)])
 def test_statistics(seed, op_id):
-    """The tests of findings/kernels.md at 2**21 draws a key: every z value (seeds are fixed) is below 4.5.
+    """Statistical tests at 2**21 draws a key: every z value (seeds are fixed) is below 4.5.
 
     Keep rate; sums of rows, columns and 32 x 32 tiles; correlation at lags within and across groups of 8, rows included; drops
     of each of the 8 elements of a group; against keys that differ in one bit and other op ids.

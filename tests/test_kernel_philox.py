@@ -37,7 +37,7 @@ def plain_philox(counter, key, rounds=7):
 
 
 def plain_draw(i, seed, op_id):
-    """SPEC of the draw of element i, on Python integers."""
+    """Reference for the draw of element i, on Python integers."""
     words = plain_philox(((i >> 3) % 2**32, i >> 35, op_id, 0), (seed % 2**32, (seed >> 32) % 2**32))
     return words[(i % 8) >> 1] >> (16 * (i & 1)) & 0xFFFF
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from megafx.passes.bind_mesh import bind_mesh
-from megafx.passes.expand_transitions import expand_transitions
 from torch import fx
 
 from megafx.collectives import AxisContext
 from megafx.ir import Builder, Program
+from megafx.passes.bind_mesh import bind_mesh
+from megafx.passes.expand_transitions import expand_transitions
 from megafx.testing import expect, graph, run_pass, transition
 
 aten, mfx = torch.ops.aten, torch.ops.megafx

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from megafx.passes.expand_transitions import expand_transitions
-from megafx.passes.merge_transitions import merge_transitions
 
 from megafx.communication import COLLECTIVES, collective_nodes, communication
 from megafx.ir import FQN, MADE_BY, PHASE, Phase, Program
+from megafx.passes.expand_transitions import expand_transitions
+from megafx.passes.merge_transitions import merge_transitions
 from megafx.placements import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, LOCAL, REDUCE_SCATTER, TRANSITIONS
 from megafx.testing import assert_same, expect, graph, run_logically, run_pass, transition, with_backward
 

@@ -225,7 +225,7 @@ def test_independent_branches_overlap_in_forward(local_program: LocalProgram) ->
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_regathered_inputs_trade_bytes_for_memory(local_program: LocalProgram, fused: bool) -> None:
-    """ORACLE section 3: kept, 4 all-gathers and 4 reduce-scatters a layer; re-gathered, 2 more gathers, less memory."""
+    """Kept, 4 all-gathers and 4 reduce-scatters a layer; re-gathered, 2 more gathers, less memory."""
     layers, found = 2, {}
     for regather in (False, True):
         program, values, placements = lowered(local_program, True, fused, layers, regather)

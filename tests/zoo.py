@@ -43,9 +43,7 @@ def _labels(vocab: int, batch: int, seq: int) -> torch.Tensor:
 def nanogpt(*, dropout: float = 0.0, layers: int = 1, heads: int = 4, vocab: int = 67, embd: int = 24) -> Any:
     """Fused QKV, GELU, dropout, tied head, learned positions (examples/models/gpt.py)."""
     gpt = example("gpt")
-    config = gpt.GPTConfig(
-        vocab_size=vocab, n_layer=layers, n_head=heads, n_embd=embd, block_size=64, dropout=dropout
-    )
+    config = gpt.GPTConfig(vocab_size=vocab, n_layer=layers, n_head=heads, n_embd=embd, block_size=64, dropout=dropout)
     model = gpt.GPT(config)
     return model, lambda b, s: {"idx": _ids(vocab, b, s), "targets": _labels(vocab, b, s)}
 

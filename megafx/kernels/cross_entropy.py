@@ -13,7 +13,7 @@ Whole vocabulary:      cross_entropy -> cross_entropy_forward (loss, norm); cros
 Sharded vocabulary:    ce_stats (local) -> all-gather, in the graph -> ce_loss; ce_loss_backward needs no collective
 "norm" [T, 2] is (m, log sum exp(x - m)): their sum is the log-sum-exp, kept apart for accuracy.
 
-Megatron's vocab-parallel loss gets label smoothing wrong for t > 1 (ORACLE section 2): here V and the mean are global.
+Megatron's vocab-parallel loss gets label smoothing wrong for t > 1 (local V and local mean): here both are global.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from . import philox
 from .philox_triton import draw1, draws8, key_of
 from .runs import Run
 
-GROUPS = 512  # Philox calls a program: 4096 elements, the tile of findings/kernels.md's elementwise kernels
+GROUPS = 512  # Philox calls a program: 4096 elements, the fastest elementwise tile (measured: H200)
 
 
 @triton.jit(do_not_specialize=["threshold", "op_id"])  # one compilation serves all ops of a model

@@ -1,6 +1,6 @@
 """Counter-based random bits: Philox4x32-7 keyed by (seed, op id, global element index).
 
-Definition (findings/kernels.md; DESIGN section 6). The element with row-major index i in the whole tensor has:
+Definition. The element with row-major index i in the whole tensor has:
 
     counter = (g & 0xffffffff, g >> 32, op_id, 0) with g = i >> 3      key = low and high 32 bits of the 64-bit seed
     draw(i) = half (j & 1) of output word (j >> 1) with j = i & 7      a 16-bit integer; half 0 is the low one
@@ -9,7 +9,7 @@ Definition (findings/kernels.md; DESIGN section 6). The element with row-major i
 
 One Philox call serves 8 elements. A draw depends on nothing but (seed, op_id, i), so a shard draws exactly its slice of
 the one-process mask. Philox is Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): the
-round function and the constants. Seven rounds passed the statistical tests of findings/kernels.md.
+round function and the constants. Seven rounds pass the statistical tests of tests/test_kernel_dropout.py.
 
 32-bit words are held in int64: products wrap modulo 2**64, which leaves both halves of the 64-bit product right. Words
 that are the same for all elements (op id, high half of the index) stay Python integers: most of the first two rounds is

@@ -1,6 +1,6 @@
 """Philox4x32-7 for Triton kernels; the same bits as philox.py. Imported only where Triton is.
 
-Cost (findings/kernels.md, H200): nine SASS instructions an element for `draws8`, free against memory bandwidth;
+Cost (measured: H200, November 2026): nine SASS instructions an element for `draws8`, free against memory bandwidth;
 `draw1`, one call an element, reaches about half of the bandwidth.
 """
 
