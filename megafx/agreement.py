@@ -101,15 +101,23 @@ def _difference(a: str, b: str) -> str:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_CHUNK = 1 << 24  # elements hashed at a time: bounds the int64 temporaries to a few hundred MB
+
+
 def tensor_hash(x: torch.Tensor) -> torch.Tensor:
     """0-d int64 on x's device: position-dependent hash of its bits, equal for equal tensors (no host synchronisation)."""
     if x.is_complex():
         x = torch.view_as_real(x)
     flat = x.detach().reshape(-1)
     bits = flat.to(torch.uint8) if x.dtype == torch.bool else flat.view(_BITS[flat.element_size()])
-    # multiplicative hashing of values and positions; wraps around in 64 bits (Knuth's golden ratio multipliers)
-    mixed = (bits.to(torch.int64) + 0x632BE5AB) * (torch.arange(1, flat.numel() + 1, device=x.device) * 0x9E3779B1 + 1)
-    return (mixed ^ (mixed >> 29)).sum()
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        positions = torch.arange(start + 1, start + part.numel() + 1, device=x.device)
+        # multiplicative hashing of values and positions; wraps around in 64 bits (Knuth's golden ratio multipliers)
+        mixed = (part + 0x632BE5AB) * (positions * 0x9E3779B1 + 1)
+        total += (mixed ^ (mixed >> 29)).sum()
+    return total
 
 
 def _gather_vector(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -106,6 +107,22 @@ class _Pretrained:
             return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._tp_size = tp_size
+
+
+def announce(model: nn.Module, t: int) -> None:
+    """Tell Trainer and accelerate of the tensor-parallel degree, so that they neither wrap the model nor split its batches."""
+    for name in ("tp_size", "_tp_size"):
+        if not isinstance(getattr(type(model), name, None), property):
+            setattr(model, name, t)
+    if t == 1 or not isinstance(model, _Pretrained):
+        return
+    model._is_distributed_loading_by_transformers = True  # type: ignore[assignment]  # "the model owns its placement"
+    module = sys.modules.get("transformers.distributed.configuration_utils")
+    known = getattr(module, "DistributedConfig", None)
+    if (
+        known is not None and "fsdp_size" in inspect.signature(known).parameters
+    ):  # Trainer asks it for the other dims' sizes
+        model.config.distributed_config = known(tp_size=t, tp_plan={}, fsdp_size=1)  # type: ignore[union-attr]
 
 
 def parallel_class(original: type[nn.Module]) -> type[nn.Module]:

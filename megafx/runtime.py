@@ -28,7 +28,7 @@ from megafx.graph_keys import Call, KeyMaker, Normalizer, bind_sizes, module_sta
 from megafx.guards import guard_modules
 from megafx.ir import Note, Program
 from megafx.outputs import OutputShard, make_dtensor, make_lazy, output_shards
-from megafx.parallel_class import RUNTIME, parallel_class
+from megafx.parallel_class import RUNTIME, announce, parallel_class
 from megafx.params import (
     Slot,
     parameter_slots,
@@ -154,9 +154,7 @@ class Runtime:
             )
         vars(model)[RUNTIME] = self
         model.__class__ = parallel_class(self.original)
-        for name in ("tp_size", "_tp_size"):
-            if not isinstance(getattr(self.original, name, None), property):
-                setattr(model, name, self.t)
+        announce(model, self.t)
         self.parameters_changed()
 
     def parameters_changed(self) -> None:

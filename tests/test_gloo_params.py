@@ -130,6 +130,44 @@ def optimizers_step_as_in_one_process(mesh) -> None:
                 torch.testing.assert_close(mine, value, rtol=1e-12, atol=1e-14)
 
 
+def scalers_averages_and_saved_states_work(mesh) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    from megafx.params import shard_like
+
+    reference = Model().double()
+    model, (optimizer,) = sharded_like(reference, mesh, [(torch.optim.AdamW, {"lr": 0.1})])
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for infinite in (False, True):  # an infinity on one rank has every rank skip the step
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        set_gradients(model, reference, 0)
+        if infinite:
+            reference.blocked.weight.grad[11, 0] = float("inf")
+            model.blocked.weight.grad = shard_like(reference.blocked.weight.grad.clone(), model.blocked.weight)
+        for scaler, stepped in zip(scalers, (optimizer, plain), strict=True):
+            scaler.scale(torch.ones(()))
+            scaler.step(stepped)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale() == (4.0 if infinite else 8.0)
+        assert_equal_state(model, reference) if not infinite else None
+    again = torch.optim.AdamW(model.parameters(), lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    averaging = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    averages = [torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=averaging) for m in (model, reference)]
+    for step in range(2):
+        set_gradients(model, reference, step)
+        again.step()
+        plain.step()
+        averages[0].update_parameters(model)
+        averages[1].update_parameters(reference)
+        optimizer.zero_grad(set_to_none=False)
+        assert model.blocked.weight.grad.norm().full_tensor() == 0
+    for mine, theirs in ((averages[0].module, averages[1].module), (model, reference)):
+        whole = get_model_state_dict(mine, options=StateDictOptions(full_state_dict=True))
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-14)
+
+
 def physical_order_never_shows(mesh) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -245,6 +283,7 @@ def main(folder: Path, rank: int) -> None:
     mesh = init_device_mesh("cpu", (T,), mesh_dim_names=("tp",))
     checks = [
         optimizers_step_as_in_one_process,
+        scalers_averages_and_saved_states_work,
         physical_order_never_shows,
         autograd_goes_through_parameters,
         whole_values_can_be_copied_in,
