@@ -1,0 +1,318 @@
+"""One of several gloo ranks that call a parallelized model in all the ways that its signature allows, or does not.
+
+torchrun --standalone --nproc-per-node 2 tests/dist/call_forms.py [names of checks]
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Pair, check, config, gradients, loss_of, main, near, raises, same_gradients, same_parameters
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megafx
+from megafx.errors import AgreementError, UsageError
+from megafx.outputs import LazyTensor
+
+
+class Collectives(TorchDispatchMode):
+    """The collectives called within. seen: their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@check(2)
+def logits_beside_the_loss_are_lazy() -> str:
+    pair = Pair("nanogpt", example=True).parallelize()
+    inputs = pair.inputs(3, 13)
+    wanted, _ = pair.plain(**inputs)
+    logits, loss = pair.model(**inputs)
+    assert isinstance(logits, LazyTensor) and not logits.requires_grad
+    with Collectives() as query:
+        assert logits.shape == wanted.shape and logits.dtype == wanted.dtype and logits.size(-1) == 67
+        assert len(logits) == 3 and "made whole on first use" in repr(logits)
+    with Collectives() as use:
+        near(logits + 0, wanted.detach(), "the logits")
+        near(logits.argmax(-1).double(), wanted.argmax(-1).double(), "the prediction")
+    assert (query.seen, len(use.seen)) == ([], 1), (query.seen, use.seen)
+    with Collectives() as forward:
+        loss_of(pair.model(**inputs))
+    forward.seen = [name for name in forward.seen if name.startswith("_c10d_functional.")]  # not the checks of inputs
+    assert len(forward.seen) == 4, forward.seen  # embedding, attention, mlp; one of the loss, none of the logits
+    loss.backward()
+    return f"none in a query, {len(use.seen)} when touched, {len(forward.seen)} in a forward that leaves them alone"
+
+
+@check(2)
+def the_loss_of_the_users_loop() -> str:
+    """`loss_fn=` brings it into the graph; calls with loss_inputs return (loss, output)."""
+
+    def loss_fn(output: Any, target: Tensor, weight: Tensor) -> Tensor:
+        return cross_entropy(output[0].flatten(0, 1), target.flatten(), label_smoothing=0.1) * weight.mean()
+
+    pair = Pair("nanogpt")
+    inputs = pair.inputs(2, 16)
+    given = {"target": inputs["targets"], "weight": torch.arange(1.0, 4.0, dtype=torch.float64)}
+    example = {"idx": inputs["idx"], "loss_inputs": given}
+    megafx.parallelize(pair.model, config(sequence_parallel=True), example_inputs=example, loss_fn=loss_fn)
+    inputs = pair.inputs(3, 7)
+    given["target"] = inputs["targets"]
+    loss, (logits, none) = pair.model(inputs["idx"], loss_inputs=given)
+    wanted = loss_fn(pair.plain(inputs["idx"]), **given)
+    near(loss.detach(), wanted.detach(), "the loss")
+    assert isinstance(logits, LazyTensor) and none is None
+    loss.backward()
+    wanted.backward()
+    assert pair.model.megafx.captures == 1
+    return same_gradients(pair.model, gradients(pair.plain))
+
+
+@check(2)
+def frozen_parameters() -> str:
+    """Freezing after the plan is a new graph; parameters stay where they are; frozen ones get no gradient."""
+    pair = Pair("nanogpt", example=True).parallelize()
+    for model in (pair.model, pair.plain):
+        model.wpe.requires_grad_(False)
+        model.h[0].attn.requires_grad_(False)
+    pair.step(2, 9)
+    assert pair.model.h[0].attn.qkv.weight.grad is None
+    assert pair.model.megafx.captures == 2
+    return same_gradients(pair.model, gradients(pair.plain))
+
+
+@check(2)
+def other_inputs_on_one_rank_are_refused() -> str:
+    pair = Pair("nanogpt", example=True, check_inputs_every=5).parallelize()
+    inputs = pair.inputs(2, 16)
+    mine = {**inputs, "targets": inputs["targets"].roll(dist.get_rank())}
+    text = "input targets is not the same on all tensor-parallel ranks .rank 1 against rank 0"
+    raises(AgreementError, text, lambda: pair.model(**mine))
+    shorter = {k: v[:, : 16 - dist.get_rank()] for k, v in inputs.items()}
+    raises(AgreementError, "rank 1 and rank 0 differ in the call of step", lambda: pair.model(**shorter))
+    for _ in range(4):
+        pair.model(**inputs)
+    step = pair.model.megafx.step
+    while step % 5:
+        pair.model(**inputs)
+        step += 1
+    raises(AgreementError, f"step {step}: input targets", lambda: pair.model(**mine))
+    return "on the first steps, and later every 5"
+
+
+@check(2)
+def misuse_is_refused() -> str:
+    pair = Pair("nanogpt", example=True).parallelize()
+    model = pair.model
+    text = (
+        r"a direct call of 'h.0.mlp.fc' \(Linear\), a submodule of a parallelized model: its parameters are shards\n"
+        r"  in module 'h.0.mlp.fc'\n"
+        r"  fix: call the whole model, or keep an eager copy of the submodule made before megafx.parallelize$"
+    )
+    raises(UsageError, text, lambda: model.h[0].mlp.fc(torch.ones(2, 24, dtype=torch.float64)))
+    raises(UsageError, "direct call of 'h.0' ", lambda: model.h[0](torch.ones(1, 2, 24, dtype=torch.float64)))
+    text = (
+        "DistributedDataParallel around a model that megafx has parallelized\n  fix: .*for data parallelism pass mesh="
+    )
+    raises(UsageError, text, lambda: nn.parallel.DistributedDataParallel(model))
+    text = "fully_shard around a model that megafx has parallelized\n  fix: .*for data parallelism pass mesh="
+    raises(UsageError, text, lambda: torch.distributed.fsdp.fully_shard(model))
+    text = "tensor_model_parallel_size=3, but the world has 2 ranks\n  fix: start 3 ranks, or pass mesh="
+    raises(AgreementError, text, lambda: megafx.parallelize(copy.deepcopy(pair.plain), config(t=3)))
+    raises(UsageError, "parallelized already", lambda: megafx.parallelize(model, config()))
+    (loss,) = (loss_of(model(**pair.inputs(2, 16))),)
+    text = "double backward through a parallelized model"
+    raises(UsageError, text, lambda: torch.autograd.grad(loss, [model.ln_f.weight], create_graph=True))
+    return "direct calls, DDP, fully_shard, a wrong world size, twice, double backward"
+
+
+class Forms(nn.Module):
+    """Takes a dict of tensors and a list, keeps a running mean, returns a dict. No size divides by 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch: dict[str, Tensor], extra: list[Tensor], labels: Tensor | None = None) -> dict[str, Any]:
+        x = self.embed(batch["ids"]) + batch["positions"] + extra[0] * extra[1]
+        x = x + self.down(torch.relu(self.up(x)))
+        if self.training:
+            self.calls += 1
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        logits = self.head(x - self.mean)
+        if labels is None:
+            return {"logits": logits, "parts": (x,)}
+        return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits, "parts": (x,)}
+
+
+def call_of(batch: int, seq: int, labels: bool = True) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(batch * seq)
+    floats = [torch.randn(batch, seq, 6, generator=generator, dtype=torch.float64) for _ in range(3)]
+    ids = torch.randint(0, 11, (batch, seq), generator=generator)
+    call = {"batch": {"ids": ids, "positions": floats[0]}, "extra": floats[1:]}
+    return call | {"labels": ids.roll(1)} if labels else call
+
+
+def forms(**options: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = Forms().double()
+    return megafx.parallelize(copy.deepcopy(plain), config(**options)), plain
+
+
+@check(2)
+def nested_inputs_and_mutated_buffers() -> str:
+    model, plain = forms()
+    for batch, seq in ((2, 8), (3, 5), (1, 7)):
+        mine, theirs = model(**call_of(batch, seq)), plain(**call_of(batch, seq))
+        assert list(mine) == list(theirs) and type(mine["parts"]) is tuple
+        near(mine["loss"].detach(), theirs["loss"].detach(), "the loss")
+        near(mine["logits"] + 0, theirs["logits"].detach(), "the logits")
+        near(mine["parts"][0] + 0, theirs["parts"][0].detach(), "the hidden state")
+        mine["loss"].backward()
+        theirs["loss"].backward()
+        near(model.mean, plain.mean, "the running mean")
+    assert model.calls == plain.calls == 3
+    assert model.megafx.captures == 1
+    return same_gradients(model, gradients(plain))
+
+
+@check(2)
+def gradients_of_inputs() -> str:
+    model, plain = forms(sequence_parallel=True)
+    leaves = []
+    for m in (model, plain):
+        call = call_of(2, 7)
+        leaves.append([call["batch"]["positions"].requires_grad_(), call["extra"][1].requires_grad_()])
+        m(**call)["loss"].backward()
+    for a, b in zip(*leaves, strict=True):
+        near(a.grad, b.grad, "the gradient of an input")
+    return same_gradients(model, gradients(plain))
+
+
+@check(2)
+def a_loss_outside_of_the_model() -> str:
+    """Without a loss outputs are whole and differentiable."""
+    model, plain = forms()
+    for batch, seq in ((2, 8), (3, 5)):
+        for m in (model, plain):
+            call = call_of(batch, seq)
+            labels = call.pop("labels")
+            out = m(**call)
+            loss = cross_entropy(out["logits"].flatten(0, 1), labels.flatten()) + out["parts"][0].square().mean()
+            loss.backward()
+    assert model.megafx.captures == 1
+    return same_gradients(model, gradients(plain))
+
+
+@check(2)
+def differentiable_outputs_beside_the_loss() -> str:
+    model, plain = forms(differentiable_outputs=True)
+    for m in (model, plain):
+        out = m(**call_of(3, 5))
+        (out["loss"] * 2 + (out["logits"] ** 2).mean() + out["parts"][0].sum()).backward()
+    return same_gradients(model, gradients(plain))
+
+
+@check(2)
+def outputs_left_sharded() -> str:
+    """gather_outputs=False: DTensors, whose gradients come back sharded."""
+    model, plain = forms(gather_outputs=False)
+    call = call_of(3, 5, labels=False)
+    mine, theirs = model(**call)["logits"], plain(**call)["logits"]
+    assert isinstance(mine, DTensor) and mine.shape == theirs.shape
+    assert mine.to_local().numel() < theirs.numel()
+    near(mine.full_tensor().detach(), theirs.detach(), "the logits")
+    (mine * mine).sum().backward()
+    (theirs * theirs).sum().backward()
+    return same_gradients(model, gradients(plain))
+
+
+@check(2)
+def gradients_accumulate_into_kept_memory() -> str:
+    """zero_grad(set_to_none=False), scaled losses, two backwards of one graph."""
+    model, plain = forms()
+    for m in (model, plain):
+        m(**call_of(2, 8))["loss"].backward()
+        m.zero_grad(set_to_none=False)
+        for batch, seq in ((2, 8), (3, 5)):
+            (m(**call_of(batch, seq))["loss"] / 2).backward()
+        loss = m(**call_of(1, 6))["loss"]
+        loss.backward(retain_graph=True)
+        (3 * loss).backward()
+    return same_gradients(model, gradients(plain))
+
+
+@check(2)
+def autocast_has_a_graph_of_its_own() -> str:
+    model, plain = forms()
+    model.float()
+    plain.float()
+
+    def call(m: nn.Module) -> Tensor:
+        inputs = torch.utils._pytree.tree_map(lambda x: x.float() if x.is_floating_point() else x, call_of(2, 8))
+        m.zero_grad()
+        loss: Tensor = m(**inputs)["loss"]
+        loss.backward()
+        return loss.detach()
+
+    near(call(model), call(plain), "the loss", 1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        near(call(model), call(plain), "the loss under autocast", 2e-2)
+    assert model.megafx.captures == 2
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    return same_gradients(model, gradients(plain), 5e-2)
+
+
+@check(2)
+def a_run_is_saved_and_resumed() -> str:
+    """model and optimizer state through files of each rank; weights through the whole state dict; a deep copy goes on."""
+    model, plain = forms()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+
+    def steps(m: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch, seq in ((2, 8), (3, 5)):
+            optimizer.zero_grad()
+            m(**call_of(batch, seq))["loss"].backward()
+            optimizer.step()
+
+    for m, optimizer in zip((model, plain), optimizers, strict=True):
+        steps(m, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizers[0].state_dict()}, file)
+    other, _ = forms()
+    resumed = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    file.seek(0)
+    state = torch.load(file, weights_only=False)
+    other(**call_of(2, 8))  # plans: the shards of the file are those of this plan
+    other.load_state_dict(state["model"])
+    resumed.load_state_dict(state["optimizer"])
+    copied = copy.deepcopy(model)
+    steps(other, resumed)
+    steps(plain, optimizers[1])
+    same_parameters(other, plain)
+    whole = Forms().double()
+    whole.load_state_dict(megafx.full_state_dict(other))
+    same_parameters(other, whole)
+    near(copied(**call_of(2, 8))["loss"].detach(), model(**call_of(2, 8))["loss"].detach(), "the loss of a copy")
+    return "equal to the run that was not interrupted"
+
+
+if __name__ == "__main__":
+    main()
