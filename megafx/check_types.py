@@ -27,13 +27,14 @@ from torch import fx
 
 from megafx.errors import PlacementError
 from megafx.inference import VARYING, infer, is_uniform, is_zero
-from megafx.ir import PLACEMENT, VAL, Program
+from megafx.ir import PHASE, PLACEMENT, VAL, Program
 from megafx.lookups import Facts, Lookups
-from megafx.op_families import VIEWS
+from megafx.op_families import VIEWS, Shape
 from megafx.placements import I, Layout, P, Placement, R, S, dual
 from megafx.verify import fail, layout_of
-from megafx.views import slice_layout, view_options
+from megafx.views import flatten, refit, slice_layout, view_options
 
+BACKWARD = "backward"
 MAX_READINGS = 64  # combinations of readings of an op's operands that are tried
 
 
@@ -58,6 +59,7 @@ class _Checker:
         self.facts: dict[fx.Node, Facts] = {}
         self.several: dict[fx.Node, tuple[Placement, ...]] = {}  # of ops with several results
         self.sliced: dict[Any, dict[Placement, None]] = {}  # (shape, dim, bounds) -> shards that were sliced so
+        self.copies: set[tuple[Shape, Placement]] = set()  # local shapes of values expanded along a shard
         self.lookups = Lookups(program, self.facts, t)
 
     def run(self) -> None:
@@ -129,20 +131,30 @@ class _Checker:
         readings = _READINGS.get(str(node.target))
         facts = readings(self, node) if readings is not None else ()
         if facts:
-            self.facts[node] = self._also_as_marked(node, facts)
+            self.facts[node] = self._also(node, facts)
             return
         found = self._infer(node)
         if isinstance(node.meta[VAL], torch.Tensor):
-            self.facts[node] = self._also_as_marked(node, tuple(dict.fromkeys(found)))
+            self.facts[node] = self._also(node, tuple(dict.fromkeys(found)))
         else:
             self.several[node] = found[0]
 
-    def _also_as_marked(self, node: fx.Node, facts: Facts) -> Facts:
-        """A value that is constant along a dim is a shard of it by any layout: also by that on the node."""
-        marked = node.meta.get(PLACEMENT)
-        if marked is None or marked in facts or not marked.is_shard or R not in facts:
-            return facts
-        return (*facts, marked) if is_uniform(node, marked.dim, self.program.sizes) else facts
+    def _also(self, node: fx.Node, facts: Facts) -> Facts:
+        """Further readings of a value.
+
+        Constant along a dim, it is a shard of it by any layout: also by that which the node is marked with. So are local
+        copies of one element (an expand to [.., 1, ..] on each rank); the gradients of such copies are summands.
+        """
+        marked: Any = node.meta.get(PLACEMENT)
+        shape = self.program.sizes.shape(node.meta[VAL])
+        asked = marked is not None and marked.is_shard and R in facts and marked not in facts
+        if asked and is_uniform(node, marked.dim, self.program.sizes):
+            facts = (*facts, marked)
+            self.copies.add((shape, marked))
+        copied = any(f.is_shard and shape[f.dim] == 1 and (shape, f) in self.copies for f in facts)
+        if copied and P not in facts and node.meta.get(PHASE) == BACKWARD:
+            facts = (*facts, P)
+        return facts
 
     def _infer(self, node: fx.Node) -> list[Any]:
         """What `infer` makes of each reading of the operands that it accepts; its refusal if it accepts none."""
@@ -218,13 +230,28 @@ def _view_readings(checker: _Checker, node: fx.Node) -> Facts:
             found.append(S(fact.dim + (fact.dim >= new), fact.cut))
         elif str(node.target) == "aten.squeeze.dim":
             gone = int(node.args[1]) % len(before)  # type: ignore[arg-type]
-            if before[gone] == 1 and fact.dim == gone:  # one element each: the summands of a sum over the dim
-                found.append(P)
-            else:
+            if before[gone] != 1 or fact.dim != gone:
                 found.append(S(fact.dim - (before[gone] == 1 and fact.dim > gone), fact.cut))
         else:
-            found += [S(*o) for o in view_options(before, after, fact.dim, fact.cut, checker.t)]
+            found += [S(*o) for o in _view_shards(before, after, fact.dim, fact.cut, checker.t)]
     return tuple(dict.fromkeys(found))
+
+
+def _view_shards(a: Shape, b: Shape, dim: int, cut: Layout, t: int) -> list[tuple[int, Layout]]:
+    """`view_options`, and where a cut dim has one local element, also those in which it belongs to the dim on its left.
+
+    [b, 2, 1, s] cut at dim 2 -> [b, 2, s]: the rank's copy of each of two heads (of 2*2), not of s.
+    """
+    found = view_options(a, b, dim, cut, t)
+    if dim and a[dim] == 1:
+        found += view_options(a[:dim] + a[dim + 1 :], b, dim - 1, flatten(cut, a[dim - 1], 1, t), t)
+    for k in range(1, len(b)):
+        if b[k] == 1:
+            for d, whole in view_options(a, b[:k] + b[k + 1 :], dim, cut, t):
+                part = refit(whole, b[k - 1], 1, t) if d == k - 1 else None
+                if part is not None:
+                    found.append((k, part))
+    return found
 
 
 def _part_readings(checker: _Checker, node: fx.Node) -> Facts:

@@ -15,7 +15,7 @@ import megafx.kernels.cross_entropy
 import megafx.kernels.dropout  # noqa: F401  registers the ops
 from megafx.check_types import check_types
 from megafx.errors import PlacementError
-from megafx.ir import FQN, VAL
+from megafx.ir import FQN, PLACEMENT, VAL
 from megafx.passes.build_joint_graph import build_joint_graph
 from megafx.placements import I, Layout, P, R, S
 from megafx.verify import is_transition, verify
@@ -137,6 +137,19 @@ def joint(local_program):
     return make
 
 
+_kept = {}  # of tests that leave the graph as it was
+
+
+@pytest.fixture
+def kept(joint):
+    def make(name):
+        if name not in _kept:
+            _kept[name] = joint(name)
+        return _kept[name]
+
+    return make
+
+
 def transitions(program):
     return [n for n in program.graph.nodes if is_transition(n)]
 
@@ -148,8 +161,8 @@ def rejected(program, storage):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_right_graphs_are_accepted(joint, name):
-    program, storage = joint(name)
+def test_right_graphs_are_accepted(kept, name):
+    program, storage = kept(name)
     verify(program)
     check_types(program, storage, T)
     assert sum(n.meta.get("phase") == "backward" for n in transitions(program)) > 0
@@ -180,8 +193,8 @@ MOVES_NO_DATA = {"I", "R"}  # I -> R only says what the gradient is, and its bac
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_deleted_transition_is_found(joint, name):
-    program, storage = joint(name)
+def test_each_deleted_transition_is_found(kept, name):
+    program, storage = kept(name)
     found = {None: 0, "backward": 0}
     for node in transitions(program):
         if not {node.args[1], node.args[2]} <= MOVES_NO_DATA:
@@ -193,9 +206,9 @@ def test_each_deleted_transition_is_found(joint, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_swapped_transition_is_found(joint, name):
+def test_each_swapped_transition_is_found(kept, name):
     """P -> I by S -> I, I -> S by P -> S, and so on: every wrong src, and dst P for what is whole."""
-    program, storage = joint(name)
+    program, storage = kept(name)
     for node in transitions(program):
         src, dst = node.args[1:3]
         for other in {"I", "P"} - {src.replace("R", "I")}:
@@ -356,3 +369,26 @@ def test_ambiguous_views_of_local_shapes(local_program):
         program = forward(local_program, function, {"w": weight(4, H), "u": weight(5, 4), "x": torch.ones(3, H)})
         build_joint_graph(program, [0, 1], [0])
         check_types(program, storage, T)
+
+
+def test_copies_of_a_key_head(local_program):
+    """Each rank expands a whole K to its copy: 1 of 2 for each of 3 heads. The expand moves nothing locally, and so does
+    its backward, whose result is summands all the same."""
+    spread, joined = S(1, Layout.contiguous(2, T)), S(0, Layout.of([(2, 1)], T, rep=3))
+
+    def repeat_heads(k, w):
+        copies = move(k, I, R).reshape(3, 1, 4).expand(3, 1, 4)
+        y = (copies.reshape(3, 4) * move(w, I, joined)).tanh()
+        return (move(y.sum(), P, I),)
+
+    program = forward(local_program, repeat_heads, {"k": weight(3, 4), "w": weight(6, 4)})
+    find(program, aten.expand.default).meta[PLACEMENT] = spread
+    build_joint_graph(program, [0, 1], [0])
+    storage = {"k": I, "w": I}
+    check_types(program, storage, T)
+    gradient = program.output_node().args[0][1]
+    while not is_transition(gradient):
+        gradient = gradient.args[0]
+    assert gradient.args[1:3] == ("P", "I")
+    with put_in_place_of(gradient, gradient.args[0]):
+        rejected(program, storage)
