@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megafx.errors import PlanError, UsageError
 from megafx.placements import I, Placement
 from megafx.sharding import shard_tensor
-from megafx.tp_tensor import TPTensor, make_spec, placement_of, wrap
+from megafx.tp_layout import make_spec, placement_of
+from megafx.tp_tensor import TPTensor, wrap
 
 
 @dataclass(frozen=True)

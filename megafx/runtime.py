@@ -3,9 +3,7 @@
 `make_parallel` turns a model, in place, into an instance of a subclass of its class; `Runtime.call` finds or compiles the graph
 of a call, runs it under one autograd.Function, and gives outputs back in the user's structure.
 
-Host cost: parameters are inputs of the autograd.Function, so that they have autograd edges and hooks of all kinds work; graphs
-take their local tensors without DTensor dispatch; each gradient is wrapped once with a cached spec. benchmarks/host_overhead.py
-measures it (at most 10 us a parameter and step).
+benchmarks/host_overhead.py measures what this layer and bound_graph.py cost (at most 10 us a parameter and step).
 """
 
 from __future__ import annotations
@@ -13,40 +11,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from megafx import agreement
-from megafx.call_spec import CallSpec
+from megafx.bound_graph import BoundGraph, CompiledCall
 from megafx.errors import CaptureError, UsageError
-from megafx.graph_keys import Call, KeyMaker, Normalizer, bind_sizes, module_state, parameter_state
+from megafx.graph_keys import Call, KeyMaker, Normalizer, module_state, parameter_state
 from megafx.guards import guard_modules
-from megafx.ir import Note, Program
-from megafx.outputs import OutputShard, make_dtensor, make_lazy, output_shards
+from megafx.ir import Note
 from megafx.parallel_class import RUNTIME, announce, parallel_class
 from megafx.params import (
     Slot,
     parameter_slots,
     refuse_stale_optimizers,
     replicate_parameters,
-    shard_like,
     shard_parameters,
 )
 from megafx.placements import Placement
-from megafx.tp_tensor import TPTensor, wrap
-
-
-class Runs(Protocol):
-    """What runs a compiled graph (executable.Executable)."""
-
-    def forward(self, inputs: list[Any]) -> tuple[list[Any], Any]: ...
-
-    def backward(self, kept: Any, tangents: list[Any], retain: bool = False) -> list[Any]: ...
+from megafx.tp_tensor import TPTensor
 
 
 @dataclass(frozen=True)
@@ -62,30 +49,6 @@ class CompileRequest:
     varying: frozenset[str]
     wants_grad: frozenset[str] | None
     fixed: Mapping[str, Placement] | None
-
-
-@dataclass
-class CompiledCall:
-    """One graph, and how a call maps to it.
-
-    program: inputs and outputs in placeholder order (`program.call` is the CallSpec). executable: forward(inputs without
-    tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one for each of `wrt` (indices of
-    inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. shards: as
-    `outputs.output_shards`.
-    """
-
-    program: Program
-    executable: Runs
-    wrt: list[int]
-    differentiated: list[int]
-    params: Mapping[str, Placement]
-    shards: list[OutputShard | None] | None = None
-    spec: CallSpec = field(init=False)
-
-    def __post_init__(self) -> None:
-        assert self.program.call is not None
-        self.spec = self.program.call
-        self.shards = output_shards(self.program) if self.shards is None else self.shards
 
 
 CompileCall = Callable[[CompileRequest], CompiledCall]
@@ -123,7 +86,7 @@ class Runtime:
         self.notes: list[Note] = []
         self.params: Mapping[str, Placement] | None = None
         self.parallelizer: Any = None
-        self.graphs: dict[Hashable, list[_Graph]] = {}
+        self.graphs: dict[Hashable, list[BoundGraph]] = {}
         self.keys = KeyMaker(model)
         self.normalize = Normalizer(self.original.forward)
         self.modules: list[nn.Module] = []
@@ -221,7 +184,7 @@ class Runtime:
         training = hashlib.blake2b(str(module_state(self.modules)).encode(), digest_size=8).hexdigest()
         return f"{call.names()}\n{values}\ngrad mode {torch.is_grad_enabled()}, train/eval of modules {training}"
 
-    def _graph(self, call: Call) -> _Graph:
+    def _graph(self, call: Call) -> BoundGraph:
         present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
         state = (module_state(self.modules), parameter_state(present))
@@ -251,7 +214,7 @@ class Runtime:
             found = [slot.module._parameters[slot.key] for slot in self.slots.values()]
         return [p for p in found if p is not None]
 
-    def _compile(self, call: Call, varying: frozenset[int], params: Sequence[torch.Tensor], grad: bool) -> _Graph:
+    def _compile(self, call: Call, varying: frozenset[int], params: Sequence[torch.Tensor], grad: bool) -> BoundGraph:
         if self.mesh is not None:
             for name, param in zip(self.slots, params, strict=True):
                 if not isinstance(param, TPTensor):
@@ -266,7 +229,7 @@ class Runtime:
         for note in compiled.program.notes:
             if note not in self.notes:
                 self.notes.append(note)
-        return _Graph(self, compiled)
+        return BoundGraph(self, compiled)
 
     def _request(self, call: Call, varying: frozenset[int], grad: bool) -> CompileRequest:
         names = call.names()
@@ -312,142 +275,6 @@ class Runtime:
         for param in self.model.parameters():
             return param.device
         return torch.device("cpu")
-
-
-class _Graph:
-    """A compiled call, bound to the parameters and buffers of a model."""
-
-    def __init__(self, runtime: Runtime, compiled: CompiledCall) -> None:
-        self.runtime, self.compiled = runtime, compiled
-        self.executable = compiled.executable
-        program = compiled.program
-        self.inputs = [i for i in program.inputs if i.kind != "tangent"]
-        self.outputs = [o for o in program.outputs if o.kind != "gradient"]
-        self.user_outputs = [i for i, o in enumerate(self.outputs) if o.kind == "user"]
-        self.mutations = [(i, o.name) for i, o in enumerate(self.outputs) if o.kind == "mutation"]
-        slots = runtime.slots
-        self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
-        self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
-        self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
-
-    def fits(self, call: Call) -> bool:
-        return self.compiled.spec.mismatch(call.args, call.kwargs, call.loss_inputs) is None
-
-    def run(self, call: Call) -> Any:
-        inputs, user = self._inputs(call)
-        compiled = self.compiled
-        if compiled.wrt and torch.is_grad_enabled():
-            wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
-            step = _Step(self, inputs, call)
-            for index, output in zip(compiled.differentiated, _Run.apply(step, *wrt), strict=True):
-                step.outputs[index] = output
-            outputs = step.outputs
-        else:
-            outputs = self.finish(self.executable.forward(inputs)[0], call)
-        return compiled.spec.unflatten([outputs[i] for i in self.user_outputs])
-
-    def _inputs(self, call: Call) -> tuple[list[Any], dict[int, torch.Tensor]]:
-        """(local tensors in placeholder order, position -> the user's own tensor)."""
-        runtime = self.runtime
-        given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs))
-        slots = iter(self.slots)
-        inputs: list[Any] = []
-        user: dict[int, torch.Tensor] = {}
-        for spec in self.inputs:
-            if spec.kind == "param":
-                slot = next(slots)
-                param = slot.module._parameters[slot.key]
-                inputs.append(
-                    param._local_tensor if isinstance(param, TPTensor) else runtime.plain_parameter(spec.name, param)
-                )
-            elif spec.kind == "user":
-                value = user[len(inputs)] = next(given)
-                inputs.append(value.detach())
-            elif spec.kind == "buffer":
-                inputs.append(runtime.model.get_buffer(spec.name))
-            elif spec.kind == "constant":
-                inputs.append(self.compiled.program.constants[spec.name])
-            else:
-                inputs.append(runtime.seed())
-        return inputs, user
-
-    def finish(self, outputs: list[Any], call: Call) -> list[Any]:
-        """Write mutated buffers back; sharded outputs become lazy tensors or DTensors."""
-        for index, name in self.mutations:
-            with torch.no_grad():
-                self._stored(name).copy_(outputs[index])
-        if self.sharded:
-            self._wrap_shards(outputs, call)
-        return outputs
-
-    def _stored(self, name: str) -> torch.Tensor:
-        """The buffer, or the local tensor of the parameter, that the graph changes."""
-        slot = self.runtime.slots.get(name)
-        if slot is None:
-            return self.runtime.model.get_buffer(name)
-        param = slot.module._parameters[slot.key]
-        assert param is not None
-        return param._local_tensor if isinstance(param, DTensor) else param.detach()
-
-    def _wrap_shards(self, outputs: list[Any], call: Call) -> None:
-        sizes = bind_sizes(self.compiled.spec, call)
-        shards, mesh = self.compiled.shards, self.runtime.mesh
-        assert shards is not None and mesh is not None
-        lazy = self.runtime.gather_outputs
-        for index in self.sharded:
-            shard = shards[index]
-            assert shard is not None
-            make = make_lazy if lazy else make_dtensor
-            outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
-
-
-class _Step:
-    """What one call hands to `_Run`. outputs: all of the graph's, filled by forward."""
-
-    def __init__(self, graph: _Graph, inputs: list[Any], call: Call) -> None:
-        self.graph, self.inputs, self.call = graph, inputs, call
-        self.outputs: list[Any] = []
-
-
-class _Run(torch.autograd.Function):
-    """Forward graph and backward graph as one autograd node; its outputs are those that bring a tangent."""
-
-    @staticmethod
-    def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        graph = step.graph
-        outputs, ctx.kept = graph.executable.forward(step.inputs)
-        step.inputs = []
-        step.outputs = graph.finish(outputs, step.call)
-        results = tuple(step.outputs[i] for i in graph.compiled.differentiated)
-        ctx.graph = graph
-        ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
-        ctx.layouts = [o if isinstance(o, TPTensor) else None for o in results]
-        ctx.set_materialize_grads(False)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise UsageError(
-                "double backward through a parallelized model: its backward graph has no derivative",
-                fix="call backward() or torch.autograd.grad() without create_graph=True",
-            )
-        graph: _Graph = ctx.graph
-        retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        given = [_local_tangent(x, layout) for x, layout in zip(tangents, ctx.layouts, strict=True)]
-        gradients = graph.executable.backward(ctx.kept, given, retain)
-        specs = ctx.specs
-        return (None, *[g if s is None or g is None else wrap(g, s) for g, s in zip(gradients, specs, strict=True)])
-
-
-def _local_tangent(tangent: Any, output: TPTensor | None) -> Any:
-    """The gradient of an output as the graph wants it: this rank's shard where the output was a DTensor."""
-    if output is None or tangent is None:
-        return tangent
-    if isinstance(tangent, DTensor) and tangent._spec.placements == output._spec.placements:
-        return tangent._local_tensor
-    whole = tangent.full_tensor() if isinstance(tangent, DTensor) else tangent
-    return shard_like(whole, output)._local_tensor
 
 
 def make_parallel(

@@ -84,7 +84,7 @@ def set_gradients(model: nn.Module, reference: nn.Module, step: int) -> None:
 
 def assert_equal_state(model: nn.Module, reference: nn.Module) -> None:
     from megafx.state import full_gradients, full_state_dict
-    from megafx.tp_tensor import _pads
+    from megafx.tp_layout import pads
 
     whole = full_state_dict(model)
     for name, value in reference.state_dict().items():
@@ -94,7 +94,7 @@ def assert_equal_state(model: nn.Module, reference: nn.Module) -> None:
     for name, p in model.named_parameters():
         if name.split(".")[0] in ("uneven", "blocked", "empty"):
             where = p._spec.placements[0]
-            for start, length in _pads(p._spec.mesh, where):
+            for start, length in pads(p._spec.mesh, where):
                 assert (p._local_tensor.narrow(where.dim, start, length) == 0).all(), f"padding of {name}"
 
 

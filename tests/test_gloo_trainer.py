@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer on two tensor-parallel gloo ranks logs what it logs for the eager model; what it saves loads anywhere.
+"""The Hugging Face Trainer on two tensor-parallel gloo ranks logs what it logs for the eager model; its checkpoint loads.
 
 Run as a script, this file is one of the ranks.
 """

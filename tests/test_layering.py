@@ -27,7 +27,7 @@ LAYERS = [
         "op_families_*",
         "hf",
         "graph_keys",
-        "tp_tensor",
+        "tp_*",
         "kernels.dropout_triton",
     },
     # kernels, capture, the planner's parts, the runtime's parts
@@ -36,7 +36,7 @@ LAYERS = [
     | {"params", "outputs", "agreement", "inference"},
     {"check_numbers", "rule_trials", "lookups", "problem", "report", "state"},
     {"passes.*", "pass_runner", "check_rules", "check_types", "parallel_class"},
-    {"executable", "testing"},
+    {"executable", "testing", "bound_graph"},
     {"runtime"},
     {"compiler"},
     {"parallelizer", "verification"},

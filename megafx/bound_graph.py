@@ -1,0 +1,194 @@
+"""A compiled graph bound to the parameters and buffers of a model, and run under one autograd.Function.
+
+Parameters are inputs of the Function, so that they have autograd edges and hooks of all kinds work; graphs take their local
+tensors without DTensor dispatch; each gradient is wrapped once with the parameter's own spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megafx.call_spec import CallSpec
+from megafx.errors import UsageError
+from megafx.graph_keys import Call, bind_sizes
+from megafx.ir import Program
+from megafx.outputs import OutputShard, make_dtensor, make_lazy, output_shards
+from megafx.params import Slot, shard_like
+from megafx.placements import Placement
+from megafx.tp_tensor import TPTensor, wrap
+
+if TYPE_CHECKING:
+    from megafx.runtime import Runtime
+
+
+class Runs(Protocol):
+    """What runs a compiled graph (executable.Executable)."""
+
+    def forward(self, inputs: list[Any]) -> tuple[list[Any], Any]: ...
+
+    def backward(self, kept: Any, tangents: list[Any], retain: bool = False) -> list[Any]: ...
+
+
+@dataclass
+class CompiledCall:
+    """One graph, and how a call maps to it.
+
+    program: inputs and outputs in placeholder order (`program.call` is the CallSpec). executable: forward(inputs without
+    tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one for each of `wrt` (indices of
+    inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. shards: as
+    `outputs.output_shards`.
+    """
+
+    program: Program
+    executable: Runs
+    wrt: list[int]
+    differentiated: list[int]
+    params: Mapping[str, Placement]
+    shards: list[OutputShard | None] | None = None
+    spec: CallSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.program.call is not None
+        self.spec = self.program.call
+        self.shards = output_shards(self.program) if self.shards is None else self.shards
+
+
+class BoundGraph:
+    """A compiled call, bound to the parameters and buffers of a model."""
+
+    def __init__(self, runtime: Runtime, compiled: CompiledCall) -> None:
+        self.runtime, self.compiled = runtime, compiled
+        self.executable = compiled.executable
+        program = compiled.program
+        self.inputs = [i for i in program.inputs if i.kind != "tangent"]
+        self.outputs = [o for o in program.outputs if o.kind != "gradient"]
+        self.user_outputs = [i for i, o in enumerate(self.outputs) if o.kind == "user"]
+        self.mutations = [(i, o.name) for i, o in enumerate(self.outputs) if o.kind == "mutation"]
+        slots = runtime.slots
+        self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
+        self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
+        self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
+
+    def fits(self, call: Call) -> bool:
+        return self.compiled.spec.mismatch(call.args, call.kwargs, call.loss_inputs) is None
+
+    def run(self, call: Call) -> Any:
+        inputs, user = self._inputs(call)
+        compiled = self.compiled
+        if compiled.wrt and torch.is_grad_enabled():
+            wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
+            step = _Step(self, inputs, call)
+            for index, output in zip(compiled.differentiated, _Run.apply(step, *wrt), strict=True):
+                step.outputs[index] = output
+            outputs = step.outputs
+        else:
+            outputs = self.finish(self.executable.forward(inputs)[0], call)
+        return compiled.spec.unflatten([outputs[i] for i in self.user_outputs])
+
+    def _inputs(self, call: Call) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        """(local tensors in placeholder order, position -> the user's own tensor)."""
+        runtime = self.runtime
+        given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs))
+        slots = iter(self.slots)
+        inputs: list[Any] = []
+        user: dict[int, torch.Tensor] = {}
+        for spec in self.inputs:
+            if spec.kind == "param":
+                slot = next(slots)
+                param = slot.module._parameters[slot.key]
+                inputs.append(
+                    param._local_tensor if isinstance(param, TPTensor) else runtime.plain_parameter(spec.name, param)
+                )
+            elif spec.kind == "user":
+                value = user[len(inputs)] = next(given)
+                inputs.append(value.detach())
+            elif spec.kind == "buffer":
+                inputs.append(runtime.model.get_buffer(spec.name))
+            elif spec.kind == "constant":
+                inputs.append(self.compiled.program.constants[spec.name])
+            else:
+                inputs.append(runtime.seed())
+        return inputs, user
+
+    def finish(self, outputs: list[Any], call: Call) -> list[Any]:
+        """Write mutated buffers back; sharded outputs become lazy tensors or DTensors."""
+        for index, name in self.mutations:
+            with torch.no_grad():
+                self._stored(name).copy_(outputs[index])
+        if self.sharded:
+            self._wrap_shards(outputs, call)
+        return outputs
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """The buffer, or the local tensor of the parameter, that the graph changes."""
+        slot = self.runtime.slots.get(name)
+        if slot is None:
+            return self.runtime.model.get_buffer(name)
+        param = slot.module._parameters[slot.key]
+        assert param is not None
+        return param._local_tensor if isinstance(param, DTensor) else param.detach()
+
+    def _wrap_shards(self, outputs: list[Any], call: Call) -> None:
+        sizes = bind_sizes(self.compiled.spec, call)
+        shards, mesh = self.compiled.shards, self.runtime.mesh
+        assert shards is not None and mesh is not None
+        lazy = self.runtime.gather_outputs
+        for index in self.sharded:
+            shard = shards[index]
+            assert shard is not None
+            make = make_lazy if lazy else make_dtensor
+            outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
+
+
+class _Step:
+    """What one call hands to `_Run`. outputs: all of the graph's, filled by forward."""
+
+    def __init__(self, graph: BoundGraph, inputs: list[Any], call: Call) -> None:
+        self.graph, self.inputs, self.call = graph, inputs, call
+        self.outputs: list[Any] = []
+
+
+class _Run(torch.autograd.Function):
+    """Forward graph and backward graph as one autograd node; its outputs are those that bring a tangent."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        graph = step.graph
+        outputs, ctx.kept = graph.executable.forward(step.inputs)
+        step.inputs = []
+        step.outputs = graph.finish(outputs, step.call)
+        results = tuple(step.outputs[i] for i in graph.compiled.differentiated)
+        ctx.graph = graph
+        ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
+        ctx.layouts = [o if isinstance(o, TPTensor) else None for o in results]
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "double backward through a parallelized model: its backward graph has no derivative",
+                fix="call backward() or torch.autograd.grad() without create_graph=True",
+            )
+        graph: BoundGraph = ctx.graph
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        given = [_local_tangent(x, layout) for x, layout in zip(tangents, ctx.layouts, strict=True)]
+        gradients = graph.executable.backward(ctx.kept, given, retain)
+        specs = ctx.specs
+        return (None, *[g if s is None or g is None else wrap(g, s) for g, s in zip(gradients, specs, strict=True)])
+
+
+def _local_tangent(tangent: Any, output: TPTensor | None) -> Any:
+    """The gradient of an output as the graph wants it: this rank's shard where the output was a DTensor."""
+    if output is None or tangent is None:
+        return tangent
+    if isinstance(tangent, DTensor) and tangent._spec.placements == output._spec.placements:
+        return tangent._local_tensor
+    whole = tangent.full_tensor() if isinstance(tangent, DTensor) else tangent
+    return shard_like(whole, output)._local_tensor

@@ -1,0 +1,282 @@
+"""Operations on tensors whose physical order is not the logical one: which run on local tensors, which are DTensor's own, and
+which are refused. The table is in tp_tensor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from megafx.errors import UsageError
+from megafx.sharding import shard_tensor
+from megafx.tp_layout import LayoutShard, is_permuted, make_spec, pads, physical_spec, placement_of
+
+aten = torch.ops.aten
+_new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
+
+
+class DispatchedTensor(DTensor):
+    """The part of `TPTensor` that operations go through."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten.detach.default:
+            return _new(type(args[0]), args[0]._local_tensor, args[0]._spec, requires_grad=False)
+        if func is aten.add_.Tensor and not kwargs and _same_spec(*args):  # gradient accumulation
+            args[0]._local_tensor.add_(args[1]._local_tensor)
+            return args[0]
+        kwargs = kwargs or {}
+        if _order_free(func):
+            done, result = _on_locals(func, args, kwargs)
+            if done:
+                return result
+        return _on_dtensors(func, args, kwargs)
+
+
+def _same_spec(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and a._spec is b._spec
+
+
+# -- operations to which the order of elements is nothing
+
+_LOCAL_NAMES = frozenset(
+    [
+        "alias",
+        "clone",
+        "copy_",
+        "empty_like",
+        "fill_",
+        "full_like",
+        "ones_like",
+        "zero_",
+        "zeros_like",
+        "_to_copy",
+        "lerp",
+        "lerp_",
+        "_fused_adam_",
+        "_fused_adamw_",
+        "_fused_sgd_",
+        "_fused_adagrad_",
+    ]
+)
+_FOREACH_REDUCES = frozenset(["_foreach_norm", "_foreach_max", "_foreach_powsum"])
+# Operations that give zero where all sharded operands are zero; after the others pads are zeroed again.
+_KEEPS_ZERO = frozenset(
+    [
+        "alias",
+        "clone",
+        "copy_",
+        "zero_",
+        "zeros_like",
+        "_to_copy",
+        "lerp",
+        "lerp_",
+        "neg",
+        "neg_",
+        "sqrt",
+        "sqrt_",
+        "abs",
+        "abs_",
+        "mul",
+        "mul_",
+        "addcmul",
+        "addcmul_",
+        "sign",
+    ]
+)
+# DTensor's own reductions over the physical tensor: zero pads add nothing.
+_REDUCES = frozenset(
+    [
+        "linalg_vector_norm",
+        "norm",
+        "sum",
+        "_foreach_norm",
+        "any",
+        "count_nonzero",
+        "_amp_foreach_non_finite_check_and_unscale_",
+    ]
+)
+_RANDOM = frozenset(["normal_", "uniform_", "bernoulli_", "exponential_", "rand_like", "randn_like", "random_"])
+_SAME_SHAPE_VIEWS = frozenset(["view", "_unsafe_view", "reshape", "expand"])
+
+
+@cache
+def _op_name(func: Any) -> str:
+    return func._schema.name.split("::")[1]
+
+
+@cache
+def _order_free(func: Any) -> bool:
+    name = _op_name(func)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if name.startswith("_foreach_"):
+        return name not in _FOREACH_REDUCES
+    return torch.Tag.pointwise in func.tags or name in _LOCAL_NAMES
+
+
+class _Mixed(Exception):
+    """Operands at different placements."""
+
+
+def _local_of(x: Any, like: DispatchedTensor) -> Any:
+    """The local tensor of an operand beside `like`; raises _Mixed where it cannot be had without communication."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    spec = like._spec
+    if isinstance(x, DTensor):
+        if x._spec.placements == spec.placements and x.shape == like.shape:
+            return x._local_tensor
+        if not x._spec.placements[0].is_replicate():
+            raise _Mixed
+        x = x._local_tensor
+    if x.dim() == 0:
+        return x
+    if x.shape == like.shape and (placement := placement_of(like)).kind != "P":
+        return shard_tensor(x, placement, spec.mesh.get_local_rank(), spec.mesh.size())
+    raise _Mixed
+
+
+def _rewrap(out: Any, like: DispatchedTensor, name: str, sources: dict[int, Any]) -> Any:
+    if not isinstance(out, torch.Tensor):
+        return out
+    spec = like._spec
+    if is_permuted(like) and name not in _KEEPS_ZERO:
+        _zero_pads(out, spec)
+    if id(out) in sources:
+        return sources[id(out)]
+    if out.dtype != like.dtype:
+        spec = make_spec(spec.mesh, placement_of(like), like.shape, out.dtype)
+    return _new(type(like), out, spec, requires_grad=False)
+
+
+def _zero_pads(local: torch.Tensor, spec: DTensorSpec) -> None:
+    shard = cast(LayoutShard, spec.placements[0])
+    for start, length in pads(spec.mesh, shard):
+        local.narrow(shard.dim, start, length).zero_()
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and any(isinstance(e, torch.Tensor) for e in x)
+
+
+def _on_locals(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """(whether it could be done on local tensors, result)."""
+    name = _op_name(func)
+    values = [*args, *kwargs.values()]
+    lists = [v for v in values if _is_list(v)]
+    sources: dict[int, Any] = {}
+    try:
+        if lists:
+            rows: list[Any] = [
+                next((x for x in row if isinstance(x, DispatchedTensor)), None) for row in zip(*lists, strict=True)
+            ]
+            if None in rows:
+                return False, None
+            convert = lambda v: [_local_of(x, r) for x, r in zip(v, rows, strict=True)] if _is_list(v) else _scalar(v)  # noqa: E731
+        else:
+            rows = [next(v for v in values if isinstance(v, DispatchedTensor))]
+            convert = lambda v: _local_of(v, rows[0])  # noqa: E731
+        local_args, local_kwargs = [convert(a) for a in args], {k: convert(v) for k, v in kwargs.items()}
+    except _Mixed:
+        return False, None
+    for given, local in zip(values, [*local_args, *local_kwargs.values()], strict=True):
+        pairs = zip(given, local, strict=True) if _is_list(given) else [(given, local)]
+        sources.update({id(b): a for a, b in pairs if isinstance(a, DispatchedTensor)})
+    out = func(*local_args, **local_kwargs)
+    if isinstance(out, (list, tuple)):
+        return True, type(out)(_rewrap(o, r, name, sources) for o, r in zip(out, rows, strict=True))
+    if lists and out is None:
+        _zero_after_in_place(func, lists, rows, name)
+        return True, None
+    return True, _rewrap(out, rows[0], name, sources)
+
+
+def _zero_after_in_place(func: Any, lists: Sequence[Any], rows: Sequence[DispatchedTensor], name: str) -> None:
+    if name.removeprefix("_foreach_") in _KEEPS_ZERO:
+        return
+    mutated = lists if name.startswith("_fused_") else lists[:1]
+    for tensors in mutated:
+        for x, row in zip(tensors, rows, strict=True):
+            if is_permuted(x) and x.shape == row.shape:
+                _zero_pads(x._local_tensor, x._spec)
+
+
+def _scalar(x: Any) -> Any:
+    if isinstance(x, DTensor):
+        if x.dim() == 0 and x._spec.placements[0].is_replicate():
+            return x._local_tensor
+        raise _Mixed
+    return x
+
+
+# -- everything else
+
+
+def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run `func` as DTensor's own, with permuted tensors only where their order is nothing."""
+    name = _op_name(func)
+    tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, DispatchedTensor)]
+    permuted = next((x for x in tensors if is_permuted(x)), None)
+    if permuted is not None:
+        if name in _SAME_SHAPE_VIEWS and tuple(args[1]) == tuple(permuted.shape):
+            return _new(type(permuted), permuted._local_tensor, permuted._spec, requires_grad=False)
+        if name == "mean" and len(args) == 1 and not kwargs:
+            return args[0].sum() / args[0].numel()
+        _check_order_free(func, name, args, kwargs, permuted)
+    plain = {id(x): _as_dtensor(x) for x in tensors}
+    back = {id(d): x for x, d in ((x, plain[id(x)]) for x in tensors)}
+    swap = lambda x: plain.get(id(x), x)  # noqa: E731
+    args, kwargs = torch.utils._pytree.tree_map(swap, (list(args), kwargs))
+    try:
+        out = func(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise _direct_use(func) from error
+    if name in _RANDOM and permuted is not None:
+        assert permuted is not None
+        if not func._schema.is_mutable:
+            out = _new(type(permuted), out._local_tensor, permuted._spec, requires_grad=False)
+        _zero_pads(out._local_tensor, permuted._spec)
+    return torch.utils._pytree.tree_map(lambda x: back.get(id(x), x), out)
+
+
+def _as_dtensor(x: DispatchedTensor) -> DTensor:
+    spec = x._spec
+    shard = spec.placements[0]
+    if isinstance(shard, LayoutShard):
+        assert spec.tensor_meta is not None
+        spec = physical_spec(spec.mesh, shard, x.shape, spec.tensor_meta.dtype)
+    return _new(DTensor, x._local_tensor, spec, requires_grad=False)
+
+
+def _check_order_free(func: Any, name: str, args: Any, kwargs: Any, x: DispatchedTensor) -> None:
+    whole = len(args) < 3 or not args[2]  # no `dim` argument: a reduction of the whole tensor
+    if name in ("linalg_vector_norm", "norm", "_foreach_norm"):
+        order = args[1] if len(args) > 1 and args[1] is not None else 2
+        if whole and not kwargs.get("dim") and order >= 0:
+            return
+    elif name in ("sum", "any", "count_nonzero"):
+        if len(args) < 2 and not kwargs.get("dim"):
+            return
+    elif name in _REDUCES or name in _RANDOM:
+        return
+    raise UsageError(
+        f"{func} on a parameter stored as {x._spec.placements[0]}: its local tensor is not a slice of the logical tensor",
+        fix="use full_tensor() for the logical tensor; to compute with it, call the whole model, not this submodule",
+    )
+
+
+def _direct_use(func: Any) -> UsageError:
+    return UsageError(
+        f"{func} met a parameter of a parallelized model and a plain tensor",
+        fix="call the whole model: its submodules hold shards; full_tensor() gives a parameter's whole value",
+    )
