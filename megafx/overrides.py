@@ -4,14 +4,16 @@
 
 colwise shards a weight on its output features, rowwise on its input features (an embedding: colwise on the hidden dim,
 rowwise on the vocabulary), replicate stores it whole, sequence runs the ops of a module on a shard of the sequence.
-Names are those of PyTorch's ParallelStyle and Hugging Face's tp_plan. A pattern that matches nothing is an error.
+Names are those of PyTorch's ParallelStyle and Hugging Face's tp_plan. Where several patterns match, the last one holds.
+
+An override beats the default policies (but no plan shards the batch). One that matches nothing, or that nothing it matches
+can follow, is an error.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -21,96 +23,113 @@ from megafx.ir import Input, Program, fqn_of, source_of
 from megafx.op_rules import OpRule, Strategy
 from megafx.placements import P
 
+Filtered = tuple[list[Strategy], dict[str, int]]  # the strategies left, {reason: how many it took}
+ADJECTIVE = {"replicate": "replicated", "sequence": "on a shard of the sequence"}
+
 
 class Overrides:
-    """Filters domains by the user's styles and remembers which patterns were used."""
+    """Filters domains by the user's styles and remembers which patterns were used. t: ranks of the axis."""
 
-    def __init__(self, program: Program, styles: Mapping[str, str], weights: set[fx.Node]) -> None:
-        self.styles, self.weights = styles, weights
+    def __init__(self, program: Program, styles: Mapping[str, str], weights: set[fx.Node], t: int) -> None:
+        self.styles, self.weights, self.t = styles, weights, t
         self._params = {
             n: (spec.name, *spec.aliases)
             for n, spec in zip(program.placeholders(), program.inputs, strict=True)
             if spec.kind == "param"
         }
         self._modules = {fqn_of(n) for n in program.graph.nodes if n.op == "call_function"}
-        self._used: set[str] = set()
-        self._style_of: dict[tuple[str, ...], str] = {}
+        self._applied: set[str] = set()
+        self._pattern_of: dict[tuple[str, ...], str] = {}
 
-    def filter_parameter(
-        self, node: fx.Node, spec: Input, domain: list[Strategy]
-    ) -> tuple[list[Strategy], dict[str, int]]:
+    def filter_parameter(self, spec: Input, domain: list[Strategy]) -> Filtered:
         """'replicate' on a parameter leaves only whole storage."""
-        style = self._style((spec.name, *spec.aliases))
-        if style != "replicate":
+        pattern = self._pattern((spec.name, *spec.aliases))
+        if self.styles.get(pattern) != "replicate":
             return domain, {}
+        self._applied.add(pattern)
         left = [s for s in domain if not s.out.is_shard]
-        return left, {f"override: {spec.name} is replicated": len(domain) - len(left)}
+        return left, {_reason(spec.name, "replicate"): len(domain) - len(left)}
 
-    def filter_op(self, node: fx.Node, rule: OpRule, domain: list[Strategy]) -> tuple[list[Strategy], dict[str, int]]:
-        """colwise and rowwise on the op that uses a weight matrix; sequence on every op of a module."""
-        gone: dict[str, int] = defaultdict(int)
-        if not self.styles:
+    def filter_op(
+        self, node: fx.Node, rule: OpRule, domain: list[Strategy], on_sequence: Callable[[Strategy], bool]
+    ) -> Filtered:
+        """The strategies that follow the styles of this op's weights and module. on_sequence: whether one cuts the sequence."""
+        if not self.styles or node in self.weights or self.t == 1:
             return domain, {}
+        left, gone = domain, {}
+        weighted = False
         for index, operand in enumerate(rule.operands):
-            names = self._weight_names(operand.node)
-            style = self._style(names) if names else ""
-            if style in ("colwise", "rowwise") and len(operand.factors) > 1 and node not in self.weights:
-                left = [s for s in domain if s.ins[index].is_shard and (s.out == P) == (style == "rowwise")]
-                domain = self._must(node, left, domain, f"override: {names[0]} is {style}", gone)
-            elif style == "replicate" and node not in self.weights:
-                left = [s for s in domain if not s.ins[index].is_shard]
-                domain = self._must(node, left, domain, f"override: {names[0]} is replicated", gone)
-        return domain, dict(gone)
-
-    def sequence_pattern(self, node: fx.Node) -> str:
-        """The pattern by which this node's module is to run on a shard of the sequence, or ''."""
-        fqn = fqn_of(node)
-        for pattern, style in self.styles.items():
-            if style == "sequence" and _matches(fqn, pattern):
-                self._used.add(pattern)
-                return pattern
-        return ""
+            names = self._weight_names(operand.node, node)
+            pattern = self._pattern(names) if names else ""
+            style = self.styles.get(pattern, "")
+            weighted |= style != "" and style != "sequence"
+            if style == "replicate":
+                follow = [s for s in left if not s.ins[index].is_shard]
+            elif style in ("colwise", "rowwise") and len(operand.factors) > 1:
+                follow = [s for s in left if s.ins[index].is_shard and (s.out == P) == (style == "rowwise")]
+            else:
+                continue
+            self._must(node, follow, names[0], style)
+            self._applied.add(pattern)
+            gone[_reason(names[0], style)] = len(left) - len(follow)
+            left = follow
+        pattern = self._pattern((fqn_of(node),))
+        if self.styles.get(pattern) == "sequence" and not weighted:
+            follow = [s for s in left if on_sequence(s)]
+            if follow:
+                self._applied.add(pattern)
+                gone[_reason(pattern, "sequence")] = len(left) - len(follow)
+                left = follow
+        return left, {reason: count for reason, count in gone.items() if count}
 
     def check_used(self) -> None:
-        """Raise PlanError for the first pattern that matched no parameter and no module."""
+        """Raise PlanError for the first pattern that matched no parameter and no module, or that nothing could follow."""
         names = sorted({n for names in self._params.values() for n in names} | self._modules)
-        for pattern in self.styles:
-            if pattern in self._used or any(_matches(n, pattern) for n in names):
-                continue
-            close = difflib.get_close_matches(pattern, [n.removesuffix(".weight") for n in names], 3, 0.4)
-            raise PlanError(
-                f"override '{pattern}' matches no parameter and no module of the model",
-                fix=f"did you mean {', '.join(close)}?" if close else "see model.named_parameters()",
-            )
+        for pattern, style in self.styles.items():
+            matching = [n for n in names if _matches(n, pattern)]
+            if not matching:
+                known = sorted({n.removesuffix(".weight") for n in names})
+                close = difflib.get_close_matches(pattern, known, 3, 0.4)
+                raise PlanError(
+                    f"override '{pattern}' matches no parameter and no module of the model",
+                    fix=f"did you mean {', '.join(close)}?" if close else "see model.named_parameters()",
+                )
+            shadowed = all(self._pattern((n,)) != pattern for n in matching)
+            if pattern not in self._applied and not shadowed and self.t > 1:
+                raise PlanError(
+                    f"override '{pattern}' is {style}, but nothing that it matches can be {ADJECTIVE.get(style, style)}: "
+                    f"it matches {', '.join(matching[:3])}" + (", ..." if len(matching) > 3 else ""),
+                    fix="colwise and rowwise are for weights of linears and embeddings, sequence for modules whose values "
+                    "have a sequence dim",
+                )
 
-    def _must(
-        self, node: fx.Node, left: list[Strategy], domain: list[Strategy], reason: str, gone: dict[str, int]
-    ) -> list[Strategy]:
-        if not left:
+    def _must(self, node: fx.Node, follow: list[Strategy], name: str, style: str) -> None:
+        if not follow:
             raise PlanError(
-                f"{reason}, but no strategy of {node.target} that the policies leave does that",
-                fix="drop the override, or use Config(planner_policy='free')",
+                f"{_reason(name, style)}, but {node.target} cannot be sharded so",
+                fix="drop the override, or choose another style",
                 module=fqn_of(node),
                 source=source_of(node),
             )
-        if len(left) < len(domain):
-            gone[reason] += len(domain) - len(left)
-        return left
 
-    def _weight_names(self, node: fx.Node) -> tuple[str, ...]:
-        """FQNs of the parameter that a weight value stems from."""
-        while node in self.weights and node.op == "call_function":
-            node = next(a for a in node.all_input_nodes if a in self.weights)
-        return self._params.get(node, ())
+    def _weight_names(self, value: fx.Node, user: fx.Node) -> tuple[str, ...]:
+        """FQNs of the parameter that a weight value stems from; of a tied one that of the user's own module."""
+        while value in self.weights and value.op == "call_function":
+            value = next(a for a in value.all_input_nodes if a in self.weights)
+        names = self._params.get(value, ())
+        own = tuple(n for n in names if n.rpartition(".")[0] == fqn_of(user))
+        return own or names
 
-    def _style(self, names: tuple[str, ...]) -> str:
-        if names not in self._style_of:
-            self._style_of[names] = ""
-            for pattern, style in self.styles.items():
-                if any(_matches(n, pattern) for n in names):
-                    self._used.add(pattern)
-                    self._style_of[names] = style
-        return self._style_of[names]
+    def _pattern(self, names: tuple[str, ...]) -> str:
+        """The last pattern that matches one of the names, or ''."""
+        if names not in self._pattern_of:
+            found = [p for p in self.styles if any(_matches(n, p) for n in names)]
+            self._pattern_of[names] = found[-1] if found else ""
+        return self._pattern_of[names]
+
+
+def _reason(name: str, style: str) -> str:
+    return f"override: {name} is {ADJECTIVE.get(style, style)}"
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -84,13 +84,24 @@ class Plan:
         return self.params[param]
 
     def __str__(self) -> str:
+        say = self.text_of
         lines = [f"plan on {self.axis}={self.t}, sequence_parallel={self.sequence_parallel}, hardware {self.hardware}"]
-        lines += [f"  {fqn:48s} {p}" for fqn, p in self.params.items()]
+        lines += [f"  {fqn:48s} {say(p)}" for fqn, p in self.params.items()]
         for name, op in self.ops.items():
-            ins = ", ".join(map(str, op.ins))
-            moves = "  ".join(f"[{c.src}->{c.dst}]" for c in self.conversions.get(name, ()))
-            lines.append(f"  {name:32s} {ins} -> {op.out}  {op.factor}  {moves}".rstrip())
+            ins = ", ".join(map(say, op.ins))
+            moves = "  ".join(f"[{say(c.src)}->{say(c.dst)}]" for c in self.conversions.get(name, ()))
+            lines.append(f"  {name:32s} {ins} -> {say(op.out)}  {op.factor}  {moves}".rstrip())
         return "\n".join(lines)
+
+    def text_of(self, placement: Placement) -> str:
+        """'S2' where the cut follows from the dim's size (elements in t ranges), else with it: 'S0/3*(25x64)'."""
+        if not placement.is_shard:
+            return placement.kind
+        cut, text = placement.cut, self.sizes.text
+        if cut.simple() and (cut.blocks[0].unit == 1 or not cut.padded(self.t)):
+            return placement.tag
+        blocks = "+".join(text(count) + (f"x{text(unit)}" if unit != 1 else "") for count, unit in cut.blocks)
+        return f"{placement.tag}/" + (f"{text(cut.rep)}*({blocks})" if cut.rep != 1 else blocks)
 
     def diff(self, other: Plan) -> str:
         """Unified diff of the two plans' text; empty when they place everything alike."""

@@ -1,6 +1,6 @@
 """Policies: strategies that the planner may not use, each removed with a reason that the report shows.
 
-Costs alone find cheaper and stranger plans than Megatron's (findings of the planner's experiment): hidden-sharded residuals,
+Costs alone find cheaper and stranger plans than Megatron's: hidden-sharded residuals,
 tensor parallelism turned into data parallelism, weights gathered at every use. The default policy takes those away, hard:
 
     batch        the batch dim is not sharded on the tensor-parallel axis (that is data parallelism)
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from megafx.ir import VAL, Program
@@ -140,6 +141,8 @@ class Policy:
     ) -> None:
         self.program, self.free, self.sequence_parallel = program, free, sequence_parallel
         self.weights = weight_values(program, active)
+        # weight -> reasons for which strategies that shard it were taken away, in order
+        self.kept_whole: dict[fx.Node, dict[str, None]] = defaultdict(dict)
         self._axis_of: dict[Placement, str] = {}
         classes = DimClasses(rules, self.weights, program)
         self._classes = classes
@@ -147,7 +150,7 @@ class Policy:
         batch, seq = [], []
         for node, spec in zip(program.placeholders(), program.inputs, strict=True):
             value = node.meta.get(VAL)
-            if spec.kind == "user" and getattr(value, "ndim", 0) >= 1:
+            if spec.kind == "user" and isinstance(value, torch.Tensor) and value.ndim >= 1:
                 batch.append((node, 0))
                 if value.ndim == 2 and not value.dtype.is_floating_point:  # token ids, masks, labels: [batch, seq]
                     seq.append((node, 1))
@@ -197,24 +200,37 @@ class Policy:
     def shards_sequence(self, node: fx.Node, strategy: Strategy) -> bool:
         return self.axis_of(node, strategy.out) == "seq"
 
-    def filter(self, node: fx.Node, rule: OpRule, strategies: list[Strategy]) -> tuple[list[Strategy], dict[str, int]]:
-        """The strategies left, and {reason: how many it took}."""
+    def filter(
+        self, node: fx.Node, rule: OpRule, strategies: list[Strategy], *, overridden: bool = False
+    ) -> tuple[list[Strategy], dict[str, int]]:
+        """The strategies left, and {reason: how many it took}.
+
+        overridden: an override chose these strategies, so it holds where the policies would leave none of them.
+        """
         if self.free:
             return strategies, {}
-        left, gone = [], defaultdict(int)
-        for strategy in strategies:
-            reason = self.reason(node, rule, strategy)
-            if reason:
+        left: list[Strategy] = []
+        gone: dict[str, int] = defaultdict(int)
+        reasons = [self.reason(node, rule, s) for s in strategies]
+        yielding = overridden and all(reasons)
+        for strategy, reason in zip(strategies, reasons, strict=True):
+            if reason and not (yielding and reason != BATCH):
                 gone[reason] += 1
+                self._remember_whole(rule, strategy, reason)
             else:
                 left.append(strategy)
         if self.sequence_parallel is True:
             left = self._prefer_sequence(node, rule, left, gone)
         weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
-        if str(node.target) in MATMULS and weights and node not in self.weights:
+        if str(node.target) in MATMULS and weights and node not in self.weights and not overridden:
             sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]
             left = prefer(left, sharded, SHARD_WEIGHTS, gone)
         return left, dict(gone)
+
+    def _remember_whole(self, rule: OpRule, strategy: Strategy, reason: str) -> None:
+        for operand, placement in zip(rule.operands, strategy.ins, strict=True):
+            if placement.is_shard and operand.node in self.weights:
+                self.kept_whole[operand.node].setdefault(reason)
 
     def _prefer_sequence(
         self, node: fx.Node, rule: OpRule, left: list[Strategy], gone: dict[str, int]

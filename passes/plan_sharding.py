@@ -9,20 +9,21 @@ Legal because: strategies are rows of sharding rules, and every pair of placemen
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
-from megafx.candidates import find_candidates
-from megafx.op_rules import OpRule, Strategy, rule_for, strategies
 from torch import fx
 
+from megafx.candidates import find_candidates
 from megafx.errors import PlanError
 from megafx.ir import Phase, Program, active_nodes
+from megafx.op_rules import OpRule, Strategy, rule_for, strategies
 from megafx.overrides import Overrides
 from megafx.placements import I, P
 from megafx.plan import Plan
 from megafx.planning import Planning, accepted_outputs
-from megafx.policy import Policy, prefer
-from megafx.problem import Problem, Workload, removals, shard_candidates, storage
+from megafx.policy import Policy
+from megafx.problem import Problem, Use, Workload, removals, shard_candidates, storage
 from megafx.solver import InfeasibleError, Solution, solve
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
@@ -31,11 +32,7 @@ REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
 def plan_sharding(program: Program, planning: Planning) -> int:
     """Fill `planning`; returns the number of ops and parameters placed. Raises PlanError where nothing is allowed."""
     start = time.perf_counter()
-    price_workload(program, planning)
-    active = active_nodes(program)
-    order = [n for n in program.graph.nodes if n in active]
-    planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
-    planning.accepts = accepted_outputs(program, active, planning.config)
+    active, order = ask(program, planning)
     if planning.given is not None:
         planning.plan = planning.given.bind(program.sizes)
         planning.weights = Policy(program, planning.rules, active, sequence_parallel="auto").weights
@@ -47,6 +44,16 @@ def plan_sharding(program: Program, planning: Planning) -> int:
         planning.plan = planning.agree(planning.plan)
     program.phase = Phase.PLANNED
     return len(planning.plan.ops) + len(planning.plan.params)
+
+
+def ask(program: Program, planning: Planning) -> tuple[set[fx.Node], list[fx.Node]]:
+    """Price the workload and find every op's rule; (active nodes, the same in graph order)."""
+    price_workload(program, planning)
+    active = active_nodes(program)
+    order = [n for n in program.graph.nodes if n in active]
+    planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
+    planning.accepts = accepted_outputs(program, active, planning.config)
+    return active, order
 
 
 def price_workload(program: Program, planning: Planning) -> None:
@@ -90,7 +97,7 @@ def make_problem(
     free = config.planner_policy == "free" if free is None else free
     policy = Policy(program, planning.rules, active, sequence_parallel=config.sequence_parallel, free=free)
     candidates = find_candidates(planning.rules, [n for n in order if n.op == "placeholder"], program.sizes, planning.t)
-    overrides = Overrides(program, config.overrides, policy.weights)
+    overrides = Overrides(program, config.overrides, policy.weights, planning.t)
     domains: dict[fx.Node, list[Strategy]] = {}
     taken: list[Any] = []
     inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
@@ -103,16 +110,13 @@ def make_problem(
                 domains[node] = storage([planning.fixed[spec.name]])
             else:
                 domains[node] = storage([I, *shard_candidates(candidates.of(node))] if planning.t > 1 else [I])
-            domains[node], gone = overrides.filter_parameter(node, spec, domains[node])
+            domains[node], gone = overrides.filter_parameter(spec, domains[node])
         else:
             rule = planning.rules[node]
-            domains[node], gone = policy.filter(node, rule, _strategies(rule, candidates, program, planning.t))
-            domains[node], more = overrides.filter_op(node, rule, domains[node])
-            gone = gone | more
-            pattern = overrides.sequence_pattern(node)
-            if pattern:
-                on_sequence = [s for s in domains[node] if policy.shards_sequence(node, s)]
-                domains[node] = prefer(domains[node], on_sequence, f"override: {pattern} is sequence", gone)
+            every = _strategies(rule, candidates, program, planning.t)
+            follow, by_override = overrides.filter_op(node, rule, every, partial(policy.shards_sequence, node))
+            domains[node], gone = policy.filter(node, rule, follow, overridden=bool(by_override))
+            gone = by_override | gone
         taken += removals(node, gone)
     problem = Problem(
         program,
@@ -169,11 +173,15 @@ def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:
         return f"used by {without_rule[0].target}, which has no sharding rule"
     if len(problem.domains[node]) == 1:
         return "none of its dims can be sharded"
-    rules = [problem.rules[u.consumer] for u in uses]
     if any(c.dst == P for c in plan.conversions.get(node.name, ())):
         return "added once, on rank 0, to the partial result of a row-parallel op"
-    forbidden = {reason for rule in rules for reason in rule.forbidden.values()}
-    removed = {r.reason for u in uses for r in problem.removed if r.node == u.consumer.name}
+    forbidden = {reason for u in uses for reason in problem.rules[u.consumer].forbidden.values()}
     if forbidden:
         return "; ".join(sorted(forbidden))
-    return "; ".join(sorted(removed)) if removed else "storing it whole costs less than the transitions of its shards"
+    reasons = {r: None for u in uses for r in problem.policy.kept_whole.get(_used(problem, u), ())}
+    return "; ".join(reasons) or "storing it whole costs less than the transitions of its shards"
+
+
+def _used(problem: Problem, use: Use) -> fx.Node:
+    """The value that this use reads."""
+    return problem.rules[use.consumer].operands[use.index].node
