@@ -161,12 +161,17 @@ def check_transitions(program: Program) -> None:
         source = node.args[0]
         have = source.meta.get(PLACEMENT)
         if have is not None and have != src:
-            raise fail(node, f"starts from {src}, but %{source.name} is {have}")
+            raise fail(node, f"starts from {_full(src)}, but %{source.name} is {_full(have)}")
         if PLACEMENT in node.meta and node.meta[PLACEMENT] != dst:
-            raise fail(node, f"goes to {dst}, but is marked {node.meta[PLACEMENT]}")
+            raise fail(node, f"goes to {_full(dst)}, but is marked {_full(node.meta[PLACEMENT])}")
         whole = [p.cut.size for p in (src, dst) if p.is_shard]
         if len(whole) == 2 and src.dim == dst.dim and whole[0] != whole[1]:
             raise fail(node, f"its layouts are of dims of {whole[0]} and {whole[1]} elements")
+
+
+def _full(p: Placement) -> str:
+    """A placement with its layout written out: S0 by 4x1."""
+    return f"S{p.dim} by {p.cut}" if p.is_shard else str(p)
 
 
 def check_placements(program: Program) -> None:
