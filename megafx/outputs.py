@@ -18,6 +18,7 @@ from megafx.ir import PLACEMENT, Program
 from megafx.placements import Layout, Placement, S
 from megafx.sizes import Sizes
 from megafx.tp_layout import gather_shards, make_spec
+from megafx.tp_dispatch import zero_pads
 from megafx.tp_tensor import wrap
 
 _CASTS = {
@@ -179,4 +180,8 @@ def make_lazy(local: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> La
 
 def make_dtensor(local: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's shard -> DTensor (`gather_outputs=False`)."""
-    return wrap(local, make_spec(mesh, placement, _logical_shape(local, placement), local.dtype))
+    spec = make_spec(mesh, placement, _logical_shape(local, placement), local.dtype)
+    if placement.cut.padded(mesh.size()):  # in a graph padding holds anything; in a TPTensor zeros
+        local = local.clone()
+        zero_pads(local, spec)
+    return wrap(local, spec)

@@ -149,7 +149,7 @@ def _rewrap(out: Any, like: DispatchedTensor, name: str, sources: dict[int, Any]
         return out
     spec = like._spec
     if is_permuted(like) and name not in _KEEPS_ZERO:
-        _zero_pads(out, spec)
+        zero_pads(out, spec)
     if id(out) in sources:
         return sources[id(out)]
     if out.dtype != like.dtype:
@@ -157,7 +157,8 @@ def _rewrap(out: Any, like: DispatchedTensor, name: str, sources: dict[int, Any]
     return _new(type(like), out, spec, requires_grad=False)
 
 
-def _zero_pads(local: torch.Tensor, spec: DTensorSpec) -> None:
+def zero_pads(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Zero, in place, what of a permuted shard is padding."""
     shard = cast(LayoutShard, spec.placements[0])
     for start, length in pads(spec.mesh, shard):
         local.narrow(shard.dim, start, length).zero_()
@@ -206,7 +207,7 @@ def _zero_after_in_place(func: Any, lists: Sequence[Any], rows: Sequence[Dispatc
     for tensors in mutated:
         for x, row in zip(tensors, rows, strict=True):
             if is_permuted(x) and x.shape == row.shape:
-                _zero_pads(x._local_tensor, x._spec)
+                zero_pads(x._local_tensor, x._spec)
 
 
 def _scalar(x: Any) -> Any:
@@ -245,7 +246,7 @@ def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
         assert permuted is not None
         if not func._schema.is_mutable:
             out = _new(type(permuted), out._local_tensor, permuted._spec, requires_grad=False)
-        _zero_pads(out._local_tensor, permuted._spec)
+        zero_pads(out._local_tensor, permuted._spec)
     return torch.utils._pytree.tree_map(lambda x: back.get(id(x), x), out)
 
 

@@ -114,6 +114,28 @@ def made_at_the_first_call_it_trains_like_one_process() -> None:
     torch.testing.assert_close(model(IDS, LABELS)["loss"], other(IDS, LABELS)["loss"])
 
 
+def outputs_can_stay_sharded() -> None:
+    from megafx.api import parallelize
+    from megafx.config import Config
+    from megafx.state import full_gradients
+    from megafx.tp_tensor import TPTensor
+
+    reference = Model().double()
+    model = parallelize(copy.deepcopy(reference), Config(tensor_model_parallel_size=T, gather_outputs=False))
+    expected = reference(IDS)["logits"]
+    (expected.exp()).sum().backward()
+    for loss_of in (lambda x: x.full_tensor().exp().sum(), lambda x: x.exp().sum().full_tensor()):
+        logits = model(IDS)["logits"]
+        assert isinstance(logits, TPTensor) and logits.shape == expected.shape and logits.to_local().shape[-1] == 6
+        torch.testing.assert_close(logits.full_tensor(), expected)
+        model.zero_grad()
+        loss = loss_of(logits)
+        torch.testing.assert_close(loss, expected.exp().sum(), rtol=1e-12, atol=0)
+        loss.backward()
+        for name, value in full_gradients(model).items():
+            torch.testing.assert_close(value, reference.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
+
+
 def dropout_is_that_of_one_process() -> None:
     whole = Model(p=0.5)
     losses = []
@@ -207,6 +229,7 @@ def main(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=T, timeout=timedelta(seconds=120))
     for check in (
         made_at_the_first_call_it_trains_like_one_process,
+        outputs_can_stay_sharded,
         dropout_is_that_of_one_process,
         weights_that_differ_are_rank_0s_with_a_note,
         what_differs_is_stopped_on_every_rank,
