@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megafx.ir import PLACEMENT, Program
 from megafx.placements import Layout, Placement, S
 from megafx.sizes import Sizes
-from megafx.tp_layout import gather_shards, make_spec
 from megafx.tp_dispatch import zero_pads
+from megafx.tp_layout import gather_shards, make_spec
 from megafx.tp_tensor import wrap
 
 _CASTS = {
