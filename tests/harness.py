@@ -39,14 +39,17 @@ def promote_casts(program: Program) -> int:
     def promoted(a: Any) -> Any:
         return torch.float64 if a is torch.float32 else a
 
-    changed = 0
+    changed, stale = 0, set()  # stale: nodes whose dtype may have changed
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         args, kwargs = fx.node.map_aggregate(node.args, promoted), fx.node.map_aggregate(dict(node.kwargs), promoted)
-        changed += (args, kwargs) != (node.args, dict(node.kwargs))
+        cast = (args, kwargs) != (node.args, dict(node.kwargs))
+        changed += cast
         node.args, node.kwargs = args, kwargs
-        recompute_val(program, node)
+        if cast or stale.intersection(node.all_input_nodes):
+            stale.add(node)
+            recompute_val(program, node)
     return changed
 
 
