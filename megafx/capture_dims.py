@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch.export import Dim
 
 # Sizes to trace with where the call does not fix them. Above every tensor-parallel degree times 2, so that no local size is
 # 0 or 1 (which torch.export specialises), and distinct, so that two dims are never taken for one.
-BATCH_HINT = 18
-SEQ_HINTS = (64, 48, 80, 112)
+# Primes, so that no degree divides them: a size that holds for a divisible length alone would otherwise trace as if it
+# always held.
+BATCH_HINT = 19
+SEQ_HINTS = (67, 53, 83, 113)
 
 # Attributes by which configs name the greatest sequence length.
 _MAX_LENGTH = (
@@ -162,7 +165,7 @@ def _choose_hints(dims: NamedDims, longest: int | None) -> None:
             hint = size if size >= SEQ_HINTS[0] else next(lengths, SEQ_HINTS[0])
             hint = min(hint, longest) if longest else hint
             dims.bounds[name] = (None, None)
-        while hint in taken and hint > 2:
+        while hint > 2 and (hint in taken or not sympy.isprime(hint)):
             hint -= 1
         taken.add(hint)
         dims.hints[name] = hint

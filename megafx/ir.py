@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from megafx.errors import SourceLine
+from megafx.placements import Placement
 from megafx.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -57,11 +59,16 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One element of the output tuple. name: path of a user output; FQN of the buffer or parameter otherwise."""
+    """One element of the output tuple. name: path of a user output; FQN of the buffer or parameter otherwise.
+
+    placement: what the value leaves at, from `insert_collectives` on; it stands where lowering has dropped the identity
+    (R -> I) that the node's own placement would tell.
+    """
 
     kind: Literal["user", "mutation", "gradient", "saved"]
     name: str
     loss: bool = False
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -177,14 +184,14 @@ class Builder:
         graph = self.program.graph
         with graph.inserting_before(self.where):
             node = graph.call_function(target, args, kwargs)
-        with self.program.fake_mode, torch.no_grad():
+        with self.program.fake_mode, torch.no_grad(), enable_python_dispatcher():
             node.meta[VAL] = target(*fake_args(args), **fake_args(kwargs))
         return inherit(node, self.origin, self.by)
 
 
 def recompute_val(program: Program, node: fx.Node) -> None:
     """Set `val` from the node's operands."""
-    with program.fake_mode, torch.no_grad():
+    with program.fake_mode, torch.no_grad(), enable_python_dispatcher():
         node.meta[VAL] = node.target(*fake_args(node.args), **fake_args(node.kwargs))  # type: ignore[operator]
 
 

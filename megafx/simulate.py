@@ -248,7 +248,7 @@ def _result_placement(program: Program, name: str) -> Placement:
     """Placement of the user output `name`; whole on every rank where the graph says nothing."""
     for spec, node in zip(program.outputs, program.results(), strict=True):
         if spec.name == name and spec.kind == "user" and isinstance(node, fx.Node):
-            placement: Placement = node.meta.get(PLACEMENT, I)
+            placement: Placement = spec.placement or node.meta.get(PLACEMENT, I)
             return placement
     return I
 

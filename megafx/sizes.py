@@ -68,7 +68,7 @@ class Sizes:
     def factors(self, structural: int) -> tuple[int, dict[sympy.Expr, int]]:
         """(static coefficient, {atom: power})."""
         powers: dict[sympy.Expr, int] = {}
-        if structural >= FIRST_PRIME:
+        if abs(structural) >= FIRST_PRIME:
             for prime, atom in self._atom_of.items():
                 while structural % prime == 0:
                     structural //= prime

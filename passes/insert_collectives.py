@@ -11,6 +11,7 @@ written for an axis of size 1, where every transition is the identity, so the gr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,9 +62,10 @@ def _stored_at(program: Program, plan: Plan, node: fx.Node) -> Placement | None:
 
 def _convert_outputs(program: Program, emitter: _TransitionEmitter, accepts: dict[fx.Node, Any]) -> None:
     leaving = []
-    for value in program.results():
+    for index, value in enumerate(program.results()):
         if isinstance(value, fx.Node) and PLACEMENT in value.meta:
             value = emitter.leaving(value, accepts[value])
+            program.outputs[index] = replace(program.outputs[index], placement=value.meta[PLACEMENT])
         leaving.append(value)
     program.output_node().args = (tuple(leaving),)
 

@@ -1,0 +1,99 @@
+"""Any type-correct plan is right, not only the cheapest: random strategies for every op and parameter, executed exactly.
+
+The property test of rules, transitions, insertion, localization and padding: each plan is compared with one process at fp64,
+output, loss and every gradient. Policies are off, so batch, hidden and K/V shards, gathers of weights and all-to-alls occur.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import harness
+import pytest
+
+from megafx.config import Config
+from megafx.hardware import Hardware
+from megafx.ir import active_nodes
+from megafx.op_rules import rule_for
+from megafx.passes.canonicalize import canonicalize
+from megafx.passes.plan_sharding import make_problem
+from megafx.planning import Planning, accepted_outputs
+
+SIZES = (3, 10)  # batch and sequence of the compared call: 2 and 4 divide one of them at most
+
+
+class _Plans:
+    """The random plans of one model on t ranks."""
+
+    def __init__(self, name: str, t: int, options: tuple[tuple[str, Any], ...]) -> None:
+        self.case, self.t = harness.Case.of(name, **dict(options)), t
+        program = self.case.program.copy()
+        canonicalize(program)
+        harness.promote_casts(program)
+        planning = Planning(Config(), t, Hardware.load("h100-nvlink"), True)
+        active = active_nodes(program)
+        order = [n for n in program.graph.nodes if n in active]
+        planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
+        planning.accepts = accepted_outputs(program, active, planning.config)
+        self.problem, _ = make_problem(program, planning, active, order, free=True)
+        self.program = program
+        self.inputs = self.case.inputs(*SIZES)
+        self.wanted = self.case.reference(self.inputs)
+
+    def draw(self, seed: int) -> Any:
+        """A plan with a uniformly drawn strategy for each op; shards are drawn three times as often as the rest."""
+        rng = random.Random(seed)
+        assignment = {}
+        for node, domain in self.problem.domains.items():
+            weights = [3 if s.out.is_shard or any(p.is_shard for p in s.ins) else 1 for s in domain]
+            assignment["op", node] = rng.choices(range(len(domain)), weights)[0]
+        plan = self.problem.plan_of(assignment)
+        plan.sizes = self.program.sizes
+        plan.workload = {name: 0 for name in self.program.sizes.symbols}
+        return plan
+
+    def check(self, seed: int) -> Counter:
+        plan = self.draw(seed)
+        compiled = self.case.compile(self.t, given=plan)
+        harness.assert_equal(self.case.run(compiled, self.inputs), self.wanted)
+        return Counter((c.src.kind, c.dst.kind) for moves in plan.conversions.values() for c in moves)
+
+
+@cache
+def _plans(name: str, t: int, options: tuple[tuple[str, Any], ...] = ()) -> _Plans:
+    return _Plans(name, t, options)
+
+
+CASES = [
+    ("nanogpt", 2, (), 40),
+    ("nanogpt", 3, (), 30),
+    ("llama", 2, (), 30),
+    ("llama", 4, (), 20),
+    ("gpt2", 3, (("attn", "eager"),), 15),
+    ("bert", 2, (), 15),
+    ("t5", 2, (), 5),
+]
+CHUNK = 5
+
+
+@pytest.mark.parametrize(
+    ("name", "t", "options", "first"),
+    [(n, t, o, first) for n, t, o, count in CASES for first in range(0, count, CHUNK)],
+    ids=lambda v: str(v) if isinstance(v, (str, int)) else "",
+)
+def test_random_plans_are_exact(name: str, t: int, options: Any, first: int) -> None:
+    moves: Counter = Counter()
+    for seed in range(first, first + CHUNK):
+        try:
+            moves += _plans(name, t, options).check(seed)
+        except Exception as error:
+            error.add_note(f"random plan {seed} of {name} on {t} ranks")
+            raise
+    assert len(moves) >= 5, f"these plans exercise too few transitions: {moves}"
+
+
+def test_there_are_at_least_150_plans() -> None:
+    assert sum(count for *_, count in CASES) >= 150
