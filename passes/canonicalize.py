@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from megafx.ir import VAL, Phase, Program, active_nodes
+from megafx.passes import canonicalize_draws as draws
 from megafx.passes import canonicalize_inplace as inplace
 from megafx.passes import canonicalize_linear as linear
 from megafx.passes import canonicalize_loss as loss
@@ -49,6 +50,10 @@ VALUES: tuple[_Each, ...] = (
     noops.one_spelling_of_padding,
     noops.erase_identity,
     random.write_out_attention_dropout,
+    draws.uniform_from_bits,
+    draws.normal_from_bits,
+    draws.bernoulli_from_bits,
+    draws.channel_dropout,
     loss.cross_entropy_to_tokens,
     loss.nll_of_log_softmax,
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from megafx.errors import CaptureError
 from megafx.ir import VAL, Output, fake_args, fqn_of, inherit, source_of
@@ -111,7 +112,7 @@ class _Functionalizer:
         source = node.args[0].meta.get(VAL)
         if not isinstance(source, torch.Tensor) or not isinstance(node.meta.get(VAL), torch.Tensor):
             return None
-        with self.editor.program.fake_mode, torch.no_grad():
+        with self.editor.program.fake_mode, torch.no_grad(), enable_python_dispatcher():
             result = target(*fake_args(node.args), **fake_args(node.kwargs))
         shares = result.untyped_storage()._cdata == source.untyped_storage()._cdata
         return self._name(node.args[0]) if shares else None
@@ -221,8 +222,16 @@ class _Functionalizer:
         output.args = (tuple(values),)
 
 
+_IRREGULAR: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.normal_.default: aten.normal_functional.default,
+}
+
+
 def functional_form(node: fx.Node) -> Callable[..., Any]:
     """aten.add_.Tensor -> aten.add.Tensor, aten.__iand__.Scalar -> aten.__and__.Scalar."""
+    if node.target in _IRREGULAR:
+        return _IRREGULAR[node.target]
     _, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
     plain = f"__{name[3:]}" if name.startswith("__i") and name.endswith("__") else name.rstrip("_")
     packet = getattr(aten, plain, None)

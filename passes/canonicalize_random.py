@@ -49,8 +49,8 @@ def write_out_attention_dropout(editor: Editor, node: fx.Node) -> bool:
         hidden = emit(aten.logical_not.default, visible)
         scores = emit(aten.masked_fill.Scalar, scores, hidden, torch.finfo(dtype).min)
     weights = emit(aten.softmax.int, scores, rank - 1, *([wide] if wide != dtype else []))
-    if wide != dtype:
-        weights = emit(aten.to.dtype, weights, dtype)
+    if weights.meta[VAL].dtype != v.meta[VAL].dtype:
+        weights = emit(aten.to.dtype, weights, v.meta[VAL].dtype)
     if visible is not None:
         weights = emit(aten.masked_fill.Scalar, weights, hidden, 0.0)
     dropped = emit(aten.dropout.default, weights, p, True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import CaptureError
@@ -169,7 +170,7 @@ def _cast_operands(editor: Editor, node: fx.Node, mode: _Mode) -> None:
 def _observed_casts(editor: Editor, node: fx.Node, operands: list[fx.Node], mode: _Mode) -> dict[fx.Node, torch.dtype]:
     see = _SeeCasts({id(n.meta[VAL]): n for n in operands})
     settings = {**(mode.autocast or {}), "cache_enabled": False}
-    with editor.program.fake_mode, torch.no_grad(), torch.autocast(**settings), see:
+    with editor.program.fake_mode, torch.no_grad(), enable_python_dispatcher(), torch.autocast(**settings), see:
         node.target(*fake_args(node.args), **fake_args(node.kwargs))  # type: ignore[operator]
     return see.found
 
@@ -178,7 +179,7 @@ def _run(editor: Editor, node: fx.Node, casts: dict[fx.Node, torch.dtype]) -> An
     def value(n: fx.Node) -> Any:
         return n.meta[VAL].to(casts[n]) if n in casts else n.meta[VAL]
 
-    with editor.program.fake_mode, torch.no_grad():
+    with editor.program.fake_mode, torch.no_grad(), enable_python_dispatcher():
         args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
         try:
             return node.target(*args, **kwargs)  # type: ignore[operator]
