@@ -1,4 +1,4 @@
-"""Fixtures shared by test files (which cannot import each other under --import-mode=importlib)."""
+"""Fixtures shared by test files."""
 
 from __future__ import annotations
 

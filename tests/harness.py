@@ -6,17 +6,13 @@ autograd on the canonical graph in one process.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import zoo
+from torch import Tensor, fx, nn
 
 from megafx.capture import capture_call
 from megafx.compiler import Compiled, Request, compile_program

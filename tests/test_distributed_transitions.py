@@ -5,11 +5,10 @@ Run as a script, this file is one of the ranks.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,18 +25,7 @@ CUTS = {0: Layout.contiguous(4, T), 1: Layout.contiguous(7, T), 2: Layout.of([(2
 
 @pytest.mark.dist
 def test_every_row_on_two_processes(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*command, str(r)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for r in range(T)
-    ]
-    try:
-        texts = [p.communicate(timeout=120)[0].decode() for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-    assert [p.returncode for p in ranks] == [0] * T, "\n".join(texts)
+    texts = processes.run_ranks(__file__, tmp_path / "store", T, timeout=120)
     assert all(f"{len(moves())} moves" in text for text in texts), texts
 
 

@@ -6,26 +6,12 @@ Covers the whole pipeline on five models at t = 2, 3, 4, with and without sequen
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 
-
-def _load(name: str) -> Any:
-    if name not in sys.modules:
-        path = Path(__file__).resolve().parent / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-harness = _load("harness")
 MODELS = ("nanogpt", "gpt2", "llama", "bert", "t5")
 
 

@@ -6,12 +6,11 @@ Run as a script, this file is one of the ranks.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,18 +21,7 @@ T = 3
 
 @pytest.mark.dist
 def test_on_three_processes(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(tmp_path)]
-    ranks = [
-        subprocess.Popen([*command, str(r)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for r in range(T)
-    ]
-    try:
-        texts = [p.communicate(timeout=120)[0].decode() for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-    assert [p.returncode for p in ranks] == [0] * T, "\n".join(texts)
+    processes.run_ranks(__file__, tmp_path, T, timeout=120)
 
 
 class Model(nn.Module):

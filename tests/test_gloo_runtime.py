@@ -6,12 +6,11 @@ Run as a script, this file is one of the ranks.
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,18 +22,7 @@ T = 2
 
 @pytest.mark.dist
 def test_on_two_processes(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(tmp_path)]
-    ranks = [
-        subprocess.Popen([*command, str(r)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for r in range(T)
-    ]
-    try:
-        texts = [p.communicate(timeout=240)[0].decode() for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-    assert [p.returncode for p in ranks] == [0] * T, "\n".join(texts)
+    processes.run_ranks(__file__, tmp_path, T, timeout=240)
 
 
 class Model(nn.Module):

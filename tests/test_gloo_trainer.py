@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -27,22 +28,8 @@ def test_trainer(tmp_path: Path) -> None:
         port = s.getsockname()[1]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     eager = subprocess.run([sys.executable, __file__, str(tmp_path)], env=common, capture_output=True, timeout=240)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            env={**common, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(T), "LOCAL_WORLD_SIZE": str(T)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for r in range(T)
-    ]
-    try:
-        texts = [p.communicate(timeout=240)[0].decode() for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
+    texts = processes.run_ranks(__file__, tmp_path, T, timeout=240, environment=common)
     assert eager.returncode == 0, eager.stderr.decode()
-    assert [p.returncode for p in ranks] == [0] * T, "\n".join(texts)
     logged = [
         eval(next(x for x in text.splitlines() if x.startswith("[("))) for text in (eager.stdout.decode(), texts[0])
     ]

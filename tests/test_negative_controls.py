@@ -7,19 +7,15 @@ lowered graphs, and by the type checker, on the same graphs before transitions a
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 from torch import fx
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import harness
 
 from megafx.check_types import check_types
 from megafx.communication import COLLECTIVES, collective_nodes

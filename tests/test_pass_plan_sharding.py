@@ -1,21 +1,17 @@
 """The planner finds Megatron's tensor- and sequence-parallel layouts, by rules, costs and policies alone.
 
-Models at the widths of published ones, two layers deep, on the meta device (real_sizes.py), bf16, 8 ranks. Counts are those
-of findings/planner.md, section 1: 2L + 1 pairs of activation collectives each way for decoders, 12 for T5, 5 for BERT.
+Models at the widths of published ones, two layers deep, on the meta device (real_sizes.py), bf16, 8 ranks. Counts are
+Megatron's: 2L + 1 pairs of activation collectives each way for decoders, 12 for T5, 5 for BERT.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import real_sizes
 
 from megafx.errors import PlanError

@@ -5,16 +5,12 @@ Each instance is one layer of a published model at its own widths, with policies
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import real_sizes
 
 from megafx import problem as problem_module
