@@ -42,13 +42,19 @@ class Parallelizer:
 
     def compile_call(self, request: CompileRequest) -> CompiledCall:
         """Graph of one call; the first one plans, with a training call even where the user's first call is not."""
-        fixed = request.fixed
+        fixed, planned = request.fixed, None
         if fixed is None:
-            fixed = self.settle(request)
-        program = self.capture(request, request.wants_grad is not None)
+            planned = self._settle(request)
+            assert self.plan is not None
+            fixed = self.plan.params
         wanted = request.wants_grad
         wants = None if wanted is None else (lambda index, spec: bool(wanted & {spec.name, *spec.aliases}))
-        compiled = compile_program(program, self._request(dict(fixed), wants))
+        if planned is not None and wanted is not None and all(m.training for m in request.model.modules()):
+            made = Request(self.config, self.t, self.hardware, dict(fixed), self.plan, wants)
+            compiled = compile_program(planned, made)  # this call is the one that was planned
+        else:
+            program = self.capture(request, wanted is not None)
+            compiled = compile_program(program, self._request(dict(fixed), wants))
         executable = compiled.executable(self._axis())
         if self.config.compile:
             executable = executable.compiled()
@@ -57,11 +63,18 @@ class Parallelizer:
 
     def settle(self, request: CompileRequest) -> dict[str, Placement]:
         """Storage of every parameter, from the plan of the training form of this call."""
-        if self.plan is None:
-            with _training(request.model):
-                program = self.capture(request, True)
-            self.plan = self._plan(program)
+        self._settle(request)
+        assert self.plan is not None
         return dict(self.plan.params)
+
+    def _settle(self, request: CompileRequest) -> Program | None:
+        """Make the plan; the captured training form of this call, unless there was a plan already."""
+        if self.plan is not None:
+            return None
+        with _training(request.model):
+            program = self.capture(request, True)
+        self.plan = self._plan(program.copy())
+        return program
 
     def capture(self, request: CompileRequest, grad: bool) -> Program:
         call, model = request.call, request.model
@@ -112,7 +125,8 @@ class Parallelizer:
 
     def report(self) -> Report:
         """Of the training plan, with the notes of everything since."""
-        assert self.plan is not None and self.plan.report is not None
+        if self.plan is None or self.plan.report is None:
+            raise UsageError("no call is planned yet", fix="call the model once, or pass example_inputs=")
         notes = self.runtime.notes if self.runtime is not None else []
         refresh_notes(self.plan.report, notes)
         if self.runtime is not None:

@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,7 @@ def describe(program: Program, planning: Planning) -> Report:
     removed: dict[str, int] = defaultdict(int)
     for removal in plan.removals:
         removed[removal.reason] += removal.count
+    _note_idle_ranks(program, plan.params, plan.t)
     header = {
         "axis": f"{plan.axis}={plan.t}",
         "sequence_parallel": plan.sequence_parallel,
@@ -171,6 +172,22 @@ def describe(program: Program, planning: Planning) -> Report:
         "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
     }
     return Report(header, rows + entering, params, dict(removed), [str(n) for n in program.notes])
+
+
+def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) -> None:
+    """Note where fewer ranks than t have any of a parameter (2 heads on 4 ranks): the others compute on padding."""
+    idle: dict[str, str] = {}
+    for fqn, placement in params.items():
+        for count, unit in placement.cut.blocks if placement.is_shard else ():
+            busy = -(-count // -(-count // t))  # ranks that a part comes to
+            if busy < t:
+                units = f"{count} units of {unit}" if unit != 1 else f"{count} rows"
+                text = f"{units} are shared by {busy} of {t} ranks; the others hold padding, and compute on it"
+                idle.setdefault(re.sub(r"\.\d+(?=\.)", ".*", fqn), text)
+    for fqn, text in idle.items():
+        note = Note("padding", text, fqn)
+        if note not in program.notes:
+            program.notes.append(note)
 
 
 def refresh_notes(report: Report, notes: Iterable[Note]) -> None:

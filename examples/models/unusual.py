@@ -1,7 +1,7 @@
-"""A model that no library has: attention and MLP in parallel, one KV head, ALiBi, an activation of its own, a rare op.
+"""A model that no library has: attention and MLP in parallel, one KV head, ALiBi, an activation and an op of its own.
 
-It tests that nothing in the compiler knows a model: the cumulative average (`torch.logcumsumexp`) in particular has no
-sharding rule, so its operands must be brought together, and the report must say so.
+It tests that nothing in the compiler knows a model: the op `unusual::decaying_sum` in particular has no sharding rule, so its
+operand must be brought together, and the report must say so.
 """
 
 from dataclasses import dataclass
@@ -32,6 +32,31 @@ def alibi(n_head: int, seq: int, like: Tensor) -> Tensor:
     distance = position[:, None] - position[None, :]
     bias = -slopes[:, None, None] * distance
     return bias.masked_fill(distance < 0, float("-inf")).to(like.dtype)
+
+
+@torch.library.custom_op("unusual::decaying_sum", mutates_args=())
+def decaying_sum(x: Tensor, decay: float) -> Tensor:
+    """[batch, seq, channels]: y[t] = x[t] + decay * y[t - 1], as a kernel of the user's would compute it."""
+    rows: list[Tensor] = []
+    for row in x.unbind(1):
+        rows.append(row + decay * rows[-1] if rows else row)
+    return torch.stack(rows, 1)
+
+
+@decaying_sum.register_fake
+def _(x: Tensor, decay: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_decay(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.decay = inputs[1]
+
+
+def _decaying_sum_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    return decaying_sum(grad.flip(1), ctx.decay).flip(1), None
+
+
+decaying_sum.register_autograd(_decaying_sum_backward, setup_context=_keep_decay)
 
 
 class ParallelBlock(nn.Module):
@@ -71,7 +96,7 @@ class Unusual(nn.Module):
         bias = alibi(self.config.n_head, ids.shape[1], like=x)
         for layer in self.layers:
             x = layer(x, bias)
-        x = x + self.mix * torch.logcumsumexp(x, dim=1)  # no sharding rule
+        x = x + self.mix * decaying_sum(x, 0.5)  # no sharding rule
         logits = self.head(self.norm(x))
         if targets is None:
             return logits, None
