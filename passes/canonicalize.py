@@ -20,6 +20,7 @@ from megafx.passes import canonicalize_draws as draws
 from megafx.passes import canonicalize_inplace as inplace
 from megafx.passes import canonicalize_linear as linear
 from megafx.passes import canonicalize_loss as loss
+from megafx.passes import canonicalize_names as names
 from megafx.passes import canonicalize_noops as noops
 from megafx.passes import canonicalize_norms as norms
 from megafx.passes import canonicalize_random as random
@@ -33,6 +34,7 @@ REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
 _Each = Callable[[Editor, fx.Node], bool]
 
 VIEWS: tuple[_Each, ...] = (
+    names.one_name,
     noops.resolve_getitem,
     views.split_to_slices,
     views.one_spelling_of_reshape,
@@ -74,6 +76,7 @@ def canonicalize(program: Program) -> int:
     changes += sizes.root_sizes(editor)
     changes += _merge_duplicates(editor)
     changes += _erase_dead(editor)
+    sizes.refuse_numbers_from_data(editor)
     _check_symbols(program)
     program.gm.delete_all_unused_submodules()
     program.graph.lint()

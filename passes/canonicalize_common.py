@@ -22,6 +22,7 @@ class Editor:
         self.program, self.graph = program, program.graph
         self.size_node = SizeEmitter(program.graph, program.sizes)
         self.input_symbols = set(symbol_sources(program.graph))
+        self.without_grad: set[fx.Node] = set()  # nodes that the model computes under no_grad
 
     def at(self, node: fx.Node) -> Builder:
         """A builder of nodes before `node`, which they stem from."""

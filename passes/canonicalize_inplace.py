@@ -16,7 +16,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from megafx.errors import CaptureError
-from megafx.ir import VAL, Output, fake_args, fqn_of, inherit, source_of
+from megafx.ir import VAL, Output, active_nodes, fake_args, fqn_of, inherit, source_of
 from megafx.passes.canonicalize_common import BY, Editor, argument
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ class _Functionalizer:
         self.current: dict[fx.Node, fx.Node] = {}
         self.version: dict[fx.Node, int] = {}
         self.seen: dict[fx.Node, int] = {}
-        self.last_write: dict[fx.Node, fx.Node] = {}
+        self.active = active_nodes(editor.program)
 
     def run(self) -> int:
         writes: list[fx.Node] = []
@@ -149,7 +149,8 @@ class _Functionalizer:
         base = self._base(name)
         if base.op == "placeholder" and self._kind(base) in ("user", "constant"):
             raise _refuse(node, "the model writes into one of its inputs")
-        self.last_write[base] = node
+        if node in self.editor.without_grad and base in self.active and base not in self.editor.without_grad:
+            raise _refuse(node, "the model writes under no_grad into a tensor that has a gradient")
         value = self._new_value(node, name)
         version = self.version.get(base, 0) + 1
         self._store(name, value, node, version)

@@ -45,6 +45,11 @@ _IDENTITIES = frozenset(
         aten.resolve_neg.default,
     }
 )
+# Ops that look at how their operand lies in memory, and the copies that may have been made for them.
+_READ_STRIDES = frozenset(
+    {aten.view_as_complex.default, aten.view_as_real.default, aten.view.dtype, aten.as_strided.default}
+)
+_COPIES = frozenset({aten.contiguous.default, aten.clone.default})
 _CASTS = frozenset(
     {
         aten.to.dtype,
@@ -53,9 +58,8 @@ _CASTS = frozenset(
         aten.to.other,
         aten._to_copy.default,
         aten.type_as.default,
-        aten.float if hasattr(aten, "float") else None,
     }
-) - {None}
+)
 _DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default})
 
 
@@ -95,6 +99,8 @@ def erase_identity(editor: Editor, node: fx.Node) -> bool:
     if value.dtype != source.dtype or value.device != source.device or not editor.same_shape(source, value):
         return False
     if node.target is aten.slice.Tensor and argument(node, "step") not in (None, 1):
+        return False
+    if node.target in _COPIES and any(u.target in _READ_STRIDES for u in node.users):
         return False
     return replace(node, node.args[0])
 

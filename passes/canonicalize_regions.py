@@ -76,6 +76,8 @@ def _copy_body(editor: Editor, call: fx.Node, body: fx.GraphModule, made: dict[f
         with editor.graph.inserting_before(call):
             new = editor.graph.node_copy(inner, lambda n: made[n])
         new.meta[MADE_BY] = (*inner.meta.get(MADE_BY, ()), BY)
+        if not mode.grad:
+            editor.without_grad.add(new)
         if not new.meta.get(FQN):
             new.meta[FQN] = fqn_of(call)
         if new.target in (_GRAD_REGION, _AUTOCAST_REGION):

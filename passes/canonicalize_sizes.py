@@ -17,6 +17,8 @@ from megafx.errors import CaptureError
 from megafx.ir import VAL, fqn_of, source_of
 from megafx.passes.canonicalize_common import Editor
 
+aten = torch.ops.aten
+
 
 def root_sizes(editor: Editor) -> int:
     """Replace each use of a size by an int or by the node that the inputs' sizes give. SymFloats are computed from those."""
@@ -41,6 +43,18 @@ def root_sizes(editor: Editor) -> int:
                 node.args, node.kwargs = args, kwargs
                 count += 1
     return count
+
+
+def refuse_numbers_from_data(editor: Editor) -> None:
+    """A Python number read from a tensor stops the device at each call, and a traced backward cannot compute with it."""
+    for node in editor.graph.nodes:
+        if node.op == "call_function" and node.target in (aten.item.default, aten._local_scalar_dense.default):
+            raise CaptureError(
+                "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
+                fix="keep it a tensor, or pass the number as an argument of the call",
+                module=fqn_of(node),
+                source=source_of(node),
+            )
 
 
 def _differ(node: fx.Node, args: Any, kwargs: Any) -> bool:

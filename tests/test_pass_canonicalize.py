@@ -13,6 +13,7 @@ from torch import nn
 
 from megafx.capture import capture_call
 from megafx.dump import text
+from megafx.errors import CaptureError
 from megafx.interpret import run_program
 from megafx.ir import VAL, Phase, Program
 from megafx.passes.canonicalize import canonicalize
@@ -283,6 +284,18 @@ CASES = [
         inputs="x ids",
     ),
     Case(
+        "names",
+        lambda m, x: torch.clip(torch.true_divide(torch.multiply(x, m.w), 2.0), 0.0, 1.0),
+        """\
+        %0 = w                    # f64[8] param
+        %1 = args[0]              # f64[batch seq 8]
+        %2 = mul(%1, %0)          # f64[batch seq 8]
+        %3 = div(%2, 2.0)         # f64[batch seq 8]
+        %4 = clamp(%3, 0.0, 1.0)  # f64[batch seq 8]
+        return %4""",
+        parameters={"w": (8,)},
+    ),
+    Case(
         "heads",
         _heads,
         """\
@@ -488,3 +501,28 @@ def test_loss_that_stays_as_captured() -> None:
         "canonicalize: cross entropy with class weights is left as captured (no vocab sharding)"
     )
     assert program.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default)
+
+
+def _refused(fn: Callable[..., Any]) -> str:
+    program = capture_call(Function(fn, {"w": (8,)}), (x_of(),))
+    with pytest.raises(CaptureError) as caught:
+        canonicalize(program)
+    return caught.value.found
+
+
+def test_write_without_gradient_is_refused() -> None:
+    """Eager lets the gradient pass by such a write: no functional op does."""
+
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * m.w
+        with torch.no_grad():
+            y.clamp_(0)
+        return y
+
+    assert _refused(fn) == (
+        "the model writes under no_grad into a tensor that has a gradient, which cannot be made functional"
+    )
+
+
+def test_number_from_data_is_refused() -> None:
+    assert _refused(lambda m, x: x * x.detach().max().item()).startswith("a tensor's data becomes a Python number")
