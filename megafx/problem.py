@@ -56,6 +56,7 @@ class Problem:
     accepts: dict[fx.Node, frozenset[str]]
     policy: Policy
     work: Workload
+    params: set[fx.Node] = field(default_factory=set)
     uses: dict[fx.Node, list[Use]] = field(default_factory=dict)
     values: dict[fx.Node, list[tuple[Placement, tuple[Placement, ...]]]] = field(default_factory=dict)
     tables: list[Table] = field(default_factory=list)
@@ -82,7 +83,8 @@ class Problem:
             return math.inf
         value = node.meta[VAL]
         grad = self.work.training and is_floating(node)
-        key = (self.numel(node), value.dtype.itemsize, src.kind, dst.kind, grad, node.op == "placeholder")
+        is_param = node in self.params
+        key = (self.numel(node), value.dtype.itemsize, src.kind, dst.kind, grad, is_param)
         if key not in self._memo:
             self._memo[key] = transition_seconds(
                 src,
@@ -92,7 +94,7 @@ class Problem:
                 hardware=self.work.hardware,
                 t=self.work.t,
                 needs_grad=grad,
-                is_param=node.op == "placeholder",
+                is_param=is_param,
             )
         return self._memo[key]
 
@@ -116,7 +118,9 @@ class Problem:
     # -- variables and tables
 
     def build(self) -> None:
-        """Fill uses, values and tables from the domains."""
+        """Fill params, uses, values and tables from the domains."""
+        inputs = zip(self.program.placeholders(), self.program.inputs, strict=True)
+        self.params = {n for n, spec in inputs if spec.kind == "param"}
         uses: dict[fx.Node, list[Use]] = defaultdict(list)
         for node, rule in self.rules.items():
             for index, operand in enumerate(rule.operands):
@@ -144,7 +148,7 @@ class Problem:
 
     def _unary(self, node: fx.Node) -> np.ndarray:
         if node.op == "placeholder":
-            key: Any = ("param", self._domain_id(node), self.numel(node), node in self.accepts)
+            key: Any = ("input", self._domain_id(node), self.numel(node), node in self.params)
             return self._cached(key, lambda: self._storage_costs(node))
         rule = self.rules[node]
         operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
@@ -154,8 +158,7 @@ class Problem:
         return self._cached(key, lambda: self._op_costs(node, rule))
 
     def _storage_costs(self, node: fx.Node) -> np.ndarray:
-        spec = self.program.inputs[self.program.placeholders().index(node)]
-        if spec.kind != "param" or not self.work.training:
+        if node not in self.params or not self.work.training:
             return np.zeros(len(self.domains[node]))
         return np.array(
             [
@@ -223,7 +226,7 @@ class Problem:
             self.numel(node),
             node.meta[VAL].dtype,
             node in self.policy.weights,
-            node.op,
+            node in self.params,
         )
 
         def costs() -> np.ndarray:
@@ -238,7 +241,7 @@ class Problem:
             consumers[use.consumer].append(use.index)
         own = self._domain_id(node)
         users = tuple((self._domain_id(c), tuple(i)) for c, i in consumers.items())
-        size = (self.numel(node), node.meta[VAL].dtype, node in self.policy.weights, node.op)
+        size = (self.numel(node), node.meta[VAL].dtype, node in self.policy.weights, node in self.params)
         key = ("value", own, tuple(sorted(set(users))), min(len(uses), 3), size, accepts)
         domain, prices = self._cached((*key, "domain"), lambda: self._value_domain(node, uses, accepts))
         self.values[node] = domain

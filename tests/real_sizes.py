@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import zoo
+from torch import nn
 
 from megafx.capture import capture_call
 from megafx.config import Config
@@ -31,6 +27,12 @@ LAYERS = 2
 def nanogpt(layers: int) -> nn.Module:
     gpt = zoo.example("gpt")
     return gpt.GPT(gpt.GPTConfig(vocab_size=51200, n_layer=layers, n_head=32, n_embd=4096, block_size=2048))
+
+
+def gpt3(layers: int) -> nn.Module:
+    """The widths of GPT-3 175B."""
+    gpt = zoo.example("gpt")
+    return gpt.GPT(gpt.GPTConfig(vocab_size=51200, n_layer=layers, n_head=96, n_embd=12288, block_size=2048))
 
 
 def gpt2(layers: int) -> nn.Module:
@@ -65,34 +67,50 @@ def t5(layers: int) -> nn.Module:
     """T5 large."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"num_layers": layers, "d_model": 1024, "num_heads": 16, "d_kv": 64, "d_ff": 4096, "vocab_size": 32128}
-    config = T5Config(**sizes, use_cache=False, decoder_start_token_id=0, pad_token_id=0)  # type: ignore[call-arg]
+    settings: dict[str, Any] = {
+        "num_layers": layers,
+        "d_model": 1024,
+        "num_heads": 16,
+        "d_kv": 64,
+        "d_ff": 4096,
+        "vocab_size": 32128,
+        "use_cache": False,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+    }
+    config = T5Config(**settings)
     return T5ForConditionalGeneration(config)
 
 
-MODELS = {"nanogpt": nanogpt, "gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5}
-SEQUENCE = {"nanogpt": 2048, "gpt2": 1024, "llama": 8192, "bert": 512, "t5": 512}
+MODELS = {"nanogpt": nanogpt, "gpt3": gpt3, "gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5}
+SEQUENCE = {"nanogpt": 2048, "gpt3": 2048, "gpt2": 1024, "llama": 8192, "bert": 512, "t5": 512}
 
 
 def _inputs(name: str) -> dict[str, Any]:
     ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
-    if name == "nanogpt":
+    if name in ("nanogpt", "gpt3"):
         return {"idx": ids, "targets": ids}
     return {"input_ids": ids, "labels": ids}
 
 
-def program(name: str, layers: int = LAYERS) -> Program:
-    """The canonical graph of one training call; plan a copy of it."""
-    return _captured(name, layers)
+@cache
+def captured(name: str, layers: int) -> Program:
+    """One training call as captured; compile a copy of it."""
+    with torch.device("meta"):
+        model = MODELS[name](layers).to(torch.bfloat16).train()
+    return capture_call(model, (), _inputs(name))
 
 
 @cache
-def _captured(name: str, layers: int) -> Program:
-    with torch.device("meta"):
-        model = MODELS[name](layers).to(torch.bfloat16).train()
-    captured = capture_call(model, (), _inputs(name))
-    canonicalize(captured)
-    return captured
+def _canonical(name: str, layers: int) -> Program:
+    program = captured(name, layers).copy()
+    canonicalize(program)
+    return program
+
+
+def program(name: str, layers: int = LAYERS) -> Program:
+    """The canonical graph of one training call; plan a copy of it."""
+    return _canonical(name, layers)
 
 
 def planning(name: str, t: int, hardware: str = "h100-nvlink", **config: Any) -> Planning:
