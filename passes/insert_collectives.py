@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 import megafx.collectives  # noqa: F401  registers megafx::transition
-from megafx.ir import MADE_BY, PLACEMENT, VAL, Phase, Program, inherit, set_at
+from megafx.errors import PlanError
+from megafx.ir import MADE_BY, PLACEMENT, VAL, Phase, Program, fqn_of, inherit, set_at, source_of
 from megafx.placements import I, Placement
 from megafx.plan import Plan
 from megafx.planning import Planning
@@ -91,6 +92,14 @@ class _TransitionEmitter:
             return self.convert_inactive(value, placement)
         if value.meta[PLACEMENT] == placement:
             return value
+        if (value, placement) not in self._made:
+            raise PlanError(
+                f"the plan uses %{value.name} at {self.plan.text_of(placement)}, but it is "
+                f"{self.plan.text_of(value.meta[PLACEMENT])} and nothing converts it",
+                fix="give the plan a conversion of this value, or plan again",
+                module=fqn_of(value),
+                source=source_of(value),
+            )
         return self._made[value, placement]
 
     def convert_inactive(self, value: fx.Node, placement: Placement) -> fx.Node:

@@ -16,7 +16,7 @@ from torch import fx
 
 from megafx.candidates import find_candidates
 from megafx.errors import PlanError
-from megafx.ir import Phase, Program, active_nodes
+from megafx.ir import Phase, Program, active_nodes, fqn_of, source_of
 from megafx.op_rules import OpRule, Strategy, rule_for, strategies
 from megafx.overrides import Overrides
 from megafx.placements import I, P
@@ -35,6 +35,7 @@ def plan_sharding(program: Program, planning: Planning) -> int:
     active, order = ask(program, planning)
     if planning.given is not None:
         planning.plan = planning.given.bind(program.sizes)
+        _check_given(program, planning, planning.plan, order)
         planning.weights = Policy(program, planning.rules, active, sequence_parallel="auto").weights
     else:
         planning.plan = _solve(program, planning, active, order)
@@ -129,6 +130,30 @@ def make_problem(
     problem.removed = taken
     problem.build()
     return problem, overrides
+
+
+def _check_given(program: Program, planning: Planning, plan: Plan, order: list[fx.Node]) -> None:
+    """Raise PlanError where a plan that was loaded (and perhaps edited) does not fit the graph."""
+    if plan.t != planning.t:
+        raise PlanError(f"the plan is for {plan.t} ranks, not for {planning.t}", fix="plan again for this many")
+    wanted = [n.name for n in planning.rules if n.name not in plan.ops]
+    wanted += [spec.name for spec in program.inputs if spec.kind == "param" and spec.name not in plan.params]
+    if wanted:
+        more = f" and {len(wanted) - 1} more" if len(wanted) > 1 else ""
+        raise PlanError(f"the plan is for another graph: it does not place '{wanted[0]}'{more}", fix="plan again")
+    candidates = find_candidates(planning.rules, [n for n in order if n.op == "placeholder"], program.sizes, plan.t)
+    for node, rule in planning.rules.items():
+        choice = plan.ops[node.name]
+        rows = _strategies(rule, candidates, program, plan.t)
+        if not any((choice.ins, choice.out) == (s.ins, s.out) for s in rows):
+            ins = ", ".join(map(plan.text_of, choice.ins))
+            raise PlanError(
+                f"the plan places %{node.name} ({node.target}) as {ins} -> {plan.text_of(choice.out)}, "
+                "which is no row of its sharding rule",
+                fix="choose a row of the rule, or plan again",
+                module=fqn_of(node),
+                source=source_of(node),
+            )
 
 
 def _strategies(rule: OpRule, candidates: Any, program: Program, t: int) -> list[Strategy]:

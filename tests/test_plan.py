@@ -6,12 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import small_plans
 import sympy
+import torch
 
 from megafx.errors import PlanError
+from megafx.ir import Program
+from megafx.passes.insert_collectives import insert_collectives
+from megafx.passes.plan_sharding import plan_sharding
 from megafx.placements import I, Layout, P, Placement, R, S
 from megafx.plan import Conversion, OpChoice, Plan, Removal
+from megafx.planning import Planning
 from megafx.sizes import Sizes
+from megafx.testing import assert_same
 
 
 def _sizes(*names: str) -> Sizes:
@@ -143,3 +150,58 @@ def test_another_format_is_refused() -> None:
     text = _plan().to_json().replace('"format": 1', '"format": 99')
     with pytest.raises(PlanError, match="plan format 99, expected 1"):
         Plan.from_json(text)
+
+
+def _saved() -> tuple[Program, Planning, Plan]:
+    """A graph that is yet to be planned, and a plan of it as it comes from a file."""
+    fn = torch.ops.aten.linear
+    values = {"x": "f32[b k=8]", "w": "param f32[n=6 k=8]"}
+    _, found = small_plans.planned(lambda x, w: fn(x, w), {"linear": "S1, S1 -> P", "w": "S1"}, **values)
+    program, planning = small_plans.planned(lambda x, w: fn(x, w), {}, **values)
+    planning.plan, planning.given = None, Plan.from_json(found.solved.to_json())
+    return program, planning, planning.given
+
+
+def test_a_loaded_plan_is_applied() -> None:
+    program, planning, _ = _saved()
+    before = program.copy()
+    plan_sharding(program, planning)
+    assert insert_collectives(program, planning) == 2
+    assert_same(before, program)
+
+
+def _refusal(program: Program, planning: Planning) -> str:
+    with pytest.raises(PlanError) as raised:
+        plan_sharding(program, planning)
+        insert_collectives(program, planning)
+    return str(raised.value)
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
+    program, planning, given = _saved()
+    given.t = 4
+    assert _refusal(program, planning).startswith("the plan is for 4 ranks, not for 2")
+
+
+def test_a_plan_of_another_graph_is_refused() -> None:
+    program, planning, given = _saved()
+    given.ops["mm"] = given.ops.pop("linear")
+    del given.params["w"]
+    assert _refusal(program, planning).startswith(
+        "the plan is for another graph: it does not place 'linear' and 1 more"
+    )
+
+
+def test_an_edited_plan_must_follow_the_rules() -> None:
+    program, planning, given = _saved()
+    choice = given.ops["linear"]
+    given.ops["linear"] = OpChoice(choice.ins, I, choice.factor)
+    assert _refusal(program, planning).startswith(
+        "the plan places %linear (aten.linear.default) as S1, S1 -> I, which is no row of its sharding rule"
+    )
+
+
+def test_an_edited_plan_must_convert_what_it_uses() -> None:
+    program, planning, given = _saved()
+    given.conversions.pop("x")
+    assert _refusal(program, planning).startswith("the plan uses %x at S1, but it is I and nothing converts it")
