@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import UsageError
 from megafx.sharding import shard_tensor
@@ -38,6 +39,25 @@ class DispatchedTensor(DTensor):
             if done:
                 return result
         return _on_dtensors(func, args, kwargs)
+
+
+class _Dispatching(TorchDispatchMode):
+    """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`, others where they go anyway."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DispatchedTensor) for t in types):
+            return DispatchedTensor.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _through_mode(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """`__torch_function__` for torch < 2.13, whose C++ dispatch of DTensor takes its subclasses too and never asks them."""
+    with torch._C.DisableTorchFunctionSubclass(), _Dispatching():
+        return func(*args, **(kwargs or {}))
+
+
+if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13):
+    DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
 
 
 def _same_spec(a: Any, b: Any) -> bool:

@@ -14,6 +14,7 @@ import triton.language as tl
 def philox4x32(group, op_id, k0, k1, ROUNDS: tl.constexpr):
     """group: int64; op_id, k0, k1: uint32 scalars -> four uint32 words of group's shape."""
     c0 = group.to(tl.uint32)
+    group = group.to(tl.int64)  # Triton takes a Python int that fits for int32, and a shift by 32 of that is undefined
     c1 = (group >> 32).to(tl.uint32)
     c2 = tl.zeros_like(c0) + op_id
     c3 = tl.zeros_like(c0)
