@@ -27,7 +27,8 @@ from megafx.runtime import CompiledCall, CompileRequest, Runtime
 
 
 class Parallelizer:
-    """Compiles the calls of one model. plan: of its training call, which settles how parameters are stored."""
+    """Compiles the calls of one model. plan: of its training call, which settles how parameters are stored; last: what
+    `readable` shows."""
 
     def __init__(
         self, config: Config, mesh: DeviceMesh | None, hardware: Hardware, loss_fn: Callable[..., torch.Tensor] | None
@@ -58,7 +59,8 @@ class Parallelizer:
         executable = compiled.executable(self._axis())
         if self.config.compile:
             executable = executable.compiled()
-        self.last = compiled
+        if wanted is not None or self.last is None:
+            self.last = compiled
         return CompiledCall(compiled.program, executable, compiled.wrt, compiled.differentiated, dict(fixed))
 
     def settle(self, request: CompileRequest) -> dict[str, Placement]:
@@ -114,13 +116,13 @@ class Parallelizer:
     # -- what users ask for
 
     def readable(self, fqn: str = "") -> str:
-        """The graph of the last compiled call under one module path, as Python (dump.readable)."""
+        """The graph of the last compiled call (a training one, where there is one) under one module path, as Python."""
         if self.last is None:
             raise UsageError("no call is compiled yet", fix="call the model once, or pass example_inputs=")
         return dump.readable(self.last.program, fqn, t=self.t)
 
     def communication(self) -> list[Communication]:
-        """Collectives of one step of the last compiled call, with the bytes that a rank sends."""
+        """Collectives of one step of the same call, with the bytes that a rank sends."""
         return [] if self.last is None else communication(self.last.program, self.t)
 
     def report(self) -> Report:
