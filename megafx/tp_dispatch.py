@@ -51,12 +51,15 @@ class _Dispatching(TorchDispatchMode):
 
 
 def _through_mode(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """`__torch_function__` for torch < 2.13, whose C++ dispatch of DTensor takes its subclasses too and never asks them."""
+    """`__torch_function__` where there is no dispatch of subclasses."""
     with torch._C.DisableTorchFunctionSubclass(), _Dispatching():
         return func(*args, **(kwargs or {}))
 
 
-if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13):
+# Before 2.13 the C++ dispatch of DTensor takes its subclasses too and never asks them: neither `__torch_dispatch__` nor the
+# engine's accumulation of gradients sees a TPTensor.
+SUBCLASS_DISPATCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+if not SUBCLASS_DISPATCH:
     DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
 
 
