@@ -8,6 +8,7 @@ Legal because: strategies are rows of sharding rules, and every pair of placemen
 
 from __future__ import annotations
 
+import operator
 import time
 from functools import partial
 from typing import Any
@@ -183,7 +184,8 @@ def _say_what_is_replicated(program: Program, planning: Planning, problem: Probl
     for node, rule in planning.rules.items():
         if rule.kind == "none":
             plan.replicated[node.name] = rule.reason
-            program.note("replicated", f"{node.target}: {rule.reason}; computed whole on every rank", node)
+            op = node.all_input_nodes[0] if node.target is operator.getitem else node
+            program.note("replicated", f"{op.target}: {rule.reason}; computed whole on every rank", node)
     for node, spec in zip(program.placeholders(), program.inputs, strict=True):
         if spec.kind == "param" and not plan.params[spec.name].is_shard:
             plan.replicated[spec.name] = _why_whole(node, problem, plan)

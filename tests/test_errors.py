@@ -238,3 +238,14 @@ def test_the_note_of_an_op_without_a_rule_names_its_module() -> None:
     (note,) = [n for n in megafx.explain(made).notes if n.startswith("replicated")]
     assert note.startswith("replicated [3]: aten.renorm.default: no rule")
     assert "return torch.renorm(x, 2, 2, 1.0)" in note
+
+
+def test_the_note_of_an_element_names_the_op() -> None:
+    class Largest(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sort(x, 1).values.square()
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), Largest())
+    made = megafx.plan(model, megafx.Config(tensor_model_parallel_size=2, **HARDWARE), example_inputs=(X,))
+    (note,) = [n for n in megafx.explain(made).notes if n.startswith("replicated")]
+    assert note.startswith("replicated [3]: aten.sort.default: an element of an op with several results")
