@@ -67,14 +67,25 @@ WHOLE = ["replicated", "on a shard of the sequence"]  # styles of a linear whose
         (f"{BLOCK}.mlp", "sequence", f"{BLOCK}.mlp.down_proj", "on a shard of the sequence"),
     ],
 )
-def test_styles_are_honoured_and_right(pattern: str, style: str, module: str, found: str) -> None:
+def test_styles_are_honoured(pattern: str, style: str, module: str, found: str) -> None:
     for sequence_parallel in (False, True):
         plan = _planned("llama", {pattern: style}, sequence_parallel=sequence_parallel)
         assert _style(plan, module) in (WHOLE if found == "whole" else [found])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_they_make_is_right(sequence_parallel: bool) -> None:
+    """Every projection against Megatron's habit, and a module that runs on the sequence."""
     case = _case("llama")
-    compiled = case.compile(
-        2, overrides={pattern: style}, sequence_parallel=len(module) % 2 == 0
-    )  # either way for some
+    overrides = {
+        "*.up_proj": "rowwise",
+        "*.down_proj": "colwise",
+        "*.v_proj": "replicate",
+        "model.embed_tokens": "colwise",
+        f"{BLOCK}.input_layernorm": "sequence",
+        "lm_head": "replicate",
+    }
+    compiled = case.compile(2, overrides=overrides, sequence_parallel=sequence_parallel)
     harness.assert_equal(case.run(compiled, case.inputs(2, 13)), _wanted("llama"))
 
 
