@@ -175,10 +175,11 @@ def accumulate(param: TPTensor, gradient: torch.Tensor) -> None:
     for hook in (param._backward_hooks or {}).values():
         result = hook(wrapped)
         wrapped = wrapped if result is None else result
-    if param.grad is None:
+    grad: Any = param.grad
+    if grad is None:
         param.grad = wrapped
     else:
-        param.grad._local_tensor.add_(wrapped._local_tensor)
+        grad._local_tensor.add_(wrapped._local_tensor)
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
 
