@@ -81,7 +81,11 @@ CHUNK = 5
 
 @pytest.mark.parametrize(
     ("name", "t", "options", "first"),
-    [(n, t, o, first) for n, t, o, count in CASES for first in range(0, count, CHUNK)],
+    [
+        pytest.param(n, t, o, first, marks=pytest.mark.slow if first else ())
+        for n, t, o, count in CASES
+        for first in range(0, count, CHUNK)
+    ],
     ids=lambda v: str(v) if isinstance(v, (str, int)) else "",
 )
 def test_random_plans_are_exact(name: str, t: int, options: Any, first: int) -> None:
