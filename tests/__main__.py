@@ -1,4 +1,7 @@
-"""`python -m tests [pytest arguments]`: lint, format check, type check, tests. What CI runs."""
+"""`python -m tests [--all] [pytest arguments]`: lint, format check, type check, tests. What CI runs.
+
+Tests marked slow (most of the 155 random plans, the Hugging Face Trainer on two ranks) run with --all.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,13 @@ def main() -> int:
     os.chdir(ROOT)
     tools = [sys.executable, "-m"]
     folders = ["megafx", "passes", "patterns", "tests", "examples", "benchmarks"]
+    arguments = sys.argv[1:]
+    which = [a for a in arguments if a != "--all"] if "--all" in arguments else ["-m", "not slow", *arguments]
     checks = [
         ("lint", [*tools, "ruff", "check", *folders]),
         ("format", [*tools, "ruff", "format", "--check", *folders]),
         ("types", [*tools, "mypy", str(installed_layout())]),
-        ("tests", [*tools, "pytest", "-n", "2", "--dist", "loadfile", *sys.argv[1:]]),
+        ("tests", [*tools, "pytest", "-n", "2", "--dist", "loadfile", *which]),
     ]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     failed = []

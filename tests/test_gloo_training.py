@@ -56,7 +56,7 @@ def results(script: str, ranks: int) -> dict[str, tuple[str, str]]:
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1500,
         check=False,
     )
     lines = re.findall(r"^(PASS|FAIL) (\w+): (.*)$", done.stdout, re.MULTILINE)
