@@ -1,7 +1,7 @@
 """Train a byte-level GPT, tensor-parallel, on the source code of Python's standard library.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py           # CPU (gloo), or GPUs (NCCL) where there are any
-    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --dtype bf16 --compile
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --dtype bfloat16 --compile
     python examples/train_gpt.py                                             # one process, no process group
 
 It first compares loss and every gradient with plain eager (dropout off), prints the plan, trains with dropout on, and then
@@ -29,8 +29,9 @@ from torch import Tensor
 import megafx
 
 # Largest relative difference that rounding may make, by dtype: (loss and gradients of one step, losses of the curve).
-# A curve's differences grow with the steps, as AdamW divides small gradients by their own size.
-TOLERANCE = {"float64": (1e-10, 1e-7), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-2)}
+# A curve's differences grow with the steps, as AdamW divides small gradients by their own size; in pure bf16 one process
+# compiled by Inductor is as far from itself in eager mode (benchmarks/RESULTS.md).
+TOLERANCE = {"float64": (1e-10, 1e-7), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 1e-1)}
 
 
 def arguments() -> argparse.Namespace:
@@ -105,7 +106,9 @@ def check_against_eager(args, config, batch, device, console) -> None:  # type: 
 
 def train(model, data, args, device, title: str, console: Console, comm_bytes: int) -> list[float]:  # type: ignore[no-untyped-def]
     """The user's own loop: nothing in it knows that the model is parallel."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    # fused where there is a GPU: otherwise torch picks one implementation for plain tensors and another for DTensors, and in
+    # bf16 they round differently
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=device.type == "cuda")
     torch.manual_seed(args.seed)  # the dropout masks of every step follow from this, at any degree
     model.train()
     losses = []
