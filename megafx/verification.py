@@ -131,6 +131,9 @@ def _eager(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """Outputs and gradients of the plain model, by the names that the graph gives them."""
     plain = copy.deepcopy(model)
+    for module in plain.modules():  # graphs have no key-value cache, so the plain call returns none either
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False  # type: ignore[union-attr]
     program = capture_call(plain, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
     output = plain(*args, **kwargs)
     if loss_fn is not None and loss_inputs:
