@@ -29,9 +29,8 @@ from torch import Tensor
 import megafx
 
 # Largest relative difference that rounding may make, by dtype: (loss and gradients of one step, losses of the curve).
-# A curve's differences grow with the steps, as AdamW divides small gradients by their own size; in pure bf16 one process
-# compiled by Inductor is as far from itself in eager mode (benchmarks/RESULTS.md).
-TOLERANCE = {"float64": (1e-10, 1e-7), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 1e-1)}
+# A curve's differences grow with the steps, as AdamW divides small gradients by their own size.
+TOLERANCE = {"float64": (1e-10, 1e-7), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-2)}
 
 
 def arguments() -> argparse.Namespace:
