@@ -17,7 +17,7 @@ from megafx.aten_rules import RULES
 from megafx.op_families import FAMILIES, VIEWS
 from megafx.rule_samples import SAMPLES, Sample, samples_of
 from megafx.rule_trials import Row, Trial
-from megafx.rules import op_key, registered, registered_rule
+from megafx.rules import declared_rules, op_key, registered, registered_rule
 
 # Rows that are right on finite numbers, and are not claimed on purpose.
 POLICIES: dict[tuple[str, str], str] = {
@@ -66,7 +66,7 @@ class Report:
 def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Iterable[int] = (2, 3)) -> Report:
     """rules: ops to check (all by default), or op -> rule string to check in place of the op's own."""
     given = dict(rules) if isinstance(rules, Mapping) else {}
-    every = sorted({*RULES, *FAMILIES, *VIEWS, *(name for name, _, _ in SAMPLES)})
+    every = sorted({*RULES, *FAMILIES, *VIEWS, *declared_rules(), *(name for name, _, _ in SAMPLES)})
     ops = [op_key(op) for op in ([*every, *registered()] if rules is None else rules)]
     report = Report()
     for op in dict.fromkeys(ops):

@@ -26,7 +26,7 @@ from megafx.aten_rules import RULES
 from megafx.ir import VAL, Program
 from megafx.op_families import FAMILIES, VIEWS, Arg, Call, Part, Row, Shape
 from megafx.placements import I, Layout, P, Placement, R, S
-from megafx.rules import RuleError, bind, names, op_key, parse, registered_rule
+from megafx.rules import RuleError, bind, declared_rules, names, op_key, parse, registered_rule
 from megafx.sizes import Sizes
 from megafx.views import flatten, map_view, refit, slice_layout
 
@@ -269,7 +269,7 @@ def template_of(call: Call, present: tuple[bool, ...], own: str | None) -> Templ
 def _row(call: Call, own: str | None) -> Row | None:
     if own is not None:
         return Row(own)
-    made = FAMILIES[call.op](call) if call.op in FAMILIES else RULES.get(call.op)
+    made = FAMILIES[call.op](call) if call.op in FAMILIES else RULES.get(call.op) or declared_rules().get(call.op)
     return Row(made) if isinstance(made, str) else made
 
 

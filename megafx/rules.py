@@ -266,9 +266,21 @@ def _sizes(
     return sizes
 
 
-# -- rules of users' own ops
+# -- rules of megafx's own ops, declared beside their kernels, and of users' ops
 
+_declared: dict[str, str] = {}
 _registered: dict[str, str] = {}
+
+
+def declare_rule(op: str, rule: str) -> None:
+    """The rule of one of megafx's own operators ('megafx.name'); its kernel file declares it. One rule an op."""
+    parse(rule)
+    _declared[op_key(op)] = rule
+
+
+def declared_rules() -> dict[str, str]:
+    """Rules declared by kernel files that have been imported, by op key."""
+    return dict(_declared)
 
 
 def op_key(op: Any) -> str:
