@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import fx
 
+from megafx.alternatives import alternatives
 from megafx.candidates import find_candidates
+from megafx.debug import current, say
 from megafx.errors import PlanError
 from megafx.ir import Phase, Program, active_nodes, fqn_of, source_of
 from megafx.op_rules import OpRule, Strategy, rule_for, strategies
@@ -88,6 +90,10 @@ def _solve(program: Program, planning: Planning, active: set[fx.Node], order: li
     }
     _say_what_is_replicated(program, planning, problem, plan)
     planning.weights = problem.policy.weights
+    if current().level >= 3:
+        plan.sizes = program.sizes
+        for line in alternatives(problem, plan, solution):
+            say(line)
     return plan
 
 
