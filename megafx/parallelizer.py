@@ -133,6 +133,7 @@ class Parallelizer:
         refresh_notes(self.plan.report, notes)
         if self.runtime is not None:
             self.plan.report.header["graphs captured"] = self.runtime.captures
+        self.plan.report.emitted = None if self.last is None else self.communication()
         return self.plan.report
 
 

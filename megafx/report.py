@@ -8,9 +8,10 @@ from __future__ import annotations
 import html
 import io
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
+from megafx.communication import Communication
 from megafx.cost import collective_seconds
 from megafx.ir import PLACEMENT, VAL, Note, Program, fqn_of, is_floating, source_of
-from megafx.placements import LOCAL, Placement, payload, transition
+from megafx.op_rules import SPECIAL
+from megafx.placements import ALL_GATHER, LOCAL, I, Placement, payload, transition
 from megafx.planning import Planning
 from megafx.policy import MATMULS
 
@@ -70,6 +73,7 @@ class Report:
     params: dict[str, tuple[str, str, str]]  # FQN -> (global shape, placement, why whole)
     removed: dict[str, int]  # reason -> strategies taken away
     notes: list[str] = field(default_factory=list)
+    emitted: list[Communication] | None = None  # what the compiled graph does; None where there is only a plan
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -101,19 +105,25 @@ class Report:
         return [(_named(key[0], rows), len(rows)) for key, rows in groups.items()]
 
     def collectives(self) -> dict[str, tuple[int, int]]:
-        """'forward all_reduce' -> (count, bytes a rank sends in one step)."""
+        """'forward all_reduce' -> (count, bytes a rank sends in one step): of the compiled graph, else of the plan.
+
+        The graph has fewer than its plan: the gradients of replicated parameters share all-reduces.
+        """
         total: dict[str, tuple[int, int]] = {}
-        for row in self.rows:
-            for move in row.moves:
-                pairs = (
-                    ("forward", move.forward, move.forward_bytes),
-                    ("backward", move.backward, move.backward_bytes),
-                )
-                for when, collective, size in pairs:
-                    if collective != LOCAL:
-                        count, bytes_moved = total.get(f"{when} {collective}", (0, 0))
-                        total[f"{when} {collective}"] = (count + 1, bytes_moved + size)
+        for what, size in self._sent():
+            count, bytes_moved = total.get(what, (0, 0))
+            total[what] = (count + 1, bytes_moved + size)
         return total
+
+    def _sent(self) -> Iterator[tuple[str, int]]:
+        if self.emitted is not None:
+            yield from ((f"{c.direction} {c.collective}", c.bytes_moved) for c in self.emitted)
+            return
+        for move in (move for row in self.rows for move in row.moves):
+            if move.forward != LOCAL:
+                yield f"forward {move.forward}", move.forward_bytes
+            if move.backward != LOCAL:
+                yield f"backward {move.backward}", move.backward_bytes
 
     def to_json(self) -> str:
         data = {"header": self.header, "rows": [asdict(r) for r in self.rows], "params": self.params}
@@ -126,7 +136,7 @@ class Report:
 
     def _lists(self) -> Iterable[tuple[str, list[str]]]:
         yield (
-            "Collectives a step",
+            "Collectives a step" + (" as planned" if self.emitted is None else ""),
             [f"{k}: {n} x, {_bytes(b)} sent by a rank" for k, (n, b) in self.collectives().items()],
         )
         whole: dict[str, list[str]] = defaultdict(list)
@@ -251,7 +261,19 @@ def _moves(program: Program, planning: Planning, node: fx.Node) -> tuple[Move, .
             if user.target is torch.ops.megafx.transition.default and PLACEMENT in value.meta:
                 moves.append(_move(program, planning, value, user))
                 stack.append(user)
+    choice = planning.solved.ops.get(node.name)
+    if choice is not None and choice.out == I and choice.factor and choice.factor == SPECIAL.get(str(node.target)):
+        moves.append(_statistics(program, planning, node))
     return tuple(moves)
+
+
+def _statistics(program: Program, planning: Planning, node: fx.Node) -> Move:
+    """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward."""
+    value, t = node.meta[VAL], planning.t
+    itemsize = max(value.dtype.itemsize, 4)
+    numel = 4 * t * math.prod(program.sizes.workload(n) for n in program.sizes.shape(value))
+    cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planning.hardware, t), 3)
+    return Move("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us)
 
 
 def _move(program: Program, planning: Planning, value: fx.Node, made: fx.Node) -> Move:

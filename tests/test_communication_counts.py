@@ -215,3 +215,22 @@ def test_dynamic_sizes_are_priced_at_the_workload() -> None:
         assert len(same) == 4 * (2 * LAYERS + 1)
     finally:
         program.sizes.workload_of[symbol] = even
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_report_of_a_plan_foretells_the_emitted_graph(sequence_parallel: bool) -> None:
+    """All but the gradients of replicated parameters, which the graph reduces together."""
+    compiled = _compiled("llama", 4, sequence_parallel)
+    found = communication(compiled.program, 4)
+    planned = compiled.plan.report.collectives()
+    emitted = {
+        f"{w} {c}": (n, _sum([x for x in found if (x.direction, x.collective) == (w, c)]))
+        for (w, c), n in _counts(found).items()
+    }
+    if not sequence_parallel:
+        assert planned == emitted
+        return
+    reduced = f"backward {AR}"
+    count, size = planned.pop(reduced)
+    assert emitted.pop(reduced) == (1, size) and count > 1
+    assert planned == emitted
