@@ -6,8 +6,9 @@
 a is the label smoothing in torch's convention: the target distribution is (1 - a) onehot + a / V. T tokens, V classes
 in the whole vocabulary. Statistics, loss and gradient arithmetic are fp32 (fp64 for fp64 logits); the gradient is rounded
 once, to the dtype of the logits. Subtracting the maximum first keeps large common offsets out of the result. Saved: the
-logits and two numbers a token, from which backward recomputes the softmax. Rows are done in chunks: never more than one
-chunk in fp32.
+logits and two numbers a token, from which backward recomputes the softmax. CPU and fp64: plain torch on chunks of rows,
+never more than one of them in fp32. CUDA: cross_entropy_triton.py, one pass over the logits each way; shards in several
+blocks, which the planner does not propose, take the plain path.
 
 Whole vocabulary:      cross_entropy -> cross_entropy_forward (loss, norm); cross_entropy_backward
 Sharded vocabulary:    ce_stats (local) -> all-gather, in the graph -> ce_loss; ce_loss_backward needs no collective
@@ -18,6 +19,7 @@ Megatron's vocab-parallel loss gets label smoothing wrong for t > 1 (local V and
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -29,9 +31,15 @@ from ..placements import Layout, Piece
 # Elements of the fp32 chunk. CPU: stays in L2 with the logits; CUDA: 64 MiB, launches cost nothing against that.
 CPU_CHUNK, CUDA_CHUNK = 1 << 18, 1 << 24
 
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+
 
 def statistics_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return HAVE_TRITON and x.device.type == "cuda" and x.dtype != torch.float64
 
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
@@ -125,6 +133,11 @@ def logits_gradient(
 ) -> Tensor:
     """grad [T], logits [T, V_local], norm [T, 2] of the whole vocabulary -> [T, V_local], 0 in padding columns."""
     whole = _covers(pieces, logits.shape[1])
+    if _on_gpu(logits) and len(pieces) == 1:
+        from . import cross_entropy_triton
+
+        args = (grad, logits, target, norm, ignore_index, label_smoothing, pieces[0], classes)
+        return cross_entropy_triton.gradient(*args)
     out = (torch.empty if whole else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
     ignored = _ignored(target, ignore_index)
     own, local = _local_target(target, pieces)
@@ -187,6 +200,10 @@ def cross_entropy_forward(
     """logits [T, V], target [T] -> loss [T], norm [T, 2] (max, log sum exp(x - max); not differentiable)."""
     _check(logits, target, label_smoothing)
     classes = logits.shape[1]
+    if _on_gpu(logits):
+        from . import cross_entropy_triton
+
+        return cross_entropy_triton.forward(logits, target, ignore_index, label_smoothing)
     _check_targets(target, ignore_index, classes)
     stats = local_stats(logits, target, [Piece(0, 0, classes)])
     return loss_of(stats, _ignored(target, ignore_index), label_smoothing, classes), norm_of(stats)
@@ -251,7 +268,12 @@ def _own_pieces(layout: Sequence[int], axis: str, size: int) -> list[Piece]:
 def ce_stats(logits: Tensor, target: Tensor, layout: Sequence[int], axis: str, size: int) -> Tensor:
     """logits [T, V_local], target [T] global -> [T, 4] of this rank's classes; no gradient (ce_loss carries it)."""
     _check(logits, target, 0.0)
-    return local_stats(logits, target, _own_pieces(layout, axis, size))
+    pieces = _own_pieces(layout, axis, size)
+    if _on_gpu(logits) and len(pieces) == 1:
+        from . import cross_entropy_triton
+
+        return cross_entropy_triton.stats(logits, target, pieces[0])
+    return local_stats(logits, target, pieces)
 
 
 @ce_stats.register_fake
@@ -282,6 +304,10 @@ def ce_loss(
     """
     _check(logits, target, label_smoothing)
     classes = Layout.from_flat(layout).size
+    if _on_gpu(all_stats):
+        from . import cross_entropy_triton
+
+        return cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, True)[0]
     _check_targets(target, ignore_index, classes)
     return loss_of(combine(all_stats), _ignored(target, ignore_index), label_smoothing, classes)
 
@@ -318,9 +344,14 @@ def ce_loss_backward(
     size: int,
 ) -> Tensor:
     """grad [T] of the loss -> gradient of this rank's logits [T, V_local], 0 in padding columns. No collective."""
-    norm = norm_of(combine(all_stats))
     pieces = _own_pieces(layout, axis, size)
     classes = Layout.from_flat(layout).size
+    if _on_gpu(logits):
+        from . import cross_entropy_triton
+
+        norm = cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, False)[1]
+    else:
+        norm = norm_of(combine(all_stats))
     return logits_gradient(grad, logits, target, norm, ignore_index, label_smoothing, pieces, classes)
 
 

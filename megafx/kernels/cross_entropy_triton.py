@@ -1,0 +1,340 @@
+"""Cross entropy on CUDA: statistics in one pass, gradient in one pass; cross_entropy.py has the formulas and the ops.
+
+Statistics: one row a program. A tile is [DEEP, WIDE] elements; its maximum over the DEEP rows, which one thread holds, is
+taken before anything is exponentiated, so that lanes keep running maxima and sums of their own (1 + 1/DEEP exponentials an
+element) and threads meet only once, at the end of the row. Gradient: one tile of a row a program, no loop.
+
+Rows need not start on 16 bytes (V = 50257): tiles lie on multiples of 8 elements of the tensor, and the up to 7 elements
+before the first and after the last whole group are read apart. Nothing is copied to fp32; fp16 gradients are rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..placements import Piece
+
+STATISTICS_TILE = (8, 1024)  # DEEP, WIDE
+GRADIENT_TILE = 4096
+
+
+@triton.jit
+def _edges(x, start, end, first, last):
+    """What a row has outside of [first, last): less than 8 elements on either side, -inf elsewhere. fp32 [16]."""
+    lane = tl.arange(0, 16)
+    low = start + lane
+    high = tl.maximum(first, last) + lane - 8
+    at = tl.where(lane < 8, low, high)
+    inside = tl.where(lane < 8, low < tl.minimum(first, end), (lane >= 8) & (high < end))
+    return tl.load(x + at, mask=inside, other=-float("inf")).to(tl.float32), inside
+
+
+@triton.jit
+def row_statistics(x, start, V, DEEP: tl.constexpr, WIDE: tl.constexpr):
+    """Elements [start, start + V) of x -> max, sum exp(x - max), sum x. fp32. A row of -inf: sum 0, as of no element."""
+    end = start + V
+    first = (start + 7) // 8 * 8
+    last = end // 8 * 8
+    high = tl.full([WIDE], -float("inf"), tl.float32)
+    total = tl.zeros([WIDE], tl.float32)
+    summed = tl.zeros([WIDE], tl.float32)
+    lanes = tl.arange(0, DEEP)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    for k in range(first, last - (DEEP * WIDE - 1), DEEP * WIDE):
+        v = tl.load(x + k // 8 * 8 + lanes).to(tl.float32)
+        top = tl.maximum(high, tl.max(v, 0))
+        safe = tl.where(top == -float("inf"), 0.0, top)
+        total = total * tl.exp(high - safe) + tl.sum(tl.exp(v - safe[None, :]), 0)
+        summed += tl.sum(v, 0)
+        high = top
+    k = first + tl.maximum(last - first, 0) // (DEEP * WIDE) * (DEEP * WIDE)
+    if k < last:
+        inside = lanes < last - k
+        v = tl.load(x + k // 8 * 8 + lanes, mask=inside, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(high, tl.max(v, 0))
+        safe = tl.where(top == -float("inf"), 0.0, top)
+        total = total * tl.exp(high - safe) + tl.sum(tl.exp(v - safe[None, :]), 0)
+        summed += tl.sum(tl.where(inside, v, 0.0), 0)
+        high = top
+    edge, inside = _edges(x, start, end, first, last)
+    row_high = tl.maximum(tl.max(high, 0), tl.max(edge, 0))
+    safe_high = tl.where(row_high == -float("inf"), 0.0, row_high)
+    row_total = tl.sum(total * tl.exp(high - safe_high), 0) + tl.sum(tl.exp(edge - safe_high), 0)
+    row_sum = tl.sum(summed, 0) + tl.sum(tl.where(inside, edge, 0.0), 0)
+    return row_high, row_total, row_sum
+
+
+@triton.jit
+def token_loss(high, total, picked, summed, smoothing, classes):
+    loss = tl.log(total) + (1.0 - smoothing) * (high - picked)
+    if smoothing != 0.0:  # not added as 0 * (...): classes masked with -inf make the mean -inf
+        loss += smoothing * (high - summed / classes)
+    return loss
+
+
+@triton.jit
+def _forward(
+    logits,  # [T, V] fp16/bf16/fp32 IN, rows `stride` apart
+    target,  # [T] any integer IN
+    loss,  # [T] fp32 OUT
+    norm,  # [T, 2] fp32 OUT
+    ok,  # [] int32 OUT: 0 where a target is out of bounds
+    stride,
+    V,
+    ignore_index,
+    smoothing,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * stride
+    high, total, summed = row_statistics(logits, start, V, DEEP, WIDE)
+    y = tl.load(target + row).to(tl.int64)
+    ignored = y == ignore_index
+    inside = (y >= 0) & (y < V)
+    picked = tl.load(logits + start + y, mask=inside, other=0.0).to(tl.float32)
+    value = token_loss(high, total, picked, summed, smoothing, V)
+    tl.store(loss + row, tl.where(ignored, 0.0, value))
+    tl.store(norm + row * 2, high)
+    tl.store(norm + row * 2 + 1, tl.log(total))
+    tl.store(ok, 0, mask=(inside | ignored) == 0)
+
+
+@triton.jit
+def _stats(
+    logits,  # [T, V_local] fp16/bf16/fp32 IN, rows `stride` apart
+    target,  # [T] any integer IN, global classes
+    out,  # [T, 4] fp32 OUT: max, sum exp(x - max), x at the target or 0, sum x
+    stride,
+    class_start,  # this rank's classes: [class_start, class_start + V), in columns from column_start
+    column_start,
+    V,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * stride + column_start
+    high, total, summed = row_statistics(logits, start, V, DEEP, WIDE)
+    y = tl.load(target + row).to(tl.int64) - class_start
+    picked = tl.load(logits + start + y, mask=(y >= 0) & (y < V), other=0.0).to(tl.float32)
+    tl.store(out + row * 4, high)
+    tl.store(out + row * 4 + 1, total)
+    tl.store(out + row * 4 + 2, picked)
+    tl.store(out + row * 4 + 3, summed)
+
+
+@triton.jit
+def _combine(
+    stats,  # [t, T, 4] fp32 IN
+    target,  # [T] any integer IN
+    loss,  # [T] fp32 OUT
+    norm,  # [T, 2] fp32 OUT
+    ok,  # [] int32 OUT
+    T,
+    t,
+    ignore_index,
+    smoothing,
+    classes,
+    B: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = rows < T
+    high = tl.full([B], -float("inf"), tl.float32)
+    for k in range(t):
+        high = tl.maximum(high, tl.load(stats + (k * T + rows) * 4, mask=inside, other=-float("inf")))
+    safe = tl.where(high == -float("inf"), 0.0, high)
+    total = tl.zeros([B], tl.float32)
+    picked = tl.zeros([B], tl.float32)
+    summed = tl.zeros([B], tl.float32)
+    for k in range(t):
+        at = stats + (k * T + rows) * 4
+        shift = tl.exp(tl.load(at, mask=inside, other=-float("inf")) - safe)
+        total += tl.load(at + 1, mask=inside, other=0.0) * shift
+        picked += tl.load(at + 2, mask=inside, other=0.0)
+        summed += tl.load(at + 3, mask=inside, other=0.0)
+    y = tl.load(target + rows, mask=inside, other=0).to(tl.int64)
+    ignored = y == ignore_index
+    value = token_loss(high, total, picked, summed, smoothing, classes)
+    tl.store(loss + rows, tl.where(ignored, 0.0, value), mask=inside)
+    tl.store(norm + rows * 2, high, mask=inside)
+    tl.store(norm + rows * 2 + 1, tl.log(total), mask=inside)
+    tl.store(ok + tl.zeros([B], tl.int32), 0, mask=inside & (((y >= 0) & (y < classes)) | ignored == 0))
+
+
+@triton.jit
+def _gradient(
+    grad,  # [T] fp32 IN, `grad_stride` apart
+    logits,  # [T, V_local] fp16/bf16/fp32 IN
+    target,  # [T] any integer IN, global classes
+    norm,  # [T, 2] fp32 IN
+    out,  # [T, V_local] as logits, OUT
+    grad_stride,
+    stride,
+    out_stride,
+    class_start,
+    column_start,
+    V,
+    ignore_index,
+    smoothing,
+    classes,
+    tiles,  # programs a row
+    SAME: tl.constexpr,  # rows of logits and out start alike modulo 8
+    N: tl.constexpr,
+):
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = tl.program_id(0) % tiles * N
+    start = row * stride + column_start
+    out_start = row * out_stride + column_start
+    lead = out_start % 8
+    k = first + tl.arange(0, N)  # from the multiple of 8 that the row of `out` begins in or at
+    at = start // 8 * 8 + k if SAME else start - lead + k
+    out_at = out_start // 8 * 8 + k
+    y = tl.load(target + row).to(tl.int64)
+    g = tl.load(grad + row * grad_stride).to(tl.float32)
+    high = tl.load(norm + row * 2)
+    log_total = tl.load(norm + row * 2 + 1)
+    hot = (y - class_start + lead).to(tl.int32)  # where k is the target's column; out of [lead, lead + V) if not mine
+    cold = smoothing / classes
+    warm = 1.0 - smoothing
+    g = tl.where(y == ignore_index, 0.0, g)
+    if (first >= lead) & (first + N <= lead + V):
+        x = tl.load(logits + at).to(tl.float32)
+        z = tl.exp((x - high) - log_total) - cold - tl.where(k == hot, warm, 0.0)
+        z = tl.where(y == ignore_index, 0.0, z * g)
+        tl.store(out + out_at, z.to(out.dtype.element_ty))
+    else:
+        inside = (k >= lead) & (k < lead + V)
+        x = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
+        z = tl.exp((x - high) - log_total) - cold - tl.where(k == hot, warm, 0.0)
+        z = tl.where(y == ignore_index, 0.0, z * g)
+        tl.store(out + out_at, z.to(out.dtype.element_ty), mask=inside)
+
+
+# -- launchers: logits with unit stride in the last dim, at least one row
+
+
+def statistics_config(columns: int) -> dict[str, int]:
+    deep, wide = STATISTICS_TILE
+    if columns >= deep * wide:
+        return {"DEEP": deep, "WIDE": wide, "num_warps": 4}
+    wide = max(32, min(wide, triton.next_power_of_2(max(columns, 1)) // 4))
+    return {"DEEP": 4, "WIDE": wide, "num_warps": max(1, wide // 256)}
+
+
+def _rows_apart(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+def check_async(ok: Tensor, classes: int) -> None:
+    torch._assert_async(ok, f"cross entropy: a target is out of bounds of {classes} classes")
+
+
+def forward(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Whole vocabulary: loss [T] and norm [T, 2]."""
+    logits, target = _rows_apart(logits), target.contiguous()
+    rows, columns = logits.shape
+    loss = logits.new_empty(rows, dtype=torch.float32)
+    norm = logits.new_empty(rows, 2, dtype=torch.float32)
+    ok = torch.ones((), dtype=torch.int32, device=logits.device)
+    if rows:
+        with torch.cuda.device_of(logits):
+            _forward[(rows,)](
+                logits,
+                target,
+                loss,
+                norm,
+                ok,
+                logits.stride(0),
+                columns,
+                ignore_index,
+                smoothing,
+                **statistics_config(columns),
+            )
+    check_async(ok, columns)
+    return loss, norm
+
+
+def stats(logits: Tensor, target: Tensor, piece: Piece) -> Tensor:
+    """Statistics [T, 4] of one run of classes."""
+    logits, target = _rows_apart(logits), target.contiguous()
+    out = logits.new_empty(len(target), 4, dtype=torch.float32)
+    if len(target):
+        with torch.cuda.device_of(logits):
+            _stats[(len(target),)](
+                logits,
+                target,
+                out,
+                logits.stride(0),
+                piece.global_start,
+                piece.local_start,
+                piece.length,
+                **statistics_config(piece.length),
+            )
+    return out
+
+
+def combine(
+    all_stats: Tensor, target: Tensor, ignore_index: int, smoothing: float, classes: int, check: bool
+) -> tuple[Tensor, Tensor]:
+    """[t, T, 4] -> loss [T], norm [T, 2] of the whole vocabulary. check: that targets are classes."""
+    all_stats, target = all_stats.contiguous(), target.contiguous()
+    t, rows, _ = all_stats.shape
+    loss = all_stats.new_empty(rows)
+    norm = all_stats.new_empty(rows, 2)
+    ok = torch.ones((), dtype=torch.int32, device=all_stats.device)
+    if rows:
+        with torch.cuda.device_of(all_stats):
+            _combine[(triton.cdiv(rows, 128),)](
+                all_stats, target, loss, norm, ok, rows, t, ignore_index, smoothing, classes, B=128, num_warps=4
+            )
+    if check:
+        check_async(ok, classes)
+    return loss, norm
+
+
+def gradient(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    norm: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    piece: Piece,
+    classes: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Gradient of the logits; 0 in columns outside of the piece. out: where to write it, possibly `logits` itself."""
+    logits, target, norm = _rows_apart(logits), target.contiguous(), norm.contiguous()
+    rows, columns = logits.shape
+    if out is None:
+        whole = piece.length == columns
+        out = (torch.empty if whole else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
+    if rows and piece.length:
+        same = logits.stride(0) % 8 == out.stride(0) % 8
+        tile = min(GRADIENT_TILE, max(128, triton.next_power_of_2(piece.length)))
+        aligned = out.stride(0) % 8 == 0 and piece.local_start % 8 == 0
+        tiles = triton.cdiv(piece.length + (0 if aligned else 7), tile)
+        with torch.cuda.device_of(logits):
+            _gradient[(rows * tiles,)](
+                grad,
+                logits,
+                target,
+                norm,
+                out,
+                grad.stride(0),
+                logits.stride(0),
+                out.stride(0),
+                piece.global_start,
+                piece.local_start,
+                piece.length,
+                ignore_index,
+                smoothing,
+                classes,
+                tiles,
+                SAME=same,
+                N=tile,
+                num_warps=4 if tile >= 1024 else 1,
+            )
+    return out
