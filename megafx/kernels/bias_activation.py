@@ -58,7 +58,7 @@ def activation_gradient(grad: Tensor, u: Tensor, act: str) -> Tensor:
     return grad * (2 * F.relu(u) if act == "relu2" else (u > 0).to(u.dtype))
 
 
-def _check(x: Tensor, bias: Tensor | None, act: str) -> None:
+def check_bias_act(x: Tensor, bias: Tensor | None, act: str) -> None:
     check_activation(act)
     if not x.is_floating_point():
         raise TypeError(f"bias_act needs a floating-point tensor, got {x.dtype} {tuple(x.shape)}")
@@ -71,8 +71,13 @@ def _preactivation(x: Tensor, bias: Tensor | None) -> Tensor:
     return u if bias is None else u + bias.to(u.dtype)
 
 
+def sum_rows(x: Tensor) -> Tensor:
+    """[..., H] -> [H]."""
+    return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
+
+
 def bias_act_reference(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    _check(x, bias, act)
+    check_bias_act(x, bias, act)
     return activation(_preactivation(x, bias), act).to(x.dtype).contiguous()
 
 
@@ -83,11 +88,11 @@ def act_backward_reference(grad: Tensor, x: Tensor, act: str) -> Tensor:
 
 def bias_act_backward_reference(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[Tensor, Tensor]:
     du = activation_gradient(grad.to(wide(x.dtype)), _preactivation(x, bias), act)
-    return du.to(x.dtype).contiguous(), du.sum(list(range(x.dim() - 1))).to(bias.dtype)
+    return du.to(x.dtype).contiguous(), sum_rows(du).to(bias.dtype)
 
 
 def _fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    _check(x, bias, act)
+    check_bias_act(x, bias, act)
     return new_like(x)
 
 

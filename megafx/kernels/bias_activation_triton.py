@@ -1,0 +1,197 @@
+"""megafx::bias_act on CUDA; bias_activation.py has formulas and ops.
+
+Forward and the gradient without bias: one tile a program, no loop. Gradient with bias: strided tiles by four programs a
+multiprocessor, loads pipelined over three stages, column sums in registers (tiles_triton.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activations_triton import activate, activate_both
+from .bias_activation import check_bias_act
+from .op import launch, new_like
+from .tiles_triton import PARTIAL_PROGRAMS, TILE, as_rows, fast_math, multiprocessors, sum_partials, tile_of
+
+
+@triton.jit
+def _forward(
+    x,  # [rows, columns] IN, rows at x_stride
+    bias,  # [columns] IN, or x without BIAS
+    y,  # [rows, columns] OUT, contiguous
+    rows,
+    columns,
+    x_stride,
+    BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    blocks = tl.cdiv(columns, C)
+    program = tl.program_id(0)
+    column = (program % blocks).to(tl.int64) * C + tl.arange(0, C)[None, :]
+    row = (program // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    inside = (row < rows) & (column < columns)
+    u = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        u += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
+    tl.store(y + row * columns + column, activate(u, ACT, FAST, PRECISE).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    grad,  # [rows, columns] IN, rows at grad_stride
+    x,  # [rows, columns] IN, rows at x_stride
+    dx,  # [rows, columns] OUT, contiguous
+    rows,
+    columns,
+    grad_stride,
+    x_stride,
+    ACT: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    blocks = tl.cdiv(columns, C)
+    program = tl.program_id(0)
+    column = (program % blocks).to(tl.int64) * C + tl.arange(0, C)[None, :]
+    row = (program // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    inside = (row < rows) & (column < columns)
+    u = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    _, slope = activate_both(u, ACT, FAST, PRECISE)
+    tl.store(dx + row * columns + column, (g * slope).to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_bias(
+    grad,  # [rows, columns] IN, rows at grad_stride
+    x,  # [rows, columns] IN, rows at x_stride
+    bias,  # [columns] IN
+    dx,  # [rows, columns] OUT, contiguous
+    partials,  # [grid 1, columns] fp32 OUT
+    rows,
+    columns,
+    grad_stride,
+    x_stride,
+    ACT: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    column = tl.program_id(0) * C + tl.arange(0, C)
+    within = column < columns
+    b = tl.load(bias + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([C], tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, R), tl.num_programs(1), num_stages=STAGES):
+        row = (tile * R + tl.arange(0, R)).to(tl.int64)[:, None]
+        inside = (row < rows) & within[None, :]
+        u = tl.load(x + row * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32) + b
+        g = tl.load(grad + row * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        _, slope = activate_both(u, ACT, FAST, PRECISE)
+        du = g * slope
+        tl.store(dx + row * columns + column[None, :], du.to(dx.dtype.element_ty), mask=inside)
+        total += tl.sum(du, 0)
+    tl.store(partials + tl.program_id(1).to(tl.int64) * columns + column, total, mask=within)
+
+
+def bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    check_bias_act(x, bias, act)
+    y = new_like(x)
+    source, rows, columns, stride = as_rows(x)
+    if bias is None and stride == columns:
+        rows, columns = 1, rows * columns  # one long row: any shape is full tiles
+    if not rows or not columns:
+        return y
+    r, c = tile_of(rows, columns, TILE // 2 if act == "gelu" else TILE)
+    launch(
+        _forward,
+        (triton.cdiv(columns, c) * triton.cdiv(rows, r),),
+        x,
+        source,
+        source if bias is None else bias.contiguous(),
+        y,
+        rows,
+        columns,
+        stride,
+        BIAS=bias is not None,
+        ACT=act,
+        FAST=fast_math(),
+        PRECISE=x.dtype == torch.float32,
+        R=r,
+        C=c,
+        num_warps=4,
+    )
+    return y
+
+
+def act_backward(grad: Tensor, x: Tensor, act: str) -> Tensor:
+    dx = new_like(x)
+    g, rows, columns, grad_stride = as_rows(grad)
+    source, _, _, stride = as_rows(x)
+    if grad_stride == stride == columns:
+        rows, columns = 1, rows * columns
+    if not rows or not columns:
+        return dx
+    r, c = tile_of(rows, columns, TILE // 2)
+    launch(
+        _backward,
+        (triton.cdiv(columns, c) * triton.cdiv(rows, r),),
+        x,
+        g,
+        source,
+        dx,
+        rows,
+        columns,
+        grad_stride,
+        stride,
+        ACT=act,
+        FAST=fast_math(),
+        PRECISE=x.dtype == torch.float32,
+        R=r,
+        C=c,
+        num_warps=4,
+    )
+    return dx
+
+
+def bias_act_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    dx = new_like(x)
+    g, rows, columns, grad_stride = as_rows(grad)
+    source, _, _, stride = as_rows(x)
+    if not rows or not columns:
+        return dx, torch.zeros_like(bias)
+    r, c = tile_of(rows, columns, TILE // 2)
+    blocks = triton.cdiv(columns, c)
+    programs = min(max(1, PARTIAL_PROGRAMS * multiprocessors(x.device) // blocks), triton.cdiv(rows, r))
+    partials = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
+    launch(
+        _backward_bias,
+        (blocks, programs),
+        x,
+        g,
+        source,
+        bias.contiguous(),
+        dx,
+        partials,
+        rows,
+        columns,
+        grad_stride,
+        stride,
+        ACT=act,
+        FAST=fast_math(),
+        PRECISE=x.dtype == torch.float32,
+        R=r,
+        C=c,
+        STAGES=3,
+        num_warps=4,
+    )
+    return dx, sum_partials(partials, bias.dtype)

@@ -1,0 +1,236 @@
+"""megafx::glu and megafx::glu_packed on CUDA; glu.py has formulas and ops, tiles_triton.py the tiling.
+
+One pair of kernels serves both: `up` is a tensor of its own, or the same as `gate` from column `up_at` on.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activations_triton import activate, activate_both
+from .glu import check_glu, check_glu_packed
+from .op import launch, new_like
+from .tiles_triton import PARTIAL_PROGRAMS, TILE, Rows, as_rows, fast_math, multiprocessors, sum_partials, tile_of
+
+
+@triton.jit
+def _forward(
+    gate,  # [rows, columns] IN, rows at gate_stride
+    up,  # [rows, columns] IN, rows at up_stride, first column at up_at
+    bias,  # [2 * columns] IN, or gate without BIAS
+    y,  # [rows, columns] OUT, contiguous
+    rows,
+    columns,
+    gate_stride,
+    up_stride,
+    up_at,
+    BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    blocks = tl.cdiv(columns, C)
+    program = tl.program_id(0)
+    column = (program % blocks).to(tl.int64) * C + tl.arange(0, C)[None, :]
+    row = (program // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    inside = (row < rows) & (column < columns)
+    a = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + up_at + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        a += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
+        b += tl.load(bias + columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    value = activate(a, ACT, FAST, PRECISE) * b
+    tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    grad,  # [rows, columns] IN, rows at grad_stride
+    gate,  # [rows, columns] IN, rows at gate_stride
+    up,  # [rows, columns] IN, rows at up_stride, first column at up_at
+    bias,  # [2 * columns] IN, or gate without BIAS
+    dgate,  # [rows, columns] OUT, rows at out_stride
+    dup,  # [rows, columns] OUT, rows at out_stride, first column at up_at
+    partials,  # [grid 1, 2 * columns] fp32 OUT, unused without BIAS
+    rows,
+    columns,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    out_stride,
+    up_at,
+    BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    if BIAS:
+        column = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
+        first, step, last = tl.program_id(1), tl.num_programs(1), tl.cdiv(rows, R)
+        within = column < columns
+        gate_bias = tl.load(bias + column, mask=within, other=0.0).to(tl.float32)[None, :]
+        up_bias = tl.load(bias + columns + column, mask=within, other=0.0).to(tl.float32)[None, :]
+        gate_sum = tl.zeros([C], tl.float32)
+        up_sum = tl.zeros([C], tl.float32)
+        for tile in tl.range(first, last, step, num_stages=STAGES):
+            row = (tile * R + tl.arange(0, R)).to(tl.int64)[:, None]
+            inside = (row < rows) & within[None, :]
+            g = tl.load(grad + row * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            a = tl.load(gate + row * gate_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(up + up_at + row * up_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            value, slope = activate_both(a + gate_bias, ACT, FAST, PRECISE)
+            da = g * (b + up_bias) * slope
+            db = g * value
+            at = row * out_stride + column[None, :]
+            tl.store(dgate + at, da.to(dgate.dtype.element_ty), mask=inside)
+            tl.store(dup + up_at + at, db.to(dup.dtype.element_ty), mask=inside)
+            gate_sum += tl.sum(da, 0)
+            up_sum += tl.sum(db, 0)
+        at = partials + tl.program_id(1).to(tl.int64) * (2 * columns) + column
+        tl.store(at, gate_sum, mask=within)
+        tl.store(at + columns, up_sum, mask=within)
+    else:
+        blocks = tl.cdiv(columns, C)
+        program = tl.program_id(0)
+        column = (program % blocks).to(tl.int64) * C + tl.arange(0, C)[None, :]
+        row = (program // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
+        inside = (row < rows) & (column < columns)
+        g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(up + up_at + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+        value, slope = activate_both(a, ACT, FAST, PRECISE)
+        at = row * out_stride + column
+        tl.store(dgate + at, (g * b * slope).to(dgate.dtype.element_ty), mask=inside)
+        tl.store(dup + up_at + at, (g * value).to(dup.dtype.element_ty), mask=inside)
+
+
+def _run_forward(y: Tensor, gate: Rows, up: Rows, up_at: int | torch.SymInt, bias: Tensor | None, act: str) -> Tensor:
+    _, rows, columns, stride = gate
+    if bias is None and stride == up.stride == columns:
+        rows, columns = 1, rows * columns  # one long row: any shape is full tiles
+    if not rows or not columns:
+        return y
+    r, c = tile_of(rows, columns, TILE // 2)
+    launch(
+        _forward,
+        (triton.cdiv(columns, c) * triton.cdiv(rows, r),),
+        y,
+        gate.data,
+        up.data,
+        gate.data if bias is None else bias.contiguous(),
+        y,
+        rows,
+        columns,
+        stride,
+        up.stride,
+        up_at,
+        BIAS=bias is not None,
+        ACT=act,
+        FAST=fast_math(),
+        PRECISE=y.dtype == torch.float32,
+        R=r,
+        C=c,
+        num_warps=4,
+    )
+    return y
+
+
+def _run_backward(
+    grad: Tensor,
+    gate: Rows,
+    up: Rows,
+    up_at: int | torch.SymInt,
+    bias: Tensor | None,
+    dgate: Tensor,
+    dup: Tensor,
+    out_stride: int | torch.SymInt,
+    act: str,
+) -> Tensor | None:
+    """Fills dgate and dup; returns dbias."""
+    g, rows, columns, grad_stride = as_rows(grad)
+    if bias is None and grad_stride == gate.stride == up.stride == out_stride == columns:
+        rows, columns = 1, rows * columns
+    if not rows or not columns:
+        return None if bias is None else torch.zeros_like(bias)
+    r, c = tile_of(rows, columns, TILE // 2)
+    grid, partials = (triton.cdiv(columns, c) * triton.cdiv(rows, r), 1), dgate
+    if bias is not None:
+        blocks = triton.cdiv(columns, c)
+        programs = min(max(1, PARTIAL_PROGRAMS * multiprocessors(grad.device) // blocks), triton.cdiv(rows, r))
+        grid = (blocks, programs)
+        partials = torch.empty(programs, 2 * columns, dtype=torch.float32, device=grad.device)
+    launch(
+        _backward,
+        grid,
+        dgate,
+        g,
+        gate.data,
+        up.data,
+        gate.data if bias is None else bias.contiguous(),
+        dgate,
+        dup,
+        partials,
+        rows,
+        columns,
+        grad_stride,
+        gate.stride,
+        up.stride,
+        out_stride,
+        up_at,
+        BIAS=bias is not None,
+        ACT=act,
+        FAST=fast_math(),
+        PRECISE=dgate.dtype == torch.float32,
+        R=r,
+        C=c,
+        STAGES=3,
+        num_warps=4,
+    )
+    return None if bias is None else sum_partials(partials, bias.dtype)
+
+
+def _halves(x: Tensor) -> tuple[Rows, int]:
+    """The packed tensor as rows of its first half, and the width of a half."""
+    packed = as_rows(x)
+    return packed._replace(columns=packed.columns // 2), packed.columns // 2
+
+
+def glu(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    check_glu(gate, up, act)
+    return _run_forward(new_like(gate), as_rows(gate), as_rows(up), 0, None, act)
+
+
+def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    dgate, dup = new_like(gate), new_like(up)
+    rows = as_rows(gate)
+    _run_backward(grad, rows, as_rows(up), 0, None, dgate, dup, rows.columns, act)
+    return dgate, dup
+
+
+def glu_packed(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    check_glu_packed(x, bias, act)
+    half, columns = _halves(x)
+    return _run_forward(x.new_empty((*x.shape[:-1], columns)), half, half, columns, bias, act)
+
+
+def glu_packed_backward(grad: Tensor, x: Tensor, act: str) -> Tensor:
+    dx = new_like(x)
+    half, columns = _halves(x)
+    _run_backward(grad, half, half, columns, None, dx, dx, 2 * columns, act)
+    return dx
+
+
+def glu_packed_bias_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    dx = new_like(x)
+    half, columns = _halves(x)
+    dbias = _run_backward(grad, half, half, columns, bias, dx, dx, 2 * columns, act)
+    assert dbias is not None
+    return dx, dbias
