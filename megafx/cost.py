@@ -35,7 +35,7 @@ SAVED_TRAFFIC = 1.0
 DTYPE_OF_ITEMSIZE = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 MATMULS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm"})
-ATTENTION = frozenset({"scaled_dot_product_attention", "sdpa"})
+ATTENTION = frozenset({"scaled_dot_product_attention", "attention", "attention_forward"})
 # ops that move nothing: views, and reshapes counted as such
 # fmt: off
 VIEWS = frozenset(

@@ -75,6 +75,11 @@ SCALARS: dict[str, Any] = {
 }
 
 _Q, _K, _V = x(2, 4, 6, 6), x(2, 4, 4, 6), x(2, 4, 4, 6)
+_G = x(2, 6, 4, 2)  # keys and values, each head for four of the queries
+# scale, causal, window, softcap, p, op_id, shard_dim, layout, axis
+_ATTENTION = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
+_ATTENTION_DROPPED = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
+_ATTENTION_CAUSAL = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
 
 SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("aten._fused_rms_norm.default", (x(4, 6, 6), [6], x(6), 1e-5), {}),
@@ -210,9 +215,28 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("aten.where.ScalarOther", (mask(4, 6), x(4, 6), -1e4), {}),
     ("aten.where.ScalarOther", (mask(6), x(4, 6), 0), {}),
     ("aten.where.self", (mask(4, 6), x(4, 6), x(6)), {}),
+    ("megafx.attention.default", (_Q, _K, _V, x(1, 4, 6, 4), None, *_ATTENTION), {}),
+    ("megafx.attention.default", (x(2, 24, 4, 2), _G, _G, mask(2, 4), T((), "i", 1000), *_ATTENTION_DROPPED), {}),
+    ("megafx.attention.default", (_K, _K, _V, None, T((), "i", 1000), *_ATTENTION_CAUSAL), {}),
+    ("megafx.attention_forward.default", (_Q, _K, _V, None, None, *_ATTENTION), {}),
+    (
+        "megafx.attention_backward.default",
+        (x(2, 4, 6, 6), _Q, _K, _V, plain(2, 1, 6, 4), None, x(2, 4, 6, 6), plain(2, 4, 6), *_ATTENTION),
+        {},
+    ),
+    (
+        "megafx.attention_mask_backward.default",
+        (x(2, 4, 6, 6), _Q, _K, _V, x(2, 4, 6, 4), None, x(2, 4, 6, 6), plain(2, 4, 6), *_ATTENTION),
+        {},
+    ),
     ("megafx.cross_entropy.default", (x(4, 6), ids(6, 4), -100, 0.1), {}),
     ("megafx.cross_entropy_backward.default", (x(4), x(4, 6), ids(6, 4), plain(4, 2), -100, 0.1), {}),
     ("megafx.cross_entropy_forward.default", (x(4, 6), ids(6, 4), -100, 0.1), {}),
+    ("megafx.rope.default", (x(2, 4, 6, 8), plain(1, 1, 6, 6), plain(1, 1, 6, 6), False, False), {}),
+    ("megafx.rope.default", (x(4, 6, 4), plain(6, 2), plain(6, 2), True, True), {}),
+    ("megafx.rope_backward.default", (x(2, 4, 6, 8), plain(1, 1, 6, 6), plain(1, 1, 6, 6), False, False), {}),
+    ("megafx.rope_qk.default", (x(2, 8, 6, 4), x(2, 4, 6, 4), plain(1, 1, 6, 4), plain(1, 1, 6, 4), False, False), {}),
+    ("megafx.rope_qk_backward.default", (x(2, 6, 4, 4), x(2, 6, 4, 4), plain(6, 1, 2), plain(6, 1, 2), True, True), {}),
     ("megafx.dropout.default", (x(4, 6), T((), "i", 1000), 0.5, 3, -1, [], "tp"), {}),
     ("aten.bitwise_and.Tensor", (mask(4, 6), mask(6)), {}),
     ("aten.bitwise_not.default", (mask(4, 6),), {}),

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+import megafx.kernels.attention
 import megafx.kernels.cross_entropy
+import megafx.kernels.rope
 import megafx.kernels.dropout  # noqa: F401  registers the ops
 from megafx import collectives
 from megafx.candidates import find_candidates
@@ -308,10 +310,14 @@ def _cross_entropy(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any,
     return torch.ops.megafx.ce_loss(*ranks[rank], torch.stack(stats), *rest)
 
 
-def _dropout(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    out = outs[0]
-    where = (out.dim, list(out.flat_layout)) if out.is_shard else (-1, [])
-    return trial.target(*ranks[rank], *trial.sample.args[2:4], *where, "tp")
+def _drawing(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
+    """localize_shapes: an op that draws is told how its result is cut (its last arguments: shard_dim, layout, axis)."""
+    out, template = outs[0], trial.rule.template
+    cut = out.is_shard and template.entries(-1)[out.dim] not in template.forbidden
+    where = (out.dim, list(out.flat_layout)) if cut else (-1, [])
+    given = iter(ranks[rank])
+    args = _map(trial.sample.args[:-3], lambda _: next(given))
+    return trial.target(*args, *where, "tp")
 
 
 _LOCAL: dict[str, Local] = {
@@ -325,7 +331,8 @@ _LOCAL: dict[str, Local] = {
     **dict.fromkeys(("aten.slice_backward.default", "aten.select_backward.default"), _part_backward),
     "aten.embedding.default": _embedding,
     "megafx.cross_entropy.default": _cross_entropy,
-    "megafx.dropout.default": _dropout,
+    "megafx.attention.default": _drawing,
+    "megafx.dropout.default": _drawing,
 }
 
 
