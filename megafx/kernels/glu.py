@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..op_families import Call, Row, family
 from .bias_activation import activation, activation_gradient, check_activation, sum_rows
 from .op import define_gradient, define_op, new_like, wide
 
@@ -113,18 +114,29 @@ define_op(
 )
 define_op(
     "glu_packed_backward(Tensor grad, Tensor x, str act) -> Tensor",
-    rule="nl[0]: ... h, ... (two h) -> ... (two h)",
+    rule=None,
     reference=glu_packed_backward_reference,
     triton="glu_triton:glu_packed_backward",
     fake=lambda grad, x, act: new_like(x),
 )
 define_op(
     "glu_packed_bias_backward(Tensor grad, Tensor x, Tensor bias, str act) -> (Tensor, Tensor)",
-    rule="nl[0]: ... h, ... (two h), (two h) -> ... (two h); (two h)",
+    rule=None,
     reference=glu_packed_bias_backward_reference,
     triton="glu_triton:glu_packed_bias_backward",
     fake=lambda grad, x, bias, act: (new_like(x), new_like(bias)),
 )
+
+
+@family("megafx.glu_packed_backward", "megafx.glu_packed_bias_backward")
+def _packed_backward_rule(call: Call) -> Row:
+    bias = call.get("bias") is not None
+    text = (
+        "nl[0]: ... h, ... (two h), (two h) -> ... (two h); (two h)"
+        if bias
+        else "nl[0]: ... h, ... (two h) -> ... (two h)"
+    )
+    return Row(text, why={"two": "gate and up are read together"})
 
 
 def _glu_saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

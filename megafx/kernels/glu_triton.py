@@ -1,6 +1,7 @@
 """megafx::glu and megafx::glu_packed on CUDA; glu.py has formulas and ops, tiles_triton.py the tiling.
 
-One pair of kernels serves both: `up` is a tensor of its own, or the same as `gate` from column `up_at` on.
+One pair of kernels serves both: `up` is a tensor of its own or, PACKED, the second half of gate's rows. Unused pointers get
+a tensor that is only read: one tensor given as two outputs would be two tensors to Inductor.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from .tiles_triton import PARTIAL_PROGRAMS, TILE, Rows, as_rows, fast_math, mult
 @triton.jit
 def _forward(
     gate,  # [rows, columns] IN, rows at gate_stride
-    up,  # [rows, columns] IN, rows at up_stride, first column at up_at
+    up,  # [rows, columns] IN, rows at up_stride; unused if PACKED
     bias,  # [2 * columns] IN, or gate without BIAS
     y,  # [rows, columns] OUT, contiguous
     rows,
     columns,
     gate_stride,
     up_stride,
-    up_at,
+    PACKED: tl.constexpr,
     BIAS: tl.constexpr,
     ACT: tl.constexpr,
     FAST: tl.constexpr,
@@ -34,13 +35,15 @@ def _forward(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
+    if PACKED:
+        up = gate + columns
     blocks = tl.cdiv(columns, C)
     program = tl.program_id(0)
     column = (program % blocks).to(tl.int64) * C + tl.arange(0, C)[None, :]
     row = (program // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
     inside = (row < rows) & (column < columns)
     a = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(up + up_at + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         a += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
         b += tl.load(bias + columns + column, mask=column < columns, other=0.0).to(tl.float32)
@@ -52,18 +55,17 @@ def _forward(
 def _backward(
     grad,  # [rows, columns] IN, rows at grad_stride
     gate,  # [rows, columns] IN, rows at gate_stride
-    up,  # [rows, columns] IN, rows at up_stride, first column at up_at
+    up,  # [rows, columns] IN, rows at up_stride; unused if PACKED
     bias,  # [2 * columns] IN, or gate without BIAS
-    dgate,  # [rows, columns] OUT, rows at out_stride
-    dup,  # [rows, columns] OUT, rows at out_stride, first column at up_at
+    dgate,  # [rows, columns] OUT, contiguous; PACKED: [rows, 2 * columns], both gradients
+    dup,  # [rows, columns] OUT, contiguous; unused if PACKED
     partials,  # [grid 1, 2 * columns] fp32 OUT, unused without BIAS
     rows,
     columns,
     grad_stride,
     gate_stride,
     up_stride,
-    out_stride,
-    up_at,
+    PACKED: tl.constexpr,
     BIAS: tl.constexpr,
     ACT: tl.constexpr,
     FAST: tl.constexpr,
@@ -72,6 +74,11 @@ def _backward(
     C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    out_stride = columns
+    if PACKED:
+        up = gate + columns
+        dup = dgate + columns
+        out_stride = 2 * columns
     if BIAS:
         column = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
         first, step, last = tl.program_id(1), tl.num_programs(1), tl.cdiv(rows, R)
@@ -85,13 +92,13 @@ def _backward(
             inside = (row < rows) & within[None, :]
             g = tl.load(grad + row * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             a = tl.load(gate + row * gate_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(up + up_at + row * up_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(up + row * up_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             value, slope = activate_both(a + gate_bias, ACT, FAST, PRECISE)
             da = g * (b + up_bias) * slope
             db = g * value
             at = row * out_stride + column[None, :]
             tl.store(dgate + at, da.to(dgate.dtype.element_ty), mask=inside)
-            tl.store(dup + up_at + at, db.to(dup.dtype.element_ty), mask=inside)
+            tl.store(dup + at, db.to(dup.dtype.element_ty), mask=inside)
             gate_sum += tl.sum(da, 0)
             up_sum += tl.sum(db, 0)
         at = partials + tl.program_id(1).to(tl.int64) * (2 * columns) + column
@@ -105,16 +112,17 @@ def _backward(
         inside = (row < rows) & (column < columns)
         g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
         a = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(up + up_at + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
         value, slope = activate_both(a, ACT, FAST, PRECISE)
         at = row * out_stride + column
         tl.store(dgate + at, (g * b * slope).to(dgate.dtype.element_ty), mask=inside)
-        tl.store(dup + up_at + at, (g * value).to(dup.dtype.element_ty), mask=inside)
+        tl.store(dup + at, (g * value).to(dup.dtype.element_ty), mask=inside)
 
 
-def _run_forward(y: Tensor, gate: Rows, up: Rows, up_at: int | torch.SymInt, bias: Tensor | None, act: str) -> Tensor:
+def _run_forward(y: Tensor, gate: Rows, up: Rows | None, bias: Tensor | None, act: str) -> Tensor:
+    """up: None if gate's rows hold both halves."""
     _, rows, columns, stride = gate
-    if bias is None and stride == up.stride == columns:
+    if up is not None and stride == up.stride == columns:
         rows, columns = 1, rows * columns  # one long row: any shape is full tiles
     if not rows or not columns:
         return y
@@ -124,14 +132,14 @@ def _run_forward(y: Tensor, gate: Rows, up: Rows, up_at: int | torch.SymInt, bia
         (triton.cdiv(columns, c) * triton.cdiv(rows, r),),
         y,
         gate.data,
-        up.data,
+        gate.data if up is None else up.data,
         gate.data if bias is None else bias.contiguous(),
         y,
         rows,
         columns,
         stride,
-        up.stride,
-        up_at,
+        stride if up is None else up.stride,
+        PACKED=up is None,
         BIAS=bias is not None,
         ACT=act,
         FAST=fast_math(),
@@ -144,24 +152,16 @@ def _run_forward(y: Tensor, gate: Rows, up: Rows, up_at: int | torch.SymInt, bia
 
 
 def _run_backward(
-    grad: Tensor,
-    gate: Rows,
-    up: Rows,
-    up_at: int | torch.SymInt,
-    bias: Tensor | None,
-    dgate: Tensor,
-    dup: Tensor,
-    out_stride: int | torch.SymInt,
-    act: str,
+    grad: Tensor, gate: Rows, up: Rows | None, bias: Tensor | None, dgate: Tensor, dup: Tensor | None, act: str
 ) -> Tensor | None:
-    """Fills dgate and dup; returns dbias."""
+    """Fills dgate and dup (packed: dgate alone, up and dup are None); returns dbias."""
     g, rows, columns, grad_stride = as_rows(grad)
-    if bias is None and grad_stride == gate.stride == up.stride == out_stride == columns:
+    if up is not None and grad_stride == gate.stride == up.stride == columns:
         rows, columns = 1, rows * columns
     if not rows or not columns:
         return None if bias is None else torch.zeros_like(bias)
     r, c = tile_of(rows, columns, TILE // 2)
-    grid, partials = (triton.cdiv(columns, c) * triton.cdiv(rows, r), 1), dgate
+    grid, partials = (triton.cdiv(columns, c) * triton.cdiv(rows, r), 1), g
     if bias is not None:
         blocks = triton.cdiv(columns, c)
         programs = min(max(1, PARTIAL_PROGRAMS * multiprocessors(grad.device) // blocks), triton.cdiv(rows, r))
@@ -173,18 +173,17 @@ def _run_backward(
         dgate,
         g,
         gate.data,
-        up.data,
+        gate.data if up is None else up.data,
         gate.data if bias is None else bias.contiguous(),
         dgate,
-        dup,
+        gate.data if dup is None else dup,
         partials,
         rows,
         columns,
         grad_stride,
         gate.stride,
-        up.stride,
-        out_stride,
-        up_at,
+        gate.stride if up is None else up.stride,
+        PACKED=up is None,
         BIAS=bias is not None,
         ACT=act,
         FAST=fast_math(),
@@ -197,40 +196,36 @@ def _run_backward(
     return None if bias is None else sum_partials(partials, bias.dtype)
 
 
-def _halves(x: Tensor) -> tuple[Rows, int]:
-    """The packed tensor as rows of its first half, and the width of a half."""
+def _half(x: Tensor) -> Rows:
+    """The packed tensor as rows of its first half."""
     packed = as_rows(x)
-    return packed._replace(columns=packed.columns // 2), packed.columns // 2
+    return packed._replace(columns=packed.columns // 2)
 
 
 def glu(gate: Tensor, up: Tensor, act: str) -> Tensor:
     check_glu(gate, up, act)
-    return _run_forward(new_like(gate), as_rows(gate), as_rows(up), 0, None, act)
+    return _run_forward(new_like(gate), as_rows(gate), as_rows(up), None, act)
 
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     dgate, dup = new_like(gate), new_like(up)
-    rows = as_rows(gate)
-    _run_backward(grad, rows, as_rows(up), 0, None, dgate, dup, rows.columns, act)
+    _run_backward(grad, as_rows(gate), as_rows(up), None, dgate, dup, act)
     return dgate, dup
 
 
 def glu_packed(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     check_glu_packed(x, bias, act)
-    half, columns = _halves(x)
-    return _run_forward(x.new_empty((*x.shape[:-1], columns)), half, half, columns, bias, act)
+    return _run_forward(x.new_empty((*x.shape[:-1], x.shape[-1] // 2)), _half(x), None, bias, act)
 
 
 def glu_packed_backward(grad: Tensor, x: Tensor, act: str) -> Tensor:
     dx = new_like(x)
-    half, columns = _halves(x)
-    _run_backward(grad, half, half, columns, None, dx, dx, 2 * columns, act)
+    _run_backward(grad, _half(x), None, None, dx, None, act)
     return dx
 
 
 def glu_packed_bias_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[Tensor, Tensor]:
     dx = new_like(x)
-    half, columns = _halves(x)
-    dbias = _run_backward(grad, half, half, columns, bias, dx, dx, 2 * columns, act)
+    dbias = _run_backward(grad, _half(x), None, bias, dx, None, act)
     assert dbias is not None
     return dx, dbias

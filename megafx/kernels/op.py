@@ -10,7 +10,8 @@
     define_gradient("scale_rows", backward, saves)
 
 A call runs the launcher where `runs_triton(x)` holds for its first tensor, else the reference. The functions get the
-arguments of the schema by position; give a schema no default values (the dispatcher drops trailing ones).
+arguments of the schema by position; give a schema no default values (the dispatcher drops trailing ones). Ops named
+*_backward are the end: differentiating them is an error.
 
 Tracing (make_fx, torch.export) keeps the op whole. Inductor sees the Triton kernels instead of an opaque call: when
 AOTAutograd functionalizes a graph, the launcher is traced, and each `launch` in it becomes a kernel-wrapper node, as with
@@ -22,6 +23,7 @@ through torch.library.Library rather than custom_op, which costs twice the host 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -68,6 +70,8 @@ def define_op(
     torch.library.register_fake(f"megafx::{name}", fake, lib=_library)
     if triton is not None:
         _see_through(name, _Launcher(triton))
+    if name.endswith("_backward"):
+        define_gradient(name, functools.partial(_no_second_gradient, name), lambda ctx, inputs, output: None)
     return getattr(torch.ops.megafx, name).default
 
 
@@ -126,6 +130,10 @@ class _Launcher:
 
     def _import(self) -> Any:
         return importlib.import_module(f"{__package__}.{self.module}")
+
+
+def _no_second_gradient(name: str, ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError(f"megafx::{name} has no autograd formula: there is no double backward through fused ops")
 
 
 def _define(schema: str, rule: str | None) -> str:
