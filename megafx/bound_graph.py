@@ -20,7 +20,6 @@ from megafx.ir import Program
 from megafx.outputs import OutputShard, make_dtensor, make_lazy, output_shards
 from megafx.params import Slot, shard_like
 from megafx.placements import Placement
-from megafx.tp_dispatch import SUBCLASS_DISPATCH
 from megafx.tp_tensor import TPTensor, wrap
 
 if TYPE_CHECKING:
@@ -84,9 +83,6 @@ class BoundGraph:
         if compiled.wrt and torch.is_grad_enabled():
             wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
             step = _Step(self, inputs, call)
-            if not SUBCLASS_DISPATCH:
-                step.params = [w if isinstance(w, TPTensor) else None for w in wrt]
-                wrt = [_anchor() if isinstance(w, TPTensor) else w for w in wrt]
             for index, output in zip(compiled.differentiated, _Run.apply(step, *wrt), strict=True):
                 step.outputs[index] = output
             outputs = step.outputs
@@ -150,38 +146,11 @@ class BoundGraph:
 
 
 class _Step:
-    """What one call hands to `_Run`. outputs: all of the graph's, filled by forward.
-
-    params: parameters whose gradients `_Run` accumulates itself, their autograd edges being anchors; see `accumulate`.
-    """
+    """What one call hands to `_Run`. outputs: all of the graph's, filled by forward."""
 
     def __init__(self, graph: BoundGraph, inputs: list[Any], call: Call) -> None:
         self.graph, self.inputs, self.call = graph, inputs, call
         self.outputs: list[Any] = []
-        self.params: list[TPTensor | None] = []
-
-
-def _anchor() -> torch.Tensor:
-    """A leaf that stands for a parameter in the autograd graph and gets no gradient."""
-    return torch.empty(0, requires_grad=True)
-
-
-def accumulate(param: TPTensor, gradient: torch.Tensor) -> None:
-    """What the engine's AccumulateGrad does, hooks included, for torch versions whose engine cannot (tp_dispatch).
-
-    There torch.autograd.grad with respect to a parameter finds no edge.
-    """
-    wrapped: Any = wrap(gradient, param._spec)
-    for hook in (param._backward_hooks or {}).values():
-        result = hook(wrapped)
-        wrapped = wrapped if result is None else result
-    grad: Any = param.grad
-    if grad is None:
-        param.grad = wrapped
-    else:
-        grad._local_tensor.add_(wrapped._local_tensor)
-    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(param)
 
 
 class _Run(torch.autograd.Function):
@@ -196,7 +165,6 @@ class _Run(torch.autograd.Function):
         results = tuple(step.outputs[i] for i in graph.compiled.differentiated)
         ctx.graph = graph
         ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
-        ctx.params = step.params
         ctx.layouts = [o if isinstance(o, TPTensor) else None for o in results]
         ctx.set_materialize_grads(False)
         return results
@@ -212,10 +180,6 @@ class _Run(torch.autograd.Function):
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         given = [_local_tangent(x, layout) for x, layout in zip(tangents, ctx.layouts, strict=True)]
         gradients = graph.executable.backward(ctx.kept, given, retain)
-        for i, param in enumerate(ctx.params):
-            if param is not None and gradients[i] is not None:
-                accumulate(param, gradients[i])
-                gradients[i] = None
         specs = ctx.specs
         return (None, *[g if s is None or g is None else wrap(g, s) for g, s in zip(gradients, specs, strict=True)])
 

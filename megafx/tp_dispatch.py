@@ -57,10 +57,46 @@ def _through_mode(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any 
 
 
 # Before 2.13 the C++ dispatch of DTensor takes its subclasses too and never asks them: neither `__torch_dispatch__` nor the
-# engine's accumulation of gradients sees a TPTensor.
+# engine's accumulation of gradients sees a TPTensor. What the user calls then comes through a mode, and what autograd calls
+# through DTensor's table of handlers, which that dispatch does ask.
 SUBCLASS_DISPATCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def _handle(func: Any, args: Any, kwargs: Any) -> Any:
+    """The handler of one operation: DTensor's own way, but for TPTensors."""
+    if any(isinstance(x, DispatchedTensor) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+        return DispatchedTensor.__torch_dispatch__(func, (), args, kwargs)
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    own = handlers.pop(func)
+    try:
+        return func(*args, **(kwargs or {}))
+    finally:
+        handlers[func] = own
+
+
+_OF_AUTOGRAD = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.view.default,
+    aten.expand.default,
+    aten.new_empty_strided.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.copy_.default,
+    aten.add.Tensor,
+    aten.add_.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.neg.default,
+    aten.pow.Tensor_Scalar,
+)
+
 if not SUBCLASS_DISPATCH:
     DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
+    DTensor._op_dispatcher._custom_op_handlers.update({op: _handle for op in _OF_AUTOGRAD})
 
 
 def _same_spec(a: Any, b: Any) -> bool:
@@ -253,7 +289,7 @@ def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
         if name in _SAME_SHAPE_VIEWS and tuple(args[1]) == tuple(permuted.shape):
             return _new(type(permuted), permuted._local_tensor, permuted._spec, requires_grad=False)
         if name == "mean" and len(args) == 1 and not kwargs:
-            return args[0].sum() / args[0].numel()
+            return _on_dtensors(aten.sum.default, args, {}) / args[0].numel()
         _check_order_free(func, name, args, kwargs, permuted)
     plain = {id(x): _as_dtensor(x) for x in tensors}
     back = {id(d): x for x, d in ((x, plain[id(x)]) for x in tensors)}

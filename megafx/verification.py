@@ -15,6 +15,7 @@ from megafx.compiler import Compiled, Request, compile_program
 from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.hardware import Hardware
+from megafx.ir import VAL
 from megafx.simulate import TOLERANCE, Divergence, first_divergence, local_inputs, run_logical
 
 GRADIENT_FLOOR = 1e-6  # a gradient this much smaller than all of them together is zero but for rounding
@@ -76,16 +77,21 @@ def verify_call(
         return compile_program(program, request)
 
     sharded, single = compiled(t), compiled(1)
+    plain = _plain(model)
+    eager = _eager_outputs(plain, args, kwargs, loss_fn, loss_inputs)
     values = _values(sharded, model, args, kwargs, loss_inputs)
+    tangents = {name: torch.ones_like(eager[name]) for name in _differentiated(single)}
+    values |= tangents
     found = run_logical(sharded.program, values, sharded.plan.params, t)
     alone = run_logical(single.program, values, single.plan.params, 1)
     random = any(spec.kind == "seed" for spec in sharded.program.inputs)
     if random:
         outputs, gradients = alone.outputs, alone.gradients
     else:
-        outputs, gradients = _eager(single, model, args, kwargs, loss_fn, loss_inputs)
-    dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    limit = TOLERANCE[dtype] if tolerance is None else tolerance
+        torch.autograd.backward([eager[name] for name in tangents], [*tangents.values()])
+        outputs = {name: value.detach() for name, value in eager.items()}
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+    limit = _rounding(single) if tolerance is None else tolerance
     verdict = Verdict(t, "megafx at t=1" if random else "eager", limit)
     for name, wanted in outputs.items():
         verdict.outputs[name] = _error(found.outputs[name], wanted, 0.0)
@@ -126,14 +132,17 @@ def _values(compiled: Compiled, model: nn.Module, args: Any, kwargs: Any, loss_i
     return values
 
 
-def _eager(
-    single: Compiled, model: nn.Module, args: Any, kwargs: Any, loss_fn: Any, loss_inputs: Any
-) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """Outputs and gradients of the plain model, by the names that the graph gives them."""
+def _plain(model: nn.Module) -> nn.Module:
+    """A copy to run as it is. Graphs have no key-value cache, so the plain call returns none either."""
     plain = copy.deepcopy(model)
-    for module in plain.modules():  # graphs have no key-value cache, so the plain call returns none either
+    for module in plain.modules():
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = False  # type: ignore[union-attr]
+    return plain
+
+
+def _eager_outputs(plain: nn.Module, args: Any, kwargs: Any, loss_fn: Any, loss_inputs: Any) -> dict[str, Tensor]:
+    """Tensor outputs of the plain model, with autograd's graph, by the names that the graph gives them."""
     program = capture_call(plain, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
     output = plain(*args, **kwargs)
     if loss_fn is not None and loss_inputs:
@@ -143,10 +152,19 @@ def _eager(
     order = [leaf.index for leaf in program.call.out_leaves]
     user = [o for o in program.outputs if o.kind == "user"]
     named = {user[i].name: leaf for i, leaf in zip(order, leaves, strict=True) if i >= 0}
-    differentiated = [single.program.outputs[i].name for i in single.differentiated]
-    torch.autograd.backward([named[n] for n in differentiated], [torch.ones_like(named[n]) for n in differentiated])
-    gradients = {name: p.grad for name, p in plain.named_parameters()}
-    return {n: v.detach() for n, v in named.items() if isinstance(v, Tensor)}, gradients
+    return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
+
+
+def _differentiated(compiled: Compiled) -> list[str]:
+    """Names of the outputs that bring a tangent."""
+    return [compiled.program.outputs[i].name for i in compiled.differentiated]
+
+
+def _rounding(compiled: Compiled) -> float:
+    """What the coarsest dtype of the graph rounds to: fp64 models may compute their loss in fp32."""
+    values = (node.meta.get(VAL) for node in compiled.program.graph.nodes)
+    dtypes = {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
+    return max((TOLERANCE[d] for d in dtypes if d in TOLERANCE), default=TOLERANCE[torch.float32])
 
 
 def _error(found: Tensor, wanted: Tensor, scale: float) -> float:
