@@ -1,6 +1,6 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
-capture -> canonicalize -> plan -> insert transitions -> localize shapes
+capture -> canonicalize -> fuse -> plan -> insert transitions -> localize shapes -> fuse what has several results
         -> joint graph -> coalesce gradients -> merge and expand transitions -> schedule -> bind -> partition
 """
 
@@ -21,9 +21,11 @@ from megafx.ir import VAL, Phase, Program, is_floating
 from megafx.pass_runner import Pass, insert_user_passes, run_passes
 from megafx.passes.bind_mesh import bind_mesh
 from megafx.passes.build_joint_graph import build_joint_graph
-from megafx.passes.canonicalize import canonicalize
+from megafx.passes.canonicalize import canonicalize, canonicalize_nodes
 from megafx.passes.coalesce_gradients import coalesce_gradients
 from megafx.passes.expand_transitions import expand_transitions
+from megafx.passes.fuse import fuse
+from megafx.passes.fuse_local import fuse_local
 from megafx.passes.insert_collectives import insert_collectives
 from megafx.passes.localize_shapes import localize_shapes
 from megafx.passes.merge_transitions import merge_transitions
@@ -83,7 +85,11 @@ def compile_program(program: Program, request: Request) -> Compiled:
     def differentiate(program: Program) -> int:
         return build_joint_graph(program, *_gradients_of(program, request))
 
-    passes = [*planning_passes(planning), Pass.of(localize_shapes, planning)]
+    passes = [
+        *planning_passes(planning),
+        Pass.of(localize_shapes, planning),
+        Pass.of(fuse_local, request.config, canonicalize, canonicalize_nodes),
+    ]
     if request.wants_grad is not None:
         passes += [
             Pass("build_joint_graph", differentiate, (Phase.LOCAL,), Phase.JOINT),
@@ -115,6 +121,7 @@ def planning_passes(planning: Planning) -> list[Pass]:
 
     return [
         Pass.of(canonicalize),
+        Pass.of(fuse, planning.config, canonicalize, canonicalize_nodes),
         Pass.of(plan_sharding, planning),
         Pass.of(insert_collectives, planning),
         Pass("describe_plan", describe_plan),

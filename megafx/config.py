@@ -25,6 +25,16 @@ STYLES: dict[str, tuple[str, ...]] = {
     "replicate": ("ReplicateParallel", "replicated", "replicated_with_grad_allreduce"),
     "sequence": ("SequenceParallel", "sequence_parallel"),
 }
+# Fields that switch a family of fusions off.
+FUSIONS = (
+    "bias_dropout_fusion",
+    "bias_activation_fusion",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "norm_fusion",
+    "attention_fusion",
+    "cross_entropy_fusion",
+)
 _STYLE_OF = {name: style for style, names in STYLES.items() for name in (style, *names)}
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -44,6 +54,13 @@ class Config:
     gather_outputs              without a loss, outputs come back whole (True) or as sharded DTensors (False)
     differentiable_outputs      large outputs beside a loss carry gradients too
     compile                     lower the graphs through Inductor
+    bias_dropout_fusion         bias + dropout + residual add become one kernel; so do these knobs switch their families off:
+    bias_activation_fusion      bias + GeLU and other activations, gated linear units (SwiGLU)
+    masked_softmax_fusion       scale + mask + softmax + dropout
+    apply_rope_fusion           rotary embeddings
+    norm_fusion                 LayerNorm and RMSNorm, and sums with the norm that follows
+    attention_fusion            the attention chain
+    cross_entropy_fusion        cross entropy, and linear + cross entropy
     check_inputs_every          ranks compare input hashes on the first steps, then every so many steps; 0: then never
     passes                      users' own passes: pairs ("after <pass>" or "before <pass>", function of a Program)
     """
@@ -59,6 +76,13 @@ class Config:
     gather_outputs: bool = True
     differentiable_outputs: bool = False
     compile: bool = False
+    bias_dropout_fusion: bool = True
+    bias_activation_fusion: bool = True
+    masked_softmax_fusion: bool = True
+    apply_rope_fusion: bool = True
+    norm_fusion: bool = True
+    attention_fusion: bool = True
+    cross_entropy_fusion: bool = True
     check_inputs_every: int = 100
     passes: tuple[tuple[str, Callable[..., int]], ...] = ()
 
@@ -68,7 +92,7 @@ class Config:
         self._whole("micro_batch_size", least=1)
         self._whole("seq_length", least=1, optional=True)
         self._whole("check_inputs_every", least=0)
-        for name in ("gather_outputs", "differentiable_outputs", "compile"):
+        for name in ("gather_outputs", "differentiable_outputs", "compile", *FUSIONS):
             self._one_of(name, (True, False))
         self._one_of("sequence_parallel", (True, False, "auto"))
         self._one_of("planner_policy", ("megatron", "free"))

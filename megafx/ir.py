@@ -85,6 +85,16 @@ class Note:
         return f"{self.topic}{where}: {self.message}" + (f" ({self.source})" if self.source else "")
 
 
+@dataclass(frozen=True)
+class Fusion:
+    """One replaced match of a pattern. stage: the pass that replaced it."""
+
+    pattern: str
+    fqn: str
+    source: SourceLine | None
+    stage: str
+
+
 @dataclass
 class Program:
     """A captured call of a model. inputs and outputs are in the order of placeholders and of the output tuple."""
@@ -98,6 +108,7 @@ class Program:
     constants: dict[str, Any] = field(default_factory=dict)  # name of a 'constant' input -> tensor
     phase: Phase = Phase.CAPTURED
     notes: list[Note] = field(default_factory=list)
+    fusions: list[Fusion] = field(default_factory=list)  # in the order in which they were made
     call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
 
     @property
@@ -110,7 +121,8 @@ class Program:
         result = graph.graph_copy(self.graph, {})
         graph.output(result).meta.update(self.output_node().meta)
         gm = fx.GraphModule(self.gm, graph)
-        return replace(self, gm=gm, inputs=[*self.inputs], outputs=[*self.outputs], notes=[*self.notes])
+        own = {"inputs": [*self.inputs], "outputs": [*self.outputs], "notes": [*self.notes], "fusions": [*self.fusions]}
+        return replace(self, gm=gm, **own)  # type: ignore[arg-type]
 
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))

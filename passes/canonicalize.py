@@ -93,10 +93,17 @@ def _check_symbols(program: Program) -> None:
             raise AssertionError(f"canonicalize fixed the size '{name}' to {shape_env.replace(symbol)}")
 
 
-def _each(editor: Editor, rewrites: tuple[_Each, ...]) -> int:
+def canonicalize_nodes(program: Program, nodes: list[fx.Node]) -> None:
+    """Respell a few nodes that a later pass has put into a canonical graph."""
+    editor = Editor(program)
+    for rewrites in (VIEWS, VALUES):
+        _each(editor, rewrites, nodes)
+
+
+def _each(editor: Editor, rewrites: tuple[_Each, ...], nodes: list[fx.Node] | None = None) -> int:
     """Every rewrite once on every node, in graph order; a rewrite that took the node out ends its turn."""
     count = 0
-    for node in list(editor.graph.nodes):
+    for node in list(editor.graph.nodes) if nodes is None else nodes:
         for rewrite in rewrites:
             if node.op != "call_function" or node._erased:
                 break

@@ -1,4 +1,4 @@
-"""Installed as megafx.patterns (see package-dir in pyproject.toml). Exports nothing: import the submodules."""
+"""Installed as megafx.patterns (see package-dir in pyproject.toml). Importing it registers every family below."""
 
 if __name__ != "megafx.patterns":
     raise ImportError(

@@ -13,7 +13,17 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. A module imports only from layers below its own. `passes.*` stands for every module of the folder.
 LAYERS = [
     # vocabulary
-    {"errors", "placements", "sizes", "hardware", "aten_rules", "aliasing", "kernels.philox", "kernels.philox_triton"},
+    {
+        "errors",
+        "placements",
+        "sizes",
+        "hardware",
+        "draws",
+        "aten_rules",
+        "aliasing",
+        "kernels.philox",
+        "kernels.philox_triton",
+    },
     # settings; the intermediate form; plain algebra
     {"config", "debug", "ir", "plan", "rules", "views", "solver", "cost", "sharding", "stacking", "overlap"}
     | {"op_families", "source_lines", "call_spec", "guards", "kernels.runs"},
@@ -27,14 +37,15 @@ LAYERS = [
         "op_families_*",
         "hf",
         "graph_keys",
+        "pattern",
         "tp_*",
         "kernels.dropout_triton",
     },
     # kernels, capture, the planner's parts, the runtime's parts
-    {"kernels.*", "capture*", "simulate", "communication", "patterns.*"}
+    {"kernels.*", "capture*", "simulate", "communication"}
     | {"candidates", "overrides", "planning", "policy", "rule_samples"}
     | {"params", "outputs", "agreement", "inference"},
-    {"check_numbers", "rule_trials", "lookups", "problem", "report", "state"},
+    {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report", "state"},
     {"passes.*", "pass_runner", "check_rules", "check_types", "parallel_class"},
     {"executable", "testing", "bound_graph"},
     {"runtime"},

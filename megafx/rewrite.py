@@ -1,0 +1,222 @@
+"""Finds patterns in a program and replaces them: larger ones first, then by name, each in graph order; deterministic.
+
+Traces are made (and cached for the process) only for patterns whose `needs` are in the graph, and for the dtypes and ranks
+that the graph has. What a pattern makes can be part of another: the sweep is repeated for those while something changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.config import Config
+from megafx.debug import current, say
+from megafx.errors import SourceLine
+from megafx.ir import VAL, Program, fqn_of, source_of
+from megafx.pattern import Pattern, needs_of, specs_of, variants_of
+from megafx.rewrite_match import Match, Matcher, Refusal
+from megafx.rewrite_replace import Replacer, Respell
+from megafx.rewrite_trace import Canonicalize, Trace, trace_of
+
+NEAR = 0.6  # share of a pattern's nodes that must be found for MEGAFX_DEBUG=3 to print why the rest was not
+SWEEPS = 3  # after the first: fused ops become part of larger ones, and those of larger ones
+FIRST_LEAD = 2  # leading dims of the first trace: batch and sequence
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A place where a pattern almost matched. whole: all of its operators were there, and something else refused it."""
+
+    pattern: str
+    reason: str
+    whole: bool
+    root: fx.Node
+    fqn: str
+    source: SourceLine | None
+
+    def __str__(self) -> str:
+        where = f" [{self.fqn}]" if self.fqn else ""
+        return f"{self.pattern}{where}: {self.reason}" + (f" ({self.source})" if self.source else "")
+
+
+@dataclass
+class Rewritten:
+    """What one run did. counts: matches by pattern."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    near_misses: list[NearMiss] = field(default_factory=list)
+
+
+def patterns_of(patterns: Iterable[type[Pattern]], config: Config, *, local: bool) -> list[type[Pattern]]:
+    """Those of one stage that the config's knobs leave on."""
+    return [p for p in patterns if p.local == local and (p.knob is None or getattr(config, p.knob))]
+
+
+def rewrite(
+    program: Program, patterns: Iterable[type[Pattern]], canonicalize: Canonicalize, respell: Respell, by: str
+) -> Rewritten:
+    """Replace every match, in place. canonicalize: what models go through; respell: the same for a few new nodes."""
+    run = _Run(program, canonicalize, Replacer(program, by, respell))
+    run.sweep(sorted(patterns, key=lambda p: p.name))
+    _report(program, run.done, by)
+    return run.done
+
+
+class _Run:
+    def __init__(self, program: Program, canonicalize: Canonicalize, replacer: Replacer) -> None:
+        self.program, self.canonicalize, self.replacer = program, canonicalize, replacer
+        self.matcher = Matcher(program, self.candidates)
+        self.done = Rewritten()
+        self.nodes: dict[Any, list[fx.Node]] = defaultdict(list)
+        self.maker: dict[fx.Node, type[Pattern]] = {}  # a pattern does not match what it made
+        self.refusals: dict[tuple[str, fx.Node], tuple[Refusal, int]] = {}
+        self._index()
+
+    def _index(self) -> None:
+        self.nodes.clear()
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self.nodes[node.target].append(node)
+
+    def candidates(self, target: Any) -> list[fx.Node]:
+        """Nodes of an op, in graph order."""
+        alive = sorted(n for n in self.nodes.get(target, ()) if not n._erased)
+        self.nodes[target] = alive
+        return alive
+
+    def sweep(self, patterns: list[type[Pattern]]) -> None:
+        traces = self._traces(patterns)
+        made = self._apply(traces)
+        for _ in range(SWEEPS):
+            self._index()
+            again = [t for t in traces if any(target in made for target in t.targets)]
+            made = self._apply(again) if again else set()
+        self.done.near_misses = [
+            NearMiss(name, refusal.reason, refusal.whole, root, fqn_of(refusal.node), source_of(refusal.node))
+            for (name, root), (refusal, _) in self.refusals.items()
+            if not root._erased
+        ]
+
+    # -- which traces
+
+    def _traces(self, patterns: list[type[Pattern]]) -> list[Trace]:
+        """Largest first; equal ones once."""
+        have = {_short(target) for target, nodes in self.nodes.items() if nodes}
+        dtypes = self._dtypes()
+        found: dict[Any, Trace] = {}
+        for pattern in patterns:
+            for variant in variants_of(pattern):
+                chosen = dict(variant.values)
+                if not have.issuperset(needs_of(pattern, chosen)):
+                    continue
+                specs = [s for n, s in specs_of(pattern, chosen).items() if n not in variant.absent]
+                free = sorted({s.dtype for s in specs if s.free_dtype})
+                for choice in itertools.product(dtypes, repeat=len(free)):
+                    for trace in self._leads(pattern, variant, dict(zip(free, choice, strict=True)), specs):
+                        found.setdefault((pattern, trace.key()), trace)
+        traces = list(found.values())
+        return sorted(traces, key=lambda t: (-t.pattern.priority, -t.size, t.pattern.name))
+
+    def _leads(self, pattern: Any, variant: Any, dtypes: Any, specs: Any) -> Iterator[Trace]:
+        """The trace for each number of leading dims that the graph's values leave possible."""
+        first = trace_of(pattern, variant, dtypes, FIRST_LEAD, self.canonicalize)
+        if first is None:
+            return
+        root = first.roots[0]
+        rank, dtype = root.meta[VAL].dim(), root.meta[VAL].dtype
+        values = [n.meta[VAL] for n in self.nodes.get(root.target, ()) if isinstance(n.meta[VAL], torch.Tensor)]
+        ranks = {v.dim() for v in values if v.dtype == dtype}
+        if not any(s.dots for s in specs):
+            if rank in ranks:
+                yield first
+            return
+        for r in sorted(ranks):
+            lead = FIRST_LEAD + r - rank
+            if lead >= 0:
+                trace = first if r == rank else trace_of(pattern, variant, dtypes, lead, self.canonicalize)
+                if trace is not None:
+                    yield trace
+
+    def _dtypes(self) -> list[torch.dtype]:
+        """Floating dtypes in the graph, in order of appearance."""
+        values = (n.meta.get(VAL) for n in self.program.graph.nodes)
+        floats = (v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point)
+        return list(dict.fromkeys(floats))
+
+    # -- replacing
+
+    def _apply(self, traces: list[Trace]) -> set[Any]:
+        """Targets of the ops that were made."""
+        made: set[Any] = set()
+        for trace in traces:
+            if any(not self.nodes.get(target) for target in trace.targets):
+                continue
+            for root in self.candidates(trace.roots[0].target):
+                if root._erased or self.maker.get(root) is trace.pattern:
+                    continue
+                found = self.matcher.at(trace, root)
+                if isinstance(found, Match):
+                    outcome = self.replacer.replace(found)
+                    if not isinstance(outcome, str):
+                        self.done.counts[trace.pattern.name] += 1
+                        made |= self._enter(outcome, trace.pattern)
+                        continue
+                    found = Refusal(outcome, root, trace.size, True)
+                self._remember(trace, root, found)
+        return made
+
+    def _enter(self, nodes: list[fx.Node], pattern: type[Pattern]) -> set[Any]:
+        self.matcher.forget(nodes)
+        for node in nodes:
+            self.maker[node] = pattern
+            self.nodes[node.target].append(node)
+        return {n.target for n in nodes}
+
+    def _remember(self, trace: Trace, root: fx.Node, refusal: Refusal) -> None:
+        """The refusal of the variant that came furthest."""
+        if not refusal.whole and (refusal.matched < NEAR * trace.size or refusal.matched < 2):
+            return
+        key = (trace.pattern.name, root)
+        before = self.refusals.get(key)
+        rank = trace.size + refusal.matched if refusal.whole else refusal.matched
+        if before is None or rank > before[1]:
+            self.refusals[key] = (refusal, rank)
+
+
+def _short(target: Any) -> str:
+    """'aten.gelu.default' -> 'gelu'."""
+    name = str(target)
+    return name.split(".")[1] if name.count(".") >= 1 else name
+
+
+# -- what is told
+
+
+def _report(program: Program, done: Rewritten, by: str) -> None:
+    """Whole near misses become notes, those of like layers one; MEGAFX_DEBUG=2 prints counts, 3 every near miss."""
+    groups: dict[Any, list[NearMiss]] = defaultdict(list)
+    for miss in done.near_misses:
+        if miss.whole:
+            groups[miss.pattern, fold(miss.reason, r"%\w+"), fold(miss.fqn)].append(miss)
+    for misses in groups.values():
+        more = f"; {len(misses)} places alike" if len(misses) > 1 else ""
+        program.note("fuse", f"{misses[0].pattern} does not match: {misses[0].reason}{more}", misses[0].root)
+    level = current().level
+    if level >= 2:
+        for name, count in sorted(done.counts.items()):
+            say(f"megafx {by}: {name} matches {count}")
+    if level >= 3:
+        for miss in done.near_misses:
+            say(f"megafx {by}: near miss of {miss}")
+
+
+def fold(text: str, pattern: str = r"(?<=\.)\d+(?=\.|$)") -> str:
+    """Module paths (or texts) of like layers in one form."""
+    return re.sub(pattern, "*", text)
