@@ -56,7 +56,7 @@ that is none in fp32) count once, as the first.
 
 make may use: all names of `match`'s parameters, `drop`, `drops`, and the letters of `tensors` (sizes of this match). It sees
 fake tensors; what it computes with numbers (1/scale) is baked into the match at hand. It must not draw, or write in place.
-`megafx.testing.fuse_with(BiasGelu, ...)` runs one pattern on a small graph: see there for how to test yours.
+`megafx.testing_patterns.fuse_with(BiasGelu, ...)` runs one pattern on a small graph: see there for how to test yours.
 """
 
 from __future__ import annotations

@@ -86,6 +86,11 @@ def graph(fn: Callable[..., Any], *, out: str | tuple[str, ...] = "I@tp", mesh: 
     return program
 
 
+def placeholder_maker(graph: fx.Graph) -> _Maker:
+    """Gives the placeholders of a graph of one's own their values, for `testing_patterns`."""
+    return _Maker(graph, "tp", 1, False)
+
+
 def _with_names(fn: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     have = list(inspect.signature(fn).parameters)
     if have != names:

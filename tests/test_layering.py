@@ -48,7 +48,7 @@ LAYERS = [
     {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report", "state"},
     {"passes.*", "pass_runner", "check_rules", "check_types", "parallel_class"},
     {"executable", "testing", "bound_graph"},
-    {"runtime"},
+    {"runtime", "testing_patterns"},
     {"compiler"},
     {"parallelizer", "verification"},
     {"api"},
