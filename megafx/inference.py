@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.draws import draws
 from megafx.errors import PlacementError
 from megafx.ir import PLACEMENT, VAL, fqn_of, source_of
 from megafx.op_rules import Template, place, read_call, template_of
@@ -236,7 +237,7 @@ def is_uniform(node: fx.Node, dim: int, sizes: Sizes) -> bool:
 
     Gradients of sums are: expand(g) to a rank's local shape holds the same on every rank.
     """
-    if node.op != "call_function" or not _is_tensor(node) or str(node.target) == "megafx.dropout.default":
+    if node.op != "call_function" or not _is_tensor(node) or draws(node):
         return False
     call, tensors = read_call(node, sizes, set(node.all_input_nodes), {})
     template = template_of(call, tuple(x is not None for x in tensors), registered_rule(call.op))

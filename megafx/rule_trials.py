@@ -20,6 +20,7 @@ import megafx.kernels.rope
 import megafx.kernels.dropout  # noqa: F401  registers the ops
 from megafx import collectives
 from megafx.candidates import find_candidates
+from megafx.draws import positions
 from megafx.ir import VAL
 from megafx.op_families import VIEWS
 from megafx.op_rules import OpRule, place, row, rule_of
@@ -238,7 +239,7 @@ class Trial:
     def _execute(
         self, ranks: list[list[Tensor]], ins: tuple[Placement, ...], outs: tuple[Placement | None, ...]
     ) -> list[tuple[Tensor, ...]]:
-        local = _LOCAL.get(self.sample.op, _as_is)
+        local = _LOCAL.get(self.sample.op, _drawing if positions(self.target) else _as_is)
         results = []
         for rank in range(self.t):
             with self.on_rank(rank):
@@ -333,8 +334,6 @@ _LOCAL: dict[str, Local] = {
     **dict.fromkeys(("aten.slice_backward.default", "aten.select_backward.default"), _part_backward),
     "aten.embedding.default": _embedding,
     "megafx.cross_entropy.default": _cross_entropy,
-    "megafx.attention.default": _drawing,
-    "megafx.dropout.default": _drawing,
 }
 
 

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_flatten
 from megafx import dump
 from megafx.errors import UsageError
 from megafx.ir import MADE_BY, Input, Output, Phase, Program
-from megafx.pattern import Pattern, check_pattern
 from megafx.passes.canonicalize import canonicalize, canonicalize_nodes
+from megafx.pattern import Pattern, check_pattern
 from megafx.rewrite import rewrite
 from megafx.rewrite_trace import plain_modes
 from megafx.testing import placeholder_maker
