@@ -247,6 +247,26 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("megafx.rope_backward.default", (x(2, 4, 6, 8), plain(1, 1, 6, 6), plain(1, 1, 6, 6), False, False), {}),
     ("megafx.rope_qk.default", (x(2, 8, 6, 4), x(2, 4, 6, 4), plain(1, 1, 6, 4), plain(1, 1, 6, 4), False, False), {}),
     ("megafx.rope_qk_backward.default", (x(2, 6, 4, 4), x(2, 6, 4, 4), plain(6, 1, 2), plain(6, 1, 2), True, True), {}),
+    (
+        "megafx.scale_mask_softmax.default",
+        (x(2, 4, 3, 4), plain(2, 1, 3, 4), 0.5, True, 0, -1e4, T((), "i", 1000), 0.5, 3, -1, [], "tp"),
+        {},
+    ),
+    (
+        "megafx.scale_mask_softmax.default",
+        (x(2, 4, 3, 4), x(1, 4, 3, 4), 0.5, True, 0, -1e4, T((), "i", 1000), 0.0, 3, -1, [], "tp"),
+        {},
+    ),
+    (
+        "megafx.scale_mask_softmax_forward.default",
+        (x(2, 4, 3, 4), None, 0.5, True, 0, -1e4, T((), "i", 1000), 0.0, 3, -1, [], "tp"),
+        {},
+    ),
+    (
+        "megafx.scale_mask_softmax_backward.default",
+        (x(2, 4, 3, 4), x(2, 4, 3, 4), None, None, 0.5, True, 0, -1e4, T((), "i", 1000), 0.0, 3, -1, [], "tp"),
+        {},
+    ),
     ("megafx.dropout.default", (x(4, 6), T((), "i", 1000), 0.5, 3, -1, [], "tp"), {}),
     ("aten.bitwise_and.Tensor", (mask(4, 6), mask(6)), {}),
     ("aten.bitwise_not.default", (mask(4, 6),), {}),

@@ -16,6 +16,7 @@ import megafx.kernels.attention
 import megafx.kernels.bias_activation
 import megafx.kernels.cross_entropy
 import megafx.kernels.glu
+import megafx.kernels.masked_softmax
 import megafx.kernels.rope
 import megafx.kernels.dropout  # noqa: F401  registers the ops
 from megafx import collectives

@@ -1,0 +1,391 @@
+"""megafx::scale_mask_softmax on CUDA; masked_softmax.py has formulas and ops.
+
+Rows stay in registers: one row a program, several where rows are short. What a row cannot see is not read: its range of
+visible keys follows from position, or from its row of the mask, which all heads share and the cache holds. Ranges are
+widened to groups of 8 keys, so that loads stay 16 bytes wide. Rows that see a quarter or a half of the keys compute on
+that alone. Zeros beyond are written, as they must be: the floor of a causal softmax is 1.5 N forward, 2 N backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import philox
+from .masked_softmax import HARD_FILL, check_scores, mask_floor, runs_of_scores
+from .op import launch, new_like
+from .philox_triton import draw1, draws8, key_of
+from .runs import Run
+
+NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
+
+
+@triton.jit
+def _visible(
+    mask, mask_at, key_stride, first, end, floor, T,
+    MASK: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """[first, end) by position -> the range that the row of the mask leaves; (T, 0) where it leaves nothing. [R, 1]"""
+    key = tl.arange(0, B)[None, :]
+    inside = (key >= first) & (key < end)
+    m = tl.load(mask + mask_at + key * key_stride, mask=inside, other=0)
+    seen = inside & (m == 0) if MASK == 1 else inside & (m.to(tl.float32) > floor)
+    return tl.min(tl.where(seen, key, T), 1)[:, None], tl.max(tl.where(seen, key + 1, 0), 1)[:, None]
+
+
+@triton.jit
+def _group(low, high, EIGHTS: tl.constexpr):
+    if EIGHTS:
+        return low // 8 * 8, (high + 7) // 8 * 8
+    else:
+        return low, high
+
+
+@triton.jit
+def _masked(
+    scores, at, key, near, mask, mask_at, key_stride, first, end, floor, scale, fill, T, MASK: tl.constexpr
+):  # fmt: skip
+    """z of keys [R, B], -inf beyond T; and where scores count (are not filled). near: keys to read, the others are hidden."""
+    z = tl.load(scores + at + key, mask=near, other=0.0).to(tl.float32) * scale
+    seen = (key >= first) & (key < end)
+    if MASK == 1:
+        seen &= tl.load(mask + mask_at + key * key_stride, mask=near & (key < T), other=1) == 0
+    if MASK == 2:
+        m = tl.load(mask + mask_at + key * key_stride, mask=seen, other=0.0).to(tl.float32)
+        z = tl.where(m <= floor, m, z + m)
+    return tl.where(key < T, tl.where(seen, z, fill), -float("inf")), seen
+
+
+@triton.jit
+def _keep(global_at, seed, op_id, threshold, R: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
+    """global_at: index of each row's first element [R, 1] -> bool [R, B]."""
+    k0, k1 = key_of(seed)
+    op = op_id.to(tl.uint32)
+    below = threshold.to(tl.uint32)
+    if ALIGNED:
+        group = tl.reshape((global_at >> 3) + tl.arange(0, B // 8)[None, :], [R * (B // 8)])
+        return tl.reshape(draws8(group, op, k0, k1, R * (B // 8)), [R, B]) >= below
+    else:
+        return draw1(global_at + tl.arange(0, B)[None, :], op, k0, k1) >= below
+
+
+@triton.jit
+def _forward_rows(
+    scores, y, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low, high, floor,
+    scale, fill, factor, threshold, op_id, T,
+    MASK: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
+    R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Keys [0, B); those in [B, FULL) have probability 0."""
+    key = tl.arange(0, B)[None, :]
+    from_key, to_key = _group(low, high, EIGHTS)
+    near = valid & (key >= from_key) & (key < to_key)
+    z, _ = _masked(
+        scores, at, key, near, mask, mask_at, key_stride, first, end, floor, scale, fill, T, MASK
+    )  # fmt: skip
+    top = tl.max(z, 1)[:, None]
+    e = tl.exp(z - top)
+    total = tl.sum(e, 1)[:, None]
+    out = (e * (1.0 / total)).to(y.dtype.element_ty)
+    if DROP:
+        kept = _keep(global_at, seed, op_id, threshold, R, B, ALIGNED)
+        out = tl.where(kept, out.to(tl.float32) * factor, 0.0).to(y.dtype.element_ty)
+    tl.store(y + at + key, out, mask=valid & (key < T))
+    tl.store(stats + row * 2, top, mask=valid)
+    tl.store(stats + row * 2 + 1, total, mask=valid)
+    if B < FULL:
+        for i in tl.static_range(1, FULL // B):
+            tl.store(y + at + i * B + key, tl.zeros([R, B], y.dtype.element_ty), mask=i * B + key < T)
+
+
+@triton.jit
+def _backward_rows(
+    grad, saved, dx, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low, high, floor,
+    scale, fill, factor, threshold, op_id, T,
+    MASK: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr, HARD: tl.constexpr,
+    R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    key = tl.arange(0, B)[None, :]
+    from_key, to_key = _group(low, high, EIGHTS)
+    near = valid & (key >= from_key) & (key < to_key)
+    read = near if HARD else valid & (key < T)  # a soft fill leaves hidden keys a probability, which the sum needs
+    g = tl.load(grad + at + key, mask=read, other=0.0).to(tl.float32)
+    if DROP:
+        z, seen = _masked(
+            saved, at, key, near, mask, mask_at, key_stride, first, end, floor, scale, fill, T, MASK
+        )  # fmt: skip
+        top = tl.load(stats + row * 2, mask=valid, other=0.0)
+        total = tl.load(stats + row * 2 + 1, mask=valid, other=1.0)
+        p = tl.exp(z - top) * (1.0 / total)
+        g = tl.where(_keep(global_at, seed, op_id, threshold, R, B, ALIGNED), g * factor, 0.0)
+    else:
+        p = tl.load(saved + at + key, mask=read, other=0.0).to(tl.float32)
+        seen = (key >= first) & (key < end)
+        if MASK == 1:
+            seen &= tl.load(mask + mask_at + key * key_stride, mask=near & (key < T), other=1) == 0
+    dz = p * (g - tl.sum(p * g, 1)[:, None]) * scale
+    dz = tl.where(seen, dz, 0.0)
+    tl.store(dx + at + key, dz.to(dx.dtype.element_ty), mask=valid & (key < T))
+    if B < FULL:
+        for i in tl.static_range(1, FULL // B):
+            tl.store(dx + at + i * B + key, tl.zeros([R, B], dx.dtype.element_ty), mask=i * B + key < T)
+
+
+@triton.jit(do_not_specialize=["threshold", "op_id"])
+def _softmax(
+    grad,  # [rows, T] IN, contiguous; BACK only
+    source,  # [rows, T] IN, contiguous: scores, or y in backward without dropout
+    out,  # [rows, T] as source, OUT, contiguous
+    stats,  # [rows, 2] fp32: OUT forward, IN backward with dropout
+    mask,  # broadcast IN: uint8 (1 hides) or floating (added)
+    seed,  # [] int64 IN
+    rows,  # of this run: what follows are its starts and strides, in rows and (global) in elements
+    rows_a_piece,
+    row_start,
+    row_stride,
+    global_start,
+    global_stride,
+    S,
+    T,
+    heads,  # of mask rows: lead = batch * heads + head
+    mask_batch,
+    mask_head,
+    mask_query,
+    key_stride,
+    window,
+    floor,
+    scale,
+    fill,
+    factor,
+    threshold,
+    op_id,
+    BACK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    DROP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EIGHTS: tl.constexpr,
+    HARD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    R: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    valid = i < rows
+    i = tl.minimum(i, rows - 1)
+    piece = i // rows_a_piece
+    within = i - piece * rows_a_piece
+    row = row_start + piece * row_stride + within
+    at = row * T
+    global_at = global_start + piece * global_stride + within * T
+    lead = row // S
+    query = (row - lead * S).to(tl.int32)
+    first = tl.zeros([R, 1], tl.int32)
+    end = tl.zeros([R, 1], tl.int32) + T
+    if CAUSAL:
+        end = tl.minimum(tl.maximum(query + (T - S + 1), 0), T)
+    if WINDOW:
+        first = tl.minimum(tl.maximum(query + (T - S + 1) - window, 0), T)
+    low = first
+    high = end
+    mask_at = lead * 0
+    if MASK:
+        batch = lead // heads
+        mask_at = batch * mask_batch + (lead - batch * heads) * mask_head + query * mask_query
+        low, high = _visible(mask, mask_at, key_stride, first, end, floor, T, MASK, FULL)
+        if MASK == 2:  # a row that hides everything has the softmax of its mask, and its gradient
+            none = high == 0
+            low = tl.where(none, first, low)
+            high = tl.where(none, end, high)
+    if SPLIT:
+        reach = tl.max(tl.max(high, 1), 0)
+        some = reach > 0
+        if some & (reach <= FULL // 4):
+            _rows(
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
+                high, floor, scale, fill, factor, threshold, op_id, T,
+                BACK, MASK, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 4, FULL,
+            )  # fmt: skip
+        elif some & (reach <= FULL // 2):
+            _rows(
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
+                high, floor, scale, fill, factor, threshold, op_id, T,
+                BACK, MASK, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 2, FULL,
+            )  # fmt: skip
+        else:
+            _rows(
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
+                high, floor, scale, fill, factor, threshold, op_id, T,
+                BACK, MASK, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
+            )  # fmt: skip
+    else:
+        _rows(
+            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
+            high, floor, scale, fill, factor, threshold, op_id, T,
+            BACK, MASK, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rows(
+    grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low, high, floor,
+    scale, fill, factor, threshold, op_id, T,
+    BACK: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
+    HARD: tl.constexpr, R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    if BACK:
+        _backward_rows(
+            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
+            high, floor, scale, fill, factor, threshold, op_id, T, MASK, DROP, ALIGNED, EIGHTS, HARD, R, B, FULL,
+        )  # fmt: skip
+    else:
+        _forward_rows(
+            source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low, high,
+            floor, scale, fill, factor, threshold, op_id, T, MASK, DROP, ALIGNED, EIGHTS, R, B, FULL,
+        )  # fmt: skip
+
+
+# -- launchers
+
+
+def _mask_rows(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, int, tuple[int, int, int, int]]:
+    """The mask for the kernel, heads, and its strides by (batch, head, query, key); leading dims but two are folded."""
+    if mask is None:
+        return scores, 1, (0, 0, 0, 0)
+    if mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    while mask.dim() < scores.dim():
+        mask = mask.unsqueeze(0)
+    if scores.dim() > 4:
+        lead = scores.shape[:-3]
+        mask = mask.expand(*lead, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    shape = (1, 1, *scores.shape)[-4:] if scores.dim() <= 4 else (-1, *scores.shape[-3:])
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    strides = [0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True)]
+    return mask, shape[1], (strides[0], strides[1], strides[2], strides[3])
+
+
+def _launch(
+    grad: Tensor | None,
+    source: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    fill: float,
+    seed: Tensor | None,
+    p: float,
+    op_id: int,
+    runs: Sequence[Run],
+) -> None:
+    s, t = source.shape[-2:]
+    threshold = philox.threshold(p)
+    drop = 0 < threshold < philox.DRAWS
+    shown, heads, strides = _mask_rows(mask, source)
+    full = max(16, triton.next_power_of_2(t))
+    each = max(1, 1024 // full)
+    eights = t % 8 == 0
+    hard = fill <= HARD_FILL
+    for run in runs:
+        aligned = eights and run.global_start % 8 == 0 and (run.rows == 1 or run.global_stride % 8 == 0)
+        piece = run.length // t
+        rows = run.rows * piece
+        launch(
+            _softmax,
+            (triton.cdiv(rows, each),),
+            source,
+            source if grad is None else grad,
+            source,
+            out,
+            stats,
+            shown,
+            source if seed is None else seed.to(source.device),
+            rows,
+            piece,
+            run.local_start // t,
+            run.local_stride // t,
+            run.global_start,
+            run.global_stride,
+            s,
+            t,
+            heads,
+            *strides,
+            window,
+            mask_floor(source.dtype),
+            scale,
+            fill,
+            philox.scale(p) if drop else 1.0,
+            threshold,
+            op_id,
+            BACK=grad is not None,
+            CAUSAL=causal,
+            WINDOW=window > 0,
+            MASK=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE,
+            DROP=drop,
+            ALIGNED=aligned,
+            EIGHTS=eights,
+            HARD=hard,
+            SPLIT=hard and each == 1 and full >= 512 and (causal or mask is not None),
+            R=each,
+            FULL=full,
+            num_warps=max(1, min(32, full // 1024)),
+        )
+
+
+def forward(
+    scores: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    fill: float,
+    seed: Tensor | None,
+    p: float,
+    op_id: int,
+    shard_dim: int,
+    layout: Sequence[int],
+    axis: str,
+) -> tuple[Tensor, Tensor]:
+    check_scores(scores, mask, p, op_id)
+    runs = runs_of_scores(scores.shape, p, shard_dim, layout, axis)
+    scores = scores.contiguous()
+    y = new_like(scores)
+    stats = torch.empty((*scores.shape[:-1], 2), dtype=torch.float32, device=scores.device)
+    if runs:
+        _launch(None, scores, y, stats, mask, scale, causal, window, fill, seed, p, op_id, runs)
+    return (torch.zeros_like(y) if philox.threshold(p) == philox.DRAWS else y), stats
+
+
+def backward(
+    grad: Tensor,
+    saved: Tensor,
+    mask: Tensor | None,
+    stats: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    fill: float,
+    seed: Tensor | None,
+    p: float,
+    op_id: int,
+    shard_dim: int,
+    layout: Sequence[int],
+    axis: str,
+) -> Tensor:
+    if philox.threshold(p) == philox.DRAWS:
+        return torch.zeros_like(saved)
+    runs = runs_of_scores(saved.shape, p, shard_dim, layout, axis)
+    saved, grad = saved.contiguous(), grad.contiguous()
+    dx = new_like(saved)
+    if runs:
+        rows = saved if stats is None else stats.contiguous()
+        _launch(grad, saved, dx, rows, mask, scale, causal, window, fill, seed, p, op_id, runs)
+    return dx
