@@ -22,7 +22,7 @@ from megafx.hardware import Hardware
 from megafx.ir import Program
 from megafx.placements import Placement
 from megafx.plan import Plan
-from megafx.report import Report, refresh_notes
+from megafx.report import Report, fused, refresh_notes
 from megafx.runtime import CompiledCall, CompileRequest, Runtime
 
 
@@ -134,6 +134,8 @@ class Parallelizer:
         if self.runtime is not None:
             self.plan.report.header["graphs captured"] = self.runtime.captures
         self.plan.report.emitted = None if self.last is None else self.communication()
+        if self.last is not None:
+            self.plan.report.fusions = fused(self.last.program.fusions)
         return self.plan.report
 
 

@@ -51,7 +51,8 @@ LOCAL. `local = True`: matched on one rank's shapes, after planning; only these 
 What is found: ops as canonicalize spells them; operands of commutative ops in either order; dims counted from either end.
 Larger patterns come first, then the order of names; `priority` (default 0) comes before size. An interior value may have no
 other user, and the result must have the shape and dtype of what it replaces. What nearly matched is a note of the report, with
-the reason. Unlike spellings (x*x for x.pow(2)) are variants of the pattern. Two variants whose traces come out equal (a cast
+the reason. Values that depend on no parameter and no floating input (masks, position tables) may be used elsewhere too: they
+are computed once for all layers. Unlike spellings (x*x for x.pow(2)) are variants of the pattern. Two variants whose traces come out equal (a cast
 that is none in fp32) count once, as the first.
 
 make may use: all names of `match`'s parameters, `drop`, `drops`, and the letters of `tensors` (sizes of this match). It sees

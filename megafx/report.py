@@ -23,11 +23,13 @@ from torch import fx
 
 from megafx.communication import Communication
 from megafx.cost import collective_seconds
-from megafx.ir import PLACEMENT, VAL, Note, Program, fqn_of, is_floating, source_of
+from megafx.ir import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
 from megafx.op_rules import SPECIAL
 from megafx.placements import ALL_GATHER, LOCAL, I, Placement, payload, transition
 from megafx.planning import Planning
 from megafx.policy import MATMULS
+
+_INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,16 @@ class Row:
     source: str
 
 
+@dataclass(frozen=True)
+class Fused:
+    """Matches of one pattern in like modules. modules: `h.[0-11].mlp`; source: the user's line of the first."""
+
+    pattern: str
+    modules: str
+    count: int
+    source: str
+
+
 @dataclass
 class Report:
     """str(report), .table(), .html(path), .to_json()."""
@@ -74,6 +86,7 @@ class Report:
     removed: dict[str, int]  # reason -> strategies taken away
     notes: list[str] = field(default_factory=list)
     emitted: list[Communication] | None = None  # what the compiled graph does; None where there is only a plan
+    fusions: list[Fused] = field(default_factory=list)
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -101,7 +114,7 @@ class Report:
         """Rows of layers that differ in their index alone become one row, with how many they are."""
         groups: dict[Any, list[Row]] = defaultdict(list)
         for row in self.rows:
-            groups[re.sub(r"\.\d+(?=\.|$)", ".*", row.fqn), row.op, row.style, row.weight, row.moves].append(row)
+            groups[_INDEX.sub(".*", row.fqn), row.op, row.style, row.weight, row.moves].append(row)
         return [(_named(key[0], rows), len(rows)) for key, rows in groups.items()]
 
     def collectives(self) -> dict[str, tuple[int, int]]:
@@ -127,6 +140,7 @@ class Report:
 
     def to_json(self) -> str:
         data = {"header": self.header, "rows": [asdict(r) for r in self.rows], "params": self.params}
+        data["fusions"] = [asdict(f) for f in self.fusions]
         return json.dumps(data | {"removed": self.removed, "notes": self.notes}, indent=1)
 
     def html(self, path: str | Path) -> None:
@@ -147,6 +161,7 @@ class Report:
             "Stored whole on every rank",
             [f"{k}" + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()],
         )
+        yield "Fused", [f"{f.count} x {f.pattern} in {f.modules}" for f in self.fusions]
         yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]
         yield "Notes", self.notes
 
@@ -181,7 +196,19 @@ def describe(program: Program, planning: Planning) -> Report:
         "modelled step": f"{plan.cost_us:.0f} us",
         "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
     }
-    return Report(header, rows + entering, params, dict(removed), [str(n) for n in program.notes])
+    notes = [str(n) for n in program.notes]
+    return Report(header, rows + entering, params, dict(removed), notes, fusions=fused(program.fusions))
+
+
+def fused(fusions: Iterable[Fusion]) -> list[Fused]:
+    """Matches by pattern and module; layers that differ in their index alone are one."""
+    groups: dict[tuple[str, str], list[Fusion]] = defaultdict(list)
+    for fusion in fusions:
+        groups[fusion.pattern, _INDEX.sub(".*", fusion.fqn)].append(fusion)
+    return [
+        Fused(pattern, _range(folded, [f.fqn for f in same]) or "<root>", len(same), str(same[0].source or ""))
+        for (pattern, folded), same in groups.items()
+    ]
 
 
 def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) -> None:
@@ -292,14 +319,17 @@ def _move(program: Program, planning: Planning, value: fx.Node, made: fx.Node) -
 
 
 def _named(pattern: str, rows: list[Row]) -> Row:
-    """The first row under the name of all of them: `h.0.mlp` .. `h.11.mlp` are `h.[0-11].mlp`."""
-    if len(rows) == 1 or "*" not in pattern:
-        return rows[0]
-    first, last = (re.findall(r"(?<=\.)\d+(?=\.|$)", rows[i].fqn) for i in (0, -1))
+    """The first row under the name of all of them."""
+    return Row(_range(pattern, [row.fqn for row in rows]), *list(vars(rows[0]).values())[1:])
+
+
+def _range(pattern: str, fqns: list[str]) -> str:
+    """`h.0.mlp` .. `h.11.mlp`, whose pattern is `h.*.mlp`, are `h.[0-11].mlp`."""
+    first, last = (re.findall(r"(?<=\.)\d+(?=\.|$)", fqn) for fqn in (fqns[0], fqns[-1]))
     name = pattern
     for a, b in zip(first, last, strict=False):
         name = name.replace(".*", f".{a}" if a == b else f".[{a}-{b}]", 1)
-    return Row(name, *list(vars(rows[0]).values())[1:])
+    return name
 
 
 def _bytes(n: int) -> str:

@@ -65,6 +65,8 @@ def rewrite(
     """Replace every match, in place. canonicalize: what models go through; respell: the same for a few new nodes."""
     run = _Run(program, canonicalize, Replacer(program, by, respell))
     run.sweep(sorted(patterns, key=lambda p: p.name))
+    if run.done.counts:
+        program.graph.eliminate_dead_code()
     _report(program, run.done, by)
     return run.done
 

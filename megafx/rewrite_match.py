@@ -10,7 +10,7 @@ from torch import fx
 
 from megafx import draws
 from megafx.dump import dtype_text, op_name
-from megafx.ir import VAL, Program, fqn_of, source_of
+from megafx.ir import VAL, Program, active_nodes, fqn_of, source_of
 from megafx.pattern import DimSpec, Drop, Pattern
 from megafx.rewrite_trace import DTYPE_OF, Number, Size, Trace, arguments_of
 
@@ -89,6 +89,8 @@ class Matcher:
 
     def __init__(self, program: Program, candidates: Callable[[Any], list[fx.Node]]) -> None:
         self.program, self.candidates = program, candidates
+        active = active_nodes(program)
+        self.cheap = {n for n in program.graph.nodes if n.op == "call_function" and n not in active}  # masks and tables
         self._arguments: dict[fx.Node, list[tuple[str, Any]]] = {}
 
     def at(self, trace: Trace, root: fx.Node) -> Match | Refusal:
@@ -302,10 +304,10 @@ class _Attempt:
             return self._refuse(self.root, "two results of the pattern are one value")
         for node in self.match.matched:
             outside = [u for u in node.users if u not in inside]
-            if node not in roots and outside:
+            if node not in roots and outside and node not in self.matcher.cheap:
                 return self._refuse(node, f"{_op(node)} inside of it is also used by {_where(outside[0])}")
         for name, node in self.match.operands.items():
-            if node in inside:
+            if node in inside and node not in self.matcher.cheap:
                 return self._refuse(node, f"{_op(node)} is inside of it and its operand '{name}'")
         reason = self.match.pattern.where(self.match) if self.match.pattern.where is not None else None
         return reason is None or self._refuse(self.root, reason)
