@@ -80,6 +80,7 @@ _G = x(2, 6, 4, 2)  # keys and values, each head for four of the queries
 _ATTENTION = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
 _ATTENTION_DROPPED = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
 _ATTENTION_CAUSAL = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
+_SEED, _DRAWN, _UNDRAWN = T((), "i", 1000), (0.5, 3, -1, [], "tp"), (0.0, 0, -1, [], "tp")
 
 SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("aten._fused_rms_norm.default", (x(4, 6, 6), [6], x(6), 1e-5), {}),
@@ -227,6 +228,38 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     (
         "megafx.attention_mask_backward.default",
         (x(2, 4, 6, 6), _Q, _K, _V, x(2, 4, 6, 4), None, x(2, 4, 6, 6), plain(2, 4, 6), *_ATTENTION),
+        {},
+    ),
+    ("megafx.bias_dropout_add.default", (x(4, 6, 6), x(6), x(4, 6, 6), _SEED, *_DRAWN), {}),
+    ("megafx.bias_dropout_add.default", (x(4, 6), None, x(4, 6), None, *_UNDRAWN), {}),
+    ("megafx.bias_dropout_add_backward.default", (x(4, 6), torch.float64, torch.float64, _SEED, *_DRAWN), {}),
+    ("megafx.dropout_add_backward.default", (x(4, 6), torch.float64, _SEED, *_DRAWN), {}),
+    ("megafx.column_sum.default", (x(4, 6), torch.float64), {}),
+    ("megafx.layer_norm.default", (x(4, 6, 6), x(6), x(6), 1e-5), {}),
+    ("megafx.layer_norm.default", (x(4, 6), None, None, 1e-5), {}),
+    ("megafx.layer_norm_forward.default", (x(4, 6, 6), x(6), x(6), 1e-5), {}),
+    ("megafx.layer_norm_backward.default", (x(4, 6), x(4, 6), x(6), x(4), x(4), True, True), {}),
+    ("megafx.rms_norm.default", (x(4, 6, 6), x(6), 1e-5, 1.0), {}),
+    ("megafx.rms_norm_forward.default", (x(4, 6, 6), x(6), 1e-5, 1.0), {}),
+    ("megafx.rms_norm_backward.default", (x(4, 6), x(4, 6), x(6), x(4), 1.0, True), {}),
+    (
+        "megafx.bias_dropout_add_layer_norm.default",
+        (x(4, 6), x(6), x(4, 6), x(6), x(6), 1e-5, _SEED, *_DRAWN),
+        {},
+    ),
+    (
+        "megafx.bias_dropout_add_layer_norm_backward.default",
+        (*[x(4, 6)] * 3, x(6), x(4), x(4), True, True, torch.float64, torch.float64, _SEED, *_DRAWN),
+        {},
+    ),
+    (
+        "megafx.bias_dropout_add_rms_norm.default",
+        (x(4, 6), None, x(4, 6), x(6), 1e-5, 1.0, None, *_UNDRAWN),
+        {},
+    ),
+    (
+        "megafx.bias_dropout_add_rms_norm_backward.default",
+        (*[x(4, 6)] * 3, x(6), x(4), 1.0, True, torch.float64, torch.float64, _SEED, *_DRAWN),
         {},
     ),
     ("megafx.bias_act.default", (x(4, 6, 6), x(6), "gelu"), {}),

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+import megafx.kernels.add_norm
 import megafx.kernels.attention
 import megafx.kernels.bias_activation
+import megafx.kernels.bias_dropout_add
 import megafx.kernels.cross_entropy
+import megafx.kernels.dropout
 import megafx.kernels.glu
 import megafx.kernels.masked_softmax
-import megafx.kernels.rope
-import megafx.kernels.dropout  # noqa: F401  registers the ops
+import megafx.kernels.norms
+import megafx.kernels.rope  # noqa: F401  registers the ops
 from megafx import collectives
 from megafx.candidates import find_candidates
 from megafx.draws import positions

@@ -1,0 +1,495 @@
+"""layer_norm and rms_norm on CUDA, alone or after bias + dropout + add; norms.py and add_norm.py have the formulas.
+
+A row is cut into K parts of C columns, a tile is R rows. Parts are tuples of tensors in registers, so a row costs the
+registers of its own length, whether or not that is a power of two.
+
+Forward: one tile a program. Long rows (`reload`) are not kept: statistics are taken in a first pass over the parts (each
+lane by Welford's update, combined at the end), and the second pass finds the row in the cache.
+Backward: persistent programs take every P-th tile, loads pipelined; the sums for weight, bias and norm bias stay in
+registers and leave as partials [P, H], which column_sums adds in a fixed order. grad_h, where given, is added to dx.
+"""
+
+# ruff: noqa: RUF005  (Triton reads no starred expressions)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .bias_dropout_add_triton import column_sums, keep_tile
+from .norms import check_norm, vector_like
+from .op import launch, new_like
+from .philox_triton import key_of
+
+
+@triton.jit
+def _zeros(K: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    parts = ()
+    for _ in tl.static_range(K):
+        parts = parts + (tl.zeros([R, C], tl.float32),)
+    return parts
+
+
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit(do_not_specialize=["rows", "threshold", "op_id", "inner", "first_row", "row_stride"])
+def norm_forward(
+    x,  # [rows, H] IN
+    bias,  # [H] IN
+    residual,  # [rows, H] IN
+    seed,  # [] int64 IN
+    weight,  # [H] IN
+    norm_bias,  # [H] IN
+    h,  # [rows, H] OUT
+    y,  # [rows, H] OUT
+    mean_out,  # [rows] fp32 OUT
+    rstd_out,  # [rows] fp32 OUT
+    rows,
+    H,
+    eps,
+    offset,
+    threshold,
+    scale,
+    op_id,
+    inner,
+    first_row,  # row i of the shard is row first_row + (i // inner) * row_stride + i % inner of the whole tensor
+    row_stride,
+    RMS: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    DROP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NORM_BIAS: tl.constexpr,
+    RELOAD: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]
+    start = row * H
+    if DROP:
+        k0, k1 = key_of(seed)
+        outer = row // inner
+        first = (first_row + outer * row_stride + row - outer * inner) * H
+    parts = ()
+    total = tl.zeros([R, C], tl.float32)  # RELOAD: of rms_norm the squares, of layer_norm each lane's mean
+    spread = tl.zeros([R, C], tl.float32)
+    for k in tl.static_range(K):
+        column = k * C + tl.arange(0, C)[None, :]
+        inside = (row < rows) & (column < H)
+        if ADD:
+            value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+            if BIAS:
+                value += tl.load(bias + column, mask=column < H, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            if DROP:
+                keep = keep_tile(first + k * C, op_id.to(tl.uint32), k0, k1, threshold.to(tl.uint32), ALIGNED, R, C)
+                value = tl.where(keep, value * scale, 0.0)
+            value += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
+            value = tl.where(inside, value, 0.0).to(h.dtype.element_ty)
+            tl.store(h + start + column, value, mask=inside)
+        else:
+            value = tl.load(x + start + column, mask=inside, other=0.0)
+        wide = value.to(tl.float32)
+        if RMS:
+            total += wide * wide
+        elif RELOAD:
+            step = wide - total
+            update = total + step * (1.0 / (k + 1))
+            spread = tl.where(column < H, spread + step * (wide - update), spread)
+            total = tl.where(column < H, update, total)
+        else:
+            total += wide
+        if not RELOAD:
+            parts = parts + (value,)
+    mean = tl.zeros([R, 1], tl.float32)
+    if RMS:
+        square = tl.sum(total, axis=1)[:, None] / H
+    else:
+        if RELOAD:
+            lane = tl.arange(0, C)[None, :]
+            count = tl.where((K - 1) * C + lane < H, K, K - 1).to(tl.float32)
+            mean = tl.sum(total * count, axis=1)[:, None] / H
+            total = spread + count * (total - mean) * (total - mean)
+        else:
+            mean = tl.sum(total, axis=1)[:, None] / H
+            total = tl.zeros([R, C], tl.float32)
+            for k in tl.static_range(K):
+                away = tl.where(k * C + tl.arange(0, C)[None, :] < H, parts[k].to(tl.float32) - mean, 0.0)
+                total += away * away
+        square = tl.sum(total, axis=1)[:, None] / H
+        tl.store(mean_out + row, mean, mask=row < rows)
+    rstd = tl.rsqrt(square + eps)
+    tl.store(rstd_out + row, rstd, mask=row < rows)
+    if RELOAD and ADD:
+        tl.debug_barrier()  # the second pass reads h, which other threads may have written
+    for k in tl.static_range(K):
+        column = k * C + tl.arange(0, C)[None, :]
+        inside = (row < rows) & (column < H)
+        if RELOAD:
+            # The eviction policy also keeps the compiler from taking the load for that of the first pass.
+            value = tl.load((h if ADD else x) + start + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        else:
+            value = parts[k]
+        out = (value.to(tl.float32) - mean) * rstd
+        if WEIGHT:
+            w = tl.load(weight + column, mask=column < H, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            out *= w + offset
+        if NORM_BIAS:
+            out += tl.load(norm_bias + column, mask=column < H, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        tl.store(y + start + column, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _again(value, zero):
+    """value in fp32; zero: int16 0 of unknown origin."""
+    if value.dtype.primitive_bitwidth == 16:
+        value = (value.to(tl.int16, bitcast=True) ^ zero).to(value.dtype, bitcast=True)
+    return value.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "threshold", "op_id", "inner", "first_row", "row_stride"])
+def norm_backward(
+    grad,  # [rows, H] IN
+    x,  # [rows, H] IN
+    grad_h,  # [rows, H] IN
+    seed,  # [] int64 IN
+    weight,  # [H] IN
+    mean_in,  # [rows] fp32 IN
+    rstd_in,  # [rows] fp32 IN
+    dx,  # [rows, H] OUT
+    dbranch,  # [rows, H] OUT: keep(i) dx scale
+    partial,  # [J, P, H] fp32 OUT, in the order of the flags
+    rows,
+    H,
+    offset,
+    threshold,
+    scale,
+    op_id,
+    inner,
+    first_row,
+    row_stride,
+    RMS: tl.constexpr,
+    GRAD_H: tl.constexpr,
+    BRANCH: tl.constexpr,
+    DROP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SUM_WEIGHT: tl.constexpr,
+    SUM_NORM_BIAS: tl.constexpr,
+    SUM_BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+):
+    if DROP:
+        k0, k1 = key_of(seed)
+    own = tl.program_id(0) % SPLIT * (K * C)  # first of this program's columns
+    weights = ()
+    if WEIGHT:
+        for k in tl.static_range(K * SPLIT):
+            column = tl.multiple_of((own + k * C) % (K * SPLIT * C), C) + tl.arange(0, C)[None, :]
+            weights = weights + (tl.load(weight + column, mask=column < H, other=0.0),)
+    sums_weight = _zeros(K if SUM_WEIGHT else 1, R, C)
+    sums_norm_bias = _zeros(K if SUM_NORM_BIAS else 1, R, C)
+    sums_bias = _zeros(K if SUM_BIAS else 1, R, C)
+    group = tl.program_id(0) // SPLIT
+    groups = tl.num_programs(0) // SPLIT
+    for tile in tl.range(group, tl.cdiv(rows, R), groups, num_stages=STAGES):
+        row = (tl.full([], 0, tl.int64) + tile) * R + tl.arange(0, R)[:, None]
+        start = row * H
+        rstd = tl.load(rstd_in + row, mask=row < rows, other=0.0)
+        mean = tl.zeros([R, 1], tl.float32)
+        if not RMS:
+            mean = tl.load(mean_in + row, mask=row < rows, other=0.0)
+        values = ()
+        grads = ()
+        product = tl.zeros([R, C], tl.float32)
+        plain = tl.zeros([R, C], tl.float32)
+        for k in tl.static_range(K * SPLIT):
+            column = tl.multiple_of((own + k * C) % (K * SPLIT * C), C) + tl.arange(0, C)[None, :]
+            inside = (row < rows) & (column < H)
+            value = tl.load(x + start + column, mask=inside, other=0.0)
+            g = tl.load(grad + start + column, mask=inside, other=0.0)
+            unit = (value.to(tl.float32) - mean) * rstd
+            v = g.to(tl.float32)
+            if WEIGHT:
+                v *= weights[k].to(tl.float32) + offset
+            product += unit * v
+            if not RMS:
+                plain += v
+            if k < K:
+                values = values + (value,)
+                grads = grads + (g,)
+        if RMS:
+            c1 = tl.sum(product, axis=1)[:, None] / H
+            c2 = 0.0
+        else:
+            s1, s2 = tl.reduce((product, plain), 1, _add)
+            c1 = s1[:, None] / H
+            c2 = s2[:, None] / H
+        # 0 in a way that the compiler cannot see: so it keeps rows as loaded across the reduction, not twice as wide.
+        zero = (c1 != c1).to(tl.int16)
+        new_weight = ()
+        new_norm_bias = ()
+        new_bias = ()
+        for k in tl.static_range(K):
+            column = own + k * C + tl.arange(0, C)[None, :]
+            inside = (row < rows) & (column < H)
+            unit = (_again(values[k], zero) - mean) * rstd
+            g = _again(grads[k], zero)
+            v = g
+            if WEIGHT:
+                v = g * (weights[k].to(tl.float32) + offset)
+            d = (v - unit * c1 - c2) * rstd
+            if SUM_WEIGHT:
+                new_weight = new_weight + (sums_weight[k] + g * unit,)
+            if SUM_NORM_BIAS:
+                new_norm_bias = new_norm_bias + (sums_norm_bias[k] + g,)
+            if GRAD_H:
+                d += tl.load(grad_h + start + column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx + start + column, d.to(dx.dtype.element_ty), mask=inside)
+            if DROP:
+                outer = row // inner
+                first = (first_row + outer * row_stride + row - outer * inner) * H + own + k * C
+                keep = keep_tile(first, op_id.to(tl.uint32), k0, k1, threshold.to(tl.uint32), ALIGNED, R, C)
+                d = tl.where(keep, d * scale, 0.0)
+            if BRANCH:
+                tl.store(dbranch + start + column, d.to(dbranch.dtype.element_ty), mask=inside)
+            if SUM_BIAS:
+                new_bias = new_bias + (sums_bias[k] + d,)
+        if SUM_WEIGHT:
+            sums_weight = new_weight
+        if SUM_NORM_BIAS:
+            sums_norm_bias = new_norm_bias
+        if SUM_BIAS:
+            sums_bias = new_bias
+    out = partial + group.to(tl.int64) * H
+    size = groups.to(tl.int64) * H
+    for k in tl.static_range(K):
+        column = own + k * C + tl.arange(0, C)[None, :]
+        if SUM_WEIGHT:
+            tl.store(out + column, tl.sum(sums_weight[k], axis=0)[None, :], mask=column < H)
+        if SUM_NORM_BIAS:
+            at = out + size * SUM_WEIGHT + column
+            tl.store(at, tl.sum(sums_norm_bias[k], axis=0)[None, :], mask=column < H)
+        if SUM_BIAS:
+            at = out + size * (SUM_WEIGHT + SUM_NORM_BIAS) + column
+            tl.store(at, tl.sum(sums_bias[k], axis=0)[None, :], mask=column < H)
+
+
+class Shape(NamedTuple):
+    """How a kernel cuts rows: tiles of R rows, K * split parts of C columns."""
+
+    R: int
+    K: int
+    C: int
+    warps: int
+    reload: bool = False  # forward
+    split: int = 1  # backward: programs that share a row
+    programs: int = 132  # backward: persistent programs, 132 for each SM of an H100 or H200
+
+
+def forward_shape(H: int, rms: bool, add: bool) -> Shape:
+    if H <= 2048:
+        C = triton.next_power_of_2(H)
+        return Shape(1, 1, C, 1 if C <= 512 else 2 if C <= 1024 else 4)
+    C, warps = (1024, 4) if H <= 8192 else (2048, 8)
+    K = triton.cdiv(H, C)
+    return Shape(1, K, C, warps, reload=K > 8)
+
+
+def backward_shape(H: int, rms: bool, add: bool) -> Shape:
+    if H <= 2048:
+        C = triton.next_power_of_2(H)
+        return Shape(max(1, min(8, 8192 // C)), 1, C, 8)
+    C = 2048
+    split = triton.cdiv(H, 8192)
+    return Shape(1, triton.cdiv(H, C * split), C, 8, split=split, programs=132 // split * split)
+
+
+class Rows(NamedTuple):
+    """Where the rows of a shard lie in the whole tensor; see norm_forward."""
+
+    inner: int
+    first_row: int
+    row_stride: int
+    aligned: bool
+
+
+WHOLE = Rows(1, 0, 1, True)
+
+
+def run_forward(
+    x: Tensor,
+    vectors: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    offset: float,
+    rms: bool,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    seed: Tensor | None = None,
+    drawing: tuple[int, float, int] = (0, 1.0, 0),
+    where: Rows = WHOLE,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """-> h (x itself without a residual), y, mean, rstd. drawing: threshold, scale, op id."""
+    add = residual is not None
+    x = x.contiguous()
+    h = new_like(residual, torch.promote_types(x.dtype, residual.dtype)) if residual is not None else x
+    y = new_like(h)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    mean = None if rms else torch.empty_like(rstd)
+    H = x.shape[-1]
+    rows = rstd.numel()
+    if rows == 0 or H == 0:
+        return h, y, mean, rstd
+    shape = forward_shape(H, rms, add)
+    weight, norm_bias = (None if v is None else v.contiguous() for v in vectors)
+    launch(
+        norm_forward,
+        (triton.cdiv(rows, shape.R),),
+        x,
+        x,
+        x if bias is None else bias.contiguous(),
+        x if residual is None else residual.contiguous(),
+        x if seed is None else seed.to(x.device),
+        x if weight is None else weight,
+        x if norm_bias is None else norm_bias,
+        h,
+        y,
+        rstd if mean is None else mean,
+        rstd,
+        rows,
+        H,
+        eps,
+        offset,
+        *drawing,
+        where.inner,
+        where.first_row,
+        where.row_stride,
+        RMS=rms,
+        ADD=add,
+        BIAS=bias is not None,
+        DROP=drawing[0] > 0,
+        ALIGNED=where.aligned,
+        WEIGHT=weight is not None,
+        NORM_BIAS=norm_bias is not None,
+        RELOAD=shape.reload,
+        R=shape.R,
+        K=shape.K,
+        C=shape.C,
+        num_warps=shape.warps,
+    )
+    return h, y, mean, rstd
+
+
+def run_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    outputs: Sequence[Tensor],
+    *,
+    grad_h: Tensor | None = None,
+    seed: Tensor | None = None,
+    drawing: tuple[int, float, int] = (0, 1.0, 0),
+    where: Rows = WHOLE,
+) -> None:
+    """outputs: dx, dbranch, dweight, dnorm_bias, dbias to be filled; empty ones are left out."""
+    dx, dbranch, *vectors = outputs
+    H = x.shape[-1]
+    rows = rstd.numel()
+    sums = [v for v in vectors if v.numel()]
+    if rows == 0 or H == 0:
+        for v in sums:
+            v.zero_()
+        return
+    shape = backward_shape(H, mean is None, grad_h is not None or len(sums) > 2)
+    programs = min(shape.programs, triton.cdiv(rows, shape.R) * shape.split)
+    partial = torch.empty(len(sums), programs // shape.split, H, dtype=torch.float32, device=x.device)
+    x, grad = x.contiguous(), grad.contiguous()
+    launch(
+        norm_backward,
+        (programs,),
+        x,
+        grad,
+        x,
+        x if grad_h is None else grad_h.contiguous(),
+        x if seed is None else seed.to(x.device),
+        x if weight is None else weight.contiguous(),
+        rstd if mean is None else mean.contiguous(),
+        rstd.contiguous(),
+        dx,
+        dbranch if dbranch.numel() else dx,
+        partial,
+        rows,
+        H,
+        offset,
+        *drawing,
+        where.inner,
+        where.first_row,
+        where.row_stride,
+        RMS=mean is None,
+        GRAD_H=grad_h is not None,
+        BRANCH=dbranch.numel() > 0,
+        DROP=drawing[0] > 0,
+        ALIGNED=where.aligned,
+        WEIGHT=weight is not None,
+        SUM_WEIGHT=vectors[0].numel() > 0,
+        SUM_NORM_BIAS=vectors[1].numel() > 0,
+        SUM_BIAS=vectors[2].numel() > 0,
+        STAGES=3,
+        SPLIT=shape.split,
+        R=shape.R,
+        K=shape.K,
+        C=shape.C,
+        num_warps=shape.warps,
+    )
+    if sums:
+        column_sums(partial, sums)
+
+
+def layer_norm_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_norm("layer_norm", x, weight, bias)
+    _, y, mean, rstd = run_forward(x, (weight, bias), eps, 0.0, False)
+    assert mean is not None
+    return y, mean, rstd
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    check_norm("rms_norm", x, weight)
+    _, y, _, rstd = run_forward(x, (weight, None), eps, offset, True)
+    return y, rstd
+
+
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_weight: bool, want_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = new_like(x), vector_like(x, weight, want_weight), vector_like(x, weight, want_bias)
+    none = x.new_empty(0)
+    run_backward(grad, x, weight, mean, rstd, 0.0, (dx, none, dweight, dbias, none))
+    return dx, dweight, dbias
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, want_weight: bool
+) -> tuple[Tensor, Tensor]:
+    dx, dweight = new_like(x), vector_like(x, weight, want_weight)
+    none = x.new_empty(0)
+    run_backward(grad, x, weight, None, rstd, offset, (dx, none, dweight, none, none))
+    return dx, dweight
