@@ -33,16 +33,13 @@ def _sigmoid(z, FAST: tl.constexpr):
 
 
 @triton.jit
-def _gauss(u, FAST: tl.constexpr, PRECISE: tl.constexpr):
-    """Phi(u) and exp(-u^2 / 2)."""
-    e = tl.exp2(u * u * -0.7213475204444817)
-    if PRECISE:
-        return 0.5 + 0.5 * tl.erf(u * 0.7071067811865476), e
-    else:
-        t = _reciprocal(1.0 + 0.38 * tl.abs(u), FAST)
-        p = t * (0.0919822075 + t * (0.188873394 - t * 0.0899269939))
-        p = e * t * (0.151225233 + t * (0.157828651 + p))
-        return tl.where(u > 0, 1.0 - p, p), e
+def _tail(u, FAST: tl.constexpr):
+    """Phi(-|u|) and exp(-u^2 / 2)."""
+    v = u * 0.8493218002880191  # sqrt(log2(e) / 2)
+    e = tl.exp2(-v * v)
+    t = _reciprocal(1.0 + 0.44741580855588037 * tl.abs(v), FAST)  # 0.38 |u|
+    p = 0.0919822075 + t * (0.188873394 - t * 0.0899269939)
+    return e * t * (0.151225233 + t * (0.157828651 + t * p)), e
 
 
 @triton.jit
@@ -55,8 +52,10 @@ def _tanh_argument(u):
 def activate(u, ACT: tl.constexpr, FAST: tl.constexpr, PRECISE: tl.constexpr):
     """act(u)."""
     if ACT == "gelu":
-        phi, _ = _gauss(u, FAST, PRECISE)
-        return u * phi
+        if PRECISE:
+            return u * (0.5 + 0.5 * tl.erf(u * 0.7071067811865476))
+        tail, _ = _tail(u, FAST)
+        return tl.where(u <= 0, 0.0, u) - tl.abs(u) * tail
     elif ACT == "gelu_tanh":
         return u * _sigmoid(_tanh_argument(u), FAST)
     elif ACT == "gelu_quick":
@@ -74,7 +73,12 @@ def activate(u, ACT: tl.constexpr, FAST: tl.constexpr, PRECISE: tl.constexpr):
 def activate_both(u, ACT: tl.constexpr, FAST: tl.constexpr, PRECISE: tl.constexpr):
     """act(u) and act'(u)."""
     if ACT == "gelu":
-        phi, e = _gauss(u, FAST, PRECISE)
+        if PRECISE:
+            phi = 0.5 + 0.5 * tl.erf(u * 0.7071067811865476)
+            e = tl.exp2(u * u * -0.7213475204444817)
+        else:
+            tail, e = _tail(u, FAST)
+            phi = tl.where(u > 0, 1.0 - tail, tail)
         return u * phi, phi + u * 0.3989422804014327 * e
     elif ACT == "gelu_tanh":
         s = _sigmoid(_tanh_argument(u), FAST)

@@ -14,7 +14,18 @@ from torch import Tensor
 from .activations_triton import activate, activate_both
 from .glu import check_glu, check_glu_packed
 from .op import launch, new_like
-from .tiles_triton import PARTIAL_PROGRAMS, TILE, Rows, as_rows, fast_math, multiprocessors, sum_partials, tile_of
+from .tiles_triton import (
+    PARTIAL_PROGRAMS,
+    Rows,
+    as_rows,
+    cdiv,
+    fast_math,
+    multiprocessors,
+    sum_partials,
+    tile_at,
+    tile_flags,
+    tile_of,
+)
 
 
 @triton.jit
@@ -34,14 +45,12 @@ def _forward(
     PRECISE: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     if PACKED:
         up = gate + columns
-    blocks = tl.cdiv(columns, C)
-    program = tl.program_id(0)
-    column = (program % blocks).to(tl.int64) * C + tl.arange(0, C)[None, :]
-    row = (program // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
-    inside = (row < rows) & (column < columns)
+    row, column, inside = tile_at(tl.program_id(0), rows, columns, R, C, EVEN, WIDE)
     a = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
@@ -72,6 +81,8 @@ def _backward(
     PRECISE: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     out_stride = columns
@@ -85,8 +96,8 @@ def _backward(
         within = column < columns
         gate_bias = tl.load(bias + column, mask=within, other=0.0).to(tl.float32)[None, :]
         up_bias = tl.load(bias + columns + column, mask=within, other=0.0).to(tl.float32)[None, :]
-        gate_sum = tl.zeros([C], tl.float32)
-        up_sum = tl.zeros([C], tl.float32)
+        gate_sum = tl.zeros([R, C], tl.float32)
+        up_sum = tl.zeros([R, C], tl.float32)
         for tile in tl.range(first, last, step, num_stages=STAGES):
             row = (tile * R + tl.arange(0, R)).to(tl.int64)[:, None]
             inside = (row < rows) & within[None, :]
@@ -99,17 +110,13 @@ def _backward(
             at = row * out_stride + column[None, :]
             tl.store(dgate + at, da.to(dgate.dtype.element_ty), mask=inside)
             tl.store(dup + at, db.to(dup.dtype.element_ty), mask=inside)
-            gate_sum += tl.sum(da, 0)
-            up_sum += tl.sum(db, 0)
+            gate_sum += tl.where(inside, da, 0.0)
+            up_sum += tl.where(inside, db, 0.0)
         at = partials + tl.program_id(1).to(tl.int64) * (2 * columns) + column
-        tl.store(at, gate_sum, mask=within)
-        tl.store(at + columns, up_sum, mask=within)
+        tl.store(at, tl.sum(gate_sum, 0), mask=within)
+        tl.store(at + columns, tl.sum(up_sum, 0), mask=within)
     else:
-        blocks = tl.cdiv(columns, C)
-        program = tl.program_id(0)
-        column = (program % blocks).to(tl.int64) * C + tl.arange(0, C)[None, :]
-        row = (program // blocks).to(tl.int64) * R + tl.arange(0, R)[:, None]
-        inside = (row < rows) & (column < columns)
+        row, column, inside = tile_at(tl.program_id(0), rows, columns, R, C, EVEN, WIDE)
         g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
         a = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -126,10 +133,10 @@ def _run_forward(y: Tensor, gate: Rows, up: Rows | None, bias: Tensor | None, ac
         rows, columns = 1, rows * columns  # one long row: any shape is full tiles
     if not rows or not columns:
         return y
-    r, c = tile_of(rows, columns, TILE // 2)
+    r, c = tile_of(rows, columns)
     launch(
         _forward,
-        (triton.cdiv(columns, c) * triton.cdiv(rows, r),),
+        (cdiv(columns, c) * cdiv(rows, r),),
         y,
         gate.data,
         gate.data if up is None else up.data,
@@ -147,6 +154,7 @@ def _run_forward(y: Tensor, gate: Rows, up: Rows | None, bias: Tensor | None, ac
         R=r,
         C=c,
         num_warps=4,
+        **tile_flags(columns, c),
     )
     return y
 
@@ -160,11 +168,11 @@ def _run_backward(
         rows, columns = 1, rows * columns
     if not rows or not columns:
         return None if bias is None else torch.zeros_like(bias)
-    r, c = tile_of(rows, columns, TILE // 2)
-    grid, partials = (triton.cdiv(columns, c) * triton.cdiv(rows, r), 1), g
+    r, c = tile_of(rows, columns)
+    grid, partials = (cdiv(columns, c) * cdiv(rows, r), 1), g
     if bias is not None:
-        blocks = triton.cdiv(columns, c)
-        programs = min(max(1, PARTIAL_PROGRAMS * multiprocessors(grad.device) // blocks), triton.cdiv(rows, r))
+        blocks = cdiv(columns, c)
+        programs = min(max(1, PARTIAL_PROGRAMS * multiprocessors(grad.device) // blocks), cdiv(rows, r))
         grid = (blocks, programs)
         partials = torch.empty(programs, 2 * columns, dtype=torch.float32, device=grad.device)
     launch(
@@ -192,6 +200,7 @@ def _run_backward(
         C=c,
         STAGES=3,
         num_warps=4,
+        **tile_flags(columns, c),
     )
     return None if bias is None else sum_partials(partials, bias.dtype)
 
