@@ -161,9 +161,9 @@ def _differentiated(compiled: Compiled) -> list[str]:
 
 
 def _rounding(compiled: Compiled) -> float:
-    """What the coarsest dtype of the graph rounds to: fp64 models may compute their loss in fp32."""
-    values = (node.meta.get(VAL) for node in compiled.program.graph.nodes)
-    dtypes = {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
+    """What the coarsest dtype of inputs and casts rounds to: fp64 models may compute their loss in fp32."""
+    nodes = [n for n in compiled.program.graph.nodes if n.op == "placeholder" or "_to_copy" in str(n.target)]
+    dtypes = {n.meta[VAL].dtype for n in nodes if isinstance(n.meta[VAL], Tensor)}
     return max((TOLERANCE[d] for d in dtypes if d in TOLERANCE), default=TOLERANCE[torch.float32])
 
 

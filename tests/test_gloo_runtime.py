@@ -124,6 +124,20 @@ def outputs_can_stay_sharded() -> None:
             torch.testing.assert_close(value, reference.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
 
 
+def gradients_by_autograd_grad() -> None:
+    from megafx.tp_tensor import TPTensor
+
+    reference = Model().double()
+    model = parallel(copy.deepcopy(reference), T)
+    wanted = torch.autograd.grad(reference(IDS, LABELS)["loss"], list(reference.parameters()))
+    seen = []
+    model.up.weight.register_hook(lambda gradient: seen.append(type(gradient)))
+    found = torch.autograd.grad(model(IDS, LABELS)["loss"], list(model.parameters()))
+    assert seen == [TPTensor] and all(p.grad is None for p in model.parameters())
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.full_tensor(), b, rtol=1e-10, atol=1e-12)
+
+
 def dropout_is_that_of_one_process() -> None:
     whole = Model(p=0.5)
     losses = []
@@ -218,6 +232,7 @@ def main(folder: Path, rank: int) -> None:
     for check in (
         made_at_the_first_call_it_trains_like_one_process,
         outputs_can_stay_sharded,
+        gradients_by_autograd_grad,
         dropout_is_that_of_one_process,
         weights_that_differ_are_rank_0s_with_a_note,
         what_differs_is_stopped_on_every_rank,

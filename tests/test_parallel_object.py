@@ -279,6 +279,24 @@ def test_verify_of_a_right_model() -> None:
     assert not hasattr(plain, "megafx")
 
 
+@pytest.mark.parametrize("options", [{}, {"gather_outputs": False}, {"differentiable_outputs": True}])
+@pytest.mark.parametrize("loss", [False, True])
+def test_verify_of_other_outputs(options: dict[str, Any], loss: bool) -> None:
+    plain, inputs = zoo.build("nanogpt")
+    call = inputs(2, 13)
+    if not loss:
+        del call["targets"]
+    verdict = megafx.verify(plain, TWO.replace(**options), example_inputs=call)
+    assert verdict and max(verdict.gradients.values()) > 0, "nothing was compared"
+
+
+def test_verify_allows_what_the_models_own_casts_round() -> None:
+    """HF computes the loss in fp32, in an fp64 model too."""
+    plain, inputs = zoo.build("gpt2")
+    verdict = megafx.verify(plain, TWO, example_inputs=inputs(2, 13))
+    assert verdict and verdict.tolerance == 1e-4
+
+
 @torch.library.custom_op("objecttests::centre", mutates_args=())
 def centre(x: torch.Tensor) -> torch.Tensor:
     """x less its mean over the last dim, which no shard of that dim can know."""
