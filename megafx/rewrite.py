@@ -94,12 +94,11 @@ class _Run:
         return alive
 
     def sweep(self, patterns: list[type[Pattern]]) -> None:
-        traces = self._traces(patterns)
-        made = self._apply(traces)
+        made = self._apply(self._traces(patterns))
         for _ in range(SWEEPS):
-            self._index()
-            again = [t for t in traces if any(target in made for target in t.targets)]
-            made = self._apply(again) if again else set()
+            if made:
+                self._index()
+                made = self._apply([t for t in self._traces(patterns) if any(target in made for target in t.targets)])
         self.done.near_misses = [
             NearMiss(name, refusal.reason, refusal.whole, root, fqn_of(refusal.node), source_of(refusal.node))
             for (name, root), (refusal, _) in self.refusals.items()
