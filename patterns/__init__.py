@@ -4,3 +4,5 @@ if __name__ != "megafx.patterns":
     raise ImportError(
         "run 'pip install -e .' and import megafx.patterns: this folder is not importable by its own name"
     )
+
+from megafx.patterns import bias_activation, glu  # noqa: F401
