@@ -71,8 +71,8 @@ class LinearBiasActivation(Pattern):
 
     name = "linear_bias_activation"
     knob = "bias_activation_fusion"
-    tensors = {"x": "D[... k]", "weight": "param D[n k]", "bias": "param D[n]"}  # noqa: RUF012
-    variants = {"form": tuple(FORMS)}  # noqa: RUF012
+    tensors = {"x": "D[... k]", "weight": "param D[n k]", "bias": "param D[n]"}
+    variants = {"form": tuple(FORMS)}
     needs = needs
 
     def match(x, weight, bias, *, form):  # type: ignore[no-untyped-def]
@@ -88,8 +88,8 @@ class BiasActivation(Pattern):
 
     name = "bias_activation"
     knob = "bias_activation_fusion"
-    tensors = {"x": "D[... n]", "bias": "param D[n]"}  # noqa: RUF012
-    variants = {"form": tuple(FORMS)}  # noqa: RUF012
+    tensors = {"x": "D[... n]", "bias": "param D[n]"}
+    variants = {"form": tuple(FORMS)}
     needs = needs
 
     def match(x, bias, *, form):  # type: ignore[no-untyped-def]
@@ -105,8 +105,8 @@ class WrittenActivation(Pattern):
 
     name = "written_activation"
     knob = "bias_activation_fusion"
-    tensors = {"x": "D[...]"}  # noqa: RUF012
-    variants = {"form": tuple(WRITTEN)}  # noqa: RUF012
+    tensors = {"x": "D[...]"}
+    variants = {"form": tuple(WRITTEN)}
     needs = needs
 
     def match(x, *, form):  # type: ignore[no-untyped-def]

@@ -32,8 +32,8 @@ class Glu(Pattern):
 
     name = "glu"
     knob = "bias_activation_fusion"
-    tensors = {"gate": "D[... h]", "up": "D[... h]"}  # noqa: RUF012
-    variants = {"form": tuple(FORMS)}  # noqa: RUF012
+    tensors = {"gate": "D[... h]", "up": "D[... h]"}
+    variants = {"form": tuple(FORMS)}
     needs = needs
     priority = 1  # before act(linear(x, w, b)), which is part of it
 
@@ -55,8 +55,8 @@ class PackedGlu(Pattern):
 
     name = "glu_packed"
     knob = "bias_activation_fusion"
-    tensors = {"x": "D[... 2h]"}  # noqa: RUF012
-    variants = {"form": tuple(FORMS)}  # noqa: RUF012
+    tensors = {"x": "D[... 2h]"}
+    variants = {"form": tuple(FORMS)}
     needs = needs
     priority = 1
 
@@ -73,8 +73,8 @@ class LinearBiasGlu(Pattern):
 
     name = "linear_bias_glu"
     knob = "bias_activation_fusion"
-    tensors = {"x": "D[... k]", "weight": "param D[2h k]", "bias": "param D[2h]"}  # noqa: RUF012
-    variants = {"form": tuple(FORMS)}  # noqa: RUF012
+    tensors = {"x": "D[... k]", "weight": "param D[2h k]", "bias": "param D[2h]"}
+    variants = {"form": tuple(FORMS)}
     needs = needs
     priority = 1
 
