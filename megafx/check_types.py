@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from megafx.draws import drawn, draws
 from megafx.errors import PlacementError
 from megafx.inference import VARYING, infer, is_uniform, is_zero
 from megafx.ir import PHASE, PLACEMENT, VAL, Program
@@ -57,7 +58,7 @@ class _Checker:
     def __init__(self, program: Program, storage: Mapping[str, Placement], t: int) -> None:
         self.program, self.storage, self.t = program, storage, t
         self.facts: dict[fx.Node, Facts] = {}
-        self.several: dict[fx.Node, tuple[Placement, ...]] = {}  # of ops with several results
+        self.several: dict[fx.Node, list[tuple[Placement, ...]]] = {}  # of ops with several results: each reading
         self.sliced: dict[Any, dict[Placement, None]] = {}  # (shape, dim, bounds) -> shards that were sliced so
         self.copies: set[tuple[Shape, Placement]] = set()  # local shapes of values expanded along a shard
         self.lookups = Lookups(program, self.facts, t)
@@ -115,7 +116,8 @@ class _Checker:
     def _visit(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             source, index = node.args[:2]
-            self.facts[node] = (self.several[source][index],)  # type: ignore[index]
+            readings = self.several[source]  # type: ignore[index]
+            self.facts[node] = tuple(dict.fromkeys(reading[index] for reading in readings))  # type: ignore[index]
             return
         handled = self.lookups.visit(node)
         if handled is not None:
@@ -134,10 +136,12 @@ class _Checker:
             self.facts[node] = self._also(node, facts)
             return
         found = self._infer(node)
+        if draws(node):
+            _check_draw(self, node, found)
         if isinstance(node.meta[VAL], torch.Tensor):
             self.facts[node] = self._also(node, tuple(dict.fromkeys(found)))
         else:
-            self.several[node] = found[0]
+            self.several[node] = found
 
     def _also(self, node: fx.Node, facts: Facts) -> Facts:
         """Further readings of a value.
@@ -280,14 +284,33 @@ def _remember_slice(checker: _Checker, node: fx.Node) -> None:
 
 def _dropout_readings(checker: _Checker, node: fx.Node) -> Facts:
     """Dropout draws by global index, so it must be told how its operand is cut."""
-    x, dim, flat = node.args[0], node.args[4], node.args[5]
+    x, told = node.args[0], _told(checker, node)
     assert isinstance(x, fx.Node)
-    told = R if dim == -1 else S(int(dim), Layout.from_flat(layout_of(checker.program, flat)))  # type: ignore[arg-type]
     if checker._is(x, told):
         return (told,)
     if told == R and checker._is(x, P):
         return (P,)
     raise fail(node, f"draws the mask of a value that is {_say(told)}; %{x.name} is {checker._show(x)}")
+
+
+def _told(checker: _Checker, node: fx.Node) -> Placement:
+    """How an op that draws was told that its result is cut."""
+    given = drawn(node)
+    dim, flat = int(given["shard_dim"]), given["layout"]
+    return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
+
+
+def _check_draw(checker: _Checker, node: fx.Node, found: list[Any]) -> None:
+    """An op draws for its result; its backward for the gradient of that, the first operand."""
+    given, told = drawn(node), _told(checker, node)
+    if given["seed"] is None or not given["p"]:
+        return
+    first = node.all_input_nodes[0]
+    results = {r[0] if isinstance(r, tuple) else r for r in found}
+    if told in results or (told == R and P in results) or checker._is(first, told):
+        return
+    held = " or ".join(map(_say, sorted(results, key=str)))
+    raise fail(node, f"draws for a value that is {_say(told)}; it is {held}")
 
 
 def _bounds(start: Any, end: Any, n: int) -> tuple[int, int]:

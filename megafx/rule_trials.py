@@ -182,7 +182,7 @@ class Trial:
         the result is placed."""
         summed = self._summed(ins, outs)
         key = (ins, summed and any(p.is_shard and p.cut.padded(self.t) for p in ins))
-        if self._last and self._last[0] == key and self.sample.op not in _LOCAL:
+        if self._last and self._last[0] == key and self.sample.op not in _LOCAL and not positions(self.target):
             return self._last[1]
         ranks: list[list[Tensor]] = [[] for _ in range(self.t)]
         placements = dict(zip(self.operands, ins, strict=True))

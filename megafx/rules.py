@@ -263,6 +263,10 @@ def _sizes(
             for f in d.factors:
                 sizes.setdefault(f, n)
                 forbidden.setdefault(f, f"a dim of {n} is not ({' '.join(d.factors)})")
+    for _, d, n in placed:
+        if n == 1:  # one local element of a merged dim, if no other dim says more
+            for f in d.factors:
+                sizes.setdefault(f, 1)
     return sizes
 
 

@@ -51,7 +51,7 @@ VALUES: tuple[_Each, ...] = (
     noops.one_spelling_of_casts,
     noops.one_spelling_of_padding,
     noops.erase_identity,
-    random.write_out_attention_dropout,
+    random.attention_dropout,
     draws.uniform_from_bits,
     draws.normal_from_bits,
     draws.bernoulli_from_bits,

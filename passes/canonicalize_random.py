@@ -1,4 +1,4 @@
-"""Random ops draw from a counter and a seed that is an input of the graph; attention with dropout is written out.
+"""Random ops draw from a counter and a seed that is an input of the graph; attention with dropout is megafx.attention.
 
 Before:  %y = dropout(%x, 0.1, True)
 After:   %y = megafx.dropout(%x, %seed, 0.1, <number of this dropout in the graph>, -1, [], "tp")
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import megafx.kernels.attention
 import megafx.kernels.dropout  # noqa: F401  registers megafx::dropout
 from megafx.errors import CaptureError
 from megafx.ir import VAL, Input, fqn_of, source_of
@@ -21,73 +22,67 @@ from megafx.passes.canonicalize_common import Editor, argument, arguments, is_te
 
 aten = torch.ops.aten
 AXIS = "tp"
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def write_out_attention_dropout(editor: Editor, node: fx.Node) -> bool:
-    """scaled_dot_product_attention with dropout -> matmul, scale, mask, softmax, dropout, matmul: its bits become ours."""
+def attention_dropout(editor: Editor, node: fx.Node) -> bool:
+    """scaled_dot_product_attention with dropout -> megafx.attention, whose bits depend on (seed, op id, element) alone."""
     if node.target is not aten.scaled_dot_product_attention.default or not argument(node, "dropout_p"):
         return False
     emit = editor.at(node)
     q, k, v, mask = arguments(node, "query", "key", "value", "attn_mask")
-    p, causal, scale, grouped = arguments(node, "dropout_p", "is_causal", "scale", "enable_gqa")
-    if grouped:
-        k, v = (_repeat_heads(editor, node, x, q) for x in (k, v))
-    rank, width = q.meta[VAL].dim(), q.meta[VAL].shape[-1]
-    factor = scale if scale is not None else 1.0 / math.sqrt(width)
-    scores = emit(aten.matmul.default, q, emit(aten.transpose.int, k, rank - 2, rank - 1))
-    scores = emit(aten.mul.Tensor, scores, factor)
-    if causal:
-        mask = _causal_mask(editor, node, q, k)
-    visible = mask if mask is not None and mask.meta[VAL].dtype == torch.bool else None
-    if mask is not None and visible is None:
-        scores = emit(aten.add.Tensor, scores, mask)
-    dtype = scores.meta[VAL].dtype
-    wide = torch.float32 if dtype in _LOW_PRECISION else dtype  # as the flash kernels do
-    if visible is not None:
-        # A row that sees nothing gives zeros, as in the fused op: the finite fill keeps its softmax and gradient finite.
-        hidden = emit(aten.logical_not.default, visible)
-        scores = emit(aten.masked_fill.Scalar, scores, hidden, torch.finfo(dtype).min)
-    weights = emit(aten.softmax.int, scores, rank - 1, *([wide] if wide != dtype else []))
-    if weights.meta[VAL].dtype != v.meta[VAL].dtype:
-        weights = emit(aten.to.dtype, weights, v.meta[VAL].dtype)
-    if visible is not None:
-        weights = emit(aten.masked_fill.Scalar, weights, hidden, 0.0)
-    dropped = emit(aten.dropout.default, weights, p, True)
-    return replace(node, emit(aten.matmul.default, dropped, v))
+    p, causal, scale = arguments(node, "dropout_p", "is_causal", "scale")
+    rank = q.meta[VAL].dim()
+    if rank > 4:
+        raise CaptureError(
+            f"attention with dropout on tensors of {rank} dims",
+            fix="reshape query, key and value to [batch, heads, length, width]",
+            module=fqn_of(node),
+            source=source_of(node),
+        )
+    q, k, v = (_with_leading_ones(editor, node, x) for x in (q, k, v))
+    if mask is not None:
+        mask = _with_leading_ones(editor, node, mask)
+    factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])
+    out = emit(torch.ops.megafx.attention.default, q, k, v, mask, None, factor, causal, 0, 0.0, p, -1, -1, [], AXIS)
+    for _ in range(4 - rank):
+        out = emit(aten.select.int, out, 0, 0)
+    return replace(node, out)
 
 
-def _repeat_heads(editor: Editor, node: fx.Node, x: fx.Node, q: fx.Node) -> fx.Node:
-    """[b, n, t, d] -> [b, n*g, t, d]: each key-value head serves g consecutive query heads."""
-    emit = editor.at(node)
-    batch, heads, length, width = x.meta[VAL].shape
-    groups = q.meta[VAL].shape[1] // heads
-    if groups == 1:
-        return x
-    sizes = [editor.arg(n) for n in (batch, heads, groups, length, width)]
-    wide = emit(aten.expand.default, emit(aten.unsqueeze.default, x, 2), sizes)
-    return emit(aten.reshape.default, wide, [editor.arg(n) for n in (batch, heads * groups, length, width)])
-
-
-def _causal_mask(editor: Editor, node: fx.Node, q: fx.Node, k: fx.Node) -> fx.Node:
-    """bool [queries, keys], True where key <= query (counted from the top left, as the fused op does)."""
-    emit = editor.at(node)
-    device = q.meta[VAL].device
-    rows, columns = (emit(aten.arange.default, editor.arg(x.meta[VAL].shape[-2]), device=device) for x in (q, k))
-    return emit(aten.le.Tensor, emit(aten.unsqueeze.default, columns, 0), emit(aten.unsqueeze.default, rows, 1))
+def _with_leading_ones(editor: Editor, node: fx.Node, x: fx.Node) -> fx.Node:
+    """Four dims: what lacks is a batch, or heads, of one."""
+    for _ in range(4 - x.meta[VAL].dim()):
+        x = editor.at(node)(aten.unsqueeze.default, x, 0)
+    return x
 
 
 def number_dropouts(editor: Editor) -> int:
-    """dropout -> megafx.dropout, numbered in graph order; the seed is one more input."""
-    nodes = [n for n in editor.graph.nodes if n.op == "call_function" and n.target is aten.dropout.default]
+    """dropout -> megafx.dropout, numbered in graph order with the attentions that drop; the seed is one more input."""
+    nodes = [n for n in editor.graph.nodes if n.op == "call_function" and _awaits_number(n)]
     if not nodes:
         return 0
     seed = _seed_input(editor)
     for op_id, node in enumerate(nodes):
+        if node.target is torch.ops.megafx.attention.default:
+            _number_attention(node, seed, op_id)
+            continue
         x, p = node.args[0], argument(node, "p")
         new = editor.at(node)(torch.ops.megafx.dropout.default, x, seed, float(p), op_id, -1, [], AXIS)
         replace(node, new)
     return len(nodes)
+
+
+def _awaits_number(node: fx.Node) -> bool:
+    """Dropout as torch has it; attention that drops and was given no seed."""
+    if node.target is torch.ops.megafx.attention.default:
+        return bool(argument(node, "p")) and argument(node, "seed") is None
+    return node.target is aten.dropout.default
+
+
+def _number_attention(node: fx.Node, seed: fx.Node, op_id: int) -> None:
+    places = {a.name: i for i, a in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+    node.update_arg(places["seed"], seed)
+    node.update_arg(places["op_id"], op_id)
 
 
 def _seed_input(editor: Editor) -> fx.Node:

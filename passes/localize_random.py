@@ -1,19 +1,15 @@
-"""Dropout on a shard draws its slice of the one-process mask: the op is told how its dim is cut."""
+"""What draws on a shard draws its slice of the one-process bits: the op is told how its result is cut."""
 
 from __future__ import annotations
 
 from torch import fx
 
-from megafx.passes.localize_common import Family, Localizer
+from megafx.draws import redraw
+from megafx.passes.localize_common import Localizer
 from megafx.plan import OpChoice
 
 
-def localize_dropout(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
-    """dropout(x, seed, p, op_id, -1, [], tp) -> dropout(x, seed, p, op_id, dim, layout, tp)."""
+def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    """dropout(x, seed, p, op_id, -1, [], tp) -> dropout(x, seed, p, op_id, dim, layout, tp); so any op of draws.py."""
     if choice.out.is_shard:
-        node.args = (*node.args[:4], choice.out.dim, local.layout(choice.out), local.axis)
-
-
-FAMILIES: dict[str, Family] = {
-    "megafx.dropout.default": localize_dropout,
-}
+        redraw(node, shard_dim=choice.out.dim, layout=local.layout(choice.out), axis=local.axis)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from megafx.draws import draws
 from megafx.ir import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
 from megafx.passes import localize_lookups, localize_random, localize_reductions, localize_views
 from megafx.passes.localize_common import Family, Localizer, check_shape
@@ -29,7 +30,6 @@ FAMILIES: dict[str, Family] = {
     **localize_views.FAMILIES,
     **localize_reductions.FAMILIES,
     **localize_lookups.FAMILIES,
-    **localize_random.FAMILIES,
 }  # op -> what to do besides running it on local operands
 
 
@@ -69,7 +69,7 @@ def _localize_inputs(local: Localizer) -> None:
 def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out == P:
         _mask_reduced_pads(local, node, choice)
-    family = FAMILIES.get(str(node.target))
+    family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if draws(node) else None)
     if family is not None and (choice.out.is_shard or any(p.is_shard for p in choice.ins)):
         family(local, node, choice)
     if node.users:  # else the family put another node in its place

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafx.capture import capture_call
+from megafx.draws import redraw
 from megafx.dump import text
 from megafx.errors import CaptureError
 from megafx.interpret import run_program
@@ -463,8 +464,8 @@ def test_draws_are_functions_of_the_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_with_dropout_is_written_out(causal: bool) -> None:
-    """With the dropout taken out again it is the fused op: grouped heads, masks, and rows that see nothing."""
+def test_attention_with_dropout_is_our_op(causal: bool) -> None:
+    """With the dropout taken out again it is torch's op: grouped heads, masks, and rows that see nothing."""
 
     def fn(m: Any, x: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
         q = x.unflatten(-1, (4, 2)).transpose(1, 2)
@@ -481,9 +482,12 @@ def test_attention_with_dropout_is_written_out(causal: bool) -> None:
     x = x_of()
     program = capture_call(model, (x, *mask))
     canonicalize(program)
-    (dropout,) = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.dropout.default)
+    (attention,) = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.attention.default)
     assert not program.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
-    dropout.replace_all_uses_with(dropout.args[0])
+    first, again, other = (run_program(program, model, (x, *mask), seed=s) for s in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    redraw(attention, p=0.0)
+    program.gm.recompile()
     model.p = 0.0
     wanted, found = model(x, *mask), run_program(program, model, (x, *mask))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
