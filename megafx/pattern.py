@@ -32,7 +32,8 @@ TENSORS. `tensors` describes each tensor parameter of `match`: `[param ]dtype[di
     ?       the model may have None there (linear without bias): match and make then get None. It is a variant of its own
   Sizes inside `match` come from shapes (`x.shape[0]`, `x.view(b, s, n, d)`); they are compared as expressions, whatever
   the model's sizes, static or dynamic. A size that no shape tells alone is solved for: x: "D[b s n*d]", and in match
-  `x.view(b, s, n, -1)` with n among `scalars` as int. `tensors` and `needs` may be functions of the variant's keywords.
+  `x.view(b, s, n, -1)` with n among `scalars` as int. `tensors` and `needs` may be functions of the variant's keywords;
+  a tensor that a variant does not describe is None in match and make.
 
 SCALARS. `scalars = {"eps": float}`: keyword parameters of `match` that are numbers in the user's graph (float or int),
   captured: write them where the op takes them (`x.pow(2).mean(-1) + eps`), without arithmetic on them; make gets the number
@@ -52,8 +53,8 @@ What is found: ops as canonicalize spells them; operands of commutative ops in e
 Larger patterns come first, then the order of names; `priority` (default 0) comes before size. An interior value may have no
 other user, and the result must have the shape and dtype of what it replaces. What nearly matched is a note of the report, with
 the reason. Values that depend on no parameter and no floating input (masks, position tables) may be used elsewhere too: they
-are computed once for all layers. Unlike spellings (x*x for x.pow(2)) are variants of the pattern. Two variants whose traces come out equal (a cast
-that is none in fp32) count once, as the first.
+are computed once for all layers. Unlike spellings (x*x for x.pow(2)) are variants of the pattern. Two variants whose traces
+come out equal (a cast that is none in fp32) count once, as the first.
 
 make may use: all names of `match`'s parameters, `drop`, `drops`, and the letters of `tensors` (sizes of this match). It sees
 fake tensors; what it computes with numbers (1/scale) is baked into the match at hand. It must not draw, or write in place.

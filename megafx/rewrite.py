@@ -26,6 +26,7 @@ from megafx.rewrite_replace import Replacer, Respell
 from megafx.rewrite_trace import Canonicalize, Trace, trace_of
 
 NEAR = 0.6  # share of a pattern's nodes that must be found for MEGAFX_DEBUG=3 to print why the rest was not
+_CASTS = {torch.ops.aten.to.dtype}
 SWEEPS = 3  # after the first: fused ops become part of larger ones, and those of larger ones
 FIRST_LEAD = 2  # leading dims of the first trace: batch and sequence
 
@@ -109,7 +110,8 @@ class _Run:
 
     def _traces(self, patterns: list[type[Pattern]]) -> list[Trace]:
         """Largest first; equal ones once."""
-        have = {_short(target) for target, nodes in self.nodes.items() if nodes}
+        have_targets = {target for target, nodes in self.nodes.items() if nodes}
+        have = {_short(target) for target in have_targets}
         dtypes = self._dtypes()
         found: dict[Any, Trace] = {}
         for pattern in patterns:
@@ -120,28 +122,29 @@ class _Run:
                 specs = [s for n, s in specs_of(pattern, chosen).items() if n not in variant.absent]
                 free = sorted({s.dtype for s in specs if s.free_dtype})
                 for choice in itertools.product(dtypes, repeat=len(free)):
-                    for trace in self._leads(pattern, variant, dict(zip(free, choice, strict=True)), specs):
-                        found.setdefault((pattern, trace.key()), trace)
+                    first = trace_of(
+                        pattern, variant, dict(zip(free, choice, strict=True)), FIRST_LEAD, self.canonicalize
+                    )
+                    if first is not None and not have_targets.issuperset(first.targets.keys() - _CASTS):
+                        break  # as it is with other dtypes
+                    if first is not None:
+                        for trace in self._leads(first):
+                            found.setdefault((pattern, trace.key()), trace)
         traces = list(found.values())
         return sorted(traces, key=lambda t: (-t.pattern.priority, -t.size, t.pattern.name))
 
-    def _leads(self, pattern: Any, variant: Any, dtypes: Any, specs: Any) -> Iterator[Trace]:
-        """The trace for each number of leading dims that the graph's values leave possible."""
-        first = trace_of(pattern, variant, dtypes, FIRST_LEAD, self.canonicalize)
-        if first is None:
-            return
+    def _leads(self, first: Trace) -> Iterator[Trace]:
+        """The trace for each number of leading dims that a root in the graph leaves possible."""
         root = first.roots[0]
-        rank, dtype = root.meta[VAL].dim(), root.meta[VAL].dtype
-        values = [n.meta[VAL] for n in self.nodes.get(root.target, ()) if isinstance(n.meta[VAL], torch.Tensor)]
-        ranks = {v.dim() for v in values if v.dtype == dtype}
-        if not any(s.dots for s in specs):
-            if rank in ranks:
+        wanted = _targets(root)
+        values = (n.meta[VAL] for n in self.nodes.get(root.target, ()) if not wanted - _targets(n))
+        ranks = {v.dim() for v in values if isinstance(v, torch.Tensor) and v.dtype == root.meta[VAL].dtype}
+        for rank in sorted(ranks):
+            lead = first.lead + rank - root.meta[VAL].dim()
+            if lead == first.lead:
                 yield first
-            return
-        for r in sorted(ranks):
-            lead = FIRST_LEAD + r - rank
-            if lead >= 0:
-                trace = first if r == rank else trace_of(pattern, variant, dtypes, lead, self.canonicalize)
+            elif lead >= 0 and any(s.dots for s in first.specs.values()):
+                trace = trace_of(first.pattern, first.variant, first.dtypes, lead, self.canonicalize)
                 if trace is not None:
                     yield trace
 
@@ -189,6 +192,11 @@ class _Run:
         rank = trace.size + refusal.matched if refusal.whole else refusal.matched
         if before is None or rank > before[1]:
             self.refusals[key] = (refusal, rank)
+
+
+def _targets(node: fx.Node) -> Counter[Any]:
+    """Ops of a node's operands."""
+    return Counter(n.target for n in node.all_input_nodes if n.op == "call_function")
 
 
 def _short(target: Any) -> str:

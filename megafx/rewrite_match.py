@@ -11,7 +11,7 @@ from torch import fx
 from megafx import draws
 from megafx.dump import dtype_text, op_name
 from megafx.ir import VAL, Program, active_nodes, fqn_of, source_of
-from megafx.pattern import DimSpec, Drop, Pattern
+from megafx.pattern import DimSpec, Drop, Pattern, parameters
 from megafx.rewrite_trace import DTYPE_OF, Number, Size, Trace, arguments_of
 
 
@@ -74,6 +74,8 @@ class Match:
             return self.drops[0] if self.drops else Drop()
         if name == "drops":
             return self.drops
+        if name in parameters(self.pattern.match):
+            return None  # a tensor of other variants
         raise KeyError(name)
 
     def node(self, name: str) -> fx.Node:

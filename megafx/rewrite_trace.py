@@ -191,11 +191,11 @@ class _Tracing:
         extra = {n: v for n, v in self.chosen.items() if n in takes}
 
         def call(*tensors: torch.Tensor) -> Any:
-            given: dict[str, Any] = dict.fromkeys(self.specs)
-            given |= dict(zip(names, tensors, strict=False))
+            given: dict[str, Any] = dict.fromkeys(takes)
+            given |= dict(zip(names, tensors, strict=False)) | numbers | extra
             if "drop" in takes:
-                extra["drop"] = Drop(tensors[len(names)], 0.5, 0)
-            return self.pattern.match(**given, **numbers, **extra)
+                given["drop"] = Drop(tensors[len(names)], 0.5, 0)
+            return self.pattern.match(**given)
 
         arguments = list(values.values())
         if "drop" in takes:
