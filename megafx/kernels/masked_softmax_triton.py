@@ -25,19 +25,6 @@ NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
 
 
 @triton.jit
-def _visible(
-    mask, mask_at, key_stride, first, end, floor, T,
-    MASK: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """[first, end) by position -> the range that the row of the mask leaves; (T, 0) where it leaves nothing. [R, 1]"""
-    key = tl.arange(0, B)[None, :]
-    inside = (key >= first) & (key < end)
-    m = tl.load(mask + mask_at + key * key_stride, mask=inside, other=0)
-    seen = inside & (m == 0) if MASK == 1 else inside & (m.to(tl.float32) > floor)
-    return tl.min(tl.where(seen, key, T), 1)[:, None], tl.max(tl.where(seen, key + 1, 0), 1)[:, None]
-
-
-@triton.jit
 def _group(low, high, EIGHTS: tl.constexpr):
     if EIGHTS:
         return low // 8 * 8, (high + 7) // 8 * 8
@@ -46,16 +33,30 @@ def _group(low, high, EIGHTS: tl.constexpr):
 
 
 @triton.jit
+def _visible(
+    mask, mask_at, first, end, floor, T,
+    MASK: tl.constexpr, EIGHTS: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """[first, end) by position -> the range that the row of the mask leaves; (T, 0) where it leaves nothing. [R, 1]"""
+    key = tl.arange(0, B)[None, :]
+    inside = (key >= first) & (key < end)
+    from_key, to_key = _group(first, end, EIGHTS)
+    m = tl.load(mask + mask_at + key * KEYS, mask=(key >= from_key) & (key < to_key), other=0)
+    seen = inside & (m == 0) if MASK == 1 else inside & (m.to(tl.float32) > floor)
+    return tl.min(tl.where(seen, key, T), 1)[:, None], tl.max(tl.where(seen, key + 1, 0), 1)[:, None]
+
+
+@triton.jit
 def _masked(
-    scores, at, key, near, mask, mask_at, key_stride, first, end, floor, scale, fill, T, MASK: tl.constexpr
+    scores, at, key, near, mask, mask_at, first, end, floor, scale, fill, T, MASK: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
     """z of keys [R, B], -inf beyond T; and where scores count (are not filled). near: keys to read, the others are hidden."""
     z = tl.load(scores + at + key, mask=near, other=0.0).to(tl.float32) * scale
     seen = (key >= first) & (key < end)
     if MASK == 1:
-        seen &= tl.load(mask + mask_at + key * key_stride, mask=near & (key < T), other=1) == 0
+        seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
     if MASK == 2:
-        m = tl.load(mask + mask_at + key * key_stride, mask=seen, other=0.0).to(tl.float32)
+        m = tl.load(mask + mask_at + key * KEYS, mask=key < T, other=0.0).to(tl.float32)
         z = tl.where(m <= floor, m, z + m)
     return tl.where(key < T, tl.where(seen, z, fill), -float("inf")), seen
 
@@ -75,9 +76,9 @@ def _keep(global_at, seed, op_id, threshold, R: tl.constexpr, B: tl.constexpr, A
 
 @triton.jit
 def _forward_rows(
-    scores, y, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low, high, floor,
+    scores, y, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
-    MASK: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
+    MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
     R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Keys [0, B); those in [B, FULL) have probability 0."""
@@ -85,7 +86,7 @@ def _forward_rows(
     from_key, to_key = _group(low, high, EIGHTS)
     near = valid & (key >= from_key) & (key < to_key)
     z, _ = _masked(
-        scores, at, key, near, mask, mask_at, key_stride, first, end, floor, scale, fill, T, MASK
+        scores, at, key, near, mask, mask_at, first, end, floor, scale, fill, T, MASK, KEYS
     )  # fmt: skip
     top = tl.max(z, 1)[:, None]
     e = tl.exp(z - top)
@@ -104,9 +105,9 @@ def _forward_rows(
 
 @triton.jit
 def _backward_rows(
-    grad, saved, dx, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low, high, floor,
+    grad, saved, dx, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
-    MASK: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr, HARD: tl.constexpr,
+    MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr, HARD: tl.constexpr,
     R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     key = tl.arange(0, B)[None, :]
@@ -116,7 +117,7 @@ def _backward_rows(
     g = tl.load(grad + at + key, mask=read, other=0.0).to(tl.float32)
     if DROP:
         z, seen = _masked(
-            saved, at, key, near, mask, mask_at, key_stride, first, end, floor, scale, fill, T, MASK
+            saved, at, key, near, mask, mask_at, first, end, floor, scale, fill, T, MASK, KEYS
         )  # fmt: skip
         top = tl.load(stats + row * 2, mask=valid, other=0.0)
         total = tl.load(stats + row * 2 + 1, mask=valid, other=1.0)
@@ -126,7 +127,7 @@ def _backward_rows(
         p = tl.load(saved + at + key, mask=read, other=0.0).to(tl.float32)
         seen = (key >= first) & (key < end)
         if MASK == 1:
-            seen &= tl.load(mask + mask_at + key * key_stride, mask=near & (key < T), other=1) == 0
+            seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
     dz = p * (g - tl.sum(p * g, 1)[:, None]) * scale
     dz = tl.where(seen, dz, 0.0)
     tl.store(dx + at + key, dz.to(dx.dtype.element_ty), mask=valid & (key < T))
@@ -155,7 +156,6 @@ def _softmax(
     mask_batch,
     mask_head,
     mask_query,
-    key_stride,
     window,
     floor,
     scale,
@@ -167,6 +167,7 @@ def _softmax(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     MASK: tl.constexpr,
+    KEYS: tl.constexpr,  # stride of the mask's keys
     DROP: tl.constexpr,
     ALIGNED: tl.constexpr,
     EIGHTS: tl.constexpr,
@@ -197,7 +198,7 @@ def _softmax(
     if MASK:
         batch = lead // heads
         mask_at = batch * mask_batch + (lead - batch * heads) * mask_head + query * mask_query
-        low, high = _visible(mask, mask_at, key_stride, first, end, floor, T, MASK, FULL)
+        low, high = _visible(mask, mask_at, first, end, floor, T, MASK, EIGHTS, KEYS, FULL)
         if MASK == 2:  # a row that hides everything has the softmax of its mask, and its gradient
             none = high == 0
             low = tl.where(none, first, low)
@@ -207,46 +208,46 @@ def _softmax(
         some = reach > 0
         if some & (reach <= FULL // 4):
             _rows(
-                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
-                BACK, MASK, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 4, FULL,
+                BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 4, FULL,
             )  # fmt: skip
         elif some & (reach <= FULL // 2):
             _rows(
-                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
-                BACK, MASK, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 2, FULL,
+                BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 2, FULL,
             )  # fmt: skip
         else:
             _rows(
-                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
-                BACK, MASK, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
+                BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
             )  # fmt: skip
     else:
         _rows(
-            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
+            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
             high, floor, scale, fill, factor, threshold, op_id, T,
-            BACK, MASK, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
+            BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
         )  # fmt: skip
 
 
 @triton.jit
 def _rows(
-    grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low, high, floor,
+    grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
-    BACK: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
-    HARD: tl.constexpr, R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
+    BACK: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+    EIGHTS: tl.constexpr, HARD: tl.constexpr, R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     if BACK:
         _backward_rows(
-            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low,
-            high, floor, scale, fill, factor, threshold, op_id, T, MASK, DROP, ALIGNED, EIGHTS, HARD, R, B, FULL,
+            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
+            high, floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, B, FULL,
         )  # fmt: skip
     else:
         _forward_rows(
-            source, out, stats, mask, seed, row, valid, at, global_at, mask_at, key_stride, first, end, low, high,
-            floor, scale, fill, factor, threshold, op_id, T, MASK, DROP, ALIGNED, EIGHTS, R, B, FULL,
+            source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low, high,
+            floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, R, B, FULL,
         )  # fmt: skip
 
 
@@ -267,6 +268,8 @@ def _mask_rows(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, int, tuple[
     shape = (1, 1, *scores.shape)[-4:] if scores.dim() <= 4 else (-1, *scores.shape[-3:])
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
+    if mask.stride(-1) not in (0, 1) and mask.shape[-1] != 1:
+        mask = mask.contiguous()
     strides = [0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True)]
     return mask, shape[1], (strides[0], strides[1], strides[2], strides[3])
 
@@ -317,7 +320,7 @@ def _launch(
             s,
             t,
             heads,
-            *strides,
+            *strides[:3],
             window,
             mask_floor(source.dtype),
             scale,
@@ -329,6 +332,7 @@ def _launch(
             CAUSAL=causal,
             WINDOW=window > 0,
             MASK=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE,
+            KEYS=strides[3],
             DROP=drop,
             ALIGNED=aligned,
             EIGHTS=eights,
