@@ -108,15 +108,8 @@ def small(name, task="CausalLM", **options):
         return getattr(transformers, f"{name}For{task}")(config)
 
 
-GATED_T5 = {
-    "num_layers": 1,
-    "num_hidden_layers": 1,
-    "d_model": 24,
-    "num_heads": 2,
-    "d_kv": 12,
-    "d_ff": 50,
-    "feed_forward_proj": "gated-gelu",
-}
+ONE_LAYER = {"num_layers": 1, "num_hidden_layers": 1, "d_model": 24, "num_heads": 2, "d_kv": 12, "d_ff": 50}
+GATED_T5 = {**ONE_LAYER, "feed_forward_proj": "gated-gelu"}
 
 
 @pytest.mark.parametrize(
