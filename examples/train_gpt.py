@@ -97,8 +97,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def check_against_eager(args, config, batch, device, console) -> None:  # type: ignore[no-untyped-def]
     """One step without dropout: the loss and every gradient are those of the plain model."""
     eager = new_model(args, device, dropout=0.0)
-    parallel = megafx.parallelize(copy.deepcopy(eager), config, example_inputs=batch)
     with autocast(args, device):
+        parallel = megafx.parallelize(copy.deepcopy(eager), config, example_inputs=batch)
         _, expected = eager(*batch)
         _, loss = parallel(*batch)
     expected.backward()
@@ -179,7 +179,8 @@ def main() -> None:
 
     check_against_eager(args, config, first, device, console)
 
-    model = megafx.parallelize(new_model(args, device, args.dropout), config, example_inputs=first)
+    with autocast(args, device):  # as the steps will be: it is planned, and compiled, for them
+        model = megafx.parallelize(new_model(args, device, args.dropout), config, example_inputs=first)
     report = megafx.explain(model)
     sent_per_step = sum(count_and_bytes[1] for count_and_bytes in report.collectives().values())
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)

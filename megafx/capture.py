@@ -27,6 +27,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from megafx.autocast import ambient_autocast, no_autocast
 from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name, violated
 from megafx.capture_dims import NamedDims, max_length, name_dims, suggested_fixes
 from megafx.capture_errors import translate, unsupported_leaf
@@ -98,7 +99,7 @@ class _Call(nn.Module):
         self.loss_fn = loss_fn
         self.training = model.training
         self.call = forward if forward is not None else type(model).__call__
-        self.autocast = _ambient_autocast()
+        self.autocast = ambient_autocast()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any]) -> Any:
         with contextlib.ExitStack() as stack:
@@ -472,28 +473,12 @@ def _register_outputs(output: Any) -> None:
         pytree.register_dataclass(kind)
 
 
-def _ambient_autocast() -> list[dict[str, Any]]:
-    """The autocast contexts that the caller is in."""
-    found = []
-    for device_type in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device_type):
-            found.append(
-                {
-                    "device_type": device_type,
-                    "dtype": torch.get_autocast_dtype(device_type),
-                    "cache_enabled": torch.is_autocast_cache_enabled(),
-                }
-            )
-    return found
-
-
 @contextlib.contextmanager
 def _without_ambient_modes() -> Iterator[None]:
     """`_Call` enters the caller's autocast inside of the graph, where export records it; outside it is off. Fakes made in
     inference mode could not be traced: within, it is no_grad."""
     with contextlib.ExitStack() as stack:
-        for context in _ambient_autocast():
-            stack.enter_context(torch.autocast(context["device_type"], enabled=False))
+        stack.enter_context(no_autocast())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())

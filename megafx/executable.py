@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.autocast import no_autocast
 from megafx.errors import UsageError
 from megafx.ir import VAL, Program
 from megafx.passes.partition import Partition, partition
@@ -109,12 +110,7 @@ class Executable:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
-            stack.enter_context(self.context())
+        with torch.no_grad(), no_autocast(), self.context():
             yield
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megafx.autocast import ambient_autocast
 from megafx.call_spec import CallSpec, call_tree, leaf_name
 
 
@@ -143,12 +144,8 @@ class KeyMaker:
 
 
 def autocast_state() -> Hashable:
-    """(device type, dtype, cache) of each autocast that is on."""
-    return tuple(
-        (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    )
+    """The autocast contexts that are on."""
+    return tuple([tuple(context.values()) for context in ambient_autocast()])
 
 
 def module_state(modules: Sequence[nn.Module]) -> Hashable:

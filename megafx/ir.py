@@ -207,6 +207,22 @@ def recompute_val(program: Program, node: fx.Node) -> None:
         node.meta[VAL] = node.target(*fake_args(node.args), **fake_args(node.kwargs))  # type: ignore[operator]
 
 
+def number_nodes(graph: fx.Graph) -> None:
+    """Name each op after its target and its place: `linear`, `linear_1`, ... Graphs that are alike then have equal names.
+
+    fx names say in which order passes made nodes, which differs between a graph and its copy.
+    """
+    names = fx.graph._Namespace()
+    inputs = list(graph.find_nodes(op="placeholder"))
+    for node in [*inputs, *(n for n in graph.nodes if n.op != "placeholder")]:
+        target = node.target
+        name = node.name
+        if node.op == "call_function":
+            name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else target.__name__
+        node.name = names.create_name(name, node)
+    graph._graph_namespace = names
+
+
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """Operands that are tensors, in argument order, each once."""
     return [n for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]

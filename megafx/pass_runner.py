@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megafx import dump
+from megafx.autocast import no_autocast
 from megafx.check_numbers import NumberCheck
 from megafx.config import Config
 from megafx.debug import Debug, current, is_reporting_rank, say
@@ -164,7 +165,8 @@ def run_passes(
 def _run(step: Pass, index: int, program: Program) -> PassRecord:
     nodes, phase = len(program.graph.nodes), program.phase
     start = time.perf_counter()
-    changes = step.run(program)
+    with no_autocast():
+        changes = step.run(program)
     duration_ms = 1e3 * (time.perf_counter() - start)
     expected = phase if step.ensures is None else step.ensures
     if program.phase != expected:

@@ -19,7 +19,7 @@ from megafx.alternatives import alternatives
 from megafx.candidates import find_candidates
 from megafx.debug import current, say
 from megafx.errors import PlanError
-from megafx.ir import Phase, Program, active_nodes, fqn_of, source_of
+from megafx.ir import Phase, Program, active_nodes, fqn_of, number_nodes, source_of
 from megafx.op_rules import OpRule, Strategy, rule_for, strategies
 from megafx.overrides import Overrides
 from megafx.placements import I, P
@@ -35,6 +35,7 @@ REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
 def plan_sharding(program: Program, planning: Planning) -> int:
     """Fill `planning`; returns the number of ops and parameters placed. Raises PlanError where nothing is allowed."""
     start = time.perf_counter()
+    number_nodes(program.graph)
     active, order = ask(program, planning)
     if planning.given is not None:
         planning.plan = planning.given.bind(program.sizes)

@@ -21,6 +21,7 @@ LAYERS = [
         "draws",
         "aten_rules",
         "aliasing",
+        "autocast",
         "kernels.philox",
         "kernels.philox_triton",
     },
@@ -46,6 +47,7 @@ LAYERS = [
     | {"candidates", "overrides", "planning", "policy", "rule_samples"}
     | {"params", "outputs", "agreement", "inference"},
     {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report", "state"},
+    {"alternatives"},
     {"passes.*", "pass_runner", "check_rules", "check_types", "parallel_class"},
     {"executable", "testing", "bound_graph"},
     {"runtime", "testing_patterns"},
