@@ -20,7 +20,7 @@
             act = "gelu_tanh" if approximate == "tanh" else "gelu"
             return torch.ops.megafx.bias_act(F.linear(x, weight), bias, act)
 
-        def where(m):                                # optional: None, or why this match is refused (a near miss)
+        def where(m):                                # optional: None, or why this match is refused (a near miss; '': silently)
             if m["x"].dtype == torch.float64:
                 return "fp64 stays as it is"
 

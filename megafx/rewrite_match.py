@@ -312,7 +312,7 @@ class _Attempt:
             if node in inside and node not in self.matcher.cheap:
                 return self._refuse(node, f"{_op(node)} is inside of it and its operand '{name}'")
         reason = self.match.pattern.where(self.match) if self.match.pattern.where is not None else None
-        return reason is None or self._refuse(self.root, reason)
+        return reason is None or (reason != "" and self._refuse(self.root, reason))
 
     def _refuse(self, node: fx.Node, reason: str) -> bool:
         if self.refused is None:

@@ -41,7 +41,7 @@ class Rms(Pattern):
         return weight * (x * torch.rsqrt(square.mean(-1, keepdim=True) + eps))
 
     def make(x, weight, *, eps):
-        return toy.rms(x, weight, eps)
+        return toy.rms_norm(x, weight, eps)
 
 
 class DropAdd(Pattern):
@@ -82,7 +82,7 @@ class AddNorm(Pattern):
 
     def match(x, residual, weight, *, eps):
         total = x + residual
-        return total, toy.rms(total, weight, eps)
+        return total, toy.rms_norm(total, weight, eps)
 
     def make(x, residual, weight, *, eps):
         return toy.add_norm(x, residual, weight, eps)
@@ -157,9 +157,9 @@ def test_operands_commute(order):
     expect(
         fused.program,
         """\
-        %0 = x                       # f32[b s 4]
-        %1 = w                       # f32[4] param
-        %2 = toy.rms(%0, %1, 1e-06)  # f32[b s 4]
+        %0 = x                            # f32[b s 4]
+        %1 = w                            # f32[4] param
+        %2 = toy.rms_norm(%0, %1, 1e-06)  # f32[b s 4]
         return %2""",
     )
     assert_same(fused.before, fused.program)
@@ -168,7 +168,7 @@ def test_operands_commute(order):
 @pytest.mark.parametrize("eps", [1e-5, 0.25, 1])
 def test_numbers_are_captured(eps):
     fused = fuse_with(Rms, lambda x, w: w * (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)), **ROWS)
-    assert fused.program.graph.find_nodes(op="call_function", target=toy.rms.default)[0].args[2] == eps
+    assert fused.program.graph.find_nodes(op="call_function", target=toy.rms_norm.default)[0].args[2] == eps
 
 
 def test_dims_count_from_either_end():
@@ -361,10 +361,10 @@ def test_what_a_pattern_makes_is_part_of_another():
         scalars = {"eps": float}
 
         def match(x, weight, *, eps):
-            return toy.rms(toy.rms(x, weight, eps), weight, eps)
+            return toy.rms_norm(toy.rms_norm(x, weight, eps), weight, eps)
 
         def make(x, weight, *, eps):
-            return toy.rms(x, weight, eps + 1)
+            return toy.rms_norm(x, weight, eps + 1)
 
     fused = fuse_with([Twice, Rms], lambda x, w: norm((1, 1))(norm((1, 1))(x, w), w), **ROWS)
     assert fused.counts == {"rms": 2, "a_twice": 1}
@@ -453,3 +453,14 @@ def test_a_wrong_make_is_an_error(make, message):
     Wrong.make = staticmethod(make)
     with pytest.raises(PatternError, match=message):
         fuse_with(Wrong, lambda x: torch.relu(x), x="f32[b h=4]")
+
+
+def test_where_may_refuse_without_a_word():
+    class Silent(DropAdd):
+        name = "silent"
+
+        def where(m):
+            return ""
+
+    fused = fuse_with(Silent, lambda x, r: r + x, x="f32[b h=4]", r="f32[b h=4]")
+    assert (fused.counts, fused.near_misses) == ({}, [])

@@ -46,7 +46,7 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def half_turn(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return torch.cat((-second, first), -1)
 
 
@@ -56,11 +56,11 @@ def _turn_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 _DRAW = "Tensor? seed, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
 _op("act(Tensor x, Tensor? bias) -> Tensor", lambda x, b: F.gelu(x if b is None else x + b), "nl: ... h, h -> ... h")
-_op("rms(Tensor x, Tensor weight, float eps) -> Tensor", _rms, "nl[1]: ... h!, h! -> ... h!")
+_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms, "nl[1]: ... h!, h! -> ... h!")
 _op(
     f"drop_add(Tensor x, Tensor? bias, Tensor residual, {_DRAW}) -> Tensor",
     _drop_add,
-    "nl: ... h, h, ... h, ~ -> ... h",
+    "lin: +... h, +h, +... h, ~ -> ... h",
 )
 _op(
     "add_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
