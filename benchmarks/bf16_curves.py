@@ -96,7 +96,8 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
     data = train_gpt.standard_library()
-    for args.seed in args.seeds:
+    for seed in args.seeds:
+        args.seed = seed
         curves = {"two ranks": curve("two ranks", args, data, device)}
         for kind in (("one", "perturbed"), ("halves",))[rank]:  # these need one process each
             curves[kind] = curve(kind, args, data, device)
@@ -108,7 +109,7 @@ def main() -> None:
             worst = max(abs(a - b) / b for a, b in zip(losses, one, strict=True))
             if rank == 0:
                 print(
-                    f"seed {args.seed}: {kind:10s} mean difference {mean:+.3f}, largest relative {worst:.1e}",
+                    f"seed {seed}: {kind:10s} mean difference {mean:+.3f}, largest relative {worst:.1e}",
                     flush=True,
                 )
     dist.destroy_process_group()
