@@ -1,8 +1,8 @@
 """Every debug flag, in one table. Environment variables set them; `with megafx.debug(level=2):` overrides them.
 
 MEGAFX_DEBUG=1       one line a pass: index, name, changes, nodes +/-, ms
-            =2       plus a diff of the graph after each pass that changed it, and match counts of rewrites
-            =3       plus near misses of rewrites, and the planner's alternatives with costs
+            =2       plus a diff of the graph after each pass that changed it, and match counts of patterns
+            =3       plus near misses of patterns, and the planner's alternatives with costs
             =4       plus the whole graph after each pass
 MEGAFX_DUMP=dir      00_capture.txt, 01_<pass>.txt, ... (rank 0 only; further graphs in dir/graph1, dir/graph2, ...)
 MEGAFX_CHECK=1       check each pass's result against the contract of its phase
