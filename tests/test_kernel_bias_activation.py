@@ -135,9 +135,9 @@ def test_inductor_sees_the_kernels_and_export_does_not(monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch._subclasses.functional_tensor import dispatch_functionalize
 
-    import megafx.kernels.bias_activation_triton as launcher
+    import megafx.kernels.tiles_triton as tiles
 
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     with FakeTensorMode(), torch.no_grad():
         x, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((64, 4096), (4096,)))
 

@@ -120,9 +120,9 @@ def test_packed_gradients_are_one_output_to_inductor(monkeypatch):
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch._subclasses.functional_tensor import dispatch_functionalize
 
-    import megafx.kernels.glu_triton as launcher
+    import megafx.kernels.tiles_triton as tiles
 
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     with FakeTensorMode(), torch.no_grad():
         x, g, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((64, 256), (64, 128), (256,)))
 

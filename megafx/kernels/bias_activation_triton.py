@@ -1,7 +1,7 @@
 """megafx::bias_act on CUDA; bias_activation.py has formulas and ops.
 
-Forward and the gradient without bias: one tile a program, no loop. Gradient with bias: strided tiles by four programs a
-multiprocessor, loads pipelined over three stages, column sums in registers (tiles_triton.py).
+Forward and the gradient without bias: one tile a program, no loop. Gradient with bias: strided tiles by a few programs a
+multiprocessor, loads pipelined, column sums in registers (tiles_triton.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from .activations_triton import activate, activate_both
 from .bias_activation import check_bias_act
 from .op import launch, new_like
 from .tiles_triton import (
-    PARTIAL_PROGRAMS,
+    STAGES,
     as_rows,
     cdiv,
     fast_math,
-    multiprocessors,
+    partials_of,
     sum_partials,
+    sum_tile_of,
     tile_at,
     tile_flags,
     tile_of,
@@ -96,7 +97,7 @@ def _backward_bias(
     column = tl.program_id(0) * C + tl.arange(0, C)
     within = column < columns
     b = tl.load(bias + column, mask=within, other=0.0).to(tl.float32)[None, :]
-    total = tl.zeros([R, C], tl.float32)  # summed over R once: sums across warps in the loop cost half the speed
+    total = tl.zeros([R, C], tl.float32)  # over R once: sums across warps in the loop cost half the speed
     for tile in tl.range(tl.program_id(1), tl.cdiv(rows, R), tl.num_programs(1), num_stages=STAGES):
         row = (tile * R + tl.arange(0, R)).to(tl.int64)[:, None]
         inside = (row < rows) & within[None, :]
@@ -117,10 +118,10 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
         rows, columns = 1, rows * columns  # one long row: any shape is full tiles
     if not rows or not columns:
         return y
-    r, c = tile_of(rows, columns)
+    tile = tile_of(rows, columns)
     launch(
         _forward,
-        (cdiv(columns, c) * cdiv(rows, r),),
+        (cdiv(columns, tile.columns) * cdiv(rows, tile.rows),),
         x,
         source,
         source if bias is None else bias.contiguous(),
@@ -132,10 +133,10 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
         ACT=act,
         FAST=fast_math(),
         PRECISE=x.dtype == torch.float32,
-        R=r,
-        C=c,
-        num_warps=4,
-        **tile_flags(columns, c),
+        R=tile.rows,
+        C=tile.columns,
+        num_warps=tile.warps,
+        **tile_flags(columns, tile.columns),
     )
     return y
 
@@ -148,10 +149,10 @@ def act_backward(grad: Tensor, x: Tensor, act: str) -> Tensor:
         rows, columns = 1, rows * columns
     if not rows or not columns:
         return dx
-    r, c = tile_of(rows, columns)
+    tile = tile_of(rows, columns)
     launch(
         _backward,
-        (cdiv(columns, c) * cdiv(rows, r),),
+        (cdiv(columns, tile.columns) * cdiv(rows, tile.rows),),
         x,
         g,
         source,
@@ -163,10 +164,10 @@ def act_backward(grad: Tensor, x: Tensor, act: str) -> Tensor:
         ACT=act,
         FAST=fast_math(),
         PRECISE=x.dtype == torch.float32,
-        R=r,
-        C=c,
-        num_warps=4,
-        **tile_flags(columns, c),
+        R=tile.rows,
+        C=tile.columns,
+        num_warps=tile.warps,
+        **tile_flags(columns, tile.columns),
     )
     return dx
 
@@ -177,13 +178,11 @@ def bias_act_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[
     source, _, _, stride = as_rows(x)
     if not rows or not columns:
         return dx, torch.zeros_like(bias)
-    r, c = tile_of(rows, columns)
-    blocks = cdiv(columns, c)
-    programs = min(max(1, PARTIAL_PROGRAMS * multiprocessors(x.device) // blocks), cdiv(rows, r))
-    partials = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
+    tile = sum_tile_of(columns)
+    blocks, partials = partials_of(tile, rows, columns, x)
     launch(
         _backward_bias,
-        (blocks, programs),
+        (blocks, partials.shape[0]),
         x,
         g,
         source,
@@ -197,9 +196,9 @@ def bias_act_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[
         ACT=act,
         FAST=fast_math(),
         PRECISE=x.dtype == torch.float32,
-        R=r,
-        C=c,
-        STAGES=3,
-        num_warps=4,
+        R=tile.rows,
+        C=tile.columns,
+        STAGES=STAGES,
+        num_warps=tile.warps,
     )
     return dx, sum_partials(partials, bias.dtype)

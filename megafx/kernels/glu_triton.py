@@ -6,6 +6,8 @@ a tensor that is only read: one tensor given as two outputs would be two tensors
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,13 +17,14 @@ from .activations_triton import activate, activate_both
 from .glu import check_glu, check_glu_packed
 from .op import launch, new_like
 from .tiles_triton import (
-    PARTIAL_PROGRAMS,
+    STAGES,
     Rows,
     as_rows,
     cdiv,
     fast_math,
-    multiprocessors,
+    partials_of,
     sum_partials,
+    sum_tile_of,
     tile_at,
     tile_flags,
     tile_of,
@@ -133,10 +136,10 @@ def _run_forward(y: Tensor, gate: Rows, up: Rows | None, bias: Tensor | None, ac
         rows, columns = 1, rows * columns  # one long row: any shape is full tiles
     if not rows or not columns:
         return y
-    r, c = tile_of(rows, columns)
+    tile = tile_of(rows, columns)
     launch(
         _forward,
-        (cdiv(columns, c) * cdiv(rows, r),),
+        (cdiv(columns, tile.columns) * cdiv(rows, tile.rows),),
         y,
         gate.data,
         gate.data if up is None else up.data,
@@ -151,10 +154,10 @@ def _run_forward(y: Tensor, gate: Rows, up: Rows | None, bias: Tensor | None, ac
         ACT=act,
         FAST=fast_math(),
         PRECISE=y.dtype == torch.float32,
-        R=r,
-        C=c,
-        num_warps=4,
-        **tile_flags(columns, c),
+        R=tile.rows,
+        C=tile.columns,
+        num_warps=tile.warps,
+        **tile_flags(columns, tile.columns),
     )
     return y
 
@@ -168,13 +171,12 @@ def _run_backward(
         rows, columns = 1, rows * columns
     if not rows or not columns:
         return None if bias is None else torch.zeros_like(bias)
-    r, c = tile_of(rows, columns)
-    grid, partials = (cdiv(columns, c) * cdiv(rows, r), 1), g
+    tile, partials = tile_of(rows, columns), g
+    grid: tuple[Any, ...] = (cdiv(columns, tile.columns) * cdiv(rows, tile.rows), 1)
     if bias is not None:
-        blocks = cdiv(columns, c)
-        programs = min(max(1, PARTIAL_PROGRAMS * multiprocessors(grad.device) // blocks), cdiv(rows, r))
-        grid = (blocks, programs)
-        partials = torch.empty(programs, 2 * columns, dtype=torch.float32, device=grad.device)
+        tile = sum_tile_of(columns)
+        blocks, partials = partials_of(tile, rows, columns, grad, 2)
+        grid = (blocks, partials.shape[0])
     launch(
         _backward,
         grid,
@@ -196,11 +198,11 @@ def _run_backward(
         ACT=act,
         FAST=fast_math(),
         PRECISE=dgate.dtype == torch.float32,
-        R=r,
-        C=c,
-        STAGES=3,
-        num_warps=4,
-        **tile_flags(columns, c),
+        R=tile.rows,
+        C=tile.columns,
+        STAGES=STAGES,
+        num_warps=tile.warps,
+        **tile_flags(columns, tile.columns),
     )
     return None if bias is None else sum_partials(partials, bias.dtype)
 

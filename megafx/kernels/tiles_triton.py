@@ -16,9 +16,7 @@ from torch import Tensor
 
 from .op import launch
 
-TILE = 2048  # elements of a tile of 4 warps, 16 a thread: measured on an H200, no loop
 SMALL = 1 << 20  # elements of a tensor below which tiles are smaller
-PARTIAL_PROGRAMS = 4  # a multiprocessor
 
 
 @cache
@@ -61,26 +59,56 @@ def as_rows(x: Tensor) -> Rows:
     return Rows(x.contiguous(), rows, columns, columns)
 
 
-def tile_of(
-    rows: int | torch.SymInt, columns: int | torch.SymInt, elements: int = TILE, widest: int = 512
-) -> tuple[int, int]:
-    """Rows and columns of a tile, powers of two, of about `elements` elements; fewer where the tensor is small.
+class Tile(NamedTuple):
+    """rows x columns elements by `warps` warps; a sum over rows takes `programs` programs a multiprocessor."""
 
-    Columns: at most `widest` (a single row: `elements`), and the largest that leaves at most an eighth of the lanes idle, else
-    the tightest. Sizes that vary (SymInt) count as large, so that they stay free.
-    """
+    rows: int
+    columns: int
+    warps: int
+    programs: int = 0
+
+
+# By width; measured on an H200 (bf16, 128 to 256 MiB tensors). What matters: a row of the tile fills whole warps, so that
+# the rows of a tile share the loads of the bias; a few vectors of loads a thread; no loop where nothing is summed.
+TILES = {1024: Tile(2, 1024, 4), 512: Tile(2, 512, 2), 256: Tile(4, 256, 2), 128: Tile(16, 128, 4)}
+LONG_ROW, SHORT_ROW = Tile(1, 2048, 4), Tile(1, 1024, 4)
+# With loads pipelined over three stages; one stage costs a quarter of the speed, narrower tiles as much.
+SUM_TILES = {1024: Tile(2, 1024, 4, 4), 512: Tile(4, 512, 4, 4), 256: Tile(4, 256, 2, 8)}
+STAGES = 3
+
+
+def tile_of(rows: int | torch.SymInt, columns: int | torch.SymInt) -> Tile:
+    """For an elementwise kernel. Sizes that vary (SymInt) count as large, so that they stay free."""
+    single = isinstance(rows, int) and rows == 1
     if isinstance(columns, torch.SymInt):
-        return (1, elements) if isinstance(rows, int) and rows == 1 else (max(1, elements // widest), widest)
-    return _tile(rows if isinstance(rows, int) else None, columns, elements, widest)
+        return LONG_ROW if single else TILES[1024]
+    small = isinstance(rows, int) and rows * columns < SMALL
+    if single:
+        return SHORT_ROW if small else LONG_ROW
+    tile = TILES[_width(columns, 1.1, tuple(TILES))]
+    return tile._replace(rows=1) if small else tile  # else too few programs to fill the device
+
+
+def sum_tile_of(columns: int | torch.SymInt) -> Tile:
+    """For a kernel that also sums over rows."""
+    return SUM_TILES[1024 if isinstance(columns, torch.SymInt) else _width(columns, 1.125, tuple(SUM_TILES))]
 
 
 @cache
-def _tile(rows: int | None, columns: int, elements: int, widest: int) -> tuple[int, int]:
-    if rows is not None and rows * columns < SMALL:
-        elements = min(elements, 1024)  # else too few programs to fill the device
-    c = _column_block(columns, elements if rows == 1 else min(elements, widest))
-    r = max(1, elements // c)
-    return (r if rows is None else min(r, triton.next_power_of_2(rows))), c
+def _width(columns: int, bound: float, widths: tuple[int, ...]) -> int:
+    """The widest that computes at most `bound` times the columns, else the one that computes fewest."""
+    work = {w: -(-columns // w) * w / columns for w in widths}
+    return next((w for w in widths if work[w] <= bound), min(widths, key=lambda w: (work[w], -w)))
+
+
+def partials_of(
+    tile: Tile, rows: int | torch.SymInt, columns: int | torch.SymInt, like: Tensor, sums: int = 1
+) -> tuple[int, Tensor]:
+    """Column blocks, and an empty fp32 [programs, sums * columns] for what each program has summed."""
+    blocks = cdiv(columns, tile.columns)
+    programs = max(1, tile.programs * multiprocessors(like.device) // blocks)
+    programs = min(programs, cdiv(rows, tile.rows))
+    return blocks, torch.empty(programs, sums * columns, dtype=torch.float32, device=like.device)
 
 
 def tile_flags(columns: int | torch.SymInt, c: int) -> dict[str, bool]:
@@ -88,13 +116,6 @@ def tile_flags(columns: int | torch.SymInt, c: int) -> dict[str, bool]:
     if isinstance(columns, torch.SymInt):
         return {"EVEN": False, "WIDE": True}
     return {"EVEN": columns % c == 0, "WIDE": columns >= 2**31}
-
-
-def _column_block(columns: int, largest: int) -> int:
-    sizes = [s for s in (2048, 1024, 512, 256, 128) if s <= largest]
-    waste = {s: -(-columns // s) * s / columns for s in sizes}
-    fitting = [s for s in sizes if waste[s] <= 1.125]
-    return fitting[0] if fitting else min(sizes, key=lambda s: (waste[s], -s))
 
 
 @triton.jit
