@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from kernel_cases.case import Case
-from kernel_cases.measure import Runner, copy_rate, errors, matmul_rate
+from kernel_cases.measure import Runner, copy_rate, errors, matmul_rate, warm_up
 from kernel_cases.output import HEADER, line, plot, write_json
 
 FOLDER = Path(__file__).resolve().parent / "kernel_cases"
@@ -107,6 +107,7 @@ def main() -> int:
     cases = [c for c in cases if c.headline or not arguments.headline]
     cases.sort(key=lambda c: not c.headline)
     peers = None if arguments.peers is None else [p for p in arguments.peers.split(",") if p]
+    warm_up()
     rates = {"copy": copy_rate()}
     rates["matmul"] = matmul_rate() if any(c.forward_flops for c in cases) else float("inf")
     meta = {
