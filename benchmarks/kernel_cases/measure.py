@@ -147,6 +147,7 @@ def errors(case: Case, function: Callable[..., Any]) -> tuple[float, float | Non
 
 
 def _error(value: Tensor, exact: Tensor) -> float:
+    value, exact = value.detach(), exact.detach()
     return float((value.float() - exact).norm() / exact.norm().clamp_min(1e-30))
 
 
