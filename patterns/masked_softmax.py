@@ -85,9 +85,7 @@ class ScaleMaskSoftmax(Pattern):
     def make(scores, mask, *, mask_by, scaled, scale, fill, drop):
         hidden = mask.logical_not() if mask_by == "keep" else mask
         fill = float("-inf") if mask_by == "add" else fill
-        return torch.ops.megafx.scale_mask_softmax(
-            scores, hidden, _factor(scaled, scale), False, 0, fill, *drop.args
-        )
+        return torch.ops.megafx.scale_mask_softmax(scores, hidden, _factor(scaled, scale), False, 0, fill, *drop.args)
 
 
 @register

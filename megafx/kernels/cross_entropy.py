@@ -38,7 +38,7 @@ def statistics_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _on_gpu(x: Tensor) -> bool:
+def on_gpu(x: Tensor) -> bool:
     return HAVE_TRITON and x.device.type == "cuda" and x.dtype != torch.float64
 
 
@@ -57,16 +57,16 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: float) -> None:
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
 
 
-def _check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
+def check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
     """Targets in [0, classes) or ignore_index, as torch: IndexError on CPU, a device-side assertion on CUDA."""
-    bad = ((target < 0) | (target >= classes)) & ~_ignored(target, ignore_index)
+    bad = ((target < 0) | (target >= classes)) & ~ignored_tokens(target, ignore_index)
     if target.device.type != "cpu":
         torch._assert_async(~bad.any(), f"cross entropy: a target is out of bounds of {classes} classes")
     elif bool(bad.any()):
         raise IndexError(f"Target {int(target[bad][0])} is out of bounds.")
 
 
-def _ignored(target: Tensor, ignore_index: int) -> Tensor:
+def ignored_tokens(target: Tensor, ignore_index: int) -> Tensor:
     return target.long() == ignore_index  # long: ignore_index need not fit in the dtype of the targets
 
 
@@ -133,13 +133,13 @@ def logits_gradient(
 ) -> Tensor:
     """grad [T], logits [T, V_local], norm [T, 2] of the whole vocabulary -> [T, V_local], 0 in padding columns."""
     whole = _covers(pieces, logits.shape[1])
-    if _on_gpu(logits) and len(pieces) == 1:
+    if on_gpu(logits) and len(pieces) == 1:
         from . import cross_entropy_triton
 
         args = (grad, logits, target, norm, ignore_index, label_smoothing, pieces[0], classes)
         return cross_entropy_triton.gradient(*args)
     out = (torch.empty if whole else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
-    ignored = _ignored(target, ignore_index)
+    ignored = ignored_tokens(target, ignore_index)
     own, local = _local_target(target, pieces)
     for rows in _row_chunks(logits):
         z = logits[rows].to(norm.dtype, copy=True)
@@ -200,13 +200,13 @@ def cross_entropy_forward(
     """logits [T, V], target [T] -> loss [T], norm [T, 2] (max, log sum exp(x - max); not differentiable)."""
     _check(logits, target, label_smoothing)
     classes = logits.shape[1]
-    if _on_gpu(logits):
+    if on_gpu(logits):
         from . import cross_entropy_triton
 
         return cross_entropy_triton.forward(logits, target, ignore_index, label_smoothing)
-    _check_targets(target, ignore_index, classes)
+    check_targets(target, ignore_index, classes)
     stats = local_stats(logits, target, [Piece(0, 0, classes)])
-    return loss_of(stats, _ignored(target, ignore_index), label_smoothing, classes), norm_of(stats)
+    return loss_of(stats, ignored_tokens(target, ignore_index), label_smoothing, classes), norm_of(stats)
 
 
 @cross_entropy_forward.register_fake
@@ -269,7 +269,7 @@ def ce_stats(logits: Tensor, target: Tensor, layout: Sequence[int], axis: str, s
     """logits [T, V_local], target [T] global -> [T, 4] of this rank's classes; no gradient (ce_loss carries it)."""
     _check(logits, target, 0.0)
     pieces = _own_pieces(layout, axis, size)
-    if _on_gpu(logits) and len(pieces) == 1:
+    if on_gpu(logits) and len(pieces) == 1:
         from . import cross_entropy_triton
 
         return cross_entropy_triton.stats(logits, target, pieces[0])
@@ -304,12 +304,12 @@ def ce_loss(
     """
     _check(logits, target, label_smoothing)
     classes = Layout.from_flat(layout).size
-    if _on_gpu(all_stats):
+    if on_gpu(all_stats):
         from . import cross_entropy_triton
 
         return cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, True)[0]
-    _check_targets(target, ignore_index, classes)
-    return loss_of(combine(all_stats), _ignored(target, ignore_index), label_smoothing, classes)
+    check_targets(target, ignore_index, classes)
+    return loss_of(combine(all_stats), ignored_tokens(target, ignore_index), label_smoothing, classes)
 
 
 @ce_loss.register_fake
@@ -346,7 +346,7 @@ def ce_loss_backward(
     """grad [T] of the loss -> gradient of this rank's logits [T, V_local], 0 in padding columns. No collective."""
     pieces = _own_pieces(layout, axis, size)
     classes = Layout.from_flat(layout).size
-    if _on_gpu(logits):
+    if on_gpu(logits):
         from . import cross_entropy_triton
 
         norm = cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, False)[1]

@@ -16,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..placements import Piece
+from .op import launch
 
 STATISTICS_TILE = (8, 1024)  # DEEP, WIDE
 GRADIENT_TILE = 4096
+IN_PLACE_TILE = (8, 4096)
 
 
 @triton.jit
@@ -212,6 +214,51 @@ def _gradient(
         tl.store(out + out_at, z.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _loss_in_place(
+    logits,  # [T, V] fp16/bf16/fp32, rows `stride` apart: IN logits, OUT factor * gradient of the loss
+    target,  # [T] any integer IN
+    loss,  # [T] fp32 OUT
+    ok,  # [] int32 OUT
+    stride,
+    V,
+    ignore_index,
+    smoothing,
+    factor,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Both passes over a row by one program, one program a multiprocessor: the second pass finds the row in L2."""
+    row = tl.program_id(0).to(tl.int64)
+    start = row * stride
+    y = tl.load(target + row).to(tl.int64)
+    ignored = y == ignore_index
+    inside = (y >= 0) & (y < V)
+    high, total, summed = row_statistics(logits, start, V, DEEP, WIDE)
+    picked = tl.load(logits + start + y, mask=inside, other=0.0).to(tl.float32)
+    value = token_loss(high, total, picked, summed, smoothing, V)
+    tl.store(loss + row, tl.where(ignored, 0.0, value))
+    tl.store(ok, 0, mask=(inside | ignored) == 0)
+    tl.debug_barrier()  # every thread has read what others are about to overwrite
+    lead = start % 8
+    hot = (y + lead).to(tl.int32)
+    log_total = tl.log(total)
+    cold = smoothing / V
+    warm = 1.0 - smoothing
+    for first in range(0, lead + V, DEEP * WIDE):
+        k = first.to(tl.int32) + tl.arange(0, DEEP * WIDE)
+        at = logits + (start // 8 * 8 + k)
+        if (first >= lead) & (first + DEEP * WIDE <= lead + V):
+            x = tl.load(at).to(tl.float32)
+            z = tl.exp((x - high) - log_total) - cold - tl.where(k == hot, warm, 0.0)
+            tl.store(at, tl.where(ignored, 0.0, z * factor).to(logits.dtype.element_ty))
+        else:
+            mine = (k >= lead) & (k < lead + V)
+            x = tl.load(at, mask=mine, other=0.0).to(tl.float32)
+            z = tl.exp((x - high) - log_total) - cold - tl.where(k == hot, warm, 0.0)
+            tl.store(at, tl.where(ignored, 0.0, z * factor).to(logits.dtype.element_ty), mask=mine)
+
+
 # -- launchers: logits with unit stride in the last dim, at least one row
 
 
@@ -239,19 +286,21 @@ def forward(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float)
     norm = logits.new_empty(rows, 2, dtype=torch.float32)
     ok = torch.ones((), dtype=torch.int32, device=logits.device)
     if rows:
-        with torch.cuda.device_of(logits):
-            _forward[(rows,)](
-                logits,
-                target,
-                loss,
-                norm,
-                ok,
-                logits.stride(0),
-                columns,
-                ignore_index,
-                smoothing,
-                **statistics_config(columns),
-            )
+        launch(
+            _forward,
+            (rows,),
+            logits,
+            logits,
+            target,
+            loss,
+            norm,
+            ok,
+            logits.stride(0),
+            columns,
+            ignore_index,
+            smoothing,
+            **statistics_config(columns),
+        )
     check_async(ok, columns)
     return loss, norm
 
@@ -261,17 +310,19 @@ def stats(logits: Tensor, target: Tensor, piece: Piece) -> Tensor:
     logits, target = _rows_apart(logits), target.contiguous()
     out = logits.new_empty(len(target), 4, dtype=torch.float32)
     if len(target):
-        with torch.cuda.device_of(logits):
-            _stats[(len(target),)](
-                logits,
-                target,
-                out,
-                logits.stride(0),
-                piece.global_start,
-                piece.local_start,
-                piece.length,
-                **statistics_config(piece.length),
-            )
+        launch(
+            _stats,
+            (len(target),),
+            logits,
+            logits,
+            target,
+            out,
+            logits.stride(0),
+            piece.global_start,
+            piece.local_start,
+            piece.length,
+            **statistics_config(piece.length),
+        )
     return out
 
 
@@ -285,10 +336,23 @@ def combine(
     norm = all_stats.new_empty(rows, 2)
     ok = torch.ones((), dtype=torch.int32, device=all_stats.device)
     if rows:
-        with torch.cuda.device_of(all_stats):
-            _combine[(triton.cdiv(rows, 128),)](
-                all_stats, target, loss, norm, ok, rows, t, ignore_index, smoothing, classes, B=128, num_warps=4
-            )
+        launch(
+            _combine,
+            (triton.cdiv(rows, 128),),
+            all_stats,
+            all_stats,
+            target,
+            loss,
+            norm,
+            ok,
+            rows,
+            t,
+            ignore_index,
+            smoothing,
+            classes,
+            B=128,
+            num_warps=4,
+        )
     if check:
         check_async(ok, classes)
     return loss, norm
@@ -316,25 +380,57 @@ def gradient(
         tile = min(GRADIENT_TILE, max(128, triton.next_power_of_2(piece.length)))
         aligned = out.stride(0) % 8 == 0 and piece.local_start % 8 == 0
         tiles = triton.cdiv(piece.length + (0 if aligned else 7), tile)
-        with torch.cuda.device_of(logits):
-            _gradient[(rows * tiles,)](
-                grad,
-                logits,
-                target,
-                norm,
-                out,
-                grad.stride(0),
-                logits.stride(0),
-                out.stride(0),
-                piece.global_start,
-                piece.local_start,
-                piece.length,
-                ignore_index,
-                smoothing,
-                classes,
-                tiles,
-                SAME=same,
-                N=tile,
-                num_warps=4 if tile >= 1024 else 1,
-            )
+        launch(
+            _gradient,
+            (rows * tiles,),
+            logits,
+            grad,
+            logits,
+            target,
+            norm,
+            out,
+            grad.stride(0),
+            logits.stride(0),
+            out.stride(0),
+            piece.global_start,
+            piece.local_start,
+            piece.length,
+            ignore_index,
+            smoothing,
+            classes,
+            tiles,
+            SAME=same,
+            N=tile,
+            num_warps=4 if tile >= 1024 else 1,
+        )
     return out
+
+
+def loss_in_place(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, factor: float) -> Tensor:
+    """Loss [T] of logits [T, V], rows dense, which become factor * its gradient."""
+    rows, columns = logits.shape
+    loss = logits.new_empty(rows, dtype=torch.float32)
+    ok = torch.ones((), dtype=torch.int32, device=logits.device)
+    if rows:
+        deep, wide = IN_PLACE_TILE
+        while wide > 64 and deep * wide // 2 >= columns:
+            wide //= 2
+        launch(
+            _loss_in_place,
+            (rows,),
+            logits,
+            logits,
+            target.contiguous(),
+            loss,
+            ok,
+            logits.stride(0),
+            columns,
+            ignore_index,
+            smoothing,
+            factor,
+            DEEP=deep,
+            WIDE=wide,
+            num_warps=max(1, wide // 256),
+        )
+    check_async(ok, columns)
+    return loss

@@ -48,7 +48,9 @@ def _table(table: Tensor, dtype: torch.dtype, interleaved: bool, per_pair: bool)
     return (table, table) if per_pair else _pairs(table, table.shape[-1], interleaved)
 
 
-def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool, back: bool = False) -> Tensor:
+def rope_reference(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool, back: bool = False
+) -> Tensor:
     check_rope(x, cos, sin, per_pair)
     dtype = wide(x.dtype)
     rotated = cos.shape[-1] * (2 if per_pair else 1)

@@ -233,9 +233,7 @@ def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per
     return _run([grad], cos, sin, interleaved, per_pair, True)[0]
 
 
-def rope_qk(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool
-) -> tuple[Tensor, Tensor]:
+def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool) -> tuple[Tensor, Tensor]:
     if not _together(q, k):
         return rope(q, cos, sin, interleaved, per_pair), rope(k, cos, sin, interleaved, per_pair)
     return tuple(_run([q, k], cos, sin, interleaved, per_pair, False))  # type: ignore[return-value]
