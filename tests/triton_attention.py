@@ -1,0 +1,81 @@
+"""Attention's Triton kernels against the reference in fp64; run by test_kernel_attention.py in a process of its own."""
+
+import math
+import warnings
+
+import torch
+
+import megafx.kernels.attention  # noqa: F401  registers the op
+from megafx import collectives
+from megafx.kernels import attention_backward_triton, attention_reference, attention_triton
+from megafx.kernels.attention_reference import Options
+
+warnings.simplefilter("ignore")  # the interpreter's numpy: overflow in rows and columns that are out of bounds
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEED = torch.tensor(-(7 << 40) + 99, device=DEVICE)
+LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def check(
+    b, h, n, s, t, e, f, *, dtype=torch.float32, mask=None, causal=False, window=0, softcap=0.0, p=0.0, cut=None,
+    tma=True, turned=False,
+):  # fmt: skip
+    """Results, row statistics and every gradient; the backward twice, bit for bit."""
+    shapes = (b, h, s, e), (b, n, t, e), (b, n, t, f), (b, h, s, f)
+    q, k, v, grad = (torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes)
+    if turned:  # heads inside, as projections make them
+        q, k, v, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, grad))
+    dim, layout = cut or (-1, ())
+    o = Options(e**-0.5, causal, window, softcap, p, 5, dim, layout, "tp")
+    mask = None if mask is None else mask.to(DEVICE)
+    wide = [x.double() for x in (q, k, v)] + [mask if mask is None or mask.dtype == torch.bool else mask.double()]
+    tuning = {"TMA": tma}
+    out, lse = attention_triton.forward(q, k, v, mask, SEED, o, **tuning)
+    wanted, statistics = attention_reference.forward(*wide, SEED, o)
+    backward = attention_backward_triton.backward
+    grads = [backward(grad, q, k, v, mask, SEED, out, lse, o, tuning, tuning) for _ in range(2)]
+    found = [out, *grads[0]]
+    expected = [wanted, *attention_reference.backward(grad.double(), *wide, SEED, o)]
+    if mask is not None and mask.dtype != torch.bool:
+        found.append(attention_backward_triton.mask_backward(grad, q, k, v, mask, SEED, out, lse, o))
+        expected.append(attention_reference.mask_backward(grad.double(), *wide, SEED, o))
+    case = (b, h, n, s, t, e, f, dtype, causal, window, softcap, p, cut, tma)
+    for name, a, w in zip(("out", "dq", "dk", "dv", "dmask"), found, expected, strict=False):
+        error = float((a.double() - w).norm() / w.norm().clamp(min=1e-9))
+        assert error < LIMITS[dtype], (case, name, error)
+    seen = statistics.isfinite() & (statistics.abs() < 1e4)
+    assert torch.equal(lse.isfinite(), statistics.isfinite()), case
+    torch.testing.assert_close(lse[seen].double(), statistics[seen], rtol=1e-5, atol=1e-4)
+    assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True)), case
+
+
+def main():
+    torch.manual_seed(0)
+    check(1, 2, 2, 70, 70, 16, 16)
+    check(1, 2, 1, 70, 90, 16, 16, causal=True, p=0.3)
+    check(1, 2, 1, 70, 90, 16, 16, causal=True, p=0.3, tma=False, turned=True)
+    check(2, 1, 1, 70, 130, 16, 32, mask=torch.rand(2, 130) < 0.7, p=0.3, causal=True)
+    hidden = torch.rand(1, 2, 70, 70) < 0.7
+    hidden[:, :, 3] = False
+    check(1, 2, 1, 70, 70, 16, 16, mask=hidden, softcap=3.0)
+    check(1, 1, 1, 130, 130, 12, 16, window=20, causal=True, softcap=3.0)
+    check(1, 1, 1, 70, 130, 16, 16, window=20, p=0.5)
+    bias = torch.randn(1, 1, 70, 70)
+    bias[0, 0, 4] = torch.finfo(torch.float32).min
+    bias[0, 0, 5] = -math.inf
+    check(2, 2, 1, 70, 70, 16, 16, mask=bias, dtype=torch.float16)
+    check(1, 2, 2, 70, 70, 16, 16, mask=torch.randn(1, 2, 70, 70), causal=True, p=0.2)
+    check(2, 1, 1, 65, 70, 16, 16, mask=torch.randn(2, 70))
+    for dim, layout in ((1, (2, 2, 1)), (2, (1, 130, 1)), (0, (1, 3, 1))):  # a rank's part of a larger call
+        with collectives.on_mesh({"tp": collectives.AxisContext(1, 2, "")}):
+            b, h, s = (2, 2, 65)
+            check(b, h, 2, s, 70, 16, 16, p=0.4, causal=True, cut=(dim, layout))
+    if DEVICE == "cuda":
+        for width in (16, 32, 64, 80, 96, 128, 192, 256):
+            check(2, 4, 2, 300, 200, width, width, dtype=torch.bfloat16, causal=True, p=0.1, turned=True)
+        check(2, 2, 2, 200, 300, 256, 256, p=0.1, causal=True)
+    print("all right")
+
+
+if __name__ == "__main__":
+    main()
