@@ -61,7 +61,7 @@ def plot(path: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel(f"fraction of the floor ({meta['copy_gb_s']:.0f} GB/s copy), forward + backward; {meta['device']}")
-    axes.legend()
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(names))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
