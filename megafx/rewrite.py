@@ -78,6 +78,7 @@ class _Run:
         self.matcher = Matcher(program, self.candidates)
         self.done = Rewritten()
         self.nodes: dict[Any, list[fx.Node]] = defaultdict(list)
+        self.unsorted: set[Any] = set()  # ops of which some were appended
         self.maker: dict[fx.Node, type[Pattern]] = {}  # a pattern does not match what it made
         self.refusals: dict[tuple[str, fx.Node], tuple[Refusal, int]] = {}
         self._index()
@@ -90,7 +91,10 @@ class _Run:
 
     def candidates(self, target: Any) -> list[fx.Node]:
         """Nodes of an op, in graph order."""
-        alive = sorted(n for n in self.nodes.get(target, ()) if not n._erased)
+        alive = [n for n in self.nodes.get(target, ()) if not n._erased]
+        if target in self.unsorted:
+            alive.sort()
+            self.unsorted.discard(target)
         self.nodes[target] = alive
         return alive
 
@@ -135,7 +139,7 @@ class _Run:
 
     def _leads(self, first: Trace) -> Iterator[Trace]:
         """The trace for each number of leading dims that a root in the graph leaves possible."""
-        root = first.roots[0]
+        root = first.anchor
         wanted = _targets(root)
         values = (n.meta[VAL] for n in self.nodes.get(root.target, ()) if not wanted - _targets(n))
         ranks = {v.dim() for v in values if isinstance(v, torch.Tensor) and v.dtype == root.meta[VAL].dtype}
@@ -162,7 +166,7 @@ class _Run:
         for trace in traces:
             if any(not self.nodes.get(target) for target in trace.targets):
                 continue
-            for root in self.candidates(trace.roots[0].target):
+            for root in self.candidates(trace.anchor.target):
                 if root._erased or self.maker.get(root) is trace.pattern:
                     continue
                 found = self.matcher.at(trace, root)
@@ -181,6 +185,7 @@ class _Run:
         for node in nodes:
             self.maker[node] = pattern
             self.nodes[node.target].append(node)
+            self.unsorted.add(node.target)
         return {n.target for n in nodes}
 
     def _remember(self, trace: Trace, root: fx.Node, refusal: Refusal) -> None:

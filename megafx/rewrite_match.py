@@ -96,7 +96,7 @@ class Matcher:
         self._arguments: dict[fx.Node, list[tuple[str, Any]]] = {}
 
     def at(self, trace: Trace, root: fx.Node) -> Match | Refusal:
-        """The match whose first root is this node, or why there is none."""
+        """The match whose anchor is this node, or why there is none."""
         return _Attempt(self, trace, root).run()
 
     def arguments(self, node: fx.Node) -> list[tuple[str, Any]]:
@@ -124,9 +124,9 @@ class _Attempt:
 
     def run(self) -> Match | Refusal:
         todo: Todo = None
-        for extra in reversed(self.trace.roots[1:]):
+        for extra in reversed(self.trace.search[1:]):
             todo = ((extra, None), todo)
-        if self._solve(((self.trace.roots[0], self.root), todo)):
+        if self._solve(((self.trace.anchor, self.root), todo)):
             return self.match
         if self.refused is not None:
             return self.refused
@@ -174,7 +174,7 @@ class _Attempt:
         taken = {self.match.nodes[r] for r in self.trace.roots if r in self.match.nodes}
         nodes = self.matcher.candidates(pattern.target)
         here = sum(n < self.root for n in nodes)
-        for node in sorted(nodes, key=lambda n: abs(nodes.index(n) - here)):
+        for _, node in sorted(enumerate(nodes), key=lambda pair: abs(pair[0] - here)):
             if node not in taken and self._solve(((pattern, node), todo)):
                 return True
         return False
@@ -323,8 +323,10 @@ class _Attempt:
         """Unknown letters from the equations, one at a time; then every equation must hold."""
         letters = self.match.letters
         waiting = list(self.equations)
+        products: dict[tuple[str, ...], int] = {}  # of letters that nothing tells one by one
         while waiting:
             left = []
+            products.clear()
             for size, value in waiting:
                 known, unknown = size.coefficient, []
                 for letter in size.letters:
@@ -335,10 +337,12 @@ class _Attempt:
                 if not unknown:
                     if known != value:
                         return False
-                elif len(unknown) > 1:
-                    left.append((size, value))
                 elif known == 0 or value % known:
                     return False
+                elif len(unknown) > 1:
+                    left.append((size, value))
+                    if products.setdefault(tuple(sorted(unknown)), value // known) != value // known:
+                        return False
                 else:
                     self._bind(letters, unknown[0], value // known)
             if len(left) == len(waiting):

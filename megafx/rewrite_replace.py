@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megafx import draws
 from megafx.dump import dtype_text
-from megafx.ir import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, recompute_val, source_of
+from megafx.ir import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
 from megafx.pattern import Drop, PatternError, parameters
 from megafx.rewrite_match import Match
 from megafx.rewrite_trace import plain_modes
@@ -45,6 +45,9 @@ class Replacer:
 
     def replace(self, match: Match) -> list[fx.Node] | str:
         """The new nodes in the graph, or why the match cannot be replaced."""
+        apart = _placed_apart(match)
+        if apart:
+            return apart
         template = self._template(match)
         if template.refusal:
             return template.refusal
@@ -74,7 +77,10 @@ class Replacer:
 
     def _type(self, node: fx.Node) -> Any:
         value = node.meta[VAL]
-        return (self.program.sizes.shape(value), value.dtype) if isinstance(value, torch.Tensor) else None
+        if not isinstance(value, torch.Tensor):
+            return None
+        of = self.program.sizes.of
+        return (tuple(map(of, value.shape)), tuple(map(of, value.stride())), value.dtype, value.device)
 
     def _make(self, match: Match) -> Template:
         """Trace make on the match's values."""
@@ -84,7 +90,7 @@ class Replacer:
         takes = parameters(pattern.make)
         mode = self.program.fake_mode
         with mode:
-            values = [torch.empty_like(match.operands[n].meta[VAL].detach()) for n in names]
+            values = [match.operands[n].meta[VAL].detach() for n in names]
             seeds = [torch.empty((), dtype=torch.int64, device=match.drops[k].seed.meta[VAL].device) for k in given]
 
         def call(*tensors: torch.Tensor) -> Any:
@@ -204,9 +210,18 @@ class Replacer:
             inherit(new, origin, self.by)
             if draws.draws(new):
                 self._number(node, new, template, drops)
-            recompute_val(self.program, new)
+            new.meta[VAL] = self._like(value)
             made[node] = new
         return made
+
+    def _like(self, value: Any) -> Any:
+        """The value of a template's node once more: matches of one template have the same types."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._like, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        with self.program.fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     def _number(self, node: fx.Node, new: fx.Node, template: Template, drops: tuple[Drop, ...]) -> None:
         """Give an op that draws the number and the layout of the dropout that it replaces."""
@@ -236,6 +251,14 @@ class Replacer:
         odd = [n for n in odd if isinstance(n, fx.Node) and n.op == "call_function"]
         if odd:
             self.respell(program, odd)
+
+
+def _placed_apart(match: Match) -> str:
+    """Why one op cannot give all results on local shapes, or '': a rule places the results of an op together."""
+    placements = [r.meta[PLACEMENT] for r in match.roots if PLACEMENT in r.meta]
+    if len({("R" if p.kind == "I" else p.kind, p.dim if p.is_shard else None) for p in placements}) > 1:
+        return f"its results have different placements: {', '.join(map(str, placements))}"
+    return ""
 
 
 def _origin(new: fx.Node, free: list[fx.Node]) -> fx.Node | None:

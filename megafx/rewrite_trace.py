@@ -75,6 +75,7 @@ class Call(NamedTuple):
 class Trace:
     """match of one variant as a graph. inputs: node -> name of a parameter; seeds are no inputs but parts of drops.
 
+    search: the roots, those made of most nodes first.
     drops: its nodes that draw. markers: what the declared numbers were while tracing.
     """
 
@@ -86,6 +87,7 @@ class Trace:
     graph: fx.Graph
     inputs: dict[fx.Node, str]
     roots: tuple[fx.Node, ...]
+    search: tuple[fx.Node, ...]
     calls: dict[fx.Node, Call]
     drops: tuple[fx.Node, ...]
     markers: dict[str, float]
@@ -94,6 +96,11 @@ class Trace:
     @property
     def size(self) -> int:
         return len(self.calls)
+
+    @property
+    def anchor(self) -> fx.Node:
+        """The root that matching starts from."""
+        return self.search[0]
 
     def __str__(self) -> str:
         details = [str(self.variant)] if str(self.variant) else []
@@ -155,6 +162,8 @@ def plain_modes() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         yield
@@ -265,6 +274,7 @@ class _Tracing:
             program.graph,
             inputs,
             results,
+            tuple(sorted(results, key=lambda r: -_size_below(r))),
             calls,
             tuple(n for n in nodes if draws.draws(n)),
             {name: float(marker) for name, marker in self.marker_of.items()},
@@ -291,6 +301,17 @@ class _Tracing:
                     letters.append(letter)
             return Size(rest, tuple(letters)) if letters else value
         return value
+
+
+def _size_below(root: fx.Node) -> int:
+    """Nodes that a value is made of."""
+    seen, stack = {root}, [root]
+    while stack:
+        for n in stack.pop().all_input_nodes:
+            if n not in seen:
+                seen.add(n)
+                stack.append(n)
+    return len(seen)
 
 
 class _Marker(float):
