@@ -67,5 +67,9 @@ _op(
     _add_norm,
     "nl: ... h!, ... h!, h! -> ... h!; ... h!",
 )
-_op("turn_both(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)", _turn_both)
+_op(
+    "turn_both(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    _turn_both,
+    "nl: b n s d!, b n s d!, b n s d!, b n s d! -> b n s d!; b n s d!",
+)
 _op("scaled(Tensor x, float factor) -> Tensor", lambda x, f: x * f, "lin: ... -> ...")
