@@ -24,6 +24,7 @@ POLICIES: dict[tuple[str, str], str] = {
     ("aten.nan_to_num.default", "P -> P"): "linear on finite numbers only",
     ("aten.nll_loss_backward.default", "R P I I I -> R"): "operand 1 is read for its shape only",
     ("aten.nll_loss_backward.default", "P P I I I -> P"): "operand 1 is read for its shape only",
+    ("megafx.linear_cross_entropy.default", "S0 R R S0 -> P"): "made after planning, where tokens are whole",
     ("aten.slice.Tensor", "S1 -> S1"): "right only where the step divides the shard",
 }
 

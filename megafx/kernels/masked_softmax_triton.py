@@ -1,8 +1,8 @@
 """megafx::scale_mask_softmax on CUDA; masked_softmax.py has formulas and ops.
 
 Rows stay in registers: one row a program, several where rows are short. What a row cannot see is not read: its range of
-visible keys follows from position, or from its row of the mask, which all heads share and the cache holds. Ranges are
-widened to groups of 8 keys, so that loads stay 16 bytes wide. Rows that see a quarter or a half of the keys compute on
+visible keys follows from position and from the bounds of its row of the mask, which a small kernel finds first (all heads
+share it); where all keys between the bounds are visible, the mask itself is not read. Ranges are widened to groups of 8 keys, so that loads stay 16 bytes wide. Rows that see a quarter or a half of the keys compute on
 that alone. Zeros beyond are written, as they must be: the floor of a causal softmax is 1.5 N forward, 2 N backward.
 """
 
@@ -33,31 +33,57 @@ def _group(low, high, EIGHTS: tl.constexpr):
 
 
 @triton.jit
-def _visible(
-    mask, mask_at, first, end, floor, T,
-    MASK: tl.constexpr, EIGHTS: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """[first, end) by position -> the range that the row of the mask leaves; (T, 0) where it leaves nothing. [R, 1]"""
-    key = tl.arange(0, B)[None, :]
-    inside = (key >= first) & (key < end)
-    from_key, to_key = _group(first, end, EIGHTS)
-    m = tl.load(mask + mask_at + key * KEYS, mask=(key >= from_key) & (key < to_key), other=0)
-    seen = inside & (m == 0) if MASK == 1 else inside & (m.to(tl.float32) > floor)
-    return tl.min(tl.where(seen, key, T), 1)[:, None], tl.max(tl.where(seen, key + 1, 0), 1)[:, None]
+def _bounds(
+    mask,  # [M0, M1, M2, T or 1] IN by strides: uint8 (1 hides) or floating (added)
+    out,  # [M0 * M1 * M2, 4] int32 OUT: first visible key, end, whether all between are visible (and nothing is added), 0
+    M1,
+    M2,
+    stride0,
+    stride1,
+    stride2,
+    T,
+    floor,
+    MASK: tl.constexpr,
+    KEYS: tl.constexpr,
+    B: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = row // M2
+    at = (head // M1).to(tl.int64) * stride0 + (head % M1).to(tl.int64) * stride1 + (row % M2).to(tl.int64) * stride2
+    key = tl.arange(0, B)
+    m = tl.load(mask + at + key * KEYS, mask=key < T, other=0)
+    if MASK == 1:
+        seen = (key < T) & (m == 0)
+        free = seen
+    else:
+        seen = (key < T) & (m.to(tl.float32) > floor)
+        free = seen & (m == 0)
+    low = tl.min(tl.where(seen, key, T), 0)
+    high = tl.max(tl.where(seen, key + 1, 0), 0)
+    whole = tl.sum(free.to(tl.int32), 0) == tl.maximum(high - low, 0)
+    tl.store(out + row * 4, low)
+    tl.store(out + row * 4 + 1, high)
+    tl.store(out + row * 4 + 2, whole.to(tl.int32))
 
 
 @triton.jit
 def _masked(
-    scores, at, key, near, mask, mask_at, first, end, floor, scale, fill, T, MASK: tl.constexpr, KEYS: tl.constexpr
+    scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T,
+    MASK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """z of keys [R, B], -inf beyond T; and where scores count (are not filled). near: keys to read, the others are hidden."""
+    """z of keys [R, B], -inf beyond T; and where scores count (are not filled). near: keys to read, the others are hidden.
+
+    plain: [first, end) is all that is seen, and the mask need not be read.
+    """
     z = tl.load(scores + at + key, mask=near, other=0.0).to(tl.float32) * scale
     seen = (key >= first) & (key < end)
     if MASK == 1:
-        seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
+        if plain == 0:
+            seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
     if MASK == 2:
-        m = tl.load(mask + mask_at + key * KEYS, mask=key < T, other=0.0).to(tl.float32)
-        z = tl.where(m <= floor, m, z + m)
+        if plain == 0:
+            m = tl.load(mask + mask_at + key * KEYS, mask=key < T, other=0.0).to(tl.float32)
+            z = tl.where(m <= floor, m, z + m)
     return tl.where(key < T, tl.where(seen, z, fill), -float("inf")), seen
 
 
@@ -76,7 +102,7 @@ def _keep(global_at, seed, op_id, threshold, R: tl.constexpr, B: tl.constexpr, A
 
 @triton.jit
 def _forward_rows(
-    scores, y, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low, high, floor,
+    scores, y, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
     MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
     R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
@@ -86,7 +112,7 @@ def _forward_rows(
     from_key, to_key = _group(low, high, EIGHTS)
     near = valid & (key >= from_key) & (key < to_key)
     z, _ = _masked(
-        scores, at, key, near, mask, mask_at, first, end, floor, scale, fill, T, MASK, KEYS
+        scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS
     )  # fmt: skip
     top = tl.max(z, 1)[:, None]
     e = tl.exp(z - top)
@@ -105,7 +131,7 @@ def _forward_rows(
 
 @triton.jit
 def _backward_rows(
-    grad, saved, dx, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low, high, floor,
+    grad, saved, dx, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
     MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr, HARD: tl.constexpr,
     R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
@@ -117,7 +143,7 @@ def _backward_rows(
     g = tl.load(grad + at + key, mask=read, other=0.0).to(tl.float32)
     if DROP:
         z, seen = _masked(
-            saved, at, key, near, mask, mask_at, first, end, floor, scale, fill, T, MASK, KEYS
+            saved, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS
         )  # fmt: skip
         top = tl.load(stats + row * 2, mask=valid, other=0.0)
         total = tl.load(stats + row * 2 + 1, mask=valid, other=1.0)
@@ -127,7 +153,8 @@ def _backward_rows(
         p = tl.load(saved + at + key, mask=read, other=0.0).to(tl.float32)
         seen = (key >= first) & (key < end)
         if MASK == 1:
-            seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
+            if plain == 0:
+                seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
     dz = p * (g - tl.sum(p * g, 1)[:, None]) * scale
     dz = tl.where(seen, dz, 0.0)
     tl.store(dx + at + key, dz.to(dx.dtype.element_ty), mask=valid & (key < T))
@@ -156,6 +183,10 @@ def _softmax(
     mask_batch,
     mask_head,
     mask_query,
+    bounds,  # of the mask's rows, by _bounds; IN with MASK
+    bound_batch,
+    bound_head,
+    bound_query,
     window,
     floor,
     scale,
@@ -173,19 +204,24 @@ def _softmax(
     EIGHTS: tl.constexpr,
     HARD: tl.constexpr,
     SPLIT: tl.constexpr,
+    ONE_PIECE: tl.constexpr,
     R: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    i = tl.program_id(0) * R + tl.arange(0, R)[:, None]
     valid = i < rows
     i = tl.minimum(i, rows - 1)
-    piece = i // rows_a_piece
-    within = i - piece * rows_a_piece
-    row = row_start + piece * row_stride + within
-    at = row * T
-    global_at = global_start + piece * global_stride + within * T
+    if ONE_PIECE:
+        row = row_start + i
+        global_at = global_start + i.to(tl.int64) * T
+    else:
+        piece = i // rows_a_piece
+        within = i - piece * rows_a_piece
+        row = row_start + piece * row_stride + within
+        global_at = global_start + piece.to(tl.int64) * global_stride + within.to(tl.int64) * T
+    at = row.to(tl.int64) * T
     lead = row // S
-    query = (row - lead * S).to(tl.int32)
+    query = row - lead * S
     first = tl.zeros([R, 1], tl.int32)
     end = tl.zeros([R, 1], tl.int32) + T
     if CAUSAL:
@@ -194,39 +230,49 @@ def _softmax(
         first = tl.minimum(tl.maximum(query + (T - S + 1) - window, 0), T)
     low = first
     high = end
-    mask_at = lead * 0
+    reach = tl.max(tl.max(end, 1), 0)
+    plain = reach * 0
+    mask_at = at * 0
     if MASK:
         batch = lead // heads
-        mask_at = batch * mask_batch + (lead - batch * heads) * mask_head + query * mask_query
-        low, high = _visible(mask, mask_at, first, end, floor, T, MASK, EIGHTS, KEYS, FULL)
+        head = lead - batch * heads
+        mask_at = batch.to(tl.int64) * mask_batch + head.to(tl.int64) * mask_head + query.to(tl.int64) * mask_query
+        bound = bounds + (batch * bound_batch + head * bound_head + query * bound_query) * 4
+        low = tl.maximum(first, tl.load(bound))
+        high = tl.minimum(end, tl.load(bound + 1))
+        whole = tl.load(bound + 2)
         if MASK == 2:  # a row that hides everything has the softmax of its mask, and its gradient
-            none = high == 0
-            low = tl.where(none, first, low)
-            high = tl.where(none, end, high)
+            whole = tl.where(high > low, whole, 0) if HARD else whole * 0
+        plain = tl.min(tl.min(whole, 1), 0)
+        first = tl.where(plain == 1, low, first)
+        end = tl.where(plain == 1, high, end)
+        if MASK == 2:
+            low = first
+            high = end
+        reach = tl.where(plain == 1, tl.max(tl.max(tl.where(high > low, high, 0), 1), 0), T)
     if SPLIT:
-        reach = tl.max(tl.max(high, 1), 0)
         some = reach > 0
         if some & (reach <= FULL // 4):
             _rows(
-                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
                 BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 4, FULL,
             )  # fmt: skip
         elif some & (reach <= FULL // 2):
             _rows(
-                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
                 BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 2, FULL,
             )  # fmt: skip
         else:
             _rows(
-                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
                 BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
             )  # fmt: skip
     else:
         _rows(
-            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
+            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
             high, floor, scale, fill, factor, threshold, op_id, T,
             BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
         )  # fmt: skip
@@ -234,19 +280,19 @@ def _softmax(
 
 @triton.jit
 def _rows(
-    grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low, high, floor,
+    grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
     BACK: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
     EIGHTS: tl.constexpr, HARD: tl.constexpr, R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     if BACK:
         _backward_rows(
-            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low,
+            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
             high, floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, B, FULL,
         )  # fmt: skip
     else:
         _forward_rows(
-            source, out, stats, mask, seed, row, valid, at, global_at, mask_at, first, end, low, high,
+            source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high,
             floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, R, B, FULL,
         )  # fmt: skip
 
@@ -274,6 +320,34 @@ def _mask_rows(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, int, tuple[
     return mask, shape[1], (strides[0], strides[1], strides[2], strides[3])
 
 
+def _bounds_of(
+    mask: Tensor, strides: tuple[int, int, int, int], t: int, kind: int, floor: float, full: int
+) -> tuple[Tensor, tuple[int, int, int]]:
+    """What each row of the mask leaves visible, and the strides of these rows by (batch, head, query)."""
+    if kind == NO_MASK:
+        return mask, (0, 0, 0)
+    m0, m1, m2 = mask.shape[:3]
+    out = torch.empty((m0 * m1 * m2, 4), dtype=torch.int32, device=mask.device)
+    warps = max(1, min(16, full // 1024))
+    launch(
+        _bounds,
+        (m0 * m1 * m2,),
+        mask,
+        mask,
+        out,
+        m1,
+        m2,
+        *strides[:3],
+        t,
+        floor,
+        MASK=kind,
+        KEYS=strides[3],
+        B=full,
+        num_warps=warps,
+    )
+    return out, (m1 * m2 if m0 > 1 else 0, m2 if m1 > 1 else 0, 1 if m2 > 1 else 0)
+
+
 def _launch(
     grad: Tensor | None,
     source: Tensor,
@@ -292,11 +366,13 @@ def _launch(
     s, t = source.shape[-2:]
     threshold = philox.threshold(p)
     drop = 0 < threshold < philox.DRAWS
-    shown, heads, strides = _mask_rows(mask, source)
     full = max(16, triton.next_power_of_2(t))
     each = max(1, 1024 // full)
     eights = t % 8 == 0
     hard = fill <= HARD_FILL
+    kind = NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
+    shown, heads, strides = _mask_rows(mask, source)
+    bounds, bound_strides = _bounds_of(shown, strides, t, kind, mask_floor(source.dtype), full)
     for run in runs:
         aligned = eights and run.global_start % 8 == 0 and (run.rows == 1 or run.global_stride % 8 == 0)
         piece = run.length // t
@@ -321,6 +397,8 @@ def _launch(
             t,
             heads,
             *strides[:3],
+            bounds,
+            *bound_strides,
             window,
             mask_floor(source.dtype),
             scale,
@@ -331,13 +409,14 @@ def _launch(
             BACK=grad is not None,
             CAUSAL=causal,
             WINDOW=window > 0,
-            MASK=NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE,
+            MASK=kind,
             KEYS=strides[3],
             DROP=drop,
             ALIGNED=aligned,
             EIGHTS=eights,
             HARD=hard,
             SPLIT=hard and each == 1 and full >= 512 and (causal or mask is not None),
+            ONE_PIECE=run.rows == 1,
             R=each,
             FULL=full,
             num_warps=max(1, min(32, full // 1024)),
