@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -252,10 +253,7 @@ class _Attempt:
         dims = [DimSpec(1, (f"_{lead - i}",)) for i in range(lead)] + list(spec.dims)
         for dim, size in zip(dims, self.sizes.shape(value), strict=True):
             if not self._dim(dim, size):
-                text = "*".join(map(str, ([dim.coefficient] if dim.coefficient != 1 else []) + list(dim.letters)))
-                return self._fail(
-                    found, lambda t=text: f"'{name}' of shape {tuple(value.shape)} has no dim '{t}' there"
-                )
+                return self._fail(found, partial(_no_dim, name, value, dim))
         self._bind(self.match.nodes, pattern, found)
         self._bind(self.match.operands, name, found)
         return True
@@ -357,6 +355,10 @@ class _Attempt:
             for name, value in self.trace.markers.items():
                 if value == marker and name not in self.match.numbers:
                     self._bind(self.match.numbers, name, draws.drawn(self.match.nodes[node])["p"])
+
+
+def _no_dim(name: str, value: torch.Tensor, dim: DimSpec) -> str:
+    return f"'{name}' of shape {tuple(value.shape)} has no dim '{_text(Size(dim.coefficient, dim.letters))}' there"
 
 
 def _same(a: Any, b: Any) -> bool:
