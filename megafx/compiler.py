@@ -88,7 +88,7 @@ def compile_program(program: Program, request: Request) -> Compiled:
     passes = [
         *planning_passes(planning),
         Pass.of(localize_shapes, planning),
-        Pass.of(fuse_local, request.config, canonicalize, canonicalize_nodes),
+        Pass.of(fuse_local, request.config, canonicalize, canonicalize_nodes, request.t),
     ]
     if request.wants_grad is not None:
         passes += [

@@ -21,8 +21,9 @@ from megafx.debug import current, say
 from megafx.errors import SourceLine
 from megafx.ir import VAL, Program, fqn_of, source_of
 from megafx.pattern import Pattern, needs_of, specs_of, variants_of
-from megafx.rewrite_match import Match, Matcher, Refusal
-from megafx.rewrite_replace import Replacer, Respell
+from megafx.rewrite_found import Match, Refusal
+from megafx.rewrite_match import Matcher
+from megafx.rewrite_replace import Refuse, Replacer, Respell
 from megafx.rewrite_trace import Canonicalize, Trace, trace_of
 
 NEAR = 0.6  # share of a pattern's nodes that must be found for MEGAFX_DEBUG=3 to print why the rest was not
@@ -61,10 +62,18 @@ def patterns_of(patterns: Iterable[type[Pattern]], config: Config, *, local: boo
 
 
 def rewrite(
-    program: Program, patterns: Iterable[type[Pattern]], canonicalize: Canonicalize, respell: Respell, by: str
+    program: Program,
+    patterns: Iterable[type[Pattern]],
+    canonicalize: Canonicalize,
+    respell: Respell,
+    by: str,
+    refuse: Refuse | None = None,
 ) -> Rewritten:
-    """Replace every match, in place. canonicalize: what models go through; respell: the same for a few new nodes."""
-    run = _Run(program, canonicalize, Replacer(program, by, respell))
+    """Replace every match, in place.
+
+    canonicalize: what models go through; respell: the same for a few new nodes. refuse: what new ops have to pass.
+    """
+    run = _Run(program, canonicalize, Replacer(program, by, respell, refuse))
     run.sweep(sorted(patterns, key=lambda p: p.name))
     if run.done.counts:
         program.graph.eliminate_dead_code()

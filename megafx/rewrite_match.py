@@ -4,85 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
 from megafx import draws
 from megafx.dump import dtype_text, op_name
-from megafx.ir import VAL, Program, active_nodes, fqn_of, source_of
-from megafx.pattern import DimSpec, Drop, Pattern, parameters
-from megafx.rewrite_trace import DTYPE_OF, Number, Size, Trace, arguments_of
-
-
-class Refusal(NamedTuple):
-    """Why a match did not come about. node: where; matched: nodes of the pattern that were found; whole: all of them."""
-
-    reason: str
-    node: fx.Node
-    matched: int
-    whole: bool
-
-
-class Match:
-    """A place in the graph where a pattern is found. `m["x"]` is what the pattern's name stands for there.
-
-    A tensor's name gives its fake value (shape, dtype, device), or None where it is left out; a declared number's the number; a
-    variant's its choice; a letter's the size; "drop" and "drops" what is known of dropout.
-    """
-
-    def __init__(self, trace: Trace, program: Program) -> None:
-        self.trace, self.program = trace, program
-        self.nodes: dict[fx.Node, fx.Node] = {}  # of the pattern -> of the graph
-        self.operands: dict[str, fx.Node] = {}
-        self.letters: dict[str, int] = {}  # structural sizes
-        self.numbers: dict[str, Any] = {}
-
-    @property
-    def pattern(self) -> type[Pattern]:
-        return self.trace.pattern
-
-    @property
-    def roots(self) -> list[fx.Node]:
-        """The nodes whose values are replaced."""
-        return [self.nodes[r] for r in self.trace.roots]
-
-    @property
-    def matched(self) -> list[fx.Node]:
-        """Every node that the pattern covers."""
-        return list(dict.fromkeys(self.nodes[n] for n in self.trace.calls))
-
-    @property
-    def drops(self) -> tuple[Drop, ...]:
-        """The dropouts found, their seeds and layouts as graph nodes."""
-        return tuple(Drop(**draws.drawn(self.nodes[n])) for n in self.trace.drops)
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.operands:
-            return self.operands[name].meta[VAL]
-        if name in self.trace.variant.absent:
-            return None
-        chosen = dict(self.trace.variant.values)
-        if name in chosen:
-            return chosen[name]
-        if name in self.pattern.scalars:
-            return self.numbers.get(name, self.letters.get(name))
-        if name in self.letters:
-            expr = self.program.sizes.expr(self.letters[name])
-            return int(expr) if expr.is_Integer else expr
-        if name == "drop":
-            return self.drops[0] if self.drops else Drop()
-        if name == "drops":
-            return self.drops
-        if name in parameters(self.pattern.match):
-            return None  # a tensor of other variants
-        raise KeyError(name)
-
-    def node(self, name: str) -> fx.Node:
-        """The graph node of a tensor."""
-        return self.operands[name]
-
+from megafx.ir import VAL, Program, active_nodes
+from megafx.pattern import DimSpec
+from megafx.rewrite_arguments import arguments_of
+from megafx.rewrite_found import Match, Refusal, op_text, user_text, value_text
+from megafx.rewrite_trace import DTYPE_OF, Number, Size, Trace
 
 Todo = Any  # linked list of (pattern value, graph value), or None
 
@@ -187,21 +120,23 @@ class _Attempt:
                 same = self.match.nodes[pattern] is found
                 return todo if same else self._fail(found, lambda: f"two uses of one value are two values: %{found}")
             if not isinstance(found, fx.Node):
-                return self._fail(found, lambda: f"{_text(found)} stands where the pattern has a tensor")
+                return self._fail(found, lambda: f"{value_text(found)} stands where the pattern has a tensor")
             if pattern.op == "placeholder":
                 return todo if self._operand(pattern, found) else False
             return self._call(pattern, found, todo)
         if isinstance(pattern, Size):
             size = self._structural(found)
             if size is None:
-                return self._fail(found, lambda: f"{_text(found)} stands where the pattern has a size")
+                return self._fail(found, lambda: f"{value_text(found)} stands where the pattern has a size")
             self.equations.append((pattern, size))
             return todo
         if isinstance(pattern, Number):
             return todo if self._number(pattern.name, found) else False
         if isinstance(pattern, tuple):
             if not isinstance(found, (list, tuple)) or len(found) != len(pattern):
-                return self._fail(found, lambda: f"{_text(found)} stands where the pattern has {_text(pattern)}")
+                return self._fail(
+                    found, lambda: f"{value_text(found)} stands where the pattern has {value_text(pattern)}"
+                )
             for pair in reversed(list(zip(pattern, found, strict=True))):
                 todo = (pair, todo)
             return todo
@@ -210,16 +145,16 @@ class _Attempt:
         return (
             todo
             if _same(pattern, found)
-            else self._fail(found, lambda: f"{_text(found)} stands where the pattern has {_text(pattern)}")
+            else self._fail(found, lambda: f"{value_text(found)} stands where the pattern has {value_text(pattern)}")
         )
 
     def _call(self, pattern: fx.Node, found: fx.Node, todo: Todo) -> Any:
         call = self.trace.calls[pattern]
         if found.target != call.target or found.op != "call_function":
-            return self._fail(found, lambda: f"{_op(found)} stands where the pattern has {op_name(call.target)}")
+            return self._fail(found, lambda: f"{op_text(found)} stands where the pattern has {op_name(call.target)}")
         arguments = self.matcher.arguments(found)
         if len(arguments) != len(call.arguments):
-            return self._fail(found, lambda: f"{_op(found)} has other arguments than in the pattern")
+            return self._fail(found, lambda: f"{op_text(found)} has other arguments than in the pattern")
         self._bind(self.match.nodes, pattern, found)
         self.count += 1
         for (name, value), (_, have) in reversed(list(zip(call.arguments, arguments, strict=True))):
@@ -276,7 +211,7 @@ class _Attempt:
 
     def _number(self, name: str, found: Any) -> bool:
         if found is not None and (isinstance(found, bool) or not isinstance(found, (int, float))):
-            return self._fail(found, lambda: f"{_text(found)} stands where the pattern has the number '{name}'")
+            return self._fail(found, lambda: f"{value_text(found)} stands where the pattern has the number '{name}'")
         numbers = self.match.numbers
         if name not in numbers:
             self._bind(numbers, name, found)
@@ -305,10 +240,10 @@ class _Attempt:
         for node in self.match.matched:
             outside = [u for u in node.users if u not in inside]
             if node not in roots and outside and node not in self.matcher.cheap:
-                return self._refuse(node, f"{_op(node)} inside of it is also used by {_where(outside[0])}")
+                return self._refuse(node, f"{op_text(node)} inside of it is also used by {user_text(outside[0])}")
         for name, node in self.match.operands.items():
             if node in inside and node not in self.matcher.cheap:
-                return self._refuse(node, f"{_op(node)} is inside of it and its operand '{name}'")
+                return self._refuse(node, f"{op_text(node)} is inside of it and its operand '{name}'")
         reason = self.match.pattern.where(self.match) if self.match.pattern.where is not None else None
         return reason is None or (reason != "" and self._refuse(self.root, reason))
 
@@ -358,7 +293,7 @@ class _Attempt:
 
 
 def _no_dim(name: str, value: torch.Tensor, dim: DimSpec) -> str:
-    return f"'{name}' of shape {tuple(value.shape)} has no dim '{_text(Size(dim.coefficient, dim.letters))}' there"
+    return f"'{name}' of shape {tuple(value.shape)} has no dim '{value_text(Size(dim.coefficient, dim.letters))}' there"
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -368,25 +303,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return a == b or (a != a and b != b)
     return type(a) is type(b) and bool(a == b)
-
-
-def _op(node: fx.Node) -> str:
-    return f"%{node.name}" if node.op != "call_function" else f"{op_name(node.target)} (%{node.name})"
-
-
-def _where(node: fx.Node) -> str:
-    place = f" in '{fqn_of(node)}'" if fqn_of(node) else ""
-    line = source_of(node)
-    return "the output" if node.op == "output" else f"{_op(node)}{place}" + (f" at {line}" if line else "")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return _op(value)
-    if isinstance(value, Size):
-        return "*".join([str(value.coefficient), *value.letters]) if value.coefficient != 1 else "*".join(value.letters)
-    if isinstance(value, Number):
-        return f"the number '{value.name}'"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
-    return repr(value)

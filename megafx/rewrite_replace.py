@@ -17,12 +17,13 @@ from megafx import draws
 from megafx.dump import dtype_text
 from megafx.ir import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
 from megafx.pattern import Drop, PatternError, parameters
-from megafx.rewrite_match import Match
+from megafx.rewrite_found import Match
 from megafx.rewrite_trace import plain_modes
 from megafx.sizes import SizeEmitter
 
 aten = torch.ops.aten
 Respell = Callable[[Program, list[fx.Node]], None]
+Refuse = Callable[[list[fx.Node], list[tuple[fx.Node, fx.Node]]], str]  # (new ops, (new, replaced) of each result)
 
 
 class Template(NamedTuple):
@@ -36,18 +37,15 @@ class Template(NamedTuple):
 
 
 class Replacer:
-    """Replaces matches in one program."""
+    """Replaces matches in one program. refuse: why new ops may not stand for what they replace, or ''."""
 
-    def __init__(self, program: Program, by: str, respell: Respell) -> None:
-        self.program, self.by, self.respell = program, by, respell
+    def __init__(self, program: Program, by: str, respell: Respell, refuse: Refuse | None = None) -> None:
+        self.program, self.by, self.respell, self.refuse = program, by, respell, refuse
         self.sizes = SizeEmitter(program.graph, program.sizes)
         self.templates: dict[Any, Template] = {}
 
     def replace(self, match: Match) -> list[fx.Node] | str:
         """The new nodes in the graph, or why the match cannot be replaced."""
-        apart = _placed_apart(match)
-        if apart:
-            return apart
         template = self._template(match)
         if template.refusal:
             return template.refusal
@@ -55,8 +53,16 @@ class Replacer:
         if where is None:
             return "its results are used before all of its operands are there"
         made = self._instantiate(match, template, where)
-        self._finish(match, template, made)
         new = [made[n] for n in template.graph.nodes if n.op == "call_function"]
+        if self.refuse is not None:
+            pairs = zip((made[n] for n in template.results), match.roots, strict=True)
+            reason = self.refuse([n for n in new if isinstance(n.meta[VAL], (torch.Tensor, tuple))], list(pairs))
+            if reason:
+                for node in reversed(new):
+                    if not node.users:
+                        self.program.graph.erase_node(node)
+                return reason
+        self._finish(match, template, made)
         return [
             n
             for n in new
@@ -251,14 +257,6 @@ class Replacer:
         odd = [n for n in odd if isinstance(n, fx.Node) and n.op == "call_function"]
         if odd:
             self.respell(program, odd)
-
-
-def _placed_apart(match: Match) -> str:
-    """Why one op cannot give all results on local shapes, or '': a rule places the results of an op together."""
-    placements = [r.meta[PLACEMENT] for r in match.roots if PLACEMENT in r.meta]
-    if len({("R" if p.kind == "I" else p.kind, p.dim if p.is_shard else None) for p in placements}) > 1:
-        return f"its results have different placements: {', '.join(map(str, placements))}"
-    return ""
 
 
 def _origin(new: fx.Node, free: list[fx.Node]) -> fx.Node | None:
