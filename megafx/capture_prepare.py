@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from megafx.hf import is_hf_model
+from megafx.hf_attention import attention_of_capture
+
 Note = Callable[[str], None]
 
 # Attention implementations of transformers that export can trace; the others call kernels that have no fake.
@@ -34,7 +37,8 @@ def prepared(
             _prepare_config(config, model, note)
         _prepare_modules(model, note)
         _make_fake(model, fake_mode, device, stand_ins)
-        yield
+        with attention_of_capture() if is_hf_model(model) else contextlib.nullcontext():
+            yield
     finally:
         for module, attributes, contents in modules:
             vars(module).clear()

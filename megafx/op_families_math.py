@@ -166,10 +166,8 @@ def _constant(call: Call) -> str:
 def _attention(call: Call) -> Row:
     """t (queries) stays whole under is_causal, whose mask counts rows from 0; grouped K/V heads are a merged dim."""
     text, why = RULES[call.op], {}
-    if call.get("enable_gqa"):
-        query, key, value, mask = (p.strip() for p in text.partition(":")[2].partition("->")[0].split(","))
-        text = f"nl[2]: {query}, {key}, {value}, {mask} -> ... h t f".replace(" h ", " (n g) ")
-        text = text.replace("(n g) s! e!", "n s! e!").replace("(n g) s! f", "n s! f")
+    if call.get("enable_gqa") or "._scaled" in call.op:  # the kernels take fewer KV heads without being told
+        text = re.sub(r"\bh (?=[tl])", "(n g) ", text).replace(" h s!", " n s!")
     mask = call.get("attn_mask")
     if isinstance(mask, Arg) and len(mask.shape) < 3:
         text = re.sub(r"(\.\.\.|b) (h|\(n g\)) t s!", "t s!" if len(mask.shape) == 2 else "s!", text)

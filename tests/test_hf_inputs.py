@@ -12,6 +12,7 @@ import torch
 
 from megafx.capture import capture_call
 from megafx.errors import CaptureError
+from megafx.draws import drawn, draws
 from megafx.hf import synthesize_inputs
 from megafx.interpret import run_program
 from megafx.ir import Program
@@ -213,7 +214,7 @@ def test_padding_on_the_left_and_bf16() -> None:
     kwargs = _inputs(model, 2, {64: 12})
     kwargs["attention_mask"][0, :5] = 0
     found, wanted = run_program(program, model, (), kwargs), model(**kwargs)
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-4, atol=0)  # attention rounds to bf16 less often
 
 
 def test_mixture_of_experts() -> None:
@@ -230,10 +231,10 @@ def test_dropout_gets_numbers_and_a_seed() -> None:
     model = cls(cls.config_class(**GPT2)).train()
     program = capture_call(model, *synthesize_inputs(model))
     canonicalize(program)
-    dropouts = [n for n in program.graph.nodes if n.target is torch.ops.megafx.dropout.default]
-    assert [n.args[3] for n in dropouts] == list(range(4))  # embedding, attention, projection, MLP
+    dropouts = [drawn(n) for n in program.graph.nodes if draws(n)]
+    assert [d["op_id"] for d in dropouts] == list(range(4))  # embedding, attention, projection, MLP
     assert program.inputs[-1].kind == "seed"
-    assert all(n.args[1] is program.placeholders()[-1] for n in dropouts)
+    assert all(d["seed"] is program.placeholders()[-1] for d in dropouts)
     kwargs = _inputs(model, 2, {64: 16})
     first, again, other = (run_program(program, model, (), kwargs, seed=seed).loss for seed in (1, 1, 2))
     assert torch.equal(first, again)

@@ -37,6 +37,7 @@ LAYERS = [
         "op_rules",
         "op_families_*",
         "hf",
+        "hf_attention",
         "graph_keys",
         "pattern",
         "tp_*",

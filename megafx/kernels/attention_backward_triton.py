@@ -276,13 +276,16 @@ def _mask_gradient(
 
 
 def query_config(c: Call) -> dict[str, Any]:
-    wide = max(c.flags["EP"], c.flags["FP"]) * c.q.element_size() > 256
-    return dict(BM=64, BN=64, STAGES=1 if wide else 2, num_warps=8 if wide else 4, GROUP=16)
+    return dict(BM=32 if c.width > 512 else 64, BN=64, **_depth(c))
 
 
 def key_config(c: Call) -> dict[str, Any]:
-    wide = max(c.flags["EP"], c.flags["FP"]) * c.q.element_size() > 256
-    return dict(BM=32 if wide else 64, BN=64, STAGES=1 if wide else 2, num_warps=8 if wide else 4, GROUP=16)
+    return dict(BM=32 if c.width > 256 else 64, BN=64, **_depth(c))
+
+
+def _depth(c: Call) -> dict[str, Any]:
+    wide = c.width > 256
+    return dict(STAGES=1 if wide else 2, num_warps=8 if wide else 4, GROUP=16)
 
 
 def backward(
