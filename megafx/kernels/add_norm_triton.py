@@ -26,6 +26,8 @@ def _where(x: Tensor, p: float, shard_dim: int, layout: list[int], axis: str) ->
     if len(runs) != 1 or runs[0].length % H:
         return None
     run = runs[0]
+    if run.rows == 1:
+        return Rows(1, run.global_start // H, 1, H % 8 == 0)
     return Rows(run.length // H, run.global_start // H, run.global_stride // H, H % 8 == 0)
 
 

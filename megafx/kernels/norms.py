@@ -120,6 +120,7 @@ define_op(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool want_weight, bool want_bias)"
     " -> (Tensor, Tensor, Tensor)",
     rule="nl[0]: ... c!, ... c!, c!, ..., ... -> ... c!; c!; c!",
+    partials=(((2,), "PRR"),),  # the gradient of x alone depends on the weight
     reference=layer_norm_backward_reference,
     triton="norms_triton:layer_norm_backward",
     fake=lambda grad, x, weight, mean, rstd, want_weight, want_bias: (

@@ -36,11 +36,31 @@ def _zeros(K: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _inside(row, rows, column, H, EVEN: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Which elements of a part are there. A constant mask costs nothing."""
+    if EVEN and R == 1:
+        return tl.full([R, C], 1, tl.int1)
+    elif EVEN:
+        return (row < rows) & tl.full([R, C], 1, tl.int1)
+    else:
+        return (row < rows) & (column < H)
+
+
+@triton.jit
+def _vector(pointer, column, H, EVEN: tl.constexpr):
+    """A part of a vector [H], which other programs read too."""
+    if EVEN:
+        return tl.load(pointer + column, eviction_policy="evict_last")
+    else:
+        return tl.load(pointer + column, mask=column < H, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
 def _add(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit(do_not_specialize=["rows", "threshold", "op_id", "inner", "first_row", "row_stride"])
+@triton.jit(do_not_specialize=["rows", "threshold", "op_id", "first_row"])
 def norm_forward(
     x,  # [rows, H] IN
     bias,  # [H] IN
@@ -70,6 +90,7 @@ def norm_forward(
     WEIGHT: tl.constexpr,
     NORM_BIAS: tl.constexpr,
     RELOAD: tl.constexpr,
+    EVEN: tl.constexpr,  # the parts are the row, no more
     R: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
@@ -85,16 +106,16 @@ def norm_forward(
     spread = tl.zeros([R, C], tl.float32)
     for k in tl.static_range(K):
         column = k * C + tl.arange(0, C)[None, :]
-        inside = (row < rows) & (column < H)
+        inside = _inside(row, rows, column, H, EVEN or k < K - 1, R, C)
         if ADD:
             value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
             if BIAS:
-                value += tl.load(bias + column, mask=column < H, other=0.0, eviction_policy="evict_last").to(tl.float32)
+                value += _vector(bias, column, H, EVEN or k < K - 1).to(tl.float32)
             if DROP:
                 keep = keep_tile(first + k * C, op_id.to(tl.uint32), k0, k1, threshold.to(tl.uint32), ALIGNED, R, C)
                 value = tl.where(keep, value * scale, 0.0)
             value += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
-            value = tl.where(inside, value, 0.0).to(h.dtype.element_ty)
+            value = value.to(h.dtype.element_ty)  # columns outside have loaded nothing but zeros
             tl.store(h + start + column, value, mask=inside)
         else:
             value = tl.load(x + start + column, mask=inside, other=0.0)
@@ -104,8 +125,12 @@ def norm_forward(
         elif RELOAD:
             step = wide - total
             update = total + step * (1.0 / (k + 1))
-            spread = tl.where(column < H, spread + step * (wide - update), spread)
-            total = tl.where(column < H, update, total)
+            if EVEN or k < K - 1:
+                spread += step * (wide - update)
+                total = update
+            else:
+                spread = tl.where(column < H, spread + step * (wide - update), spread)
+                total = tl.where(column < H, update, total)
         else:
             total += wide
         if not RELOAD:
@@ -115,15 +140,17 @@ def norm_forward(
         square = tl.sum(total, axis=1)[:, None] / H
     else:
         if RELOAD:
-            lane = tl.arange(0, C)[None, :]
-            count = tl.where((K - 1) * C + lane < H, K, K - 1).to(tl.float32)
+            # How many parts a lane has: all, or all but the last.
+            count = tl.where(EVEN or (K - 1) * C + tl.arange(0, C)[None, :] < H, K, K - 1).to(tl.float32)
             mean = tl.sum(total * count, axis=1)[:, None] / H
             total = spread + count * (total - mean) * (total - mean)
         else:
             mean = tl.sum(total, axis=1)[:, None] / H
             total = tl.zeros([R, C], tl.float32)
             for k in tl.static_range(K):
-                away = tl.where(k * C + tl.arange(0, C)[None, :] < H, parts[k].to(tl.float32) - mean, 0.0)
+                away = parts[k].to(tl.float32) - mean
+                if not EVEN and k == K - 1:
+                    away = tl.where(k * C + tl.arange(0, C)[None, :] < H, away, 0.0)
                 total += away * away
         square = tl.sum(total, axis=1)[:, None] / H
         tl.store(mean_out + row, mean, mask=row < rows)
@@ -133,7 +160,7 @@ def norm_forward(
         tl.debug_barrier()  # the second pass reads h, which other threads may have written
     for k in tl.static_range(K):
         column = k * C + tl.arange(0, C)[None, :]
-        inside = (row < rows) & (column < H)
+        inside = _inside(row, rows, column, H, EVEN or k < K - 1, R, C)
         if RELOAD:
             # The eviction policy also keeps the compiler from taking the load for that of the first pass.
             value = tl.load((h if ADD else x) + start + column, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -141,10 +168,10 @@ def norm_forward(
             value = parts[k]
         out = (value.to(tl.float32) - mean) * rstd
         if WEIGHT:
-            w = tl.load(weight + column, mask=column < H, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            w = _vector(weight, column, H, EVEN or k < K - 1).to(tl.float32)
             out *= w + offset
         if NORM_BIAS:
-            out += tl.load(norm_bias + column, mask=column < H, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            out += _vector(norm_bias, column, H, EVEN or k < K - 1).to(tl.float32)
         tl.store(y + start + column, out.to(y.dtype.element_ty), mask=inside)
 
 
@@ -156,7 +183,7 @@ def _again(value, zero):
     return value.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "threshold", "op_id", "inner", "first_row", "row_stride"])
+@triton.jit(do_not_specialize=["rows", "threshold", "op_id", "first_row"])
 def norm_backward(
     grad,  # [rows, H] IN
     x,  # [rows, H] IN
@@ -188,6 +215,7 @@ def norm_backward(
     SUM_BIAS: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
@@ -199,7 +227,7 @@ def norm_backward(
     if WEIGHT:
         for k in tl.static_range(K * SPLIT):
             column = tl.multiple_of((own + k * C) % (K * SPLIT * C), C) + tl.arange(0, C)[None, :]
-            weights = weights + (tl.load(weight + column, mask=column < H, other=0.0),)
+            weights = weights + (_vector(weight, column, H, EVEN or (SPLIT == 1 and k < K - 1)),)
     sums_weight = _zeros(K if SUM_WEIGHT else 1, R, C)
     sums_norm_bias = _zeros(K if SUM_NORM_BIAS else 1, R, C)
     sums_bias = _zeros(K if SUM_BIAS else 1, R, C)
@@ -218,7 +246,7 @@ def norm_backward(
         plain = tl.zeros([R, C], tl.float32)
         for k in tl.static_range(K * SPLIT):
             column = tl.multiple_of((own + k * C) % (K * SPLIT * C), C) + tl.arange(0, C)[None, :]
-            inside = (row < rows) & (column < H)
+            inside = _inside(row, rows, column, H, EVEN or (SPLIT == 1 and k < K - 1), R, C)
             value = tl.load(x + start + column, mask=inside, other=0.0)
             g = tl.load(grad + start + column, mask=inside, other=0.0)
             unit = (value.to(tl.float32) - mean) * rstd
@@ -245,7 +273,7 @@ def norm_backward(
         new_bias = ()
         for k in tl.static_range(K):
             column = own + k * C + tl.arange(0, C)[None, :]
-            inside = (row < rows) & (column < H)
+            inside = _inside(row, rows, column, H, EVEN or (SPLIT == 1 and k < K - 1), R, C)
             unit = (_again(values[k], zero) - mean) * rstd
             g = _again(grads[k], zero)
             v = g
@@ -297,25 +325,54 @@ class Shape(NamedTuple):
     warps: int
     reload: bool = False  # forward
     split: int = 1  # backward: programs that share a row
-    programs: int = 132  # backward: persistent programs, 132 for each SM of an H100 or H200
+    programs: int = 132  # backward: persistent programs; an H100 or H200 has 132 SMs
+    stages: int = 3  # backward: tiles in flight, plus one
 
 
-def forward_shape(H: int, rms: bool, add: bool) -> Shape:
-    if H <= 2048:
-        C = triton.next_power_of_2(H)
-        return Shape(1, 1, C, 1 if C <= 512 else 2 if C <= 1024 else 4)
-    C, warps = (1024, 4) if H <= 8192 else (2048, 8)
+# Columns of a part where another number than the rule's was faster.
+FORWARD_COLUMNS = {1024: 512, 4096: 2048, 12288: 2048}
+
+
+def columns_of_part(H: int) -> int:
+    """The power of two from 256 to 4096 that leaves the fewest columns of at most 8 parts empty; of these, about 4 parts."""
+    if H <= 256:
+        return triton.next_power_of_2(H)
+    if H in FORWARD_COLUMNS:
+        return FORWARD_COLUMNS[H]
+
+    def cost(C: int) -> tuple[bool, int, int]:
+        K = triton.cdiv(H, C)
+        return K > 8, K * C, abs(K - 4)
+
+    return min((256, 512, 1024, 2048, 4096), key=cost)
+
+
+def forward_shape(H: int, rms: bool, add: bool, drop: bool) -> Shape:
+    """Each thread has 8 elements of a part. Drawing takes registers that long rows do not leave: those are read again."""
+    C = columns_of_part(H)
     K = triton.cdiv(H, C)
-    return Shape(1, K, C, warps, reload=K > 8)
+    return Shape(1, K, C, max(1, C // 256), reload=K > 8 or (drop and K > 5) or (add and H > 8192))
 
 
 def backward_shape(H: int, rms: bool, add: bool) -> Shape:
-    if H <= 2048:
-        C = triton.next_power_of_2(H)
-        return Shape(max(1, min(8, 8192 // C)), 1, C, 8)
-    C = 2048
-    split = triton.cdiv(H, 8192)
-    return Shape(1, triton.cdiv(H, C * split), C, 8, split=split, programs=132 // split * split)
+    """As many columns as leave the sums in registers; rows that are short, several at a time. Measured: H200, bf16."""
+    split = triton.cdiv(H, 8192 if add or rms else 12288)
+    own = triton.cdiv(H, split)
+    if own > 5120 or split > 1:
+        deep = not add and ((H > 8192) == rms) and H <= 12288
+        return Shape(1, triton.cdiv(own, 2048), 2048, 8, False, split, 132 // split * split, 4 if deep else 3)
+    if own > 2560:
+        C = 2048 if own == 4096 and not add else 1024
+        return Shape(2, triton.cdiv(own, C), C, 8)
+    if own > 2048:
+        R, C = (1, 1024) if add else (2, 512)
+        return Shape(R, triton.cdiv(own, C), C, 4, programs=264)
+    if own > 1024:
+        if add and own % 512 == 0:
+            return Shape(4, own // 512, 512, 8)
+        return Shape(2, 1, 2048, 4, programs=264, stages=3 if add or own % 512 == 0 else 4)
+    C = min(256, triton.next_power_of_2(own))
+    return Shape(4, triton.cdiv(own, C), C, 4, programs=264, stages=4 if own <= 768 else 3)
 
 
 class Rows(NamedTuple):
@@ -354,7 +411,7 @@ def run_forward(
     rows = rstd.numel()
     if rows == 0 or H == 0:
         return h, y, mean, rstd
-    shape = forward_shape(H, rms, add)
+    shape = forward_shape(H, rms, add, drawing[0] > 0)
     weight, norm_bias = (None if v is None else v.contiguous() for v in vectors)
     launch(
         norm_forward,
@@ -386,6 +443,7 @@ def run_forward(
         WEIGHT=weight is not None,
         NORM_BIAS=norm_bias is not None,
         RELOAD=shape.reload,
+        EVEN=H == shape.K * shape.C,
         R=shape.R,
         K=shape.K,
         C=shape.C,
@@ -451,8 +509,9 @@ def run_backward(
         SUM_WEIGHT=vectors[0].numel() > 0,
         SUM_NORM_BIAS=vectors[1].numel() > 0,
         SUM_BIAS=vectors[2].numel() > 0,
-        STAGES=3,
+        STAGES=shape.stages,
         SPLIT=shape.split,
+        EVEN=shape.K * shape.C * shape.split == H,
         R=shape.R,
         K=shape.K,
         C=shape.C,

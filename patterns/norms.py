@@ -1,0 +1,201 @@
+"""LayerNorm and RMSNorm, as library calls and as written out; and, on one rank's shapes, a sum with the norm that follows.
+
+Hugging Face's RMSNorm rounds the normalised values to the model's dtype before it multiplies by the weight; the kernel
+rounds once, which is nearer to the exact result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import megafx.kernels.add_norm
+import megafx.kernels.bias_dropout_add
+import megafx.kernels.norms  # noqa: F401  registers the ops
+from megafx.pattern import Drop, Pattern, register
+
+ops = torch.ops.megafx
+
+
+@register
+class LayerNorm(Pattern):
+    """layer_norm over the last dim -> megafx.layer_norm."""
+
+    name = "layer_norm"
+    knob = "norm_fusion"
+    tensors = {"x": "D[... h]", "weight": "param D[h]?", "bias": "param D[h]?"}
+    scalars = {"eps": float}
+    needs = ("layer_norm",)
+
+    def match(x, weight, bias, *, eps):  # type: ignore[no-untyped-def]
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    def make(x, weight, bias, *, eps):  # type: ignore[no-untyped-def]
+        return ops.layer_norm(x, weight, bias, eps)
+
+
+@register
+class RMSNorm(Pattern):
+    """rms_norm over the last dim -> megafx.rms_norm."""
+
+    name = "rms_norm"
+    knob = "norm_fusion"
+    tensors = {"x": "D[... h]", "weight": "param D[h]?"}
+    scalars = {"eps": float}
+    needs = ("rms_norm",)
+
+    def match(x, weight, *, eps):  # type: ignore[no-untyped-def]
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def make(x, weight, *, eps):  # type: ignore[no-untyped-def]
+        return ops.rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps, 0.0)
+
+
+SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "pow": lambda v: v.pow(2),
+    "product": lambda v: v * v,
+    "square": torch.square,
+}
+
+
+@register
+class WrittenRMSNorm(Pattern):
+    """RMSNorm as models write it -> megafx.rms_norm.
+
+    square    x.pow(2), x * x, torch.square(x)
+    upcast    "all": the whole row in fp32 (Llama); "statistics": the mean of squares alone (T5); where the model is fp32
+              these are the same
+    scale     "late": w * y.to(dtype) (Llama, T5); "wide": (y * w).to(dtype); "unit": (y * (1 + w)).to(dtype), a gamma
+              centred on zero (Gemma); "unit late": y.to(dtype) * (1 + w); "none": no weight
+    root      rsqrt(m), or division by sqrt(m)
+    """
+
+    name = "written_rms_norm"
+    knob = "norm_fusion"
+    variants = {
+        "square": tuple(SQUARES),
+        "upcast": ("all", "statistics"),
+        "scale": ("late", "wide", "unit", "unit late", "none"),
+        "root": ("rsqrt", "sqrt"),
+    }
+    scalars = {"eps": float}
+
+    def tensors(*, scale, **_):  # type: ignore[no-untyped-def]
+        return {"x": "D[... h]"} if scale == "none" else {"x": "D[... h]", "weight": "param D[h]"}
+
+    def needs(*, root, **_):  # type: ignore[no-untyped-def]
+        return (root, "mean")
+
+    def match(x, weight=None, *, eps, square, upcast, scale, root):  # type: ignore[no-untyped-def]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = SQUARES[square](wide).mean(-1, keepdim=True) + eps
+        row = wide if upcast == "all" else x
+        y = row * torch.rsqrt(mean) if root == "rsqrt" else row / torch.sqrt(mean)
+        if scale == "none":
+            return y.to(x.dtype)
+        if scale == "late":
+            return weight * y.to(x.dtype)
+        if scale == "unit late":
+            return y.to(x.dtype) * (1.0 + weight)
+        if scale == "wide":
+            return (y * weight.to(y.dtype)).to(x.dtype)
+        return (y * (1.0 + weight.to(y.dtype))).to(x.dtype)
+
+    def make(x, weight=None, *, eps, scale):  # type: ignore[no-untyped-def]
+        return ops.rms_norm(x, weight, eps, 1.0 if scale.startswith("unit") else 0.0)
+
+
+# -- a sum and its norm: both results in one kernel, forward and backward
+
+KINDS = ("layer", "rms", "rms centred")
+
+
+def _normed(kind: str, h: Tensor, weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The two results as they are found: the sum and its norm."""
+    if kind == "layer":
+        return h, ops.layer_norm(h, weight, norm_bias, eps)
+    return h, ops.rms_norm(h, weight, eps, float(kind == "rms centred"))
+
+
+def _fused(
+    kind: str,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    eps: float,
+    drop: Drop,
+) -> tuple[Tensor, Tensor]:
+    if kind == "layer":
+        made = ops.bias_dropout_add_layer_norm(x, bias, residual, *vectors, eps, *drop.args)
+    else:
+        made = ops.bias_dropout_add_rms_norm(
+            x, bias, residual, vectors[0], eps, float(kind == "rms centred"), *drop.args
+        )
+    return made[0], made[1]
+
+
+def _vectors(kind: str) -> dict[str, str]:
+    return {"weight": "param E[h]?"} | ({"norm_bias": "param E[h]?"} if kind == "layer" else {})
+
+
+class _AddNorm(Pattern):
+    knob = "norm_fusion"
+    local = True
+    variants = {"kind": KINDS}
+    scalars = {"eps": float}
+
+    def needs(*, kind):  # type: ignore[no-untyped-def]
+        return ("layer_norm" if kind == "layer" else "rms_norm",)
+
+
+@register
+class AddNorm(_AddNorm):
+    """x + residual and its norm -> one kernel."""
+
+    name = "add_norm"
+
+    def tensors(*, kind):  # type: ignore[no-untyped-def]
+        return {"x": "D[... h]", "residual": "E[... h]"} | _vectors(kind)
+
+    def match(x, residual, weight=None, norm_bias=None, *, eps, kind):  # type: ignore[no-untyped-def]
+        return _normed(kind, x + residual, weight, norm_bias, eps)
+
+    def make(x, residual, weight=None, norm_bias=None, *, eps, kind, drop):  # type: ignore[no-untyped-def]
+        return _fused(kind, x, None, residual, (weight, norm_bias), eps, drop)
+
+
+@register
+class LinearAddNorm(_AddNorm):
+    """linear(x, w, b) + residual and its norm -> one kernel, which sums the gradient of b on the way."""
+
+    name = "linear_add_norm"
+
+    def tensors(*, kind):  # type: ignore[no-untyped-def]
+        linear = {"x": "D[... k]", "matrix": "param D[h k]", "bias": "param D[h]"}
+        return linear | {"residual": "E[... h]"} | _vectors(kind)
+
+    def match(x, matrix, bias, residual, weight=None, norm_bias=None, *, eps, kind):  # type: ignore[no-untyped-def]
+        return _normed(kind, F.linear(x, matrix, bias) + residual, weight, norm_bias, eps)
+
+    def make(x, matrix, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):  # type: ignore[no-untyped-def]
+        return _fused(kind, F.linear(x, matrix), bias, residual, (weight, norm_bias), eps, drop)
+
+
+@register
+class DropoutAddNorm(_AddNorm):
+    """bias_dropout_add and the norm of it -> one kernel."""
+
+    name = "dropout_add_norm"
+
+    def tensors(*, kind):  # type: ignore[no-untyped-def]
+        return {"x": "D[... h]", "bias": "param D[h]?", "residual": "E[... h]"} | _vectors(kind)
+
+    def match(x, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):  # type: ignore[no-untyped-def]
+        return _normed(kind, ops.bias_dropout_add(x, bias, residual, *drop.args), weight, norm_bias, eps)
+
+    def make(x, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):  # type: ignore[no-untyped-def]
+        return _fused(kind, x, bias, residual, (weight, norm_bias), eps, drop)
