@@ -53,21 +53,16 @@ class Replacer:
         if where is None:
             return "its results are used before all of its operands are there"
         made = self._instantiate(match, template, where)
-        new = [made[n] for n in template.graph.nodes if n.op == "call_function"]
+        new = [made[n] for n in template.graph.nodes if n.op == "call_function" and not _is_size(n)]
         if self.refuse is not None:
             pairs = zip((made[n] for n in template.results), match.roots, strict=True)
-            reason = self.refuse([n for n in new if isinstance(n.meta[VAL], (torch.Tensor, tuple))], list(pairs))
+            reason = self.refuse(new, list(pairs))
             if reason:
                 for node in reversed(new):
-                    if not node.users:
-                        self.program.graph.erase_node(node)
+                    self.program.graph.erase_node(node)
                 return reason
         self._finish(match, template, made)
-        return [
-            n
-            for n in new
-            if isinstance(n, fx.Node) and not n._erased and isinstance(n.meta[VAL], (torch.Tensor, tuple))
-        ]
+        return [n for n in new if not n._erased]
 
     # -- templates
 
@@ -204,7 +199,7 @@ class Replacer:
             if node.op != "call_function":
                 continue
             value = node.meta[VAL]
-            if isinstance(value, (torch.SymInt, int)):
+            if _is_size(node):
                 made[node] = self.sizes(self.program.sizes.of(value))
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: made[n])
@@ -253,10 +248,14 @@ class Replacer:
         for node in sorted(matched, reverse=True):
             if not node.users:
                 program.graph.erase_node(node)
-        odd = [made[n] for n in template.graph.nodes if n.op == "call_function" and not _canonical(n.target)]
-        odd = [n for n in odd if isinstance(n, fx.Node) and n.op == "call_function"]
+        nodes = (n for n in template.graph.nodes if n.op == "call_function" and not _is_size(n))
+        odd = [made[n] for n in nodes if not _canonical(n.target)]
         if odd:
             self.respell(program, odd)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta[VAL], (torch.SymInt, int))
 
 
 def _origin(new: fx.Node, free: list[fx.Node]) -> fx.Node | None:

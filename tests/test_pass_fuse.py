@@ -166,6 +166,31 @@ def test_the_checker_types_what_is_fused(cases):
     assert drops and any(n.args[4] >= 0 for n in drops)
 
 
+def test_a_local_op_without_a_rule_is_refused_on_shards(cases, capfd):
+    class NoRule(AddNorm):
+        name = "no_rule"
+
+        def make(x, residual, weight, *, eps):
+            total = x + residual
+            return total, toy.rms_norm(total.view(x.shape), weight, eps)
+
+    unregister("add_norm")
+    register(NoRule)
+    try:
+        with megafx.debug(level=3):
+            compiled = cases[0.0].compile(2, sequence_parallel=True, **ALONE)
+        assert counts(compiled.program)["no_rule"] == 2  # aten's own rules place them
+        NoRule.make = staticmethod(lambda x, residual, weight: toy.without_rule(x, residual, weight))
+        with megafx.debug(level=3):
+            compiled = cases[0.0].compile(2, sequence_parallel=True, **ALONE)
+        assert counts(compiled.program)["no_rule"] == 0
+        assert "near miss of no_rule" in capfd.readouterr().err
+        found = cases[0.0].run(compiled, cases[0.0].inputs(3, 5))
+        harness.assert_equal(found, cases[0.0].reference(cases[0.0].inputs(3, 5)))
+    finally:
+        unregister("no_rule")
+
+
 def test_fuse_leaves_no_match_alone(cases):
     before = dump.text(placed(cases[0.0], 1, "canonicalize"))
     for pattern in PATTERNS:
