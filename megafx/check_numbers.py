@@ -19,7 +19,7 @@ from megafx.collectives import AxisContext, on_mesh
 from megafx.errors import MegafxError, PlacementError
 from megafx.ir import PLACEMENT, VAL, Input, Phase, Program
 from megafx.placements import Placement
-from megafx.simulate import TOLERANCE, Logical, run_logical
+from megafx.simulate import TOLERANCE, Logical, relative_error, run_logical
 
 AXIS = "tp"
 
@@ -182,8 +182,5 @@ def _error(found: Any, expected: Any, floor: float) -> float:
         return float("inf")
     if torch.equal(found, expected):
         return 0.0
-    if not torch.equal(found.isfinite(), expected.isfinite()):
-        return float("inf")
-    a, b = (torch.nan_to_num(x.double(), 0.0, 0.0, 0.0) for x in (found, expected))
-    error = float((a - b).norm()) / max(float(b.norm()), floor)
+    error = relative_error(found, expected, floor)
     return error if error > TOLERANCE.get(found.dtype, 0.0) else 0.0

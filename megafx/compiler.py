@@ -1,7 +1,7 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
 capture -> canonicalize -> fuse -> plan -> insert transitions -> localize shapes -> fuse what has several results
-        -> joint graph -> coalesce gradients -> merge and expand transitions -> schedule -> bind -> partition
+        -> joint graph -> coalesce gradients -> check types -> merge and expand transitions -> schedule -> bind -> partition
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.check_types import check_types
 from megafx.collectives import AxisContext, on_mesh
 from megafx.config import Config
 from megafx.executable import Executable
@@ -85,6 +86,10 @@ def compile_program(program: Program, request: Request) -> Compiled:
     def differentiate(program: Program) -> int:
         return build_joint_graph(program, *_gradients_of(program, request))
 
+    def check(program: Program) -> int:
+        check_types(program, planning.solved, request.t)
+        return 0
+
     passes = [
         *planning_passes(planning),
         Pass.of(localize_shapes, planning),
@@ -94,6 +99,7 @@ def compile_program(program: Program, request: Request) -> Compiled:
         passes += [
             Pass("build_joint_graph", differentiate, (Phase.LOCAL,), Phase.JOINT),
             Pass.of(coalesce_gradients),
+            Pass("check_types", check, (Phase.JOINT,)),
         ]
     passes += [
         Pass.of(merge_transitions),

@@ -269,7 +269,10 @@ def template_of(call: Call, present: tuple[bool, ...], own: str | None) -> Templ
 def _row(call: Call, own: str | None) -> Row | None:
     if own is not None:
         return Row(own)
-    made = FAMILIES[call.op](call) if call.op in FAMILIES else RULES.get(call.op) or declared_rules().get(call.op)
+    if call.op in declared_rules():
+        text, partials = declared_rules()[call.op]
+        return Row(text, partials=partials)
+    made = FAMILIES[call.op](call) if call.op in FAMILIES else RULES.get(call.op)
     return Row(made) if isinstance(made, str) else made
 
 

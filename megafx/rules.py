@@ -27,7 +27,7 @@ A factor that is missing from a result is summed over: sharding it gives P, wher
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -272,19 +272,24 @@ def _sizes(
 
 # -- rules of megafx's own ops, declared beside their kernels, and of users' ops
 
-_declared: dict[str, str] = {}
+Partials = tuple[tuple[tuple[int, ...], str], ...]  # (operands, 'P' or 'R' for each result), ...
+_declared: dict[str, tuple[str, Partials]] = {}
 _registered: dict[str, str] = {}
 
 
-def declare_rule(op: str, rule: str) -> None:
-    """The rule of one of megafx's own operators ('megafx.name'); its kernel file declares it. One rule an op."""
+def declare_rule(op: str, rule: str, partials: Partials = ()) -> None:
+    """The rule of one of megafx's own operators ('megafx.name'); its kernel file declares it. One rule an op.
+
+    partials: further groups of operands that may be partial together, where not all results then are: the gradient of a gated
+    unit's gate is linear in `up`, that of `up` does not depend on it.
+    """
     parse(rule)
-    _declared[op_key(op)] = rule
+    _declared[op_key(op)] = (rule, partials)
 
 
-def declared_rules() -> dict[str, str]:
+def declared_rules() -> Mapping[str, tuple[str, Partials]]:
     """Rules declared by kernel files that have been imported, by op key."""
-    return dict(_declared)
+    return _declared
 
 
 def op_key(op: Any) -> str:

@@ -12,6 +12,7 @@ placements.Layout.pieces. What a joint graph computes is what its nodes say, so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,11 +205,18 @@ CROSS_RANK: dict[Any, Callable[..., Values]] = {
 # -- logical values in and out
 
 
-def relative_error(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / max(||b||, eps * sqrt(numel)): true zeros may come out as rounding noise. b: the reference."""
+def relative_error(a: Tensor, b: Tensor, floor: float | None = None) -> float:
+    """||a - b|| / max(||b||, floor); infinite where one is finite and the other is not. b: the reference.
+
+    floor: by default eps * sqrt(numel), as true zeros may come out as rounding noise.
+    """
     a, b = (x.detach().to(torch.float64 if not x.is_complex() else torch.complex128) for x in (a, b))
-    floor = torch.finfo(torch.float64).eps * max(1, b.numel()) ** 0.5
-    return float((a - b).norm() / max(float(b.norm()), floor))
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return math.inf
+    a, b = (torch.nan_to_num(x, 0.0, 1.0, -1.0) for x in (a, b))
+    if floor is None:
+        floor = torch.finfo(torch.float64).eps * max(1, b.numel()) ** 0.5
+    return float((a - b).norm()) / max(float(b.norm()), floor)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.hardware import Hardware
 from megafx.ir import VAL
-from megafx.simulate import TOLERANCE, Divergence, first_divergence, local_inputs, run_logical
+from megafx.simulate import TOLERANCE, Divergence, first_divergence, local_inputs, relative_error, run_logical
 
 GRADIENT_FLOOR = 1e-6  # a gradient this much smaller than all of them together is zero but for rounding
 
@@ -168,6 +168,4 @@ def _rounding(compiled: Compiled) -> float:
 
 
 def _error(found: Tensor, wanted: Tensor, scale: float) -> float:
-    found, wanted = found.double(), wanted.double()
-    floor = max(GRADIENT_FLOOR * scale, torch.finfo(torch.float64).tiny)
-    return float((found - wanted).norm() / max(float(wanted.norm()), floor))
+    return relative_error(found, wanted, max(GRADIENT_FLOOR * scale, torch.finfo(torch.float64).tiny))

@@ -58,8 +58,8 @@ class Localizer:
 
         return emit
 
-    def mask_pads(self, node: fx.Node, value: fx.Node, placement: Placement) -> fx.Node:
-        """`value` (a shard) with zeros in its pads, in front of `node`."""
+    def mask_pads(self, node: fx.Node, value: fx.Node, placement: Placement, fill: float = 0) -> fx.Node:
+        """`value` (a shard) with `fill` in its pads, in front of `node`."""
         emit = self.before(node)
         n = placement.cut.size
         device = value.meta[VAL].device
@@ -73,8 +73,8 @@ class Localizer:
             sizes: list[Any] = list(shape)
             sizes[placement.dim] = self.sizes.local_size(placement.cut, self.t)
             mask = emit(aten.reshape.default, here, sizes, placement=placement)
-        zero = emit(aten.scalar_tensor.default, 0, dtype=value.meta[VAL].dtype, device=device)
-        return emit(aten.where.self, mask, value, zero, placement=placement)
+        pad = emit(aten.scalar_tensor.default, fill, dtype=value.meta[VAL].dtype, device=device)
+        return emit(aten.where.self, mask, value, pad, placement=placement)
 
 
 Family = Callable[[Localizer, fx.Node, OpChoice], None]

@@ -9,7 +9,8 @@ result; ops for which that needs more than the op itself (a mean, a masked looku
 must draw its slice of one mask) are rewritten here, one family a file. Every value's shape is checked against its placement.
 
 Padding: where t does not divide a dim, shards carry pads (placements.py). Forward pads hold anything finite; a reduction over
-a padded dim masks them first, which also keeps their gradients zero.
+a padded dim masks them first, which also keeps their gradients zero; ops with poles (localize_singular.py) get pads that are
+far from these.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megafx.draws import draws
 from megafx.ir import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
 from megafx.passes import localize_lookups, localize_random, localize_reductions, localize_views
 from megafx.passes.localize_common import Family, Localizer, check_shape
+from megafx.passes.localize_singular import keep_pads_off_poles
 from megafx.placements import P
 from megafx.plan import OpChoice
 from megafx.planning import Planning
@@ -69,6 +71,7 @@ def _localize_inputs(local: Localizer) -> None:
 def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out == P:
         _mask_reduced_pads(local, node, choice)
+    keep_pads_off_poles(local, node, choice)
     family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if draws(node) else None)
     if family is not None and (choice.out.is_shard or any(p.is_shard for p in choice.ins)):
         family(local, node, choice)

@@ -35,7 +35,6 @@ REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
 def plan_sharding(program: Program, planning: Planning) -> int:
     """Fill `planning`; returns the number of ops and parameters placed. Raises PlanError where nothing is allowed."""
     start = time.perf_counter()
-    number_nodes(program.graph)
     active, order = ask(program, planning)
     if planning.given is not None:
         planning.plan = planning.given.bind(program.sizes)
@@ -52,7 +51,8 @@ def plan_sharding(program: Program, planning: Planning) -> int:
 
 
 def ask(program: Program, planning: Planning) -> tuple[set[fx.Node], list[fx.Node]]:
-    """Price the workload and find every op's rule; (active nodes, the same in graph order)."""
+    """Name the nodes, price the workload and find every op's rule; (active nodes, the same in graph order)."""
+    number_nodes(program.graph)
     price_workload(program, planning)
     active = active_nodes(program)
     order = [n for n in program.graph.nodes if n in active]

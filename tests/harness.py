@@ -22,7 +22,7 @@ from megafx.interpret import bind_inputs
 from megafx.ir import VAL, Program, recompute_val
 from megafx.passes.canonicalize import canonicalize
 from megafx.plan import Plan
-from megafx.simulate import Logical, run_logical
+from megafx.simulate import Logical, relative_error, run_logical
 
 RTOL = 1e-10
 GRADIENT_FLOOR = 1e-6  # of the norm of all gradients: below it a gradient is zero but for rounding
@@ -131,7 +131,7 @@ def errors(found: Logical, wanted: Logical) -> dict[str, float]:
 
 
 def _error(a: Tensor, b: Tensor, scale: float) -> float:
-    return float((a - b).norm() / max(float(b.norm()), GRADIENT_FLOOR * scale, 1e-300))
+    return relative_error(a, b, max(GRADIENT_FLOOR * scale, 1e-300))
 
 
 def assert_equal(found: Logical, wanted: Logical, rtol: float = RTOL) -> None:

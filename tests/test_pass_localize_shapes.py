@@ -15,6 +15,7 @@ import megafx.kernels.dropout  # noqa: F401  registers the ops
 from megafx.errors import PlacementError
 from megafx.ir import VAL, Phase, Program
 from megafx.passes.localize_shapes import localize_shapes
+from megafx.passes.localize_singular import POLES
 from megafx.placements import P
 from megafx.testing import assert_same, expect
 from megafx.verify import verify
@@ -290,3 +291,43 @@ def test_a_value_of_another_shape_than_its_placement_is_refused() -> None:
         "  in module '<root>'\n"
         "  fix: a size in the op's arguments is not localized, or its sharding rule is wrong; run `megafx check-rules`"
     )
+
+
+AT_ONE = ("acos", "acosh", "asin", "atanh", "erfinv")
+
+
+def _through_a_pole(name: str) -> tuple[Program, Program]:
+    """Three rows on two ranks, whose pad is at the op's pole: 0 where y is 0, for some ops 1 or -1."""
+    packet, overload = name.removeprefix("aten.").rsplit(".", 1)
+    op = getattr(getattr(aten, packet), overload)
+    start, direction = (1.0, 1.0 if packet == "acosh" else -1.0) if packet in AT_ONE else (0.0, 1.0)
+    start = -1.0 if packet == "log1p" else start
+    given = {"aten.pow.Tensor_Scalar": (0.5,)}.get(name, ())
+    options = {"rounding_mode": "floor"} if overload == "Tensor_mode" else {}
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = aten.linear(x, w)
+        z = aten.add(aten.mul(aten.tanh(aten.mul(y, y)), 0.5 * direction), start)
+        tensors = [a for a in op._schema.arguments if str(a.type) == "Tensor"]
+        operands = [z, aten.add(z, 0.5)] if packet == "pow" and len(tensors) == 2 else [z] * len(tensors)
+        return aten.linear(aten.mul(op(*operands, *given, **options), z), w)
+
+    placed = {"linear": "S0, R -> S0", "linear_1": "S0, R -> S0"}
+    return small_plans.local(fn, placed, x="f64[t=3 k=4]", w="param f64[n=4 k=4]")
+
+
+@pytest.mark.parametrize("name", sorted(POLES))
+def test_pads_stay_off_poles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pad's infinite slope, times its zero gradient, must not reach the gradient of w."""
+    assert_same(*_through_a_pole(name), 2)
+    monkeypatch.delitem(POLES, name)
+    with pytest.raises((AssertionError, PlacementError)):
+        assert_same(*_through_a_pole(name), 2)
+
+
+def test_powers_without_a_pole_are_left_alone() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return aten.pow(aten.linear(x, w), 2)
+
+    _, after = small_plans.local(fn, {"linear": "S0, R -> S0"}, x="f64[t=3 k=4]", w="param f64[n=4 k=4]")
+    assert not [n for n in after.graph.nodes if n.target is aten.where.self]

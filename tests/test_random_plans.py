@@ -14,13 +14,11 @@ from typing import Any
 import harness
 import pytest
 
+from megafx.compiler import planning_passes
 from megafx.config import Config
 from megafx.hardware import Hardware
-from megafx.ir import active_nodes
-from megafx.op_rules import rule_for
-from megafx.passes.canonicalize import canonicalize
-from megafx.passes.plan_sharding import make_problem
-from megafx.planning import Planning, accepted_outputs
+from megafx.passes.plan_sharding import ask, make_problem
+from megafx.planning import Planning
 
 SIZES = (3, 10)  # batch and sequence of the compared call: 2 and 4 divide one of them at most
 
@@ -31,13 +29,14 @@ class _Plans:
     def __init__(self, name: str, t: int, options: tuple[tuple[str, Any], ...]) -> None:
         self.case, self.t = harness.Case.of(name, **dict(options)), t
         program = self.case.program.copy()
-        canonicalize(program)
-        harness.promote_casts(program)
         planning = Planning(Config(), t, Hardware.load("h100-nvlink"), True)
-        active = active_nodes(program)
-        order = [n for n in program.graph.nodes if n in active]
-        planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
-        planning.accepts = accepted_outputs(program, active, planning.config)
+        for step in planning_passes(planning):
+            if step.name == "plan_sharding":
+                break
+            step.run(program)
+            if step.name == "canonicalize":
+                harness.promote_casts(program)
+        active, order = ask(program, planning)
         self.problem, _ = make_problem(program, planning, active, order, free=True)
         self.program = program
         self.inputs = self.case.inputs(*SIZES)
@@ -52,7 +51,6 @@ class _Plans:
             assignment["op", node] = rng.choices(range(len(domain)), weights)[0]
         plan = self.problem.plan_of(assignment)
         plan.sizes = self.program.sizes
-        plan.workload = {name: 0 for name in self.program.sizes.symbols}
         return plan
 
     def check(self, seed: int) -> Counter:

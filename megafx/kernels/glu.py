@@ -101,6 +101,7 @@ define_op(
 define_op(
     "glu_backward(Tensor grad, Tensor gate, Tensor up, str act) -> (Tensor, Tensor)",
     rule="nl[0]: ..., ..., ... -> ...; ...",
+    partials=(((2,), "PR"),),  # the gate's gradient alone depends on up
     reference=glu_backward_reference,
     triton="glu_triton:glu_backward",
     fake=lambda grad, gate, up, act: (new_like(gate), new_like(up)),

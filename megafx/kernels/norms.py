@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .bias_dropout_add import rows_summed
 from .op import define_composite, define_gradient, define_op, new_like, wide
 
 Statistics = tuple[Tensor | None, Tensor]  # mean (none for rms_norm), rstd; [...]
@@ -62,8 +63,7 @@ def norm_gradients(
     dx = v - unit * (unit * v).mean(-1, keepdim=True)
     if mean is not None:
         dx = dx - v.mean(-1, keepdim=True)
-    lead = list(range(x.dim() - 1))
-    return dx * rstd[..., None], (grad * unit).sum(lead), grad.sum(lead)
+    return dx * rstd[..., None], rows_summed(grad * unit), rows_summed(grad)
 
 
 def _wanted(sums: Tensor, wanted: bool, like: Tensor | None) -> Tensor:

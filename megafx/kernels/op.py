@@ -37,7 +37,7 @@ from torch._library import triton as _triton_registry
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from ..rules import declare_rule
+from ..rules import Partials, declare_rule
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -61,10 +61,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def define_op(
-    schema: str, *, rule: str | None, reference: Callable[..., Any], fake: Callable[..., Any], triton: str | None = None
+    schema: str,
+    *,
+    rule: str | None,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    triton: str | None = None,
+    partials: Partials = (),
 ) -> OpOverload:
-    """schema: 'name(...) -> ...'. rule: None only for ops that no planner and no checker meets. -> torch.ops.megafx.name"""
-    name = _define(schema, rule)
+    """schema: 'name(...) -> ...'. -> torch.ops.megafx.name
+
+    rule, partials: of `declare_rule`; None where a family of op_families gives the rule.
+    """
+    name = _define(schema, rule, partials)
     implementation = reference if triton is None else _choice(reference, _Launcher(triton))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"megafx::{name}", fake, lib=_library)
@@ -136,11 +145,11 @@ def _no_second_gradient(name: str, ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(f"megafx::{name} has no autograd formula: there is no double backward through fused ops")
 
 
-def _define(schema: str, rule: str | None) -> str:
+def _define(schema: str, rule: str | None, partials: Partials = ()) -> str:
     name = schema.partition("(")[0].strip()
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     if rule is not None:
-        declare_rule(f"megafx.{name}.default", rule)
+        declare_rule(f"megafx.{name}.default", rule, partials)
     return name
 
 
