@@ -116,8 +116,8 @@ class _Checker:
     def _visit(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             source, index = node.args[:2]
-            readings = self.several[source]  # type: ignore[index]
-            self.facts[node] = tuple(dict.fromkeys(reading[index] for reading in readings))  # type: ignore[index]
+            each = self.several[source]  # type: ignore[index]
+            self.facts[node] = tuple(dict.fromkeys(results[index] for results in each))  # type: ignore[index]
             return
         handled = self.lookups.visit(node)
         if handled is not None:

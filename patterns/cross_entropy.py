@@ -1,7 +1,7 @@
 """Cross entropy without copies of the logits: not in fp32, and, behind a linear layer that nobody else reads, not at all.
 
-    cross_entropy(logits.float())                    Hugging Face's causal models: 4 bytes an element for bf16 logits
-    sum(cross_entropy(linear(x, w)))                 a loss from hidden states: logits in chunks only, gradients with the loss
+cross_entropy(logits.float())                    Hugging Face's causal models: 4 bytes an element for bf16 logits
+sum(cross_entropy(linear(x, w)))                 a loss from hidden states: logits in chunks only, gradients with the loss
 """
 
 from __future__ import annotations

@@ -15,6 +15,17 @@ from megafx.pattern import Pattern, register
 _CASTS = ("none", "back", "both")
 
 
+# Dims of the tables as they broadcast against x: [b n s d], or [b s n d].
+_TABLES = {4: "[1|b 1|n 1|s {}]", 3: "[1|n 1|s {}]", 2: "[s {}]"}
+
+
+def _four(table: Tensor) -> Tensor:
+    """With four dims, so that what is made matches the patterns below."""
+    for _ in range(4 - table.dim()):
+        table = table.unsqueeze(0)
+    return table
+
+
 def _up(x: Tensor, cast: str) -> Tensor:
     return x.float() if cast == "both" else x
 
@@ -30,13 +41,13 @@ class Rope(Pattern):
 
     name = "rope"
     knob = "apply_rope_fusion"
-    variants = {"rotate": ("halves", "pairs"), "cast": _CASTS}
+    variants = {"rotate": ("halves", "pairs"), "dims": tuple(_TABLES), "cast": _CASTS}
 
-    def tensors(rotate, cast):
-        table = ("D" if cast == "none" else "f32") + "[1|b 1|n 1|s 2h]"
+    def tensors(rotate, dims, cast):
+        table = ("D" if cast == "none" else "f32") + _TABLES[dims].format("2h")
         return {"x": "D[b n s 2h]", "cos": table, "sin": table}
 
-    def needs(rotate, cast):
+    def needs(rotate, dims, cast):
         return ("neg", "slice", "cat" if rotate == "halves" else "stack")
 
     def match(x, cos, sin, *, rotate, cast):
@@ -48,7 +59,7 @@ class Rope(Pattern):
         return _down(wide * cos + turned * sin, x, cast)
 
     def make(x, cos, sin, *, rotate):
-        return torch.ops.megafx.rope(x, cos, sin, rotate == "pairs", False)
+        return torch.ops.megafx.rope(x, _four(cos), _four(sin), rotate == "pairs", False)
 
 
 @register
@@ -75,14 +86,19 @@ class RopeOfPairs(Pattern):
 
     name = "rope_pairs"
     knob = "apply_rope_fusion"
-    variants = {"pairs": ("halves", "slices", "unbind"), "back": (False, True), "cast": _CASTS}
+    variants = {
+        "pairs": ("halves", "slices", "unbind"),
+        "dims": tuple(_TABLES),
+        "back": (False, True),
+        "cast": _CASTS,
+    }
 
-    def tensors(pairs, back, cast):
-        table = ("D" if cast == "none" else "f32") + "[1|b 1|n 1|s h]"
+    def tensors(pairs, dims, back, cast):
+        table = ("D" if cast == "none" else "f32") + _TABLES[dims].format("h")
         return {"x": "D[b n s 2h]", "cos": table, "sin": table}
 
-    def needs(pairs, back, cast):
-        return ("cat",) if pairs == "halves" else ("stack",)
+    def needs(pairs, dims, back, cast):
+        return ("cat" if pairs == "halves" else "stack", "select" if pairs == "unbind" else "slice")
 
     def match(x, cos, sin, *, pairs, back, cast):
         h, wide = cos.shape[-1], _up(x, cast)
@@ -101,7 +117,7 @@ class RopeOfPairs(Pattern):
         return _down(y, x, cast)
 
     def make(x, cos, sin, *, pairs, back):
-        return torch.ops.megafx.rope(x, cos, -sin if back else sin, pairs != "halves", True)
+        return torch.ops.megafx.rope(x, _four(cos), _four(-sin if back else sin), pairs != "halves", True)
 
 
 @register

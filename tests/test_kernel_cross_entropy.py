@@ -1,4 +1,9 @@
-"""Covers: kernels/cross_entropy.py. The oracle is F.cross_entropy on the whole logits."""
+"""Covers: kernels/cross_entropy.py, kernels/cross_entropy_triton.py. The oracle is F.cross_entropy on the whole logits."""
+
+import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -309,6 +314,90 @@ def test_opcheck():
         rest = (y, gathered, -100, 0.1, [1, 8, 1], "tp", 2)
         torch.library.opcheck(ops.ce_loss.default, (shard.clone().requires_grad_(), *rest))
         torch.library.opcheck(ops.ce_loss_backward.default, (g, shard, *rest))
+
+
+TRITON = """
+import torch
+from megafx.kernels import cross_entropy as plain, cross_entropy_triton as fast
+from megafx.placements import Piece
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+LAYOUTS = (
+    lambda T, V: torch.randn(T, V) * 3,
+    lambda T, V: (torch.randn(T, V + 3) * 3)[:, 1 : V + 1],
+    lambda T, V: (torch.randn(V, T) * 3).t(),
+)
+# Rows shorter than a group of 8, ends of any alignment, several tiles; views with gaps, transposed logits.
+SHAPES = [(3, 5, 0), (4, 17, 0), (4, 17, 1), (2, 64, 2), (5, 1000, 0), (3, 9001, 0), (2, 8192, 0), (1, 1, 0), (0, 7, 0)]
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    close = dict(rtol=1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps, atol=1e-6)
+    for T, V, layout in SHAPES if dtype == torch.float32 else SHAPES[1:5]:
+        x, y, g = LAYOUTS[layout](T, V).to(dtype), torch.randint(0, V, (T,)), torch.randn(T)
+        there = x.to(device) if x.is_contiguous() else x.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+        y[1:2] = -100
+        for smoothing in (0.0, 0.1):
+            # the whole vocabulary, and a shard: columns [0, V - 1) are classes [10, ..)
+            for piece in (Piece(0, 0, V), Piece(10, 0, max(V - 1, 1))):
+                target = torch.where(y == -100, y, y + piece.global_start)
+                stats = plain.local_stats(x, target, [piece])
+                found = fast.stats(there, target.to(device), piece).cpu()
+                torch.testing.assert_close(found, stats, rtol=1e-5, atol=1e-5 * max(V, 1))
+                everyone, classes = torch.stack([stats, stats]), V + piece.global_start
+                total = plain.combine(everyone)
+                ignored = plain.ignored_tokens(target, -100)
+                expected = plain.loss_of(total, ignored, smoothing, classes), plain.norm_of(total)
+                args = (target.to(device), -100, smoothing, classes, True)
+                for a, b in zip(fast.combine(everyone.to(device), *args), expected, strict=True):
+                    torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=2e-6)
+                norm = plain.norm_of(stats)
+                args = (-100, smoothing, [piece], classes)
+                expected = plain.logits_gradient(g, x, target, norm, *args)
+                args = (-100, smoothing, piece, classes)
+                found = fast.gradient(g.to(device), there, target.to(device), norm.to(device), *args)
+                torch.testing.assert_close(found.cpu(), expected, **close)
+            loss, norm = fast.forward(there, y.to(device), -100, smoothing)
+            stats = plain.local_stats(x, y, [Piece(0, 0, V)])
+            expected = plain.loss_of(stats, y == -100, smoothing, V)
+            torch.testing.assert_close(loss.cpu(), expected, rtol=2e-6, atol=2e-6)
+            torch.testing.assert_close(norm.cpu(), plain.norm_of(stats), rtol=2e-6, atol=2e-6)
+x = torch.randn(3, 50, device=device)
+y = torch.tensor([1, 2, -100], device=device)
+loss, norm = fast.forward(x, y, -100, 0.0)
+args = (torch.ones(1, device=device).expand(3), x, y, norm, -100, 0.0, Piece(0, 0, 50), 50)
+apart = fast.gradient(*args)
+assert torch.equal(fast.gradient(*args, x), apart) and torch.equal(x, apart)  # in place of the logits
+masked = torch.full((2, 20), -torch.inf, device=device)
+masked[0, 3] = 1.0
+stats = fast.stats(masked, torch.tensor([3, 3], device=device), Piece(0, 0, 20)).cpu()
+assert stats[0, :3].tolist() == [1.0, 1.0, 1.0] and stats[1, :2].tolist() == [-torch.inf, 0.0]
+scaled = fast.linear_cross_entropy_backward(apart, torch.tensor(0.3, device=device))
+torch.testing.assert_close(scaled, apart * 0.3)
+print("same values")
+"""
+
+
+def interpreter_runs_loops():
+    """Triton 3.6's makes a Python int of an array of one element, which numpy 2.4 forbids."""
+    import numpy
+    import triton
+
+    old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
+    return not (old and tuple(int(n) for n in numpy.__version__.split(".")[:2]) >= (2, 4))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels_are_the_reference(tmp_path):
+    """On the GPU where there is one, else in Triton's interpreter."""
+    if not torch.cuda.is_available() and not interpreter_runs_loops():
+        pytest.skip("this Triton's interpreter and this numpy do not go together")
+    script = tmp_path / "kernel.py"
+    script.write_text(TRITON)
+    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, str(script)], env=os.environ | interpret, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0 and "same values" in run.stdout, run.stderr
 
 
 @pytest.mark.gpu

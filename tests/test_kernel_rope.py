@@ -172,9 +172,20 @@ print("same values")
 """
 
 
+def interpreter_runs_loops():
+    """Triton 3.6's makes a Python int of an array of one element, which numpy 2.4 forbids."""
+    import numpy
+    import triton
+
+    old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
+    return not (old and tuple(int(n) for n in numpy.__version__.split(".")[:2]) >= (2, 4))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernel_is_the_reference(tmp_path):
     """On the GPU where there is one, else in Triton's interpreter."""
+    if not torch.cuda.is_available() and not interpreter_runs_loops():
+        pytest.skip("this Triton's interpreter and this numpy do not go together")
     script = tmp_path / "kernel.py"
     script.write_text(TRITON)
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}

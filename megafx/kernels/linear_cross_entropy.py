@@ -5,10 +5,10 @@
 
 Tokens go in chunks: a chunk's logits are made, become its loss and then, in place, the gradient of that, which goes into
 dx and dweight before the next chunk. So forward computes the gradients too, for an upstream gradient of 1, and backward
-scales them (in fp32, rounded once more): three products in all, as without chunks, and never more than a chunk of logits (CHUNK_BYTES, but no less than
-an eighth of the tokens, so that the weight's gradient, summed over chunks in its own dtype, is rounded 8 times at most).
-fp16: the logits' gradient is held times FP16_FACTOR, so that small probabilities survive. Without gradients (evaluation)
-forward makes the loss alone. Saved: the gradients of x, weight and bias.
+scales them (in fp32, rounded once more): three products in all, as without chunks. There is never more than a chunk of
+logits: CHUNK_BYTES, but no less than an eighth of the tokens, so that the weight's gradient, summed over chunks in its own
+dtype, is rounded 8 times at most. fp16: the logits' gradient is held times FP16_FACTOR, so that small probabilities survive.
+Without gradients (evaluation) forward makes the loss alone. Saved: the gradients of x, weight and bias.
 
 It is for whole vocabularies, on one rank's tokens; the logits of a sharded one are a t-th, and cross_entropy.py has its loss.
 Source of the idea: Liger-Kernel's fused linear cross entropy (Hsu et al. 2024, 2410.10989), which chunks more finely.

@@ -73,7 +73,8 @@ def _masked(
 ) -> tuple[Tensor, Tensor | None]:
     """(z, filled positions)."""
     z = scores.to(wide(scores.dtype)) * scale
-    hidden = hidden_keys(*scores.shape[-2:], causal, window, scores.device)
+    s, t = scores.shape[-2:]
+    hidden = hidden_keys(s, t, causal, window, scores.device)
     if mask is not None and mask.dtype == torch.bool:
         hidden = mask if hidden is None else mask | hidden
     elif mask is not None:

@@ -2,8 +2,9 @@
 
 Rows stay in registers: one row a program, several where rows are short. What a row cannot see is not read: its range of
 visible keys follows from position and from the bounds of its row of the mask, which a small kernel finds first (all heads
-share it); where all keys between the bounds are visible, the mask itself is not read. Ranges are widened to groups of 8 keys, so that loads stay 16 bytes wide. Rows that see a quarter or a half of the keys compute on
-that alone. Zeros beyond are written, as they must be: the floor of a causal softmax is 1.5 N forward, 2 N backward.
+share it); where all keys between the bounds are visible, the mask itself is not read. Ranges are widened to groups of 8
+keys, so that loads stay 16 bytes wide. Rows that see a quarter or a half of the keys compute on that alone. Zeros beyond
+are written, as they must be: the floor of a causal softmax is 1.5 N forward, 2 N backward.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def _masked(
     """
     z = tl.load(scores + at + key, mask=near, other=0.0).to(tl.float32) * scale
     seen = (key >= first) & (key < end)
-    if MASK == 1:
+    if MASK == 1:  # noqa: SIM102 (the outer one is compile time)
         if plain == 0:
             seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
-    if MASK == 2:
+    if MASK == 2:  # noqa: SIM102
         if plain == 0:
             m = tl.load(mask + mask_at + key * KEYS, mask=key < T, other=0.0).to(tl.float32)
             z = tl.where(m <= floor, m, z + m)
@@ -152,7 +153,7 @@ def _backward_rows(
     else:
         p = tl.load(saved + at + key, mask=read, other=0.0).to(tl.float32)
         seen = (key >= first) & (key < end)
-        if MASK == 1:
+        if MASK == 1:  # noqa: SIM102
             if plain == 0:
                 seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
     dz = p * (g - tl.sum(p * g, 1)[:, None]) * scale
