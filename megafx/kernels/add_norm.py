@@ -21,7 +21,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .bias_dropout_add import branch_gradients, check_draw, check_sum, draws, dropped_reference, sum_reference
+from .bias_dropout_add import (
+    branch_gradients,
+    check_draw,
+    check_sum,
+    draws,
+    dropped_reference,
+    rows_summed,
+    sum_reference,
+)
 from .norms import check_norm, norm_gradients, normalize, vector_like
 from .op import define_gradient, define_op, new_like, wide
 
@@ -75,7 +83,7 @@ def add_norm_backward_reference(
         d = d + grad_h.to(compute)
     dx = dropped_reference(d, *drawing)
     outputs = empty_gradients(h, weight, wanted, dtype, bias_dtype, drawing[1])
-    values = (d, dx, dweight, dnorm_bias, dx.sum(list(range(h.dim() - 1))))
+    values = (d, dx, dweight, dnorm_bias, rows_summed(dx))
     for output, value in zip(outputs, values, strict=True):
         if output.shape == value.shape:
             output.copy_(value)

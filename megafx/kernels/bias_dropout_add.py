@@ -105,8 +105,13 @@ def bias_dropout_add_backward_reference(  # type: ignore[no-untyped-def]
     return d.to(dtype, copy=True).contiguous(), column_sum_reference(d, bias_dtype)
 
 
+def rows_summed(x: Tensor) -> Tensor:
+    """[..., H] -> [H]."""
+    return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
+
+
 def column_sum_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(wide(x.dtype)).sum(list(range(x.dim() - 1))).to(dtype)
+    return rows_summed(x.to(wide(x.dtype))).to(dtype, copy=True)
 
 
 def _fake(x, bias, residual, seed, p, op_id, *_):  # type: ignore[no-untyped-def]

@@ -209,16 +209,29 @@ def grids_of(runs: Sequence[Run], H: int) -> list[Grid]:
     """H: last dim of the local tensor."""
     made = []
     for run in runs:
-        whole = run.length % H == 0
-        W = H if whole else run.length
-        inner = run.length // W
-        aligned = all(n % 8 == 0 for n in (W, run.global_start, run.global_stride))
-        if run.rows == 1 and whole:
-            run, rows, inner = Run(inner, W, run.local_start, W, run.global_start, W), inner, 1
-        else:
-            rows = run.rows * inner
-        made.append(Grid(rows, W, inner, 0 if whole else run.local_start % H, aligned, run))
+        if run.length % H:
+            made += [_grid(piece, run.length, 1, H) for piece in _repeats(run, H)]
+            continue
+        inner = run.length // H
+        if run.rows == 1:
+            run, inner = Run(inner, H, run.local_start, H, run.global_start, H), 1
+        made.append(_grid(run, H, inner, H))
     return made
+
+
+def _repeats(run: Run, H: int) -> list[Run]:
+    """A layout that repeats cuts each row several times: a run for each, so that a run has one column where it starts."""
+    times = H // run.local_stride if run.local_stride < H else 1
+    _, length, local, local_stride, start, stride = run
+    return [
+        Run(run.rows // times, length, local + i * local_stride, H, start + i * stride, times * stride)
+        for i in range(times)
+    ]
+
+
+def _grid(run: Run, W: int, inner: int, H: int) -> Grid:
+    aligned = all(n % 8 == 0 for n in (W, run.global_start, run.global_stride))
+    return Grid(run.rows * inner, W, inner, run.local_start % H, aligned, run)
 
 
 def columns_of_tile(W: int, most: int = 1024) -> int:

@@ -10,6 +10,7 @@ registers and leave as partials [P, H], which column_sums adds in a fixed order.
 """
 
 # ruff: noqa: RUF005  (Triton reads no starred expressions)
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
