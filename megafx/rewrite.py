@@ -20,7 +20,7 @@ from megafx.config import Config
 from megafx.debug import current, say
 from megafx.errors import SourceLine
 from megafx.ir import VAL, Program, fqn_of, source_of
-from megafx.pattern import Pattern, needs_of, specs_of, variants_of
+from megafx.pattern import Pattern, Variant, needs_of, specs_of, variants_of
 from megafx.rewrite_found import Match, Refusal
 from megafx.rewrite_match import Matcher
 from megafx.rewrite_replace import Refuse, Replacer, Respell
@@ -123,8 +123,7 @@ class _Run:
 
     def _traces(self, patterns: list[type[Pattern]]) -> list[Trace]:
         """Largest first; equal ones once."""
-        have_targets = {target for target, nodes in self.nodes.items() if nodes}
-        have = {_short(target) for target in have_targets}
+        have = {_short(target) for target, nodes in self.nodes.items() if nodes}
         dtypes = self._dtypes()
         found: dict[Any, Trace] = {}
         for pattern in patterns:
@@ -134,17 +133,46 @@ class _Run:
                     continue
                 specs = [s for n, s in specs_of(pattern, chosen).items() if n not in variant.absent]
                 free = sorted({s.dtype for s in specs if s.free_dtype})
-                for choice in itertools.product(dtypes, repeat=len(free)):
-                    first = trace_of(
-                        pattern, variant, dict(zip(free, choice, strict=True)), FIRST_LEAD, self.canonicalize
-                    )
-                    if first is not None and not have_targets.issuperset(first.targets.keys() - _CASTS):
-                        break  # as it is with other dtypes
-                    if first is not None:
-                        for trace in self._leads(first):
-                            found.setdefault((pattern, trace.key()), trace)
+                choices = [dict(zip(free, c, strict=True)) for c in itertools.product(dtypes, repeat=len(free))]
+                for trace in self._of_dtypes(pattern, variant, choices):
+                    found.setdefault((pattern, trace.key()), trace)
         traces = list(found.values())
         return sorted(traces, key=lambda t: (-t.pattern.priority, -t.size, t.pattern.name))
+
+    def _of_dtypes(
+        self, pattern: type[Pattern], variant: Variant, choices: list[dict[str, torch.dtype]]
+    ) -> Iterator[Trace]:
+        """One variant's traces for those dtypes of its letters that the graph may have."""
+        first: Trace | None = None
+        for dtypes in choices:
+            if first is not None and not self._may_have(first, dtypes):
+                continue
+            trace = trace_of(pattern, variant, dtypes, FIRST_LEAD, self.canonicalize)
+            if trace is None:
+                continue
+            first = first or trace
+            if any(not self.nodes.get(target) for target in trace.targets.keys() - _CASTS):
+                if trace is first:
+                    return  # as it is with other dtypes
+                continue
+            yield from self._leads(trace)
+
+    def _may_have(self, first: Trace, dtypes: dict[str, torch.dtype]) -> bool:
+        """Whether the graph has a node that could be the root with these dtypes, going by the trace with other ones.
+
+        What differs between the traces is dtypes, and which casts there are.
+        """
+        root = _uncast(first.anchor)
+        if root.op != "call_function":
+            return True
+        old, new, have = set(first.dtypes.values()), set(dtypes.values()), root.meta[VAL].dtype
+        wanted = next(iter(new)) if {have} == old else have
+        certain = len(old) == len(new) == 1
+        operands = _targets(root)
+        return any(
+            (not certain or n.meta[VAL].dtype == wanted) and not operands - _targets(n)
+            for n in self.nodes.get(root.target, ())
+        )
 
     def _leads(self, first: Trace) -> Iterator[Trace]:
         """The trace for each number of leading dims that a root in the graph leaves possible."""
@@ -208,9 +236,16 @@ class _Run:
             self.refusals[key] = (refusal, rank)
 
 
+def _uncast(node: fx.Node) -> fx.Node:
+    while node.target in _CASTS:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _targets(node: fx.Node) -> Counter[Any]:
-    """Ops of a node's operands."""
-    return Counter(n.target for n in node.all_input_nodes if n.op == "call_function")
+    """Ops of a node's operands, under casts."""
+    operands = map(_uncast, node.all_input_nodes)
+    return Counter(n.target for n in operands if n.op == "call_function")
 
 
 def _short(target: Any) -> str:
