@@ -142,7 +142,7 @@ class _Inference:
         """The factor (with layout) that the shard of operand i may be; results where they are not `place`'s."""
         dim, cut, t = facts[i].dim, facts[i].cut, self.t
         entry = template.entries(i)[dim]
-        for f in names(entry):
+        for f in reversed(names(entry)):  # minor first: one local KV head that is whole would pass as a broadcast of n
             if f in template.forbidden:
                 continue
             if any(part.factor == f for part in template.parts.values()):

@@ -1,0 +1,149 @@
+"""Covers: patterns/attention.py. Golden text, numbers, what is left alone and why, models that have it, shards."""
+
+import math
+
+import harness
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafx.capture import capture_call
+from megafx.communication import collective_nodes
+from megafx.patterns.attention import AttentionChain
+from megafx.patterns.masked_softmax import ScaleMaskSoftmax, ScaleSoftmax
+from megafx.testing import assert_same, expect
+from megafx.testing_patterns import fuse_with
+
+FAMILY = [AttentionChain, ScaleMaskSoftmax, ScaleSoftmax]
+HEADS = {name: "f32[b n=2 s e=4]" for name in "qkv"}
+CROSS = {"q": "f32[b n=4 s e=4]", "k": "f32[b m=2 t e=4]", "v": "f32[b m=2 t f=6]"}
+
+
+def repeat_kv(x, g):
+    b, n, t, d = x.shape
+    return x[:, :, None].expand(b, n, g, t, d).reshape(b, n * g, t, d)
+
+
+def nanogpt(q, k, v, m, fill=-math.inf):
+    att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    att = att.masked_fill(m, fill)
+    return F.softmax(att, dim=-1) @ v
+
+
+def hugging_face(q, k, v, m=None, p=0.0):
+    """transformers' eager_attention_forward."""
+    g = q.shape[1] // k.shape[1]
+    k, v = (repeat_kv(x, g) if g > 1 else x for x in (k, v))
+    weights = torch.matmul(q, k.transpose(2, 3)) * 0.5
+    weights = weights if m is None else weights + m
+    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
+    weights = F.dropout(weights, p=p, training=p > 0)
+    return torch.matmul(weights, v).transpose(1, 2).contiguous()
+
+
+def test_golden():
+    fused = fuse_with(FAMILY, nanogpt, **HEADS, m="bool[s s]")
+    expect(
+        fused.program,
+        """\
+        %0 = q                                                                          # f32[b 2 s 4]
+        %1 = k                                                                          # f32[b 2 s 4]
+        %2 = v                                                                          # f32[b 2 s 4]
+        %3 = m                                                                          # bool[s s]
+        %4 = unsqueeze(%3, 0)                                                           # bool[1 s s]
+        %5 = unsqueeze(%4, 1)                                                           # bool[1 1 s s]
+        %6 = logical_not(%5)                                                            # bool[1 1 s s]
+        %7 = attention(%0, %1, %2, %6, None, 0.5, False, 0, 0.0, 0.0, 0, -1, [], 'tp')  # f32[b 2 s 4]
+        return %7""",
+    )
+
+
+FORMS = {
+    "by hand": (lambda q, k, v, m: nanogpt(q, k, v, m, -1e9), HEADS | {"m": "bool[1 1 s s]"}),
+    "grouped": (hugging_face, CROSS | {"m": "f32[b 1 s t]"}),
+    "grouped, no mask": (hugging_face, CROSS),
+    "a bias of heads": (hugging_face, HEADS | {"m": "f32[1 n=2 s s]"}),
+    "padding": (hugging_face, CROSS | {"m": "f32[b 1 1 t]"}),
+    "plain": (lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) / 8.0, -1) @ v, HEADS),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form):
+    function, values = FORMS[form]
+    fused = fuse_with(FAMILY, function, **values)
+    assert fused.counts["attention"] == 1, fused.near_misses
+    assert not {"matmul", "scale_mask_softmax", "softmax", "expand"} & set(fused.ops)
+    assert_same(fused.before, fused.program)
+
+
+def test_dropout_keeps_its_number():
+    def two(q, k, v):
+        return hugging_face(F.dropout(q, 0.2, True), k, v, p=0.1)
+
+    fused = fuse_with(FAMILY, two, **CROSS)
+    assert "attention(%4, %1, %2, None, %3, 0.5, False, 0, 0.0, 0.1, 1, -1, [], 'tp')" in fused.text
+
+
+def test_weights_that_are_returned_stay():
+    def both(q, k, v):
+        weights = torch.softmax(q @ k.transpose(-1, -2), -1)
+        return weights @ v, weights
+
+    fused = fuse_with(FAMILY, both, **HEADS)
+    assert fused.counts.get("attention", 0) == 0 and fused.ops.count("matmul") == 2
+    assert any("also used by the output" in reason for reason in fused.near_misses)
+
+
+def test_other_products_stay():
+    fused = fuse_with(FAMILY, lambda q, k, v: torch.relu(q @ k.transpose(-1, -2)) @ v, **HEADS)
+    assert fused.counts == {} or not any(fused.counts.values())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_models_are_autograds(name):
+    """Eager attention of Hugging Face, in every layer."""
+    case = harness.Case.of(name, attn="eager", layers=2)
+    whole = case.compile(1)
+    targets = [str(n.target) for n in whole.program.graph.nodes]
+    assert sum("attention" in t for t in targets) >= 4  # two layers, forward and backward
+    assert not any("scale_mask_softmax" in t or t.startswith("aten._softmax") for t in targets)
+    inputs = case.inputs(3, 13)
+    harness.assert_equal(case.run(whole, inputs), case.reference(inputs))
+
+
+@pytest.mark.parametrize(("name", "t"), [("gpt2", 2), ("llama", 3)])
+def test_sharded(name, t):
+    """With dropout: the numbers of one rank, and the collectives of the unfused graph."""
+    case = harness.Case.of(name, attn="eager", dropout=0.1)
+    inputs = case.inputs(3, 13)
+    sharded, unfused = (case.compile(t, sequence_parallel=True, attention_fusion=on) for on in (True, False))
+    assert any("attention_forward" in str(n.target) for n in sharded.program.graph.nodes)
+    harness.assert_equal(case.run(sharded, inputs), case.run(case.compile(1), inputs))
+    found = [sorted(str(n.target) for n in collective_nodes(c.program.graph)) for c in (sharded, unfused)]
+    assert found[0] == found[1]
+
+
+def test_nanogpt_by_hand():
+    """A block with a causal buffer, as in nanoGPT without flash attention."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.proj = torch.nn.Linear(24, 72), torch.nn.Linear(24, 24)
+            self.register_buffer("bias", torch.tril(torch.ones(32, 32)).view(1, 1, 32, 32))
+
+        def forward(self, x):
+            b, t, c = x.size()
+            q, k, v = (y.view(b, t, 4, 6).transpose(1, 2) for y in self.qkv(x).split(24, dim=2))
+            att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(6))
+            att = att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
+            att = F.dropout(F.softmax(att, dim=-1), 0.1, self.training)
+            return self.proj((att @ v).transpose(1, 2).contiguous().view(b, t, c))
+
+    from megafx.passes.canonicalize import canonicalize
+
+    program = capture_call(Block(), (torch.randn(2, 16, 24),))
+    canonicalize(program)
+    fused = fuse_with(FAMILY, program)
+    assert fused.counts["attention"] == 1, fused.near_misses
