@@ -5,4 +5,13 @@ if __name__ != "megafx.patterns":
         "run 'pip install -e .' and import megafx.patterns: this folder is not importable by its own name"
     )
 
-from megafx.patterns import attention, bias_activation, cross_entropy, glu, masked_softmax, rope  # noqa: F401
+from megafx.patterns import (  # noqa: F401
+    attention,
+    bias_activation,
+    bias_dropout_add,
+    cross_entropy,
+    glu,
+    masked_softmax,
+    norms,
+    rope,
+)
