@@ -30,6 +30,7 @@ from megafx.passes.fuse_local import fuse_local
 from megafx.passes.insert_collectives import insert_collectives
 from megafx.passes.localize_shapes import localize_shapes
 from megafx.passes.merge_transitions import merge_transitions
+from megafx.passes.native_attention import native_attention
 from megafx.passes.plan_sharding import plan_sharding
 from megafx.passes.schedule_collectives import schedule_collectives
 from megafx.placements import Placement
@@ -128,6 +129,7 @@ def planning_passes(planning: Planning) -> list[Pass]:
     return [
         Pass.of(canonicalize),
         Pass.of(fuse, planning.config, canonicalize, canonicalize_nodes),
+        *([Pass.of(native_attention, planning)] if planning.config.attention_dropout_rng == "native" else []),
         Pass.of(plan_sharding, planning),
         Pass.of(insert_collectives, planning),
         Pass("describe_plan", describe_plan),

@@ -61,6 +61,8 @@ class Config:
     norm_fusion                 LayerNorm and RMSNorm, and sums with the norm that follows
     attention_fusion            the attention chain
     cross_entropy_fusion        cross entropy, and linear + cross entropy
+    attention_dropout_rng       "counter": masks by (seed, position), the same on any number of ranks; "native": library kernels
+                                with torch's generator where they can, on one rank only
     check_inputs_every          ranks compare input hashes on the first steps, then every so many steps; 0: then never
     passes                      users' own passes: pairs ("after <pass>" or "before <pass>", function of a Program)
     """
@@ -83,6 +85,7 @@ class Config:
     norm_fusion: bool = True
     attention_fusion: bool = True
     cross_entropy_fusion: bool = True
+    attention_dropout_rng: Literal["counter", "native"] = "counter"
     check_inputs_every: int = 100
     passes: tuple[tuple[str, Callable[..., int]], ...] = ()
 
@@ -96,6 +99,7 @@ class Config:
             self._one_of(name, (True, False))
         self._one_of("sequence_parallel", (True, False, "auto"))
         self._one_of("planner_policy", ("megatron", "free"))
+        self._one_of("attention_dropout_rng", ("counter", "native"))
         if self.hardware is not None and not isinstance(self.hardware, str):
             raise _error("hardware", self.hardware, "a profile name, the path of a .yaml file, or None")
         put("params_dtype", _dtype_name(self.params_dtype))
