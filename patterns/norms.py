@@ -22,16 +22,17 @@ ops = torch.ops.megafx
 
 @register
 class LayerNorm(Pattern):
-    """layer_norm over the last dim -> megafx.layer_norm."""
+    """layer_norm over the last dim -> megafx.layer_norm. cudnn: a flag of the op that changes nothing."""
 
     name = "layer_norm"
     knob = "norm_fusion"
     tensors = {"x": "D[... h]", "weight": "param D[h]?", "bias": "param D[h]?"}
+    variants = {"cudnn": (False, True)}
     scalars = {"eps": float}
     needs = ("layer_norm",)
 
-    def match(x, weight, bias, *, eps):  # type: ignore[no-untyped-def]
-        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    def match(x, weight, bias, *, eps, cudnn):  # type: ignore[no-untyped-def]
+        return torch.layer_norm(x, (x.shape[-1],), weight, bias, eps, cudnn)
 
     def make(x, weight, bias, *, eps):  # type: ignore[no-untyped-def]
         return ops.layer_norm(x, weight, bias, eps)
