@@ -124,7 +124,7 @@ def _counts(position_ids: Tensor) -> bool:
     while isinstance(node, fx.Node) and node.op == "call_function":
         name = str(node.target).split(".")[1] if "." in str(node.target) else ""
         if name == "arange":
-            return len(node.args) < 3 or node.args[2] == 1
+            return len(node.args) < 3 or bool(node.args[2] == 1)
         plain = name != "add" or isinstance(node.args[1], int)
         node = node.args[0] if name in _SAME_STEPS and plain else None
     return False
@@ -170,7 +170,18 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
                 hidden = torch.finfo(position_bias.dtype).min
                 mask = torch.where(shape.padding[:, None, None, :], position_bias, hidden)
         scale = scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1])
-        rest = (None, float(scale), shape.causal, shape.window, float(softcap or 0.0), float(dropout), -1, -1, [], "tp")
+        rest: tuple[Any, ...] = (
+            None,
+            float(scale),
+            shape.causal,
+            shape.window,
+            float(softcap or 0.0),
+            float(dropout),
+            -1,
+            -1,
+            [],
+            "tp",
+        )
         out = torch.ops.megafx.attention(query, key, value, mask, *rest)
         return out.transpose(1, 2).contiguous(), None
 

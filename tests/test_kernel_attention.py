@@ -69,8 +69,8 @@ def test_is_the_formula(name, p, options):
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.clone().requires_grad_()
         inputs = (mask,)
-    where = [torch.arange(n) for n in q.shape[:3]]
-    keep = keep_mask(*where, 9, subkey(SEED, 4), p) if p else None
+    where = tuple(torch.arange(n) for n in q.shape[:3])
+    keep = keep_mask(where, 9, subkey(SEED, 4), p) if p else None
     found = attention(q, k, v, mask, SEED, 0.4, *options, p, 4, *WHOLE)
     wanted = written_out(q, k, v, mask, 0.4, *options, keep, p)
     torch.testing.assert_close(found, wanted)
@@ -149,7 +149,7 @@ def test_shared_kv_heads_under_cut_query_heads():
 def drops(seed, op_id, p=0.1):
     """Standardised drops of [2, 4, 256, 1024] decisions: mean 0, variance 1 if the draws are fair."""
     where = torch.arange(2), torch.arange(4), torch.arange(256)
-    keep = keep_mask(*where, 1024, subkey(torch.tensor(seed), op_id), p)
+    keep = keep_mask(where, 1024, subkey(torch.tensor(seed), op_id), p)
     rate = philox.threshold(p) / 65536
     return ((~keep).double() - rate) / math.sqrt(rate * (1 - rate))
 

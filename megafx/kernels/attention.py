@@ -69,8 +69,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | 
 
 
 def _options(rest: Sequence[Any]) -> Options:
-    *head, layout, axis = rest
-    return Options(*head, tuple(layout), axis)
+    return Options(*rest[:-2], tuple(rest[-2]), rest[-1])  # type: ignore[misc, arg-type, call-arg]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Any, seed: Any, *rest: Any) -> tuple[Tensor, Tensor]:

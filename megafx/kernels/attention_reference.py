@@ -68,8 +68,9 @@ def _index(size: int, dim: int, options: Options, device: torch.device) -> Tenso
     return torch.arange(size, device=device) if found is None else found.long()
 
 
-def keep_mask(batch: Tensor, heads: Tensor, queries: Tensor, keys: int, key: tuple[int, int], p: float) -> Tensor:
-    """Global indices [b], [h], [s] and a number of keys -> bool [b, h, s, keys], True where the weight is kept."""
+def keep_mask(where: tuple[Tensor, ...], keys: int, key: tuple[int, int], p: float) -> Tensor:
+    """where: global indices [b], [h], [s]; and a number of keys -> bool [b, h, s, keys], True where the weight is kept."""
+    batch, heads, queries = where
     blocks = -(-keys // 64)
     group = torch.arange(blocks * 8, device=queries.device)
     shape = (len(batch), len(heads), len(queries), blocks * 8)
@@ -83,7 +84,9 @@ def keep_mask(batch: Tensor, heads: Tensor, queries: Tensor, keys: int, key: tup
         )
     ]
     words = philox.philox4x32((counter[0], counter[1], counter[2], counter[3]), key)
-    draws = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)], -1)  # [b, h, s, group, j]
+    draws = torch.stack(
+        [torch.as_tensor(half) for w in words for half in (w & 0xFFFF, w >> 16)], -1
+    )  # [b, h, s, group, j]
     draws = draws.view(*shape[:3], blocks, 8, 8).transpose(-1, -2).reshape(*shape[:3], blocks * 64)
     return draws[..., :keys] >= philox.threshold(p)
 
@@ -128,7 +131,7 @@ def _part(
     kept = None
     if philox.threshold(o.p):
         assert seed is not None
-        keep = keep_mask(*where, t, subkey(seed, o.op_id), o.p).view(*split, t)
+        keep = keep_mask(where, t, subkey(seed, o.op_id), o.p).view(*split, t)
         factor = philox.scale(o.p)
         kept = keep.to(dtype) * (factor if math.isfinite(factor) else 0.0)
     return _Part(q, k, v, slope, weights, kept, lse)

@@ -316,7 +316,7 @@ class Call:
         assert o.scale > 0 or softcap or kind, "a scale that is not positive needs a mask"
         self.sizes = (self.h, self.h // self.n, self.s, self.t, o.window, o.op_id, below, self.rescale)
         self.factors = (factor * LOG2E.value, o.softcap * LOG2E.value)
-        self.flags = dict(
+        self.flags: dict[str, Any] = dict(
             E=self.e, EP=_power(self.e), F=self.f, FP=_power(self.f),
             CAUSAL=o.causal, WINDOW=o.window > 0, SOFTCAP=softcap, KIND=kind, ROWS=strides[2] != 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
@@ -330,7 +330,7 @@ class Call:
     @property
     def width(self) -> int:
         """Bytes of the wider row."""
-        return max(self.flags["EP"], self.flags["FP"]) * self.q.element_size()
+        return int(max(self.flags["EP"], self.flags["FP"])) * self.q.element_size()
 
     @property
     def empty(self) -> bool:

@@ -84,7 +84,7 @@ def define_op(
     return getattr(torch.ops.megafx, name).default
 
 
-def define_composite(schema: str, *, rule: str, body: Callable[..., Any]) -> OpOverload:
+def define_composite(schema: str, *, rule: str | None, body: Callable[..., Any]) -> OpOverload:
     """An op that the planner sees whole and that autograd and the joint graph see as what its body calls."""
     name = _define(schema, rule)
     _library.impl(name, body, "CompositeImplicitAutograd")
