@@ -123,8 +123,9 @@ def _forward_rows(
         kept = _keep(global_at, seed, op_id, threshold, R, B, ALIGNED)
         out = tl.where(kept, out.to(tl.float32) * factor, 0.0).to(y.dtype.element_ty)
     tl.store(y + at + key, out, mask=valid & (key < T))
-    tl.store(stats + row * 2, top, mask=valid)
-    tl.store(stats + row * 2 + 1, total, mask=valid)
+    at_stats = stats + row * 2 + tl.zeros([R, 1], tl.int32)
+    tl.store(at_stats, top, mask=valid)
+    tl.store(at_stats + 1, total, mask=valid)
     if B < FULL:
         for i in tl.static_range(1, FULL // B):
             tl.store(y + at + i * B + key, tl.zeros([R, B], y.dtype.element_ty), mask=i * B + key < T)
@@ -146,8 +147,8 @@ def _backward_rows(
         z, seen = _masked(
             saved, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS
         )  # fmt: skip
-        top = tl.load(stats + row * 2, mask=valid, other=0.0)
-        total = tl.load(stats + row * 2 + 1, mask=valid, other=1.0)
+        top = tl.load(stats + row * 2)  # a row that is not valid is the last one again
+        total = tl.load(stats + row * 2 + 1)
         p = tl.exp(z - top) * (1.0 / total)
         g = tl.where(_keep(global_at, seed, op_id, threshold, R, B, ALIGNED), g * factor, 0.0)
     else:
@@ -209,9 +210,13 @@ def _softmax(
     R: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    i = tl.program_id(0) * R + tl.arange(0, R)[:, None]
-    valid = i < rows
-    i = tl.minimum(i, rows - 1)
+    if R == 1:  # scalars: a [1, 1] tensor is kept, and loaded, several times by every thread
+        i = tl.program_id(0)
+        valid = tl.zeros([1, 1], tl.int32) == 0
+    else:
+        i = tl.program_id(0) * R + tl.arange(0, R)[:, None]
+        valid = i < rows
+        i = tl.minimum(i, rows - 1)
     if ONE_PIECE:
         row = row_start + i
         global_at = global_start + i.to(tl.int64) * T
@@ -223,15 +228,15 @@ def _softmax(
     at = row.to(tl.int64) * T
     lead = row // S
     query = row - lead * S
-    first = tl.zeros([R, 1], tl.int32)
-    end = tl.zeros([R, 1], tl.int32) + T
+    first = query * 0
+    end = first + T
     if CAUSAL:
         end = tl.minimum(tl.maximum(query + (T - S + 1), 0), T)
     if WINDOW:
         first = tl.minimum(tl.maximum(query + (T - S + 1) - window, 0), T)
     low = first
     high = end
-    reach = tl.max(tl.max(end, 1), 0)
+    reach = end if R == 1 else tl.max(tl.max(end, 1), 0)
     plain = reach * 0
     mask_at = at * 0
     if MASK:
@@ -244,13 +249,14 @@ def _softmax(
         whole = tl.load(bound + 2)
         if MASK == 2:  # a row that hides everything has the softmax of its mask, and its gradient
             whole = tl.where(high > low, whole, 0) if HARD else whole * 0
-        plain = tl.min(tl.min(whole, 1), 0)
+        plain = whole if R == 1 else tl.min(tl.min(whole, 1), 0)
         first = tl.where(plain == 1, low, first)
         end = tl.where(plain == 1, high, end)
         if MASK == 2:
             low = first
             high = end
-        reach = tl.where(plain == 1, tl.max(tl.max(tl.where(high > low, high, 0), 1), 0), T)
+        some_high = tl.where(high > low, high, 0)
+        reach = tl.where(plain == 1, some_high if R == 1 else tl.max(tl.max(some_high, 1), 0), T)
     if SPLIT:
         some = reach > 0
         if some & (reach <= FULL // 4):
@@ -374,6 +380,7 @@ def _launch(
     kind = NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
     shown, heads, strides = _mask_rows(mask, source)
     bounds, bound_strides = _bounds_of(shown, strides, t, kind, mask_floor(source.dtype), full)
+    keys_a_warp = 512 if drop and grad is not None else 1024  # drawing again takes registers: 165 a thread at 1024
     for run in runs:
         aligned = eights and run.global_start % 8 == 0 and (run.rows == 1 or run.global_stride % 8 == 0)
         piece = run.length // t
@@ -420,7 +427,7 @@ def _launch(
             ONE_PIECE=run.rows == 1,
             R=each,
             FULL=full,
-            num_warps=max(1, min(32, full // 1024)),
+            num_warps=max(1, min(32, full // keys_a_warp)),
         )
 
 
