@@ -52,7 +52,8 @@ class RMSNorm(Pattern):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def make(x, weight, *, eps):  # type: ignore[no-untyped-def]
-        return ops.rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps, 0.0)
+        own = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps  # of what torch computes in
+        return ops.rms_norm(x, weight, own if eps is None else eps, 0.0)
 
 
 SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
