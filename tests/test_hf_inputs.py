@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megafx.capture import capture_call
-from megafx.errors import CaptureError
 from megafx.draws import drawn, draws
+from megafx.errors import CaptureError
 from megafx.hf import synthesize_inputs
 from megafx.interpret import run_program
 from megafx.ir import Program
