@@ -1,4 +1,4 @@
-"""Covers: kernels/norms.py, kernels/norms_triton.py."""
+"""Covers: kernels/norms.py, kernels/norms_triton.py, kernels/norms_kernels_triton.py."""
 
 import importlib.util
 import os
