@@ -105,7 +105,7 @@ class _Checker:
         facts = self.facts.get(node, ())
         if wanted in facts:
             return True
-        alike = R in facts and wanted.is_shard and is_uniform(node, wanted.dim, self.program.sizes)
+        alike = R in facts and wanted.is_shard and is_uniform(node, wanted.dim, self.program.sizes, wanted.cut)
         return alike or (wanted == P and R in facts and is_zero(node))
 
     def _show(self, node: fx.Node) -> str:
@@ -152,7 +152,7 @@ class _Checker:
         marked: Any = node.meta.get(PLACEMENT)
         shape = self.program.sizes.shape(node.meta[VAL])
         asked = marked is not None and marked.is_shard and R in facts and marked not in facts
-        if asked and is_uniform(node, marked.dim, self.program.sizes):
+        if asked and is_uniform(node, marked.dim, self.program.sizes, marked.cut):
             facts = (*facts, marked)
             self.copies.add((shape, marked))
         copied = any(f.is_shard and shape[f.dim] == 1 and (shape, f) in self.copies for f in facts)

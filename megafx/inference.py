@@ -16,7 +16,7 @@ Nothing here trusts the planner: a placement on a node's meta only decides betwe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import fx
 from megafx.draws import draws
 from megafx.errors import PlacementError
 from megafx.ir import PLACEMENT, VAL, fqn_of, source_of
+from megafx.op_families import Shape
 from megafx.op_rules import Template, place, read_call, template_of
 from megafx.placements import TRANSITIONS, Layout, P, Placement, R, S
 from megafx.rules import names, registered_rule
@@ -179,7 +180,7 @@ class _Inference:
             want = place(template, i, f, cut, self.t)
             if want is None or have == want or (want.kind == "I" and have == R):
                 continue
-            if want.is_shard and have == R and is_uniform(n, want.dim, self.sizes):
+            if want.is_shard and have == R and is_uniform(n, want.dim, self.sizes, want.cut):
                 continue
             if want == P and have == R and is_zero(n):
                 continue
@@ -232,10 +233,11 @@ def is_zero(node: Any) -> bool:
     return name in _FILLS or (isinstance(node, (int, float)) and node == 0)
 
 
-def is_uniform(node: fx.Node, dim: int, sizes: Sizes) -> bool:
+def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None) -> bool:
     """Whether a value is constant along a dim by construction: a piece of it is then a shard, whichever piece it is.
 
-    Gradients of sums are: expand(g) to a rank's local shape holds the same on every rank.
+    Gradients of sums are: expand(g) to a rank's local shape holds the same on every rank. cut: how the dim is to be cut; in a
+    merged dim [batch, heads] that is cut within each batch, being constant along the heads is enough.
     """
     if node.op != "call_function" or not _is_tensor(node) or draws(node):
         return False
@@ -247,16 +249,28 @@ def is_uniform(node: fx.Node, dim: int, sizes: Sizes) -> bool:
     if template.kind == "view":
         before, after = template.operands[0].shape, template.shapes[0]
         into = [a for a, b in dim_groups(before, after) if dim in b]
-        return bool(into) and all(is_uniform(nodes[0], d, sizes) for d in into[0] if before[d] != 1)
+        return bool(into) and all(is_uniform(nodes[0], d, sizes) for d in _cut_dims(into[0], before, cut))
     wanted = names(template.results[0][dim])
     if any(f in template.forbidden for f in wanted):
         return False
     return all(
-        is_uniform(n, d, sizes)
+        is_uniform(n, d, sizes, cut if entry == template.results[0][dim] else None)
         for n, spec in zip(nodes, template.operands, strict=True)
         for d, entry in enumerate(spec.factors)
         if any(f in names(entry) for f in wanted)
     )
+
+
+def _cut_dims(merged: Sequence[int], shape: Shape, cut: Layout | None) -> list[int]:
+    """Of dims that a view merges, those that a cut of the merged dim runs through: not the ones that it repeats over."""
+    dims = [d for d in merged if shape[d] != 1]
+    repeats = 1
+    while dims and cut is not None and repeats < cut.rep:
+        repeats *= shape[dims[0]]
+        if repeats > cut.rep:
+            break
+        dims = dims[1:]
+    return dims if cut is None or repeats == cut.rep else [d for d in merged if shape[d] != 1]
 
 
 # -- ops that are more than their rule
@@ -270,7 +284,7 @@ def _transition(at: _Inference) -> Placement:
     have, want = at.fact(source), R if src.kind == "I" else src
     assert isinstance(source, fx.Node)
     one_each = src.is_shard and src.cut == Layout.contiguous(at.t, at.t) and at.shape(source)[src.dim] == 1
-    uniform = src.is_shard and have == R and is_uniform(source, src.dim, at.sizes)
+    uniform = src.is_shard and have == R and is_uniform(source, src.dim, at.sizes, src.cut)
     if have != want and not (have == VARYING and one_each) and not uniform and not (want == P and is_zero(source)):
         raise at.error(f"the transition starts from {src}")
     if src != dst and (src.kind, dst.kind) not in TRANSITIONS:

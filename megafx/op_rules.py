@@ -270,8 +270,8 @@ def _row(call: Call, own: str | None) -> Row | None:
     if own is not None:
         return Row(own)
     if call.op in declared_rules():
-        text, partials = declared_rules()[call.op]
-        return Row(text, partials=partials)
+        declared = declared_rules()[call.op]
+        return Row(declared.rule, dict(declared.why), partials=declared.partials)
     made = FAMILIES[call.op](call) if call.op in FAMILIES else RULES.get(call.op)
     return Row(made) if isinstance(made, str) else made
 

@@ -104,14 +104,19 @@ def _dumps(settings: Debug) -> Dumps:
     return Dumps(Path(settings.dump) / (f"graph{run}" if run else ""))
 
 
-def insert_user_passes(passes: Sequence[Pass], config: Config) -> list[Pass]:
-    """The list with `config.passes` at their places, in the order given."""
+def insert_user_passes(passes: Sequence[Pass], config: Config, known: Sequence[str] = ()) -> list[Pass]:
+    """The list with `config.passes` at their places, in the order given.
+
+    known: passes of other graphs; what goes beside one of these is left out here.
+    """
     result = list(passes)
     for where, function in config.passes:
         side, name = where.split()
         names = [p.name for p in result]
         if name not in names:
-            fix = f"passes: {', '.join(names)}"
+            if name in known:
+                continue
+            fix = f"passes: {', '.join(known or names)}"
             raise ConfigError(f"Config.passes says '{where}', but the pipeline has no such pass", fix=fix)
         mine = Pass.of(function)
         if mine.name in names:
@@ -123,14 +128,20 @@ def insert_user_passes(passes: Sequence[Pass], config: Config) -> list[Pass]:
 
 
 def run_passes(
-    program: Program, passes: Sequence[Pass], *, ranks: int = 1, settings: Debug | None = None
+    program: Program,
+    passes: Sequence[Pass],
+    *,
+    ranks: int = 1,
+    settings: Debug | None = None,
+    known: Sequence[str] = (),
 ) -> list[PassRecord]:
     """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says.
 
-    ranks: size of the axis, on which MEGAFX_CHECK=2 runs the program once its shapes are local.
+    ranks: size of the axis, on which MEGAFX_CHECK=2 runs the program once its shapes are local. known: passes that other graphs
+    go through, which flags may name too.
     """
     settings = current() if settings is None else settings
-    _check_names(passes, settings)
+    _check_names([*(step.name for step in passes), *known], settings)
     dumps = _dumps(settings)
     wants_text = dumps.folder is not None or settings.level >= 2
     before_text = dump.text(program, details=True) if wants_text else ""
@@ -184,8 +195,8 @@ def _log(settings: Debug, level: int, message: str) -> None:
         say(message)
 
 
-def _check_names(passes: Sequence[Pass], settings: Debug) -> None:
-    names = [step.name for step in passes]
+def _check_names(names: Sequence[str], settings: Debug) -> None:
+    names = list(dict.fromkeys(names))
     for flag, asked in (("MEGAFX_SKIP", settings.skip), ("MEGAFX_STOP_AFTER", (settings.stop_after,))):
         for name in asked:
             if name is not None and name not in names:

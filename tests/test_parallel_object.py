@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 
 import megafx
 from megafx import rules
-from megafx.errors import ConfigError, UsageError
-from megafx.ir import Program
+from megafx.errors import ConfigError, PlacementError, UsageError
+from megafx.ir import Phase, Program
 from megafx.outputs import LazyTensor
 from megafx.plan import Plan
 
@@ -459,3 +459,33 @@ def test_a_pass_beside_one_that_does_not_exist() -> None:
     config = ONE.replace(passes=(("after canonicalise", lambda program: 0),))
     with pytest.raises(ConfigError, match="canonicalise.*\n.*canonicalize"):
         megafx.plan(plain, config, example_inputs=inputs(2, 16))
+
+
+def test_a_users_pass_on_the_joint_graph() -> None:
+    """It runs where there is a joint graph; planning, and graphs without gradients, go without."""
+    plain, inputs = zoo.build("nanogpt")
+    seen = []
+
+    def count_nodes(program: Program) -> int:
+        seen.append(program.phase)
+        return 0
+
+    model = megafx.parallelize(plain, ONE.replace(passes=(("after build_joint_graph", count_nodes),)))
+    model(**inputs(2, 9))
+    assert seen == [Phase.JOINT]
+    with torch.no_grad():
+        model(**inputs(2, 9))
+    assert seen == [Phase.JOINT] and model.megafx.captures == 2
+
+
+def test_what_the_type_checker_cannot_confirm_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PlacementError("%sum is partial", module="h.0")
+
+    monkeypatch.setattr("megafx.compiler.check_types", refuse)
+    plain, inputs = zoo.build("nanogpt")
+    model = megafx.parallelize(copy.deepcopy(plain), ONE, example_inputs=inputs(2, 16))
+    (note,) = [n for n in megafx.explain(model).notes if n.startswith("types")]
+    assert note.startswith("types [h.0]: the type checker cannot confirm this graph: %sum is partial; megafx.verify")
+    with megafx.debug(check=1), pytest.raises(PlacementError, match="%sum is partial"):
+        megafx.parallelize(copy.deepcopy(plain), ONE, example_inputs=inputs(2, 16))

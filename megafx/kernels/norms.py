@@ -107,6 +107,7 @@ def vector_like(x: Tensor, weight: Tensor | None, wanted: bool) -> Tensor:
 define_composite(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
     rule="nl[1]: ... c!, c!, +c! -> ... c!",
+    why={"c": "the norm runs over the dim"},
     body=lambda x, weight, bias, eps: torch.ops.megafx.layer_norm_forward(x, weight, bias, eps)[0],
 )
 define_op(
@@ -174,6 +175,7 @@ def _rms_norm_fake(x: Tensor, weight: Tensor | None, eps: float, offset: float) 
 define_composite(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor",
     rule="nl: ... c!, c! -> ... c!",
+    why={"c": "the norm runs over the dim"},
     body=lambda x, weight, eps, offset: torch.ops.megafx.rms_norm_forward(x, weight, eps, offset)[0],
 )
 define_op(

@@ -28,7 +28,7 @@ import importlib
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,9 +84,14 @@ def define_op(
     return getattr(torch.ops.megafx, name).default
 
 
-def define_composite(schema: str, *, rule: str | None, body: Callable[..., Any]) -> OpOverload:
-    """An op that the planner sees whole and that autograd and the joint graph see as what its body calls."""
-    name = _define(schema, rule)
+def define_composite(
+    schema: str, *, rule: str | None, body: Callable[..., Any], why: Mapping[str, str] | None = None
+) -> OpOverload:
+    """An op that the planner sees whole and that autograd and the joint graph see as what its body calls.
+
+    rule, why: of `declare_rule`.
+    """
+    name = _define(schema, rule, why=why)
     _library.impl(name, body, "CompositeImplicitAutograd")
     return getattr(torch.ops.megafx, name).default
 
@@ -145,11 +150,11 @@ def _no_second_gradient(name: str, ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(f"megafx::{name} has no autograd formula: there is no double backward through fused ops")
 
 
-def _define(schema: str, rule: str | None, partials: Partials = ()) -> str:
+def _define(schema: str, rule: str | None, partials: Partials = (), why: Mapping[str, str] | None = None) -> str:
     name = schema.partition("(")[0].strip()
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     if rule is not None:
-        declare_rule(f"megafx.{name}.default", rule, partials)
+        declare_rule(f"megafx.{name}.default", rule, partials, why)
     return name
 
 
