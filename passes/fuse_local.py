@@ -19,7 +19,7 @@ from megafx.errors import PlacementError
 from megafx.inference import infer
 from megafx.ir import PLACEMENT, Phase, Program
 from megafx.pattern import registered_patterns
-from megafx.placements import R
+from megafx.placements import Placement, R
 from megafx.rewrite import patterns_of, rewrite
 from megafx.rewrite_replace import Respell
 from megafx.rewrite_trace import Canonicalize
@@ -50,4 +50,7 @@ def _misplaced(program: Program, new: list[fx.Node], results: list[tuple[fx.Node
         wanted = replaced.meta.get(PLACEMENT, R)
         if facts[made] != (R if wanted.kind == "I" else wanted):
             return f"it would give {facts[made]} where {wanted} is wanted"
+    for node in new:
+        if isinstance(facts[node], Placement) and facts[node] != R:  # what is R may be I: only the results know
+            node.meta[PLACEMENT] = facts[node]
     return ""

@@ -19,6 +19,7 @@ from torch import fx
 from megafx.communication import Communication, collective_nodes, communication
 from megafx.compiler import Compiled, Request, compile_program
 from megafx.config import Config
+from megafx.dump import op_name
 from megafx.hardware import Hardware
 from megafx.ir import PHASE, Program
 from megafx.passes.partition import Partition, partition, tag_regathers
@@ -31,6 +32,7 @@ WIDTH = {"gpt3": 12288, "llama": 4096}
 SEQ = {"gpt3": 2048, "llama": 8192}
 LAYER = {"gpt3": "h.{}.", "llama": "model.layers.{}."}
 NORM_ELEMENTS = {"gpt3": 2 * 12288, "llama": 4096}  # weight and bias, or weight
+ROW_BIASES = {"gpt3": 2 * 12288, "llama": 0}  # of a layer: added to shards of the sequence, with the residual
 CASES = [("gpt3", 8), ("llama", 4)]
 
 
@@ -107,14 +109,14 @@ def test_outside_the_layers(name: str, t: int, sequence_parallel: bool) -> None:
     statistics = (AG, "forward", 4 * 4 * tokens * (t - 1))  # four fp32 a token and rank; none backward
     if sequence_parallel:
         share = n * (t - 1) // t
-        small = NORM_ELEMENTS[name] * (2 * LAYERS + 1)
+        small = NORM_ELEMENTS[name] * (2 * LAYERS + 1) + ROW_BIASES[name] * LAYERS
         wanted = [
             (RS, "forward", share),  # embedding
             (AG, "forward", share),  # into the head
             statistics,
             (RS, "backward", share),  # out of the head
             (AG, "backward", share),  # embedding
-            (AR, "backward", 2 * 2 * small * (t - 1) // t),  # all norms' gradients in one
+            (AR, "backward", 2 * 2 * small * (t - 1) // t),  # gradients of norms and of row-parallel biases in one
         ]
     else:
         whole = 2 * n * (t - 1) // t
@@ -142,7 +144,7 @@ def _source(x: object) -> object:
     while (
         isinstance(x, fx.Node)
         and x.op == "call_function"
-        and str(x.target).split(".")[1] in ("view", "permute", "clone")
+        and op_name(x.target) in ("view", "permute", "clone")
     ):
         x = x.args[0]
     return x
@@ -153,12 +155,12 @@ def _products(value: fx.Node) -> set[fx.Node]:
     found, todo = set(), [value]
     while todo:
         for user in todo.pop().users:
-            name = str(user.target)
+            name = op_name(user.target)
             if user.meta.get(PHASE) == "backward":
                 continue
-            if name in ("aten.mm.default", "aten.linear.default", "aten.addmm.default", "aten.bmm.default"):
+            if name in ("mm", "linear", "addmm", "bmm"):
                 found.add(user)
-            elif name.split(".")[1] in (
+            elif name in (
                 "view",
                 "permute",
                 "clone",
