@@ -77,10 +77,12 @@ SCALARS: dict[str, Any] = {
 _Q, _K, _V = x(2, 4, 6, 6), x(2, 4, 4, 6), x(2, 4, 4, 6)
 _G = x(2, 6, 4, 2)  # keys and values, each head for four of the queries
 # scale, causal, window, softcap, p, op_id, shard_dim, layout, axis
-_ATTENTION = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
-_ATTENTION_DROPPED = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
-_ATTENTION_CAUSAL = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
-_SEED, _DRAWN, _UNDRAWN = T((), "i", 1000), (0.5, 3, -1, [], "tp"), (0.0, 0, -1, [], "tp")
+_ATTENTION: tuple[Any, ...] = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
+_ATTENTION_DROPPED: tuple[Any, ...] = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
+_ATTENTION_CAUSAL: tuple[Any, ...] = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
+_SEED = T((), "i", 1000)
+_DRAWN: tuple[Any, ...] = (0.5, 3, -1, [], "tp")
+_UNDRAWN: tuple[Any, ...] = (0.0, 0, -1, [], "tp")
 
 SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("aten._fused_rms_norm.default", (x(4, 6, 6), [6], x(6), 1e-5), {}),
@@ -301,7 +303,11 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         {},
     ),
     ("megafx.linear_cross_entropy.default", (x(4, 6), x(6, 6), x(6), ids(6, 4), -100, 0.1), {}),
-    ("megafx.linear_cross_entropy_forward.default", (plain(4, 6), plain(6, 6), plain(6), ids(6, 4), -100, 0.1, True), {}),
+    (
+        "megafx.linear_cross_entropy_forward.default",
+        (plain(4, 6), plain(6, 6), plain(6), ids(6, 4), -100, 0.1, True),
+        {},
+    ),
     ("megafx.linear_cross_entropy_backward.default", (plain(4, 6), plain()), {}),
     ("megafx.dropout.default", (x(4, 6), T((), "i", 1000), 0.5, 3, -1, [], "tp"), {}),
     ("aten.bitwise_and.Tensor", (mask(4, 6), mask(6)), {}),

@@ -66,7 +66,7 @@ def _handle(func: Any, args: Any, kwargs: Any) -> Any:
     """The handler of one operation: DTensor's own way, but for TPTensors."""
     if any(isinstance(x, DispatchedTensor) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
         return DispatchedTensor.__torch_dispatch__(func, (), args, kwargs)
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     own = handlers.pop(func)
     try:
         return func(*args, **(kwargs or {}))
@@ -96,7 +96,8 @@ _OF_AUTOGRAD = (
 
 if not SUBCLASS_DISPATCH:
     DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
-    DTensor._op_dispatcher._custom_op_handlers.update({op: _handle for op in _OF_AUTOGRAD})
+    _handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    _handlers.update(dict.fromkeys(_OF_AUTOGRAD, _handle))
 
 
 def _same_spec(a: Any, b: Any) -> bool:

@@ -141,11 +141,7 @@ def test_nothing_is_communicated_twice(sequence_parallel: bool) -> None:
 
 def _source(x: object) -> object:
     """The value behind views and packings."""
-    while (
-        isinstance(x, fx.Node)
-        and x.op == "call_function"
-        and op_name(x.target) in ("view", "permute", "clone")
-    ):
+    while isinstance(x, fx.Node) and x.op == "call_function" and op_name(x.target) in ("view", "permute", "clone"):
         x = x.args[0]
     return x
 

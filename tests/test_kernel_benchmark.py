@@ -57,7 +57,7 @@ def test_without_a_gpu_it_says_so():
 def test_an_unknown_family_is_an_error():
     command = [sys.executable, FOLDER / "kernels.py", "--only", "nonsense"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 2 and "no family nonsense; there are bias_activation" in run.stderr
+    assert run.returncode == 2 and "no family nonsense; there are attention, bias_activation" in run.stderr
 
 
 def test_peers_that_are_chosen(bench):

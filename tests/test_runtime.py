@@ -232,7 +232,7 @@ def test_autocast_has_its_own_graph(pair):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mine, theirs = model(IDS, LABELS), reference(IDS, LABELS)
     assert model.megafx.captures == 2
-    torch.testing.assert_close(mine.loss, theirs.loss)
+    torch.testing.assert_close(mine.loss, theirs.loss, rtol=1e-2, atol=0)  # fused ops round to bf16 less often
     assert (mine.logits + 0).dtype == theirs.logits.dtype == torch.bfloat16
 
 

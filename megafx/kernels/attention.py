@@ -168,12 +168,15 @@ def _forward_rule(call: Call) -> Row:
 
 @family("megafx.attention_backward", "megafx.attention_mask_backward")
 def _backward_rule(call: Call) -> Row:
-    """Linear in the gradient; also where v is partial, and with it the output: so are the gradients of q and k."""
-    operands = f"b (n g) t f!, {_operand_dims(call, 'e!', 'f!')}, ~, b (n g) t f!, b (n g) t"
+    """Linear in the gradient; also where v is partial, and with it the output: so are the gradients of q and k.
+
+    They are sums over v's width f: of the products of gradient and v, and of gradient and output.
+    """
+    operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, ~, b (n g) t f, b (n g) t"
     if call.op == "megafx.attention_mask_backward.default":
         mask = call.get("mask")
-        return _row(call, f"nl[0]: {operands} -> {_mask_dims(mask)}", partials=(((3, 6), "P"),))
-    results = "b (n g) t e!; b n s! e!; b n s! f!"
+        return _row(call, f"nl[0]: {operands} -> {_mask_gradient_dims(mask)}", partials=(((3, 6), "P"),))
+    results = "b (n g) t e!; b n s! e!; b n s! f"
     return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 6), "PPR"),))
 
 
@@ -183,6 +186,12 @@ def _operand_dims(call: Call, e: str, f: str) -> str:
 
 def _mask_dims(mask: Any) -> str:
     return "b s!" if isinstance(mask, Arg) and len(mask.shape) == 2 else "b (n g) t s!"
+
+
+def _mask_gradient_dims(mask: Arg) -> str:
+    """A dim that the mask broadcasts over is summed: a rank with some of the batch has a part of the sum."""
+    dims = zip(mask.shape, ("b", "(n g)", "t", "s!"), strict=True)
+    return " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
 
 
 def _row(call: Call, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> Row:
