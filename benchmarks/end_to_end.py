@@ -6,7 +6,7 @@
 
 bf16 parameters, AdamW (fused), labels = input ids, dropout 0.1 in GPT-2. Tokens/s from the median step; MFU counts
 6 * matmul parameters * tokens + 6 * layers * seq * hidden * tokens (causal half) over --peak-tflops. Modes start from the same
-weights and sees the same batches; dropout masks differ, losses of GPT-2 therefore too. Modes run one after another in one
+weights and see the same batches; dropout masks differ, losses of GPT-2 therefore too. Modes run one after another in one
 process, each after the memory of the last is freed.
 """
 
