@@ -71,6 +71,7 @@ def test_dropout_draws_the_same_masks_at_any_degree(name: str, t: int, sequence_
     [
         ("nanogpt", 4, {"heads": 25, "embd": 50, "vocab": 257}),  # 25 heads on 4 ranks: 7, 7, 7, 4
         ("nanogpt", 4, {"heads": 2}),  # more ranks than heads
+        ("nanogpt", 3, {"vocab": 50257}),  # GPT-2's vocabulary: 16753, 16753, 16751
         ("llama", 4, {"heads": 8, "kv": 2}),  # fewer KV heads than ranks
         ("llama", 3, {"heads": 6, "kv": 1, "attn": "eager"}),  # one KV head
         ("llama", 2, {"layers": 3}),
