@@ -14,6 +14,7 @@ from toy_ops import half_turn
 
 import megafx
 from megafx import dump
+from megafx import pattern as registry
 from megafx.capture import capture_call
 from megafx.check_types import check_types
 from megafx.compiler import Request, compile_program
@@ -32,11 +33,12 @@ PATTERNS = (BiasGelu, Rms, DropAdd, AddNorm)
 
 @pytest.fixture(autouse=True)
 def toy_patterns():
+    kept = dict(registry._patterns)  # a toy may have the name of one of the library's
     for pattern in PATTERNS:
         register(pattern)
     yield
-    for pattern in PATTERNS:
-        unregister(pattern.name)
+    registry._patterns.clear()
+    registry._patterns.update(kept)
 
 
 class Norm(nn.Module):
