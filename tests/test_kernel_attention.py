@@ -1,16 +1,13 @@
 """Covers: kernels/attention.py, attention_reference.py, attention_triton.py, attention_backward_triton.py."""
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from triton_process import run_script
 
 import megafx.kernels.attention  # noqa: F401  registers the op
 from megafx import collectives
@@ -225,20 +222,5 @@ def test_edges_and_errors():
 SCRIPT = Path(__file__).parent / "triton_attention.py"
 
 
-def interpreter_runs_loops():
-    """Triton 3.6's makes a Python int of an array of one element, which numpy 2.4 forbids."""
-    import numpy
-    import triton
-
-    old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
-    return not (old and tuple(int(n) for n in numpy.__version__.split(".")[:2]) >= (2, 4))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels_are_the_reference():
-    """On the GPU where there is one, else in Triton's interpreter."""
-    if not torch.cuda.is_available() and not interpreter_runs_loops():
-        pytest.skip("this Triton's interpreter and this numpy do not go together")
-    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, str(SCRIPT)], env=os.environ | interpret, capture_output=True, text=True)
-    assert run.returncode == 0 and "all right" in run.stdout, run.stderr[-3000:]
+    run_script(SCRIPT, "all right", 600)

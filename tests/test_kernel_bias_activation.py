@@ -1,14 +1,12 @@
 """Covers: kernels/op.py, kernels/bias_activation.py, kernels/bias_activation_triton.py, tiles and activations in Triton."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton_process import run_script
 
 import megafx.kernels.op as module
 from megafx.check_rules import check_rules
@@ -224,24 +222,10 @@ print("same numbers")
 """
 
 
-def interpreter_runs_loops():
-    """Triton 3.6's makes a Python int of an array of one element, which numpy 2.4 forbids."""
-    import numpy
-    import triton
-
-    old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
-    return not (old and tuple(int(n) for n in numpy.__version__.split(".")[:2]) >= (2, 4))
-
-
 def run_triton(tmp_path, body):
-    """On the GPU where there is one, else in Triton's interpreter."""
-    if not torch.cuda.is_available() and not interpreter_runs_loops():
-        pytest.skip("this Triton's interpreter and this numpy do not go together")
     script = tmp_path / "kernel.py"
     script.write_text(TRITON + body)
-    environment = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0 and "same numbers" in run.stdout, run.stderr[-3000:]
+    run_script(script, "same numbers", 240)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

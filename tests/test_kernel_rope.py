@@ -1,13 +1,9 @@
 """Covers: kernels/rope.py, kernels/rope_triton.py. The oracle is Hugging Face's formula, and complex multiplication."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton_process import assert_same_values
 
 import megafx.kernels.rope  # noqa: F401  registers the ops
 from megafx.check_rules import check_rules
@@ -172,24 +168,5 @@ print("same values")
 """
 
 
-def interpreter_runs_loops():
-    """Triton 3.6's makes a Python int of an array of one element, which numpy 2.4 forbids."""
-    import numpy
-    import triton
-
-    old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
-    return not (old and tuple(int(n) for n in numpy.__version__.split(".")[:2]) >= (2, 4))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernel_is_the_reference(tmp_path):
-    """On the GPU where there is one, else in Triton's interpreter."""
-    if not torch.cuda.is_available() and not interpreter_runs_loops():
-        pytest.skip("this Triton's interpreter and this numpy do not go together")
-    script = tmp_path / "kernel.py"
-    script.write_text(TRITON)
-    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, str(script)], env=os.environ | interpret, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0 and "same values" in run.stdout, run.stderr
+    assert_same_values(TRITON, tmp_path)

@@ -1,0 +1,41 @@
+"""Runs a script of Triton kernels in a process of its own: on the GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def assert_same_values(script: str, folder: Path, timeout_s: int = 120) -> None:
+    """The script (its text) compares kernels with their reference and says 'same values' at its end."""
+    file = folder / "kernel.py"
+    file.write_text(script)
+    run_script(file, "same values", timeout_s)
+
+
+def run_script(file: Path, says: str, timeout_s: int) -> None:
+    """It must end well and say so. Skips without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    if not torch.cuda.is_available() and not _interpreter_runs_loops():
+        pytest.skip("this Triton's interpreter and this numpy do not go together")
+    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, str(file)], env=os.environ | interpret, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert run.returncode == 0 and says in run.stdout, run.stderr[-3000:]
+
+
+def _interpreter_runs_loops() -> bool:
+    """Triton 3.6's makes a Python int of an array of one element, which numpy 2.4 forbids."""
+    import numpy
+    import triton
+
+    old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
+    return not (old and tuple(int(n) for n in numpy.__version__.split(".")[:2]) >= (2, 4))
