@@ -98,6 +98,17 @@ def prepared(mode: str, name: str, model: Any, call: dict[str, torch.Tensor]) ->
     return torch.compile(model) if mode.startswith("compile") else model
 
 
+def print_profile(step: Callable[[], Any], rows: int) -> None:
+    """Where the time of one step goes: kernels by time, and the sum."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    kernels = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    print(f"{sum(e.self_device_time_total for e in kernels) / 1e3:.1f} ms in kernels")
+    for e in kernels[:rows]:
+        print(f"  {e.self_device_time_total / 1e3:8.2f} ms {e.count:6d} x {e.key[:110]}")
+
+
 def run(name: str, mode: str, mask: str, shape: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cpu" if args.tiny else "cuda")
     model = build(name, shape, device)
@@ -121,6 +132,8 @@ def run(name: str, mode: str, mask: str, shape: dict[str, int], args: argparse.N
             times.append(time.perf_counter() - begin)
             if step == 0:
                 first = time.perf_counter() - start
+        if args.profile:
+            print_profile(lambda: optimizer.step() if forward(**call).loss.backward() is None else None, args.profile)
     finally:
         module.create_causal_mask = own_mask
     seconds = sorted(times[args.warmup :])[args.steps // 2]
@@ -148,6 +161,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 of the device (H100, H200)")
+    parser.add_argument("--profile", type=int, default=0, help="kernels of a step to list, by time")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     for name in args.models.split(","):
