@@ -99,14 +99,34 @@ def prepared(mode: str, name: str, model: Any, call: dict[str, torch.Tensor]) ->
 
 
 def print_profile(step: Callable[[], Any], rows: int) -> None:
-    """Where the time of one step goes: kernels by time, and the sum."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    """Where the time of one step goes: kernels by time, and where the device waited for the host."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        start = time.perf_counter()
         step()
+        host = time.perf_counter() - start
         torch.cuda.synchronize()
-    kernels = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-    print(f"{sum(e.self_device_time_total for e in kernels) / 1e3:.1f} ms in kernels")
+        wall = time.perf_counter() - start
+    kernels = [e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    busy = sum(e.self_device_time_total for e in kernels) / 1e3
+    print(f"profiled step: {1e3 * wall:.1f} ms, host {1e3 * host:.1f} ms, kernels {busy:.1f} ms")
     for e in kernels[:rows]:
         print(f"  {e.self_device_time_total / 1e3:8.2f} ms {e.count:6d} x {e.key[:110]}")
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+    gaps, end, last = [], spans[0][0], "start"
+    for begin, stop, name in spans:
+        gaps.append((begin - end, last, name))
+        if stop > end:
+            end, last = stop, name
+    gaps.sort(key=lambda gap: -gap[0])
+    print(
+        f"  device idle {sum(max(0, g[0]) for g in gaps) / 1e3:.1f} ms of {(end - spans[0][0]) / 1e3:.1f} ms; longest:"
+    )
+    for gap, before, after in gaps[:6]:
+        print(f"  {gap / 1e3:8.2f} ms between {before[:50]} and {after[:50]}")
 
 
 def run(name: str, mode: str, mask: str, shape: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
 capture -> canonicalize -> fuse -> plan -> insert transitions -> localize shapes -> fuse what has several results
-        -> joint graph -> coalesce gradients -> check types -> merge and expand transitions -> schedule -> bind -> partition
+        -> joint graph -> coalesce gradients -> check types -> join gradients of slices
+        -> sum gradients in products -> merge and expand transitions -> schedule -> bind -> partition
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megafx.executable import Executable
 from megafx.hardware import Hardware
 from megafx.ir import VAL, Note, Phase, Program, is_floating
 from megafx.pass_runner import Pass, insert_user_passes, run_passes
+from megafx.passes.accumulate_products import accumulate_products
 from megafx.passes.bind_mesh import bind_mesh
 from megafx.passes.build_joint_graph import build_joint_graph
 from megafx.passes.canonicalize import canonicalize, canonicalize_nodes
@@ -30,6 +32,7 @@ from megafx.passes.expand_transitions import expand_transitions
 from megafx.passes.fuse import fuse
 from megafx.passes.fuse_local import fuse_local
 from megafx.passes.insert_collectives import insert_collectives
+from megafx.passes.join_slice_gradients import join_slice_gradients
 from megafx.passes.localize_shapes import localize_shapes
 from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.native_attention import native_attention
@@ -123,13 +126,15 @@ def compile_passes(planning: Planning, request: Request) -> list[Pass]:
     passes = [
         *planning_passes(planning),
         Pass.of(localize_shapes, planning),
-        Pass.of(fuse_local, request.config, canonicalize, canonicalize_nodes, request.t),
+        Pass.of(fuse_local, planning, canonicalize, canonicalize_nodes),
     ]
     if request.wants_grad is not None:
         passes += [
             Pass("build_joint_graph", differentiate, (Phase.LOCAL,), Phase.JOINT),
             Pass.of(coalesce_gradients),
             Pass("check_types", check, (Phase.JOINT,)),
+            Pass.of(join_slice_gradients),
+            Pass.of(accumulate_products),
         ]
     return [
         *passes,
@@ -148,7 +153,7 @@ def planning_passes(planning: Planning) -> list[Pass]:
 
     return [
         Pass.of(canonicalize),
-        Pass.of(fuse, planning.config, canonicalize, canonicalize_nodes),
+        Pass.of(fuse, planning, canonicalize, canonicalize_nodes),
         *([Pass.of(native_attention, planning)] if planning.config.attention_dropout_rng == "native" else []),
         Pass.of(plan_sharding, planning),
         Pass.of(insert_collectives, planning),

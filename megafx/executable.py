@@ -17,6 +17,7 @@ from megafx.autocast import no_autocast
 from megafx.errors import UsageError
 from megafx.ir import VAL, Program
 from megafx.passes.partition import Partition, partition
+from megafx.passes.reuse_buffers import reuse_buffers
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -46,8 +47,12 @@ class Executable:
         context: Context = contextlib.nullcontext,
     ) -> None:
         self.parts, self.outputs, self.differentiated, self.context = parts, outputs, differentiated, context
-        self._forward: Callable[..., Any] = parts.forward.forward
+        self._forward: Callable[..., Any] = reuse_buffers(parts.forward).forward
         self._backward: Callable[[list[Any]], Any] | None = parts.backward.forward if parts.backward else None
+        self._last_backward = self._backward
+        if parts.backward is not None:
+            owned = {s.name for s in parts.saved if s.kind == "value" and not s.shared}
+            self._last_backward = reuse_buffers(parts.backward, owned).forward
         self._given = [s.index for s in parts.saved if s.kind == "input"]
         self._watched = [i for i, s in enumerate(parts.saved) if s.shared]
 
@@ -68,7 +73,7 @@ class Executable:
         made._forward = _compiled(self.parts.forward, options)
         if self.parts.backward is not None:
             run = _compiled(_unboxed(self.parts.backward), options)
-            made._backward = lambda arguments: run(*arguments)
+            made._backward = made._last_backward = lambda arguments: run(*arguments)
         return made
 
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Kept | None]:
@@ -105,8 +110,10 @@ class Executable:
         if not retain:
             kept.values = []
         del seeds
+        run = self._backward if retain else self._last_backward  # the last one may overwrite what was kept
+        assert run is not None
         with self._running():
-            return list(self._backward(arguments))
+            return list(run(arguments))
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
