@@ -1,11 +1,12 @@
 # make demo: train a byte-level GPT on 2 ranks, in an environment of its own.   make test: check and test everything.
+# make test-models: the whole model matrix (tests/models), and its page docs/models.md.
 PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
 TORCH ?= torch>=2.11,<2.14
 BIN := $(VENV)/bin
 
-.PHONY: demo test clean
+.PHONY: demo test test-models clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -13,6 +14,9 @@ demo: $(VENV)/.demo-installed
 
 test: $(VENV)/.test-installed
 	$(BIN)/python -m tests $(ARGS)
+
+test-models: $(VENV)/.test-installed
+	OMP_NUM_THREADS=1 $(BIN)/megafx models --jobs 2 --write docs/models.md $(ARGS)
 
 # torch comes first and alone: where an index or a folder of wheels offers a CPU build of it, pip takes that one, and
 # nothing installed afterwards replaces it.

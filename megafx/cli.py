@@ -3,6 +3,7 @@
     megafx plan llama-8b.json --tp 8 --seq-length 8192 --save plan.json    plan a model; needs no GPU, ranks or weights
     megafx explain my_package.models:build --tp 4 --html plan.html         the same as a report: placements, bytes, reasons
     megafx check-rules                                                     brute-force every sharding rule of the table
+    megafx models --jobs 2 --write docs/models.md                          the model matrix of a checkout, as a table
     megafx diff before/ after/                                             two folders written by MEGAFX_DUMP
     megafx version                                                         versions, for bug reports
 
@@ -67,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("check-rules", help="check every sharding rule against the real op")
     command.set_defaults(run=_check_rules)
     command.add_argument("ops", nargs="*", metavar="OP", help="only these, for example aten.linear.default")
+    command = commands.add_parser("models", help="run the model matrix and print its table (in a checkout)")
+    command.set_defaults(run=_models)
+    command.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="only these, for example llama")
+    command.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    command.add_argument("--write", type=Path, metavar="FILE", help="write the table as a page")
     command = commands.add_parser("diff", help="compare two dump folders, graph by graph")
     command.set_defaults(run=_diff)
     command.add_argument("before", type=Path)
@@ -105,6 +111,12 @@ def _check_rules(args: argparse.Namespace) -> int:
     report = check_rules(args.ops or None)
     print(report)
     return 0 if report.ok else 1
+
+
+def _models(args: argparse.Namespace) -> int:
+    from megafx.model_table import model_table
+
+    return model_table(args.names, args.jobs, args.write)
 
 
 def _diff(args: argparse.Namespace) -> int:

@@ -54,7 +54,7 @@ LAYERS = [
     {"runtime", "testing_patterns"},
     {"compiler"},
     {"parallelizer", "verification"},
-    {"api"},
+    {"api", "model_table"},
     {"cli"},
 ]
 TORCH_FREE = ("errors", "config", "debug", "placements", "rules", "views", "solver", "cost", "hardware", "aten_rules")

@@ -1,0 +1,44 @@
+"""One process running the plain model at fp64: what every cell of the matrix is compared with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from harness import loss_name
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megafx.ir import Program
+from megafx.simulate import Logical
+
+
+class Promoted(TorchDispatchMode):
+    """Casts to fp32 (`x.float()`, `softmax(dtype=torch.float32)`, ..) are casts to fp64 within."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        promoted = lambda a: torch.float64 if a is torch.float32 else a  # noqa: E731
+        return func(*tree_map(promoted, args), **tree_map(promoted, kwargs or {}))
+
+
+def eager(model: nn.Module, program: Program, call: Mapping[str, Any]) -> Logical:
+    """Outputs and gradients of one call of a copy of the model, by the names that its graph gives them."""
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):  # a graph returns no key-value cache
+            config.use_cache = False
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":  # has no fp64 kernel
+            config._experts_implementation = "eager"
+    with Promoted():
+        leaves = tree_leaves(plain(**call))
+        assert program.call is not None
+        order = [leaf.index for leaf in program.call.out_leaves]
+        user = [o for o in program.outputs if o.kind == "user"]
+        named = {user[i].name: leaf for i, leaf in zip(order, leaves, strict=True) if i >= 0}
+        named[loss_name(program)].backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    return Logical({name: value.detach() for name, value in named.items()}, gradients)

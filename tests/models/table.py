@@ -1,0 +1,216 @@
+"""The table of the model matrix: for each architecture what was exact, sharded, fused, and how long it took."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+from catalogue import Architecture, rows
+from matrix import Cell, Result, Runner, all_cells
+
+from megafx.cost import ATTENTION, op_flops, op_name
+from megafx.ir import VAL, Program
+from megafx.pattern import registered_patterns
+from megafx.planning import Planning
+
+DEFAULT_PAGE = "docs/models.md"
+
+
+@dataclass
+class Entry:
+    """One line of the table. parameters, flops: the least fraction sharded over all plans. whole: reason -> fraction of
+    parameters; without_rule: ops that every rank computes whole."""
+
+    name: str
+    kind: str
+    results: list[Result]
+    parameters: float = 0.0
+    flops: float = 0.0
+    least: float = 0.0
+    fusions: dict[str, int] = field(default_factory=dict)
+    whole: dict[str, float] = field(default_factory=dict)
+    without_rule: tuple[str, ...] = ()
+    capture_seconds: float = 0.0
+    planning_seconds: float = 0.0
+
+    @property
+    def exact(self) -> int:
+        return sum(result.exact for result in self.results)
+
+    @property
+    def ok(self) -> bool:
+        return self.exact == len(self.results) and self.parameters >= self.least
+
+    def cells(self) -> list[str]:
+        """The line of a Markdown table."""
+        captured = "yes" if self.capture_seconds else "no"
+        fused = ", ".join(f"{n} {family}" for family, n in sorted(self.fusions.items()))
+        whole = [f"{why} ({100 * part:.1f}%)" for why, part in sorted(self.whole.items(), key=lambda kv: -kv[1])]
+        whole += [f"no rule for {op}" for op in self.without_rule]
+        return [
+            self.name,
+            self.kind,
+            captured,
+            f"{self.exact}/{len(self.results)}",
+            f"{100 * self.parameters:.1f}%",
+            f"{100 * self.flops:.1f}%",
+            fused,
+            f"{self.capture_seconds:.1f}",
+            f"{self.planning_seconds:.2f}",
+            "; ".join(whole),
+        ]
+
+
+HEADER = (
+    "architecture", "kind", "captured", "exact cells", "parameters sharded", "FLOPs sharded", "fused", "capture, s",
+    "plan, s", "stored whole (of all parameters), and why",
+)  # fmt: skip
+
+
+def entry(row: Architecture, cells: Iterable[Cell] | None = None) -> Entry:
+    """Run the cells of one architecture (default: all)."""
+    runner = Runner(row)
+    results = [runner.run(cell) for cell in (all_cells(row) if cells is None else cells)]
+    made = Entry(row.name, row.kind, results, least=row.least_sharded)
+    plans = [p for p in runner.planned if p[1].t > 1]
+    if plans:
+        shares = [parameter_share(program, planning) for program, planning in plans]
+        worst = min(range(len(plans)), key=lambda i: shares[i][0])
+        made.parameters, made.whole = shares[worst]
+        made.flops = min(flops_share(planning) for _, planning in plans)
+        made.fusions = family_counts(plans[0][0])
+        bare = {
+            str(n.target).removesuffix(".default") for _, p in plans for n, r in p.rules.items() if r.kind == "none"
+        }
+        made.without_rule = tuple(sorted(bare - {"<built-in function getitem>"}))
+        made.capture_seconds = statistics.mean(p.capture_seconds for p in runner.prepared.values())
+        made.planning_seconds = statistics.mean(p.solved.statistics["planning_seconds"] for _, p in plans)
+    return made
+
+
+def parameter_share(program: Program, planning: Planning) -> tuple[float, dict[str, float]]:
+    """(fraction of parameters stored in shards, reason -> fraction stored whole)."""
+    numel, whole = 0, defaultdict(float)
+    sharded = 0
+    plan = planning.solved
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        if spec.kind == "param":
+            n = math.prod(node.meta[VAL].shape)
+            numel += n
+            if plan.params[spec.name].is_shard:
+                sharded += n
+            else:
+                whole[plan.replicated.get(spec.name, "?")] += n
+    return sharded / numel, {why: n / numel for why, n in whole.items()}
+
+
+def flops_share(planning: Planning) -> float:
+    """Fraction of the forward pass's matmul and attention FLOPs that the ranks share among them."""
+    total = shared = 0
+    for node, rule in planning.rules.items():
+        flops = node_flops(planning, rule)
+        total += flops
+        shared += flops if planning.solved.ops[node.name].factor else 0
+    return shared / max(total, 1)
+
+
+def node_flops(planning: Planning, rule: Any) -> int:
+    """FLOPs of one node at the workload, 0 for ops that are no products."""
+    sizes = planning.solved.sizes
+    name = op_name(str(rule.node.target))
+    value = rule.node.meta[VAL]
+    shape = lambda x: [sizes.workload(n) for n in sizes.shape(x)]  # noqa: E731
+    if name.startswith("linear_cross_entropy"):
+        x, weight = (shape(o.node.meta[VAL]) for o in rule.operands[:2])
+        return 2 * math.prod(x) * weight[0]
+    if not hasattr(value, "shape"):
+        value = value[0] if isinstance(value, (tuple, list)) and hasattr(value[0], "shape") else None
+    if value is None or not rule.operands:
+        return 0
+    first = shape(rule.operands[0].node.meta[VAL])
+    if name in ATTENTION:
+        return op_flops(str(rule.node.target), math.prod(shape(value)), shape(rule.operands[1].node.meta[VAL])[-2])
+    if name.startswith("conv"):
+        return 2 * math.prod(shape(value)) * math.prod(shape(rule.operands[1].node.meta[VAL])[1:])
+    if "grouped_mm" in name:
+        return 2 * math.prod(shape(value)) * first[-1]
+    if name == "einsum":
+        name = "matmul"
+        return 2 * math.prod({f: sizes.workload(n) for f, n in rule.sizes.items()}.values())
+    return op_flops(str(rule.node.target), math.prod(shape(value)), first[-1]) if first else 0
+
+
+def family_counts(program: Program) -> dict[str, int]:
+    """Matches by family: the file of patterns/ that a pattern is in."""
+    family = {p.name: p.__module__.rpartition(".")[2] for p in registered_patterns()}
+    return dict(Counter(family.get(f.pattern, f.pattern) for f in program.fusions))
+
+
+def run(names: Iterable[str] = (), jobs: int = 1) -> list[Entry]:
+    """Entries of the named architectures (default: all), in the order of the table."""
+    chosen = list(names) or list(rows())
+    if jobs == 1:
+        return [_named(name) for name in chosen]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=4) as pool:
+        return list(pool.map(_named, chosen))
+
+
+def _named(name: str) -> Entry:
+    return entry(rows()[name])
+
+
+def markdown(entries: Iterable[Entry]) -> str:
+    lines = [HEADER, ["---"] * len(HEADER), *(e.cells() for e in entries)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def failures(entries: Iterable[Entry]) -> list[str]:
+    """What keeps the matrix from being all exact: cells with the same failure once."""
+    lines: list[str] = []
+    for made in entries:
+        seen: dict[str, list[Result]] = defaultdict(list)
+        for result in made.results:
+            if not result.exact:
+                seen[result.failure or result.worst].append(result)
+        lines += [
+            f"{made.name}: {same[0]}" + (f" (and {len(same) - 1} more)" if len(same) > 1 else "")
+            for same in seen.values()
+        ]
+        if made.parameters < made.least:
+            lines.append(
+                f"{made.name}: {100 * made.parameters:.1f}% of parameters sharded, {100 * made.least:.0f}% wanted"
+            )
+    return lines
+
+
+PAGE = """# Models
+
+Generated by `make test-models`; `megafx models` prints the same for some or all architectures.
+
+Each architecture is built tiny, with awkward sizes, random weights, labels and padding, in fp64. A cell is one combination of
+training or eval, eager or sdpa attention, t = 2, 3 or 4, and sequence parallelism off or auto; with dropout on, of attention
+and t. It is exact where the loss, every output and every gradient equal those of one process to a relative {rtol:.0e}: those
+of the plain eager model, or with dropout on (whose masks eager draws otherwise) of megafx on one rank. Casts to fp32 inside of
+models are casts to fp64 on both sides. All ranks run in one process (`megafx.simulate`).
+
+Parameters and FLOPs (of matmuls and attention) sharded are the least fraction over all plans; at these sizes norms, biases
+and position tables weigh more than in real models. Fused: matches by family. Seconds are means, of a capture and of a plan.
+
+{table}
+"""
+
+
+def page(entries: list[Entry]) -> str:
+    from harness import RTOL
+
+    text = PAGE.format(rtol=RTOL, table=markdown(entries))
+    found = failures(entries)
+    done, total = sum(e.exact for e in entries), sum(len(e.results) for e in entries)
+    text += f"\n{done} of {total} cells are exact.\n"
+    return text + ("\n## Not exact\n\n" + "\n".join(f"- {line}" for line in found) + "\n" if found else "")

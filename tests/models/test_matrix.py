@@ -1,0 +1,65 @@
+"""A part of the model matrix that stands for it: every kind of architecture, every kind of cell. `make test-models` runs all.
+
+Covers: tests/models/, and the whole pipeline on Hugging Face models.
+"""
+
+from __future__ import annotations
+
+import catalogue
+import pytest
+import table
+import torch
+from eager import Promoted
+from matrix import Cell, Result, Runner, all_cells
+
+PART = {  # attention, training, dropout, t, sequence parallelism
+    "GPT-2": Cell("eager", True, True, 3, "auto"),
+    "GPT-NeoX": Cell("sdpa", False, False, 4, "auto"),
+    "GPT-J": Cell("eager", True, False, 2, False),
+    "OPT": Cell("sdpa", True, True, 2, "auto"),
+    "MPT": Cell("eager", False, False, 3, False),
+    "Falcon (new decoder)": Cell("eager", True, False, 4, "auto"),
+    "Llama": Cell("sdpa", True, False, 3, "auto"),
+    "Phi-3": Cell("eager", True, True, 4, "auto"),
+    "Gemma 3": Cell("sdpa", True, False, 2, "auto"),
+    "Cohere": Cell("eager", False, False, 2, "auto"),
+}
+
+
+@pytest.mark.parametrize("name", PART)
+def test_cell_is_exact(name: str) -> None:
+    row = catalogue.rows()[name]
+    assert PART[name] in all_cells(row)
+    made = table.entry(row, [PART[name]])
+    assert not table.failures([made])
+
+
+def test_eager_models_compute_in_fp64_where_they_cast_to_fp32() -> None:
+    x = torch.rand(5, dtype=torch.float64)
+    with Promoted():
+        assert x.float().dtype == torch.float64
+        assert torch.softmax(x, -1, dtype=torch.float32).dtype == torch.float64
+        assert torch.equal(x.to(torch.float32), x)
+
+
+def test_what_is_not_exact_is_said() -> None:
+    cell = PART["Llama"]
+    entry = table.Entry("Llama", "dense decoder", [Result(cell, 1e-3, "loss"), Result(cell, 1e-12, "loss")], least=0.9)
+    assert table.failures([entry]) == [
+        "Llama: training, sdpa, t=3, sequence parallelism auto: loss is off by 1.0e-03",
+        "Llama: 0.0% of parameters sharded, 90% wanted",
+    ]
+    assert "1 of 2 cells are exact" in table.page([entry])
+
+
+def test_a_failure_is_a_result() -> None:
+    """An architecture that cannot be built or captured is a line of the table, not the end of it."""
+    row = catalogue.Architecture("none", "dense decoder", "NoSuchConfig", "NoSuchModel", {}, catalogue.text)
+    result = Runner(row).run(PART["Llama"])
+    assert not result.exact and "NoSuchConfig" in result.failure
+
+
+def test_every_row_has_every_mode() -> None:
+    for row in catalogue.rows().values():
+        cells = list(all_cells(row))
+        assert len(cells) == len(set(cells)) == len(row.attention) * (12 + 3 * row.has_dropout)
