@@ -101,7 +101,8 @@ class Trace:
 
         calls = tuple((c.target, tuple((k, plain(v)) for k, v in c.arguments)) for c in self.calls.values())
         inputs = tuple((numbers[n], name, str(self.specs.get(name))) for n, name in self.inputs.items())
-        return (calls, inputs, tuple(numbers[r] for r in self.roots), tuple(sorted(self.dtypes.items(), key=str)))
+        roots, dtypes = tuple(numbers[r] for r in self.roots), tuple(sorted(self.dtypes.items(), key=str))
+        return (calls, inputs, roots, dtypes, self.lead if any(s.dots for s in self.specs.values()) else 0)
 
 
 _cache: dict[Any, Trace | None] = {}

@@ -51,6 +51,7 @@ VALUES: tuple[_Each, ...] = (
     noops.one_spelling_of_casts,
     noops.one_spelling_of_padding,
     noops.erase_identity,
+    noops.cat_of_what_is_there,
     random.attention_dropout,
     draws.uniform_from_bits,
     draws.normal_from_bits,

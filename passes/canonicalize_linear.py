@@ -7,6 +7,7 @@ Legal because: a linear map acts on the last dim only, each row for itself.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -56,7 +57,10 @@ def add_bias_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> 
 
 
 def unflatten_linear(editor: Editor, node: fx.Node) -> bool:
-    """linear of a reshape that flattened leading dims -> linear of the operand; its users see the flat form by a reshape."""
+    """linear of a reshape that flattened leading dims -> linear of the operand; its users see the flat form by a reshape.
+
+    The reshape may have joined heads as well: [b, s, n, d] -> [b*s, n*d] leaves [b, s, n*d].
+    """
     if node.target is not aten.linear.default:
         return False
     flat = node.args[0]
@@ -64,10 +68,27 @@ def unflatten_linear(editor: Editor, node: fx.Node) -> bool:
         return False
     source = flat.args[0]  # type: ignore[union-attr]
     before, after = source.meta[VAL], flat.meta[VAL]  # type: ignore[union-attr]
-    if before.dim() <= after.dim() or after.dim() != 2 or not editor.same(before.shape[-1], after.shape[-1]):
+    if before.dim() <= after.dim() or after.dim() != 2:
         return False
-    new = editor.at(node)(aten.linear.default, source, *node.args[1:])
-    return replace(node, editor.at(node)(aten.reshape.default, new, editor.shape(node.meta[VAL])))
+    emit = editor.at(node)
+    if not editor.same(before.shape[-1], after.shape[-1]):
+        lead = _lead_of(editor, before, after)
+        if lead is None:
+            return False
+        sizes = [editor.arg(n) for n in (*before.shape[:lead], after.shape[-1])]
+        source = emit(aten.reshape.default, source, sizes)
+    new = emit(aten.linear.default, source, *node.args[1:])
+    return replace(node, emit(aten.reshape.default, new, editor.shape(node.meta[VAL])))
+
+
+def _lead_of(editor: Editor, before: torch.Tensor, after: torch.Tensor) -> int | None:
+    """How many leading dims of `before` the rows of `after` are, its columns being all the others: [b, s, n, d] -> [b*s, n*d]."""
+    shape = editor.program.sizes.shape(before)
+    rows, columns = editor.program.sizes.shape(after)
+    for lead in range(2, len(shape) - 1):
+        if math.prod(shape[:lead]) == rows and math.prod(shape[lead:]) == columns:
+            return lead
+    return None
 
 
 def merge_reshapes(editor: Editor, node: fx.Node) -> bool:

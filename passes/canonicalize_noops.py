@@ -105,6 +105,27 @@ def erase_identity(editor: Editor, node: fx.Node) -> bool:
     return replace(node, node.args[0])
 
 
+def cat_of_what_is_there(editor: Editor, node: fx.Node) -> bool:
+    """cat leaves out operands without elements; of one operand that is left it is the operand itself."""
+    if node.target is not aten.cat.default:
+        return False
+    operands, value = list(node.args[0]), node.meta[VAL]  # type: ignore[arg-type]
+    dim = argument(node, "dim", 0) % max(value.dim(), 1)
+    kept = [n for n in operands if not _is_empty(n, dim, value)]
+    if len(kept) == len(operands) or not kept:
+        return False
+    if len(kept) == 1 and kept[0].meta[VAL].dtype == value.dtype and editor.same_shape(kept[0].meta[VAL], value):
+        return replace(node, kept[0])
+    return respell(node, aten.cat.default, (kept, argument(node, "dim", 0)))
+
+
+def _is_empty(node: fx.Node, dim: int, result: torch.Tensor) -> bool:
+    """Nothing along the dim, of the result's dtype: what it leaves out changes nothing."""
+    value = node.meta[VAL]
+    size = value.shape[dim] if value.dim() == result.dim() else 1
+    return isinstance(size, int) and size == 0 and value.dtype == result.dtype
+
+
 def erase_inactive_detach(editor: Editor, node: fx.Node, active: set[fx.Node]) -> bool:
     """detach of a value that carries no gradient is the value; on others it stops the gradient, and stays."""
     if node.target not in (aten.detach.default, aten.detach_.default) or node.args[0] in active:
