@@ -126,7 +126,7 @@ def compile_passes(planning: Planning, request: Request) -> list[Pass]:
     passes = [
         *planning_passes(planning),
         Pass.of(localize_shapes, planning),
-        Pass.of(fuse_local, request.config, canonicalize, canonicalize_nodes, request.t),
+        Pass.of(fuse_local, planning, canonicalize, canonicalize_nodes),
     ]
     if request.wants_grad is not None:
         passes += [
@@ -153,7 +153,7 @@ def planning_passes(planning: Planning) -> list[Pass]:
 
     return [
         Pass.of(canonicalize),
-        Pass.of(fuse, planning.config, canonicalize, canonicalize_nodes),
+        Pass.of(fuse, planning, canonicalize, canonicalize_nodes),
         *([Pass.of(native_attention, planning)] if planning.config.attention_dropout_rng == "native" else []),
         Pass.of(plan_sharding, planning),
         Pass.of(insert_collectives, planning),

@@ -35,6 +35,7 @@ FUSIONS = (
     "attention_fusion",
     "cross_entropy_fusion",
 )
+MEASURE_NOTHING = "all"  # Config.fusion_profile: every fusion is made, whatever was measured
 _STYLE_OF = {name: style for style, names in STYLES.items() for name in (style, *names)}
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -61,6 +62,8 @@ class Config:
     norm_fusion                 LayerNorm and RMSNorm, and sums with the norm that follows
     attention_fusion            the attention chain
     cross_entropy_fusion        cross entropy, and linear + cross entropy
+    fusion_profile              measurements: a fusion that was slower is not made. Name of a profile (hardware/fusions/) or a
+                                path ('megafx profile-fusions' writes one); None: by the hardware; "all": all are made
     attention_dropout_rng       "counter": masks by (seed, position), the same on any number of ranks; "native": library kernels
                                 with torch's generator where they can, on one rank only
     check_inputs_every          ranks compare input hashes on the first steps, then every so many steps; 0: then never
@@ -85,6 +88,7 @@ class Config:
     norm_fusion: bool = True
     attention_fusion: bool = True
     cross_entropy_fusion: bool = True
+    fusion_profile: str | None = None
     attention_dropout_rng: Literal["counter", "native"] = "counter"
     check_inputs_every: int = 100
     passes: tuple[tuple[str, Callable[..., int]], ...] = ()
@@ -102,6 +106,9 @@ class Config:
         self._one_of("attention_dropout_rng", ("counter", "native"))
         if self.hardware is not None and not isinstance(self.hardware, str):
             raise _error("hardware", self.hardware, "a profile name, the path of a .yaml file, or None")
+        if self.fusion_profile is not None and not isinstance(self.fusion_profile, str):
+            wanted = f"a profile name, the path of a .yaml file, '{MEASURE_NOTHING}', or None"
+            raise _error("fusion_profile", self.fusion_profile, wanted)
         put("params_dtype", _dtype_name(self.params_dtype))
         put("overrides", _overrides(self.overrides))
         put("passes", _passes(self.passes))

@@ -45,6 +45,9 @@ DROPOUT. Write `F.dropout(x, p, True)` in `match`, with p a scalar or any number
   without dropout `drop.args` is that of dropout that is off (seed None, p 0). Several dropouts: `drops`, a tuple in the order
   of the graph. A `match` that calls megafx ops which draw takes `drop` itself, and passes `*drop.args` to them.
 
+  redraws = True: the op draws other bits than F.dropout of the same value would. It is then made wherever it is found, so
+  that masks depend on no measurement of speed.
+
 LOCAL. `local = True`: matched on one rank's shapes, after planning; only these may have several results (match and make
   return tuples): a sum and its norm give (sum, normed). Patterns that are not local have one result, and the planner sees what
   they make.
@@ -104,6 +107,7 @@ class Pattern:
     scalars: Mapping[str, type] = {}
     needs: Any = ()
     local: bool = False
+    redraws: bool = False
     priority: int = 0
     match: Any = None
     make: Any = None

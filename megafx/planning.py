@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from megafx.config import Config
+from megafx.fusion_profile import FusionProfile
 from megafx.hardware import Hardware
 from megafx.ir import PLACEMENT, Program
 from megafx.op_rules import OpRule
@@ -30,11 +31,15 @@ class Planning:
     fixed: dict[str, Placement] = field(default_factory=dict)
     given: Plan | None = None
     agree: Callable[[Plan], Plan] | None = None
+    fusions: FusionProfile | None = field(init=False)  # what was measured on this hardware
     # filled by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
     weights: set[fx.Node] = field(default_factory=set)
     accepts: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.fusions = FusionProfile.choose(self.config.fusion_profile, self.hardware.name)
 
     @property
     def solved(self) -> Plan:
@@ -61,6 +66,17 @@ def accepted_outputs(program: Program, active: set[fx.Node], config: Config) -> 
         kinds = ANY_VALUE if lazy and spec.kind == "user" and not spec.loss else WHOLE
         accepts[node] = accepts.get(node, kinds) & kinds
     return accepts
+
+
+def price_workload(program: Program, config: Config) -> None:
+    """Set the sizes that the planner prices: micro_batch_size and seq_length, where the graph has such symbols."""
+    sizes = program.sizes
+    if "batch" in sizes.symbols:
+        sizes.workload_of[sizes.symbols["batch"]] = config.micro_batch_size
+    if config.seq_length is not None:
+        for name, symbol in sizes.symbols.items():
+            if name == "seq" or name.startswith("target"):
+                sizes.workload_of[symbol] = config.seq_length
 
 
 def placement_of(node: fx.Node) -> Placement | None:

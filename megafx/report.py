@@ -193,11 +193,21 @@ def describe(program: Program, planning: Planning) -> Report:
         "sequence_parallel": plan.sequence_parallel,
         "workload": ", ".join(f"{k}={v}" for k, v in plan.workload.items()) or "static",
         "hardware": plan.hardware,
+        "fusions": _chosen(planning),
         "modelled step": f"{plan.cost_us:.0f} us",
         "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
     }
     notes = [str(n) for n in program.notes]
     return Report(header, rows + entering, params, dict(removed), notes, fusions=fused(program.fusions))
+
+
+def _chosen(planning: Planning) -> str:
+    """By what fusions were chosen."""
+    if planning.fusions is not None:
+        return f"those that pay, as measured on {planning.fusions.device}"
+    if planning.config.fusion_profile is not None:
+        return "all (fusion_profile)"
+    return f"all (no measurements for {planning.hardware.name})"
 
 
 def fused(fusions: Iterable[Fusion]) -> list[Fused]:

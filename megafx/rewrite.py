@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from megafx.rewrite_match import Matcher
 from megafx.rewrite_replace import Refuse, Replacer, Respell
 from megafx.rewrite_trace import Canonicalize, Trace, trace_of
 
+Declines = Callable[[Match], str]
 NEAR = 0.6  # share of a pattern's nodes that must be found for MEGAFX_DEBUG=3 to print why the rest was not
 _CASTS = {torch.ops.aten.to.dtype}
 SWEEPS = 3  # after the first: fused ops become part of larger ones, and those of larger ones
@@ -50,10 +51,11 @@ class NearMiss:
 
 @dataclass
 class Rewritten:
-    """What one run did. counts: matches by pattern."""
+    """What one run did. counts: matches by pattern; declined: matches that were left as they are, by pattern and root."""
 
     counts: Counter[str] = field(default_factory=Counter)
     near_misses: list[NearMiss] = field(default_factory=list)
+    declined: dict[tuple[str, fx.Node], NearMiss] = field(default_factory=dict)
 
 
 def patterns_of(patterns: Iterable[type[Pattern]], config: Config, *, local: bool) -> list[type[Pattern]]:
@@ -68,12 +70,14 @@ def rewrite(
     respell: Respell,
     by: str,
     refuse: Refuse | None = None,
+    declines: Declines | None = None,
 ) -> Rewritten:
     """Replace every match, in place.
 
     canonicalize: what models go through; respell: the same for a few new nodes. refuse: what new ops have to pass.
+    declines: why a match is left as it is although it could be replaced; '': it is replaced.
     """
-    run = _Run(program, canonicalize, Replacer(program, by, respell, refuse))
+    run = _Run(program, canonicalize, Replacer(program, by, respell, refuse), declines)
     run.sweep(sorted(patterns, key=lambda p: p.name))
     if run.done.counts:
         program.graph.eliminate_dead_code()
@@ -82,8 +86,10 @@ def rewrite(
 
 
 class _Run:
-    def __init__(self, program: Program, canonicalize: Canonicalize, replacer: Replacer) -> None:
-        self.program, self.canonicalize, self.replacer = program, canonicalize, replacer
+    def __init__(
+        self, program: Program, canonicalize: Canonicalize, replacer: Replacer, declines: Declines | None = None
+    ) -> None:
+        self.program, self.canonicalize, self.replacer, self.declines = program, canonicalize, replacer, declines
         self.matcher = Matcher(program, self.candidates)
         self.done = Rewritten()
         self.nodes: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -208,6 +214,9 @@ class _Run:
                     continue
                 found = self.matcher.at(trace, root)
                 if isinstance(found, Match):
+                    if self.declines is not None and (reason := self.declines(found)):
+                        self._decline(found, root, reason)
+                        continue
                     outcome = self.replacer.replace(found)
                     if not isinstance(outcome, str):
                         self.done.counts[trace.pattern.name] += 1
@@ -216,6 +225,10 @@ class _Run:
                     found = Refusal(outcome, root, trace.size, True)
                 self._remember(trace, root, found)
         return made
+
+    def _decline(self, match: Match, root: fx.Node, reason: str) -> None:
+        miss = NearMiss(match.pattern.name, reason, True, root, fqn_of(root), source_of(root))
+        self.done.declined.setdefault((match.pattern.name, root), miss)
 
     def _enter(self, nodes: list[fx.Node], pattern: type[Pattern]) -> set[Any]:
         self.matcher.forget(nodes)
@@ -258,14 +271,16 @@ def _short(target: Any) -> str:
 
 
 def _report(program: Program, done: Rewritten, by: str) -> None:
-    """Whole near misses become notes, those of like layers one; MEGAFX_DEBUG=2 prints counts, 3 every near miss."""
+    """Whole near misses and declined matches become notes, those of like layers one; MEGAFX_DEBUG=2 prints counts, 3 every
+    near miss."""
     groups: dict[Any, list[NearMiss]] = defaultdict(list)
-    for miss in done.near_misses:
-        if miss.whole:
-            groups[miss.pattern, fold(miss.reason, r"%\w+"), fold(miss.fqn)].append(miss)
-    for misses in groups.values():
+    said = [("does not match", miss) for miss in done.near_misses if miss.whole]
+    said += [("not fused", miss) for miss in done.declined.values() if not miss.root._erased]
+    for what, miss in said:
+        groups[miss.pattern, what, fold(miss.reason, r"%\w+"), fold(miss.fqn)].append(miss)
+    for (_, what, *_rest), misses in groups.items():
         more = f"; {len(misses)} places alike" if len(misses) > 1 else ""
-        program.note("fuse", f"{misses[0].pattern} does not match: {misses[0].reason}{more}", misses[0].root)
+        program.note("fuse", f"{misses[0].pattern} {what}: {misses[0].reason}{more}", misses[0].root)
     level = current().level
     if level >= 2:
         for name, count in sorted(done.counts.items()):

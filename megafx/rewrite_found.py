@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from megafx import draws
@@ -49,6 +51,14 @@ class Match:
     def matched(self) -> list[fx.Node]:
         """Every node that the pattern covers."""
         return list(dict.fromkeys(self.nodes[n] for n in self.trace.calls))
+
+    @property
+    def elements(self) -> int:
+        """Elements of the largest value that the pattern covers, as a structural integer."""
+        sizes = self.program.sizes
+        values = [n.meta[VAL] for n in self.matched]
+        counts = [math.prod(sizes.shape(v)) for v in values if isinstance(v, torch.Tensor)]
+        return max(counts, key=sizes.workload, default=0)
 
     @property
     def drops(self) -> tuple[Drop, ...]:

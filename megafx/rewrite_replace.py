@@ -243,7 +243,8 @@ class Replacer:
                     new.meta[PLACEMENT] = root.meta[PLACEMENT]
             root.replace_all_uses_with(new)
         first = match.roots[0]
-        program.fusions.append(Fusion(match.pattern.name, fqn_of(first), source_of(first), self.by))
+        place = (fqn_of(first), source_of(first))
+        program.fusions.append(Fusion(match.pattern.name, *place, self.by, match.elements))
         matched = set(match.matched)
         for node in sorted(matched, reverse=True):
             if not node.users:

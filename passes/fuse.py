@@ -4,23 +4,26 @@ Before:  %y = linear(%x, %w, %b); %z = gelu(%y)
 After:   %y = linear(%x, %w); %z = megafx.bias_act(%y, %b, "gelu")
 Legal because: what a pattern makes computes what it matches (each pattern's test), and no interior value has another user.
 
-Patterns are those of patterns/ and users' own (`megafx.register_pattern`) that have one result; fuse_local has the others.
+Patterns are those of patterns/ and users' own (`megafx.register_pattern`) that have one result; fuse_local has the others. A
+match that is slower fused, as measured on this device, is left as it is, with a note (`Config.fusion_profile`).
 """
 
 from __future__ import annotations
 
 from megafx import patterns  # noqa: F401  registers the patterns
-from megafx.config import Config
 from megafx.ir import Phase, Program
 from megafx.pattern import registered_patterns
+from megafx.planning import Planning
 from megafx.rewrite import patterns_of, rewrite
+from megafx.rewrite_choice import declines
 from megafx.rewrite_replace import Respell
 from megafx.rewrite_trace import Canonicalize
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 
 
-def fuse(program: Program, config: Config, canonicalize: Canonicalize, respell: Respell) -> int:
+def fuse(program: Program, planning: Planning, canonicalize: Canonicalize, respell: Respell) -> int:
     """Returns the number of matches. canonicalize: what patterns go through, as models do; respell: the same for new nodes."""
-    chosen = patterns_of(registered_patterns(), config, local=False)
-    return sum(rewrite(program, chosen, canonicalize, respell, "fuse").counts.values())
+    chosen = patterns_of(registered_patterns(), planning.config, local=False)
+    unwanted = declines(program, planning)
+    return sum(rewrite(program, chosen, canonicalize, respell, "fuse", declines=unwanted).counts.values())

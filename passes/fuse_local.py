@@ -14,27 +14,29 @@ from typing import Any
 from torch import fx
 
 from megafx import patterns  # noqa: F401  registers the patterns
-from megafx.config import Config
 from megafx.errors import PlacementError
 from megafx.inference import infer
 from megafx.ir import PLACEMENT, Phase, Program
 from megafx.pattern import registered_patterns
 from megafx.placements import Placement, R
+from megafx.planning import Planning
 from megafx.rewrite import patterns_of, rewrite
+from megafx.rewrite_choice import declines
 from megafx.rewrite_replace import Respell
 from megafx.rewrite_trace import Canonicalize
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 
 
-def fuse_local(program: Program, config: Config, canonicalize: Canonicalize, respell: Respell, t: int) -> int:
-    """Returns the number of matches. t: ranks of the axis."""
-    chosen = patterns_of(registered_patterns(), config, local=True)
+def fuse_local(program: Program, planning: Planning, canonicalize: Canonicalize, respell: Respell) -> int:
+    """Returns the number of matches."""
+    chosen = patterns_of(registered_patterns(), planning.config, local=True)
 
     def refuse(new: list[fx.Node], results: list[tuple[fx.Node, fx.Node]]) -> str:
-        return _misplaced(program, new, results, t)
+        return _misplaced(program, new, results, planning.t)
 
-    return sum(rewrite(program, chosen, canonicalize, respell, "fuse_local", refuse).counts.values())
+    unwanted = declines(program, planning)
+    return sum(rewrite(program, chosen, canonicalize, respell, "fuse_local", refuse, unwanted).counts.values())
 
 
 def _misplaced(program: Program, new: list[fx.Node], results: list[tuple[fx.Node, fx.Node]], t: int) -> str:

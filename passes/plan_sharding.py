@@ -24,7 +24,7 @@ from megafx.op_rules import OpRule, Strategy, rule_for, strategies
 from megafx.overrides import Overrides
 from megafx.placements import I, P
 from megafx.plan import Plan
-from megafx.planning import Planning, accepted_outputs
+from megafx.planning import Planning, accepted_outputs, price_workload
 from megafx.policy import Policy
 from megafx.problem import Problem, Use, Workload, removals, shard_candidates, storage
 from megafx.solver import InfeasibleError, Solution, solve
@@ -53,23 +53,12 @@ def plan_sharding(program: Program, planning: Planning) -> int:
 def ask(program: Program, planning: Planning) -> tuple[set[fx.Node], list[fx.Node]]:
     """Name the nodes, price the workload and find every op's rule; (active nodes, the same in graph order)."""
     number_nodes(program.graph)
-    price_workload(program, planning)
+    price_workload(program, planning.config)
     active = active_nodes(program)
     order = [n for n in program.graph.nodes if n in active]
     planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
     planning.accepts = accepted_outputs(program, active, planning.config)
     return active, order
-
-
-def price_workload(program: Program, planning: Planning) -> None:
-    """Set the sizes that the planner prices: micro_batch_size and seq_length, where the graph has such symbols."""
-    sizes, config = program.sizes, planning.config
-    if "batch" in sizes.symbols:
-        sizes.workload_of[sizes.symbols["batch"]] = config.micro_batch_size
-    if config.seq_length is not None:
-        for name, symbol in sizes.symbols.items():
-            if name == "seq" or name.startswith("target"):
-                sizes.workload_of[symbol] = config.seq_length
 
 
 def _solve(program: Program, planning: Planning, active: set[fx.Node], order: list[fx.Node]) -> Plan:

@@ -34,6 +34,7 @@ class AttentionChain(Pattern):
 
     name = "attention"
     knob = "attention_fusion"
+    redraws = True
     variants = {"mask_is": ("added", "flat", "bool", "flat bool", "none"), "grouped": (False, True)}
     scalars = {"scale": float, "fill": float}
     needs = ("scale_mask_softmax", "matmul")

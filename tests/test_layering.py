@@ -40,6 +40,8 @@ LAYERS = [
         "hf_attention",
         "graph_keys",
         "pattern",
+        "fusion_profile",
+        "fusion_cases",
         "tp_*",
         "kernels.dropout_triton",
     },
@@ -54,7 +56,7 @@ LAYERS = [
     {"runtime", "testing_patterns"},
     {"compiler"},
     {"parallelizer", "verification"},
-    {"api", "model_table"},
+    {"api", "profile_fusions", "model_table"},
     {"cli"},
 ]
 TORCH_FREE = ("errors", "config", "debug", "placements", "rules", "views", "solver", "cost", "hardware", "aten_rules")

@@ -1,0 +1,278 @@
+"""Measure on this machine's device which fusions pay: `megafx profile-fusions`. The result is a `FusionProfile`.
+
+Each chain of fusion_cases.py goes through the whole pipeline twice, with every fusion and with none, and what comes out is
+run: as eager code, timed from call to call with the host's share, and under Inductor, timed by its kernels alone (a CUDA
+graph of the call is replayed; without CUDA, from call to call), for a compiled model hides the host behind other kernels.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megafx.capture import capture_call
+from megafx.compiler import Request, compile_program
+from megafx.config import FUSIONS, MEASURE_NOTHING, Config
+from megafx.errors import UsageError
+from megafx.executable import Executable
+from megafx.fusion_cases import CASES, FusionCase, Widths
+from megafx.fusion_profile import FusionProfile, Measured, Times, mode_of
+from megafx.hardware import Hardware
+from megafx.ir import Program
+from megafx.planning import price_workload
+
+TOKENS = (16, 2048, 16384)  # decoding, a short and a long batch; of each, BATCH sequences
+BATCH = 2
+FIRST = 8  # sequence of the call that compiles
+LONGEST = 2048  # sequence of a case whose values are seq x seq
+WALL_SECONDS = 0.02  # of calls between two looks at the clock
+ROUNDS = 5
+REPLAYED = 4  # calls in one CUDA graph
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all chains are measured with. hardware: the profile that the measurements go with; compiled: under Inductor too."""
+
+    hardware: Hardware
+    device: torch.device
+    tokens: tuple[int, ...] = TOKENS
+    widths: Widths = field(default_factory=Widths)
+    dtype: torch.dtype = torch.bfloat16
+    compiled: bool = True
+
+    @property
+    def ways(self) -> tuple[bool, ...]:
+        """Eager (False), under Inductor (True)."""
+        return (False, True) if self.compiled else (False,)
+
+
+@dataclass
+class Job:
+    """One chain, compiled. program: the fused one; runs: (fused, under Inductor) -> what runs it."""
+
+    name: str
+    case: FusionCase
+    widths: list[int]
+    parameters: dict[str, Tensor]
+    program: Program
+    runs: dict[tuple[bool, bool], tuple[Executable, Program]]
+
+
+def profile_fusions(
+    setting: Setting, only: Sequence[str] = (), processes: int = 1, say: Callable[[str], None] = print
+) -> FusionProfile:
+    """Measure the chains named in `only`, or all. processes: that many compile side by side; then one at a time measures."""
+    unknown = sorted({*only} - {*CASES})
+    if unknown:
+        raise UsageError(f"no chain '{unknown[0]}' is measured", fix=f"there are {', '.join(CASES)}")
+    names = list(only or CASES)
+    found: dict[str, Measured] = {}
+    if processes > 1:
+        found = _side_by_side(setting, names, processes, say)
+    else:
+        for name in names:
+            found[name] = measure(prepare(name, setting), setting, say)
+            torch._dynamo.reset()
+    device = setting.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else setting.hardware.name
+    how = f"torch {torch.__version__}, {str(setting.dtype)[6:]}, widths {setting.widths}"
+    source = f"measured {datetime.date.today()}, {how}, megafx profile-fusions"
+    return FusionProfile(where, (setting.hardware.name,), source, {n: found[n] for n in names})
+
+
+def _side_by_side(
+    setting: Setting, names: list[str], processes: int, say: Callable[[str], None]
+) -> dict[str, Measured]:
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, Measured] = {}
+    workers = []
+    for names_of in (names[i::processes] for i in range(min(processes, len(names)))):
+        ours, theirs = context.Pipe()
+        worker = context.Process(target=_work, args=(theirs, setting, names_of), daemon=True)
+        worker.start()
+        theirs.close()
+        workers.append((worker, ours, names_of))
+    try:
+        for _, pipe, names_of in workers:
+            _hear(pipe, names_of)
+        for _, pipe, names_of in workers:
+            pipe.send("measure")
+            for name in names_of:
+                measured, lines = _hear(pipe, names_of)
+                found[name] = measured
+                for line in lines:
+                    say(line)
+    finally:
+        for worker, pipe, _ in workers:
+            pipe.close()
+            worker.terminate()
+            worker.join()
+    return found
+
+
+def _hear(pipe: Any, names: list[str]) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise UsageError(f"the process that measures {', '.join(names)} died: its output says why") from None
+
+
+def _work(pipe: Any, setting: Setting, names: list[str]) -> None:
+    """A process of _side_by_side: compile everything, wait for its turn, measure."""
+    torch.set_num_threads(1)
+    jobs = [prepare(name, setting) for name in names]
+    pipe.send("ready")
+    pipe.recv()
+    for job in jobs:
+        lines: list[str] = []
+        pipe.send((measure(job, setting, lines.append), lines))
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def prepare(name: str, setting: Setting) -> Job:
+    """Compile a chain with every fusion and with none, and call it once."""
+    case, device = CASES[name], setting.device
+    torch.manual_seed(0)
+    module, last = case.build(setting.widths)
+    module = module.to(device, setting.dtype)
+    inputs = _inputs(case, last, BATCH, FIRST, setting)
+    runs: dict[tuple[bool, bool], tuple[Executable, Program]] = {}
+    for fused in (True, False):
+        program = capture_call(module, tuple(inputs), device=device)
+        compiled = compile_program(program, Request(_config(fused), 1, setting.hardware, {}, wants_grad=_all))
+        run = compiled.executable(None)
+        for way in setting.ways:
+            runs[fused, way] = (run.compiled() if way else run, compiled.program)
+    program = runs[True, False][1]
+    if not any(f.pattern in case.patterns for f in program.fusions):
+        raise UsageError(f"none of {', '.join(case.patterns)} is found in the chain '{name}', which is to measure it")
+    job = Job(name, case, last, dict(module.named_parameters()), program, runs)
+    for run, made in runs.values():
+        _steps(run, _values(job, made, [x.detach() for x in inputs], device))[True]()
+    return job
+
+
+def _config(fused: bool) -> Config:
+    knobs: dict[str, Any] = dict.fromkeys(FUSIONS, fused)
+    return Config(fusion_profile=MEASURE_NOTHING, **knobs)
+
+
+def _all(index: int, spec: Any) -> bool:
+    return True
+
+
+def measure(job: Job, setting: Setting, say: Callable[[str], None]) -> Measured:
+    times = []
+    for batch, seq in _shapes(job.case, setting.tokens):
+        modes = dict(_measure(job, batch, seq, setting))
+        times.append(Times(elements(job, batch, seq), modes))
+        parts = [f"{mode} {a:.4f} / {b:.4f}" for mode, (a, b) in modes.items()]
+        say(f"{job.name} [{batch}, {seq}]: fused / unfused ms: {', '.join(parts)}")
+    return Measured(job.case.patterns, job.case.needs, tuple(times))
+
+
+def elements(job: Job, batch: int, seq: int) -> int:
+    """Of the largest value that the case's patterns cover."""
+    price_workload(job.program, Config(micro_batch_size=batch, seq_length=seq))
+    count = job.program.sizes.workload
+    return max(count(f.elements) for f in job.program.fusions if f.pattern in job.case.patterns)
+
+
+def _shapes(case: FusionCase, tokens: Sequence[int]) -> list[tuple[int, int]]:
+    found = [(BATCH, max(n // BATCH, 2)) for n in tokens]
+    return [(b, min(s, LONGEST)) for b, s in found] if case.scores else found
+
+
+def _inputs(case: FusionCase, last: list[int], batch: int, seq: int, setting: Setting) -> list[Tensor]:
+    how: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype}
+    found = [torch.randn(batch, seq, n, **how).requires_grad_() for n in last]
+    return [*found, torch.randint(last[0], (batch, seq), device=setting.device)] if case.ids else found
+
+
+def _measure(job: Job, batch: int, seq: int, setting: Setting) -> Iterator[tuple[str, tuple[float, float]]]:
+    """(mode, (fused, unfused) milliseconds)."""
+    device = setting.device
+    user = [x.detach() for x in _inputs(job.case, job.widths, batch, seq, setting)]
+    for way in setting.ways:
+        steps = {}
+        for fused in (True, False):
+            run, program = job.runs[fused, way]
+            steps[fused] = _steps(run, _values(job, program, user, device))
+        for training in (True, False):
+            clock = _graph_ms if way and device.type == "cuda" else _wall_ms
+            fused_ms, unfused_ms = (clock(steps[fused][training], device) for fused in (True, False))
+            yield mode_of(way, training), (round(fused_ms, 5), round(unfused_ms, 5))
+
+
+def _values(job: Job, program: Program, user: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors of a call in the order of the program's inputs."""
+    given, found = iter(user), []
+    for spec in program.inputs:
+        if spec.kind == "param":
+            found.append(job.parameters[spec.name].detach())
+        elif spec.kind == "user":
+            found.append(next(given))
+        elif spec.kind == "constant":
+            found.append(program.constants[spec.name])
+        elif spec.kind == "seed":
+            found.append(torch.tensor(1, device=device))
+    return found
+
+
+def _steps(run: Executable, values: list[Tensor]) -> dict[bool, Callable[[], Any]]:
+    """training -> one call of it."""
+    outputs, _ = run.forward(values)
+    tangents: list[Any] = [torch.ones_like(outputs[i]) for i in run.differentiated]
+
+    def both() -> Any:
+        _, kept = run.forward(values)
+        assert kept is not None
+        return run.backward(kept, tangents)
+
+    return {True: both, False: lambda: run.forward(values)}
+
+
+def _wall_ms(step: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds a call, one after another: what takes longer of host and device. Median of rounds."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for _ in range(3):
+        step()
+    wait()
+    start = time.perf_counter()
+    step()
+    wait()
+    calls = min(max(int(WALL_SECONDS / (time.perf_counter() - start)), 1), 200)
+    found = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        wait()
+        found.append((time.perf_counter() - start) / calls)
+    return statistics.median(found) * 1e3
+
+
+def _graph_ms(step: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of a call's kernels, replayed from a CUDA graph."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPLAYED):
+            step()
+    return _wall_ms(graph.replay, device) / REPLAYED
