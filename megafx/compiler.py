@@ -1,8 +1,8 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
 capture -> canonicalize -> fuse -> plan -> insert transitions -> localize shapes -> fuse what has several results
-        -> joint graph -> coalesce gradients -> check types -> join gradients of slices
-        -> sum gradients in products -> merge and expand transitions -> schedule -> bind -> partition
+        -> joint graph -> coalesce gradients -> check types -> join gradients of slices -> sum gradients in products
+        -> recompute activations -> merge and expand transitions -> schedule -> bind -> partition
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from megafx.passes.localize_shapes import localize_shapes
 from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.native_attention import native_attention
 from megafx.passes.plan_sharding import plan_sharding
+from megafx.passes.recompute_activations import recompute_activations
 from megafx.passes.schedule_collectives import schedule_collectives
 from megafx.placements import Placement
 from megafx.plan import Plan
@@ -135,6 +136,7 @@ def compile_passes(planning: Planning, request: Request) -> list[Pass]:
             Pass("check_types", check, (Phase.JOINT,)),
             Pass.of(join_slice_gradients),
             Pass.of(accumulate_products),
+            *([Pass.of(recompute_activations)] if request.config.recompute_activation_func else []),
         ]
     return [
         *passes,

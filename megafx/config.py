@@ -62,6 +62,7 @@ class Config:
     norm_fusion                 LayerNorm and RMSNorm, and sums with the norm that follows
     attention_fusion            the attention chain
     cross_entropy_fusion        cross entropy, and linear + cross entropy
+    recompute_activation_func   outputs of fused activations are not kept: the kernel of their gradient writes them again
     fusion_profile              measurements: a fusion that was slower is not made. Name of a profile (hardware/fusions/) or a
                                 path ('megafx profile-fusions' writes one); None: by the hardware; "all": all are made
     attention_dropout_rng       "counter": masks by (seed, position), the same on any number of ranks; "native": library kernels
@@ -88,6 +89,7 @@ class Config:
     norm_fusion: bool = True
     attention_fusion: bool = True
     cross_entropy_fusion: bool = True
+    recompute_activation_func: bool = True
     fusion_profile: str | None = None
     attention_dropout_rng: Literal["counter", "native"] = "counter"
     check_inputs_every: int = 100
@@ -99,7 +101,7 @@ class Config:
         self._whole("micro_batch_size", least=1)
         self._whole("seq_length", least=1, optional=True)
         self._whole("check_inputs_every", least=0)
-        for name in ("gather_outputs", "differentiable_outputs", "compile", *FUSIONS):
+        for name in ("gather_outputs", "differentiable_outputs", "compile", "recompute_activation_func", *FUSIONS):
             self._one_of(name, (True, False))
         self._one_of("sequence_parallel", (True, False, "auto"))
         self._one_of("planner_policy", ("megatron", "free"))

@@ -200,6 +200,11 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             same(ours.bias_act(x, None, act), plain.bias_act_reference(x, None, act), (act, shape))
             same(ours.act_backward(g, x, act), plain.act_backward_reference(g, x, act), (act, shape))
             same(ours.bias_act_backward(g, x, b, act), plain.bias_act_backward_reference(g, x, b, act), (act, shape))
+            dx, y = ours.act_backward_again(g, x, act)
+            assert torch.equal(dx, ours.act_backward(g, x, act)) and torch.equal(y, ours.bias_act(x, None, act))
+            *found, y = ours.bias_act_backward_again(g, x, b, act)
+            assert all(map(torch.equal, found, ours.bias_act_backward(g, x, b, act)))
+            assert torch.equal(y, ours.bias_act(x, b, act))
     x, b = rand(6, 40, 3, dtype=dtype).transpose(1, 2)[:, :, :33], rand(33, dtype=dtype)
     same(ours.bias_act(x, b, "silu"), plain.bias_act_reference(x, b, "silu"), "strided")
     x = rand(4, 3, 66, dtype=dtype)[..., :33]  # rows with a stride: read as they lie

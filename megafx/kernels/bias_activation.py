@@ -91,6 +91,14 @@ def bias_act_backward_reference(grad: Tensor, x: Tensor, bias: Tensor, act: str)
     return du.to(x.dtype).contiguous(), sum_rows(du).to(bias.dtype)
 
 
+def act_backward_again_reference(grad: Tensor, x: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    return act_backward_reference(grad, x, act), bias_act_reference(x, None, act)
+
+
+def bias_act_backward_again_reference(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[Tensor, Tensor, Tensor]:
+    return *bias_act_backward_reference(grad, x, bias, act), bias_act_reference(x, bias, act)
+
+
 def _fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     check_bias_act(x, bias, act)
     return new_like(x)
@@ -116,6 +124,21 @@ define_op(
     reference=bias_act_backward_reference,
     triton="bias_activation_triton:bias_act_backward",
     fake=lambda grad, x, bias, act: (new_like(x), new_like(bias)),
+)
+
+define_op(
+    "act_backward_again(Tensor grad, Tensor x, str act) -> (Tensor, Tensor)",
+    rule=None,
+    reference=act_backward_again_reference,
+    triton="bias_activation_triton:act_backward_again",
+    fake=lambda grad, x, act: (new_like(x), new_like(x)),
+)
+define_op(
+    "bias_act_backward_again(Tensor grad, Tensor x, Tensor bias, str act) -> (Tensor, Tensor, Tensor)",
+    rule=None,
+    reference=bias_act_backward_again_reference,
+    triton="bias_activation_triton:bias_act_backward_again",
+    fake=lambda grad, x, bias, act: (new_like(x), new_like(bias), new_like(x)),
 )
 
 

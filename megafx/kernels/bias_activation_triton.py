@@ -57,6 +57,7 @@ def _backward(
     grad,  # [rows, columns] IN, rows at grad_stride
     x,  # [rows, columns] IN, rows at x_stride
     dx,  # [rows, columns] OUT, contiguous
+    y,  # [rows, columns] OUT, contiguous; unused without AGAIN
     rows,
     columns,
     grad_stride,
@@ -68,12 +69,15 @@ def _backward(
     C: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, columns, R, C, EVEN, WIDE)
     u = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
     _, slope = activate_both(u, ACT, FAST, PRECISE)
     tl.store(dx + row * columns + column, (g * slope).to(dx.dtype.element_ty), mask=inside)
+    if AGAIN:
+        tl.store(y + row * columns + column, activate(u, ACT, FAST, PRECISE).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -82,6 +86,7 @@ def _backward_bias(
     x,  # [rows, columns] IN, rows at x_stride
     bias,  # [columns] IN
     dx,  # [rows, columns] OUT, contiguous
+    y,  # [rows, columns] OUT, contiguous; unused without AGAIN
     partials,  # [grid 1, columns] fp32 OUT
     rows,
     columns,
@@ -93,6 +98,7 @@ def _backward_bias(
     R: tl.constexpr,
     C: tl.constexpr,
     STAGES: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     column = tl.program_id(0) * C + tl.arange(0, C)
     within = column < columns
@@ -105,7 +111,10 @@ def _backward_bias(
         g = tl.load(grad + row * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         _, slope = activate_both(u, ACT, FAST, PRECISE)
         du = g * slope
-        tl.store(dx + row * columns + column[None, :], du.to(dx.dtype.element_ty), mask=inside)
+        at = row * columns + column[None, :]
+        tl.store(dx + at, du.to(dx.dtype.element_ty), mask=inside)
+        if AGAIN:
+            tl.store(y + at, activate(u, ACT, FAST, PRECISE).to(y.dtype.element_ty), mask=inside)
         total += tl.where(inside, du, 0.0)
     tl.store(partials + tl.program_id(1).to(tl.int64) * columns + column, tl.sum(total, 0), mask=within)
 
@@ -142,6 +151,25 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 
 
 def act_backward(grad: Tensor, x: Tensor, act: str) -> Tensor:
+    return _run_backward(grad, x, act, None)
+
+
+def act_backward_again(grad: Tensor, x: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    y = new_like(x)
+    return _run_backward(grad, x, act, y), y
+
+
+def bias_act_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    return _run_backward_bias(grad, x, bias, act, None)
+
+
+def bias_act_backward_again(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[Tensor, Tensor, Tensor]:
+    y = new_like(x)
+    return *_run_backward_bias(grad, x, bias, act, y), y
+
+
+def _run_backward(grad: Tensor, x: Tensor, act: str, y: Tensor | None) -> Tensor:
+    """dx; y is filled if given."""
     dx = new_like(x)
     g, rows, columns, grad_stride = as_rows(grad)
     source, _, _, stride = as_rows(x)
@@ -157,6 +185,7 @@ def act_backward(grad: Tensor, x: Tensor, act: str) -> Tensor:
         g,
         source,
         dx,
+        source if y is None else y,
         rows,
         columns,
         grad_stride,
@@ -166,13 +195,15 @@ def act_backward(grad: Tensor, x: Tensor, act: str) -> Tensor:
         PRECISE=x.dtype == torch.float32,
         R=tile.rows,
         C=tile.columns,
+        AGAIN=y is not None,
         num_warps=tile.warps,
         **tile_flags(columns, tile.columns),
     )
     return dx
 
 
-def bias_act_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[Tensor, Tensor]:
+def _run_backward_bias(grad: Tensor, x: Tensor, bias: Tensor, act: str, y: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dx and dbias; y is filled if given."""
     dx = new_like(x)
     g, rows, columns, grad_stride = as_rows(grad)
     source, _, _, stride = as_rows(x)
@@ -188,6 +219,7 @@ def bias_act_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[
         source,
         bias.contiguous(),
         dx,
+        source if y is None else y,
         partials,
         rows,
         columns,
@@ -199,6 +231,7 @@ def bias_act_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[
         R=tile.rows,
         C=tile.columns,
         STAGES=STAGES,
+        AGAIN=y is not None,
         num_warps=tile.warps,
     )
     return dx, sum_partials(partials, bias.dtype)

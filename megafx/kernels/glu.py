@@ -7,6 +7,9 @@
 act: as bias_activation.py: silu is SwiGLU, gelu and gelu_tanh are GeGLU, relu is ReGLU. fp32 arithmetic (fp64 for fp64), each
 result rounded once. Only gate and up (or x and bias) are saved; act(gate) is recomputed. Gate and up may be halves of one
 tensor: rows with a stride are read as they lie. CPU and fp64: the plain torch below. CUDA: glu_triton.py.
+
+*_backward_again: the same and y once more, bit for bit, so that y need not be kept for the weight gradient of what reads it:
+one more write. passes/recompute_activations.py puts them into graphs.
 """
 
 from __future__ import annotations
@@ -81,6 +84,20 @@ def glu_packed_bias_backward_reference(grad: Tensor, x: Tensor, bias: Tensor, ac
     return dx.to(x.dtype), sum_rows(dx).to(bias.dtype)
 
 
+def glu_backward_again_reference(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor, Tensor]:
+    return *glu_backward_reference(grad, gate, up, act), glu_reference(gate, up, act)
+
+
+def glu_packed_backward_again_reference(grad: Tensor, x: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    return glu_packed_backward_reference(grad, x, act), glu_packed_reference(x, None, act)
+
+
+def glu_packed_bias_backward_again_reference(
+    grad: Tensor, x: Tensor, bias: Tensor, act: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *glu_packed_bias_backward_reference(grad, x, bias, act), glu_packed_reference(x, bias, act)
+
+
 def _glu_fake(gate: Tensor, up: Tensor, act: str) -> Tensor:
     check_glu(gate, up, act)
     return new_like(gate)
@@ -126,6 +143,28 @@ define_op(
     reference=glu_packed_bias_backward_reference,
     triton="glu_triton:glu_packed_bias_backward",
     fake=lambda grad, x, bias, act: (new_like(x), new_like(bias)),
+)
+
+define_op(
+    "glu_backward_again(Tensor grad, Tensor gate, Tensor up, str act) -> (Tensor, Tensor, Tensor)",
+    rule=None,
+    reference=glu_backward_again_reference,
+    triton="glu_triton:glu_backward_again",
+    fake=lambda grad, gate, up, act: (new_like(gate), new_like(up), new_like(gate)),
+)
+define_op(
+    "glu_packed_backward_again(Tensor grad, Tensor x, str act) -> (Tensor, Tensor)",
+    rule=None,
+    reference=glu_packed_backward_again_reference,
+    triton="glu_triton:glu_packed_backward_again",
+    fake=lambda grad, x, act: (new_like(x), _glu_packed_fake(x, None, act)),
+)
+define_op(
+    "glu_packed_bias_backward_again(Tensor grad, Tensor x, Tensor bias, str act) -> (Tensor, Tensor, Tensor)",
+    rule=None,
+    reference=glu_packed_bias_backward_again_reference,
+    triton="glu_triton:glu_packed_bias_backward_again",
+    fake=lambda grad, x, bias, act: (new_like(x), new_like(bias), _glu_packed_fake(x, bias, act)),
 )
 
 

@@ -71,6 +71,7 @@ def _backward(
     bias,  # [2 * columns] IN, or gate without BIAS
     dgate,  # [rows, columns] OUT, contiguous; PACKED: [rows, 2 * columns], both gradients
     dup,  # [rows, columns] OUT, contiguous; unused if PACKED
+    y,  # [rows, columns] OUT, contiguous; unused without AGAIN
     partials,  # [grid 1, 2 * columns] fp32 OUT, unused without BIAS
     rows,
     columns,
@@ -87,6 +88,7 @@ def _backward(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     out_stride = columns
     if PACKED:
@@ -113,6 +115,9 @@ def _backward(
             at = row * out_stride + column[None, :]
             tl.store(dgate + at, da.to(dgate.dtype.element_ty), mask=inside)
             tl.store(dup + at, db.to(dup.dtype.element_ty), mask=inside)
+            if AGAIN:
+                out = activate(a + gate_bias, ACT, FAST, PRECISE) * (b + up_bias)
+                tl.store(y + row * columns + column[None, :], out.to(y.dtype.element_ty), mask=inside)
             gate_sum += tl.where(inside, da, 0.0)
             up_sum += tl.where(inside, db, 0.0)
         at = partials + tl.program_id(1).to(tl.int64) * (2 * columns) + column
@@ -127,6 +132,9 @@ def _backward(
         at = row * out_stride + column
         tl.store(dgate + at, (g * b * slope).to(dgate.dtype.element_ty), mask=inside)
         tl.store(dup + at, (g * value).to(dup.dtype.element_ty), mask=inside)
+        if AGAIN:
+            out = activate(a, ACT, FAST, PRECISE) * b
+            tl.store(y + row * columns + column, out.to(y.dtype.element_ty), mask=inside)
 
 
 def _run_forward(y: Tensor, gate: Rows, up: Rows | None, bias: Tensor | None, act: str) -> Tensor:
@@ -163,9 +171,16 @@ def _run_forward(y: Tensor, gate: Rows, up: Rows | None, bias: Tensor | None, ac
 
 
 def _run_backward(
-    grad: Tensor, gate: Rows, up: Rows | None, bias: Tensor | None, dgate: Tensor, dup: Tensor | None, act: str
+    grad: Tensor,
+    gate: Rows,
+    up: Rows | None,
+    bias: Tensor | None,
+    dgate: Tensor,
+    dup: Tensor | None,
+    act: str,
+    y: Tensor | None = None,
 ) -> Tensor | None:
-    """Fills dgate and dup (packed: dgate alone, up and dup are None); returns dbias."""
+    """Fills dgate and dup (packed: dgate alone, up and dup are None), and y if given; returns dbias."""
     g, rows, columns, grad_stride = as_rows(grad)
     if up is not None and grad_stride == gate.stride == up.stride == columns:
         rows, columns = 1, rows * columns
@@ -187,6 +202,7 @@ def _run_backward(
         gate.data if bias is None else bias.contiguous(),
         dgate,
         gate.data if dup is None else dup,
+        gate.data if y is None else y,
         partials,
         rows,
         columns,
@@ -201,6 +217,7 @@ def _run_backward(
         R=tile.rows,
         C=tile.columns,
         STAGES=STAGES,
+        AGAIN=y is not None,
         num_warps=tile.warps,
         **tile_flags(columns, tile.columns),
     )
@@ -240,3 +257,22 @@ def glu_packed_bias_backward(grad: Tensor, x: Tensor, bias: Tensor, act: str) ->
     dbias = _run_backward(grad, _half(x), None, bias, dx, None, act)
     assert dbias is not None
     return dx, dbias
+
+
+def glu_backward_again(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor, Tensor]:
+    dgate, dup, y = new_like(gate), new_like(up), new_like(gate)
+    _run_backward(grad, as_rows(gate), as_rows(up), None, dgate, dup, act, y)
+    return dgate, dup, y
+
+
+def glu_packed_backward_again(grad: Tensor, x: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    dx, y = new_like(x), new_like(grad, x.dtype)
+    _run_backward(grad, _half(x), None, None, dx, None, act, y)
+    return dx, y
+
+
+def glu_packed_bias_backward_again(grad: Tensor, x: Tensor, bias: Tensor, act: str) -> tuple[Tensor, Tensor, Tensor]:
+    dx, y = new_like(x), new_like(grad, x.dtype)
+    dbias = _run_backward(grad, _half(x), None, bias, dx, None, act, y)
+    assert dbias is not None
+    return dx, dbias, y
