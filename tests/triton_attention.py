@@ -34,6 +34,10 @@ def check(
     wanted, statistics = attention_reference.forward(*wide, SEED, o)
     backward = attention_backward_triton.backward
     grads = [backward(grad, q, k, v, mask, SEED, out, lse, o, tuning, tuning) for _ in range(2)]
+    if s == t and e == f:  # side by side, as the gradient of a fused projection
+        packed = torch.empty(b, s, h + 2 * n, e, dtype=dtype, device=DEVICE).transpose(1, 2)
+        backward(grad, q, k, v, mask, SEED, out, lse, o, tuning, tuning, into=packed.split([h, n, n], 1))
+        assert torch.equal(packed, torch.cat(grads[0], 1))
     found = [out, *grads[0]]
     expected = [wanted, *attention_reference.backward(grad.double(), *wide, SEED, o)]
     if mask is not None and mask.dtype != torch.bool:
@@ -47,6 +51,8 @@ def check(
     assert torch.equal(lse.isfinite(), statistics.isfinite()), case
     torch.testing.assert_close(lse[seen].double(), statistics[seen], rtol=1e-5, atol=1e-4)
     assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True)), case
+    apart = backward(grad, q, k, v, mask, SEED, out, lse, o, tuning, tuning, kept_bytes=1)  # head by head
+    assert all(torch.equal(x, y) for x, y in zip(apart, grads[0], strict=True)), case
 
 
 def main():

@@ -93,6 +93,46 @@ def _backward(
     return reference.backward(grad, q, k, v, mask, seed, o)
 
 
+def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:
+    """Parts of [b, s, all widths], in `order` (0: q, 1: k, 2: v) side by side, as gradients of q, k and v."""
+    operands, start = (q, k, v), 0
+    views: list[Tensor] = [packed] * 3
+    for i in order:
+        _, heads, _, width = operands[i].shape
+        views[i] = packed.narrow(-1, start, heads * width).unflatten(-1, (heads, width)).transpose(1, 2)
+        start += heads * width
+    return views
+
+
+def _packed_shape(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, seed: Any, out: Tensor, lse: Tensor, order: Any, *_: Any
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], sum(x.shape[1] * x.shape[3] for x in (q, k, v)))
+
+
+def _backward_packed(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    seed: Any,
+    out: Tensor,
+    lse: Tensor,
+    order: Any,
+    *rest: Any,
+) -> Tensor:
+    packed, o = _packed_shape(grad, q, k, v, mask, seed, out, lse, order), _options(rest)
+    into = _packed_views(packed, q, k, v, order)
+    if runs_triton(q):
+        from . import attention_backward_triton
+
+        attention_backward_triton.backward(grad, q, k, v, mask, seed, out, lse, o, into=into)
+    else:
+        reference.backward(grad, q, k, v, mask, seed, o, into=into)
+    return packed
+
+
 def _mask_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, seed: Any, out: Tensor, lse: Tensor, *rest: Any
 ) -> Tensor:
@@ -145,6 +185,12 @@ define_op(
     rule=None,
     reference=_backward,
     fake=_backward_shapes,
+)
+define_op(  # gradients side by side in one tensor, as a fused q, k, v projection reads them: passes/pack_attention_gradients.py
+    f"attention_backward_packed(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, int[] order, {_OPTIONS}) -> Tensor",
+    rule=None,
+    reference=_backward_packed,
+    fake=_packed_shape,
 )
 define_op(
     f"attention_mask_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",

@@ -13,6 +13,7 @@ tensor core: a kernel that needs a tile of decisions moves nothing between threa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -163,10 +164,11 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, o: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> gradients of q, k, v."""
-    dq, dk, dv = heads_inside(q), heads_inside(k), heads_inside(v)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, o: Options,
+    into: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> gradients of q, k, v; into: memory for them."""
+    dq, dk, dv = into or (heads_inside(q), heads_inside(k), heads_inside(v))
     for i, m, where in _parts(q, k, v, mask, seed, o):
         part = _part(q[i], k[i], v[i], m, seed, o, where)
         ds, weights, wide = _scores_gradient(part, grad[i])
