@@ -1,7 +1,7 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
-capture -> canonicalize -> fuse -> describe masks -> plan -> insert transitions -> localize shapes -> fuse what has several results
-        -> merge linears -> joint graph -> coalesce gradients -> check types -> join gradients of slices -> sum gradients in products
+capture -> canonicalize -> fuse -> plan -> insert transitions -> localize shapes -> fuse what has several results
+        -> joint graph -> coalesce gradients -> check types -> join gradients of slices -> sum gradients in products
         -> recompute activations -> merge and expand transitions -> schedule -> bind -> partition
 """
 
@@ -28,14 +28,12 @@ from megafx.passes.bind_mesh import bind_mesh
 from megafx.passes.build_joint_graph import build_joint_graph
 from megafx.passes.canonicalize import canonicalize, canonicalize_nodes
 from megafx.passes.coalesce_gradients import coalesce_gradients
-from megafx.passes.describe_masks import describe_masks
 from megafx.passes.expand_transitions import expand_transitions
 from megafx.passes.fuse import fuse
 from megafx.passes.fuse_local import fuse_local
 from megafx.passes.insert_collectives import insert_collectives
 from megafx.passes.join_slice_gradients import join_slice_gradients
 from megafx.passes.localize_shapes import localize_shapes
-from megafx.passes.merge_linears import merge_linears
 from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.native_attention import native_attention
 from megafx.passes.pack_attention_gradients import pack_attention_gradients
@@ -131,7 +129,6 @@ def compile_passes(planning: Planning, request: Request) -> list[Pass]:
         *planning_passes(planning),
         Pass.of(localize_shapes, planning),
         Pass.of(fuse_local, planning, canonicalize, canonicalize_nodes),
-        Pass.of(merge_linears, planning, request.wants_grad),
     ]
     if request.wants_grad is not None:
         passes += [
@@ -161,7 +158,6 @@ def planning_passes(planning: Planning) -> list[Pass]:
     return [
         Pass.of(canonicalize),
         Pass.of(fuse, planning, canonicalize, canonicalize_nodes),
-        Pass.of(describe_masks, planning.config),
         *([Pass.of(native_attention, planning)] if planning.config.attention_dropout_rng == "native" else []),
         Pass.of(plan_sharding, planning),
         Pass.of(insert_collectives, planning),
