@@ -62,6 +62,12 @@ def axis_context(axis: str) -> AxisContext:
     return _entered[-1][axis]
 
 
+def place_on(axis: str) -> tuple[int, int] | None:
+    """(rank, size) on the axis; None outside of `on_mesh`."""
+    context = _entered[-1].get(axis) if _entered else None
+    return None if context is None else (context.rank, context.size)
+
+
 def axis_rank(axis: str) -> int:
     return axis_context(axis).rank
 

@@ -178,6 +178,7 @@ define_op(
     rule=None,
     reference=_forward,
     fake=_forward_shapes,
+    launches=True,
 )
 define_op(
     f"attention_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS})"
@@ -185,18 +186,21 @@ define_op(
     rule=None,
     reference=_backward,
     fake=_backward_shapes,
+    launches=True,
 )
 define_op(  # gradients side by side in one tensor, as a fused q, k, v projection reads them: passes/pack_attention_gradients.py
     f"attention_backward_packed(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, int[] order, {_OPTIONS}) -> Tensor",
     rule=None,
     reference=_backward_packed,
     fake=_packed_shape,
+    launches=True,
 )
 define_op(
     f"attention_mask_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
     rule=None,
     reference=_mask_backward,
     fake=_mask_shape,
+    launches=True,
 )
 define_gradient("attention_forward", _gradient, _saves)
 

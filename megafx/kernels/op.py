@@ -13,6 +13,9 @@ A call runs the launcher where `runs_triton(x)` holds for its first tensor, else
 arguments of the schema by position; give a schema no default values (the dispatcher drops trailing ones). Ops named
 *_backward are the end: differentiating them is an error.
 
+What a launcher does may depend on nothing but the form of its arguments and the rank (replay.py says what that is, and
+repeats it without running the launcher again). Compiled graphs call `direct(op)`, which leaves out the dispatcher too.
+
 Tracing (make_fx, torch.export) keeps the op whole. Inductor sees the Triton kernels instead of an opaque call: when
 AOTAutograd functionalizes a graph, the launcher is traced, and each `launch` in it becomes a kernel-wrapper node, as with
 torch.library.triton_op. That function itself is not used: it ignores the schema that it is given, traces the
@@ -32,17 +35,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch._library import triton as _triton_registry
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ..rules import Partials, declare_rule
+from . import replay
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
 _library = torch.library.Library("megafx", "FRAGMENT")
 _tracing = threading.local()
+_PLAIN = (Tensor, torch.nn.Parameter)
+_mode_count, _profiling = _C._len_torch_dispatch_stack, torch.autograd._profiler_enabled
+_implementations: dict[OpOverload, Callable[..., Any]] = {}
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -68,20 +75,27 @@ def define_op(
     fake: Callable[..., Any],
     triton: str | None = None,
     partials: Partials = (),
+    launches: bool = False,
 ) -> OpOverload:
     """schema: 'name(...) -> ...'. -> torch.ops.megafx.name
 
-    rule, partials: of `declare_rule`; None where a family of op_families gives the rule.
+    rule, partials: of `declare_rule`; None where a family of op_families gives the rule. launches: the reference itself
+    launches kernels where `runs_triton`, and Inductor is to see the op whole.
     """
     name = _define(schema, rule, partials)
-    implementation = reference if triton is None else _choice(reference, _Launcher(triton))
+    placed = "str axis)" in schema
+    implementation = reference
+    if triton is not None or launches:
+        implementation = _choice(reference, reference if triton is None else _Launcher(triton), placed)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"megafx::{name}", fake, lib=_library)
     if triton is not None:
         _see_through(name, _Launcher(triton))
     if name.endswith("_backward"):
         define_gradient(name, functools.partial(_no_second_gradient, name), lambda ctx, inputs, output: None)
-    return getattr(torch.ops.megafx, name).default
+    op = getattr(torch.ops.megafx, name).default
+    _implementations[op] = implementation
+    return op
 
 
 def define_composite(
@@ -102,23 +116,67 @@ def define_gradient(
     """backward(ctx, *gradients of the results) -> one gradient (or None) for each argument of the schema.
 
     saves(ctx, inputs, output) puts aside what backward needs: ctx.save_for_backward for tensors, attributes for the rest.
+    Registered here rather than by torch.library.register_autograd, whose wrapper takes 3 us a call more.
     """
+    op = getattr(torch.ops.megafx, name).default
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        saves(ctx, inputs, output)
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            *inputs, keys = args
+            with _C._AutoDispatchBelowAutograd():
+                output = op.redispatch(keys & _C._after_autograd_keyset, *inputs)
+                saves(ctx, tuple(inputs), output)
+            return output
 
-    torch.library.register_autograd(f"megafx::{name}", backward, setup_context=setup_context, lib=_library)
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            found = backward(ctx, *grads)
+            return (*found, None) if isinstance(found, tuple) else (found, None)
+
+    def autograd(keys: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and _C._any_requires_grad(*args):
+            return Gradient.apply(*args, keys)
+        with _C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & _C._after_autograd_keyset, *args)
+
+    Gradient.__name__ = Gradient.__qualname__ = f"{name}_gradient"
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def direct(op: Any) -> Callable[..., Any] | None:
+    """What op(*args) computes without autograd, called without the dispatcher; None for what is not one of these ops.
+
+    args: all arguments of the schema, of the schema's types. Under dispatch modes and profilers the op itself is called.
+    """
+    return _directly(op) if isinstance(op, OpOverload) and op in _implementations else None
+
+
+@functools.cache
+def _directly(op: OpOverload) -> Callable[..., Any]:
+    implementation = _implementations[op]
+
+    def call(*args: Any) -> Any:
+        if _mode_count() or _profiling() or type(args[0]) not in _PLAIN:
+            return op(*args)
+        return implementation(*args)
+
+    call.__name__ = call.__qualname__ = op.name().partition("::")[2].partition(".")[0]
+    return call
 
 
 def launch(kernel: Any, grid: Sequence[int | torch.SymInt], like: Tensor, *args: Any, **options: Any) -> None:
     """kernel[grid](*args, **options) on the device of `like`; while Inductor traces, a node of its graph instead."""
     if getattr(_tracing, "on", False):
         torch.library.wrap_triton(kernel)[tuple(grid)](*args, **options)
-    elif like.device.type != "cuda" or like.device.index == torch.cuda.current_device():
-        kernel[tuple(grid)](*args, **options)
+        return
+    if like.device.type != "cuda" or like.device.index == torch.cuda.current_device():
+        compiled = kernel[tuple(grid)](*args, **options)
     else:
         with torch.cuda.device(like.device):
-            kernel[tuple(grid)](*args, **options)
+            compiled = kernel[tuple(grid)](*args, **options)
+    if (recorder := replay.recorder()) is not None:
+        recorder.launched(kernel, compiled, grid, like.device, args, options)
 
 
 # -- internals
@@ -158,9 +216,13 @@ def _define(schema: str, rule: str | None, partials: Partials = (), why: Mapping
     return name
 
 
-def _choice(reference: Callable[..., Any], launcher: _Launcher) -> Callable[..., Any]:
+def _choice(reference: Callable[..., Any], launcher: Callable[..., Any], placed: bool) -> Callable[..., Any]:
+    repeated = replay.Replay(launcher, placed)
+
     def implementation(*args: Any) -> Any:
-        return launcher(*args) if runs_triton(args[0]) else reference(*args)
+        if not runs_triton(args[0]):
+            return reference(*args)
+        return repeated(*args) if replay.supported() else launcher(*args)
 
     return implementation
 
