@@ -3,15 +3,15 @@
     delta = sum_f(out * grad);  dw = keep / (1 - p) * (grad v^T);  ds = w (dw - delta);  dq = scale ds k;  dk = scale ds^T q
     dv = (w keep / (1 - p))^T grad;  dmask = ds before the slope of the soft-cap, summed over the dims it is broadcast along
 
-The weights and their dropout are computed again, from q, k, the saved log-sum-exp and the seed. `_query_gradient` goes by
-rows, makes delta on the way and leaves it for `_key_gradient`, which goes by keys and sums over the query heads that share
-them, in order: no atomics. All tiles are queries by keys, also where the product needs them turned: a Philox call then
-decides for keys of one thread, as in forward. (Keys by queries, a call spans four warps; with the decisions made once as
-bits, and read, the backward took 0.15 to 0.2 ms longer at [4, 32, 2048, 128] and [32, 16, 1024, 64]. Measured: H200.)
+The weights are computed again, from q, k and the saved log-sum-exp. `_query_gradient` goes by rows; on the way it makes
+delta, draws the dropout again and leaves both for `_key_gradient` (the dropout as bits: a workspace of KEPT_BYTES at most,
+or one head's), which goes by keys and sums over the query heads that share them, in order: no atomics. Its tiles are keys by
+queries, so that weights and their gradients stay in registers as the left side of the products that give dv and dk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention_bits_triton import keep_bytes, keep_tile, kept_tile, kept_words, leave, spread
 from .attention_reference import Options, heads_inside
 from .attention_triton import (
-    LOG2E,
     Call,
     coordinates,
     described,
-    keep_tile,
     key_range,
     schedule,
     score_tile,
@@ -34,14 +33,18 @@ from .attention_triton import (
     tile,
 )
 from .op import launch
+from .tiles_triton import LOG2E
+
+# Decisions of dropout that are in memory at a time: a bit each, so s * t / 8 bytes a head.
+KEPT_BYTES = 2**28
 
 # -- dq
 
 
 @triton.jit
 def _query_tiles(
-    dq, q, do, lse, delta, K, V, MASK, mask_at, b, kv, qi, qp, lo, hi,
-    kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
+    dq, q, do, lse, delta, K, V, MASK, mask_at, b, kv, q0, qi, qp, lo, hi,
+    kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, KEPT, head, batch, k0, k1, below,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     EDGE: tl.constexpr, DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -59,7 +62,10 @@ def _query_tiles(
         )  # fmt: skip
         w = tl.math.exp2(x - lse[:, None]) if SOFTCAP or KIND > 0 else tl.math.exp2(x * factor - lse[:, None])
         if DROP:
-            dw = tl.where(keep_tile(n0, qp.to(tl.uint32), head, batch, k0, k1, below, BM, BN), dw, 0.0)
+            group = (n0 // 8 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
+            bits = keep_bytes(group, qp.to(tl.uint32)[:, None], head, batch, k0, k1, below)
+            leave(KEPT, bits, q0, n0, S, BM)
+            dw = tl.where(spread(bits, BM, BN), dw, 0.0)
         ds = w * (dw - delta[:, None])
         if SOFTCAP:
             ds = ds * slope
@@ -67,22 +73,25 @@ def _query_tiles(
     return dq
 
 
-@triton.jit(do_not_specialize=["op_id", "threshold"])
+@triton.jit(do_not_specialize=["op_id", "threshold", "first_head"])
 def _query_gradient(
     Q, K, V, DO,  # IN
     DQ,  # [b, H, S, E] OUT
     OUT,  # [b, H, S, F] IN
     LSE,  # [b, H, S] fp32 IN
-    DELTA,  # [b, H, S] fp32 OUT
+    STATS,  # [2, b, H, S to multiples of 64] fp32 OUT: the statistic in base 2, delta
+    KEPT,  # decisions, int32, OUT with DROP
     MASK, SEED, BATCHES, HEADS, QUERIES,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, gb, gh, gs, ob, oh, os, mask_b, mask_h, mask_q, mask_k,
-    H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale,
+    H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     block, bh = schedule(tl.program_id(0), blocks, GROUP)
+    kept = KEPT + bh.to(tl.int64) * kept_words(S, T)
+    bh += first_head
     q0 = (blocks - 1 - block) * BM
     b = bh // H
     h = bh % H
@@ -96,19 +105,21 @@ def _query_gradient(
     do = tile(DO, b, h, q0, db, dh, ds, S, F, FP, BM, TMA)
     o = tile(OUT, b, h, q0, ob, oh, os, S, F, FP, BM, TMA)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * share
-    at = bh.to(tl.int64) * S + qi
-    tl.store(DELTA + at, delta, mask=qi < S)
-    lse = tl.load(LSE + at, mask=qi < S, other=float("inf")) * LOG2E
+    lse = tl.load(LSE + bh.to(tl.int64) * S + qi, mask=qi < S, other=float("inf")) * LOG2E
+    padded = tl.cdiv(S, 64) * 64
+    at = STATS + bh.to(tl.int64) * padded + qi
+    tl.store(at, lse, mask=qi < padded)
+    tl.store(at + stats_apart, delta, mask=qi < padded)
     dq = tl.zeros([BM, EP], tl.float32)
     first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
     dq = _query_tiles(
-        dq, q, do, lse, delta, K, V, MASK, mask_at, b, kv, qi, qp, first, whole,
-        kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
+        dq, q, do, lse, delta, K, V, MASK, mask_at, b, kv, q0, qi, qp, first, whole,
+        kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
         E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
     )  # fmt: skip
     dq = _query_tiles(
-        dq, q, do, lse, delta, K, V, MASK, mask_at, b, kv, qi, qp, tl.maximum(first, whole), last,
-        kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
+        dq, q, do, lse, delta, K, V, MASK, mask_at, b, kv, q0, qi, qp, tl.maximum(first, whole), last,
+        kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
         E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
     )  # fmt: skip
     columns = tl.arange(0, EP)[None, :]
@@ -121,8 +132,8 @@ def _query_gradient(
 
 @triton.jit
 def _key_tiles(
-    dk, dv, k, v, Q, DO, LSE, DELTA, MASK, QUERIES, mask_at, bh, b, h, n0, lo, hi,
-    qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
+    dk, dv, k, v, Q, DO, STATS, stats_apart, MASK, QUERIES, mask_at, b, h, n0, lo, hi,
+    qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, KEPT,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     EDGE: tl.constexpr, DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -136,42 +147,43 @@ def _key_tiles(
         qp = qi
         if QUERIES is not None:
             qp = tl.load(QUERIES + qi, mask=qi < S, other=0)
-        at = bh.to(tl.int64) * S + qi
-        lse = tl.load(LSE + at, mask=qi < S, other=float("inf")) * LOG2E
-        delta = tl.load(DELTA + at, mask=qi < S, other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        lse = tl.load(STATS + q0 + tl.arange(0, BM))
+        delta = tl.load(STATS + stats_apart + q0 + tl.arange(0, BM))
+        x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         x, slope = score_tile(
-            x, qi[:, None], qp[:, None], ki[None, :], MASK, mask_at, mask_q, mask_k, S, T, window, factor, cap,
+            x, qi[None, :], qp[None, :], ki[:, None], MASK, mask_at, mask_q, mask_k, S, T, window, factor, cap,
             CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
         )  # fmt: skip
-        w = tl.math.exp2(x - lse[:, None]) if SOFTCAP or KIND > 0 else tl.math.exp2(x * factor - lse[:, None])
-        dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        w = tl.math.exp2(x - lse[None, :]) if SOFTCAP or KIND > 0 else tl.math.exp2(x * factor - lse[None, :])
+        dw = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         kept = w
         if DROP:
-            kept = tl.where(keep_tile(n0, qp.to(tl.uint32), head, batch, k0, k1, below, BM, BN), w, 0.0)
-        dv = tl.dot(tl.trans(kept.to(do.dtype)), do, dv, input_precision=PRECISION)
-        dx = kept * dw - w * delta[:, None]  # one select serves both products
+            kept = tl.where(kept_tile(KEPT, q0, n0, S, BM), w, 0.0)
+        dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
+        dx = kept * dw - w * delta[None, :]  # one select serves both products
         if SOFTCAP:
             dx = dx * slope
-        dk = tl.dot(tl.trans(dx.to(q.dtype)), q, dk, input_precision=PRECISION)
+        dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["op_id", "threshold"])
+@triton.jit(do_not_specialize=["first_head"])
 def _key_gradient(
     Q, K, V, DO,  # IN
     DK,  # [b, H / G, T, E] OUT
     DV,  # [b, H / G, T, F] OUT
-    LSE, DELTA,  # [b, H, S] fp32 IN
-    MASK, SEED, BATCHES, HEADS, QUERIES,
+    STATS,  # of _query_gradient IN
+    KEPT,  # decisions, as _query_gradient left them, int32 IN
+    MASK, QUERIES,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, eb, eh, es, fb, fh, fs, mask_b, mask_h, mask_q, mask_k,
-    H, G, S, T, window, op_id, threshold, rescale, factor, cap, scale,
+    H, G, S, T, window, rescale, factor, cap, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(T, BN)
     block, bkv = schedule(tl.program_id(0), blocks, GROUP)  # block 0 has the most rows
+    bkv += first_head
     n0 = block * BN
     heads = H // G
     b = bkv // heads
@@ -196,18 +208,17 @@ def _key_gradient(
     for g in range(G):
         h = kv * G + g
         bh = b * H + h
-        _, head, batch, k0, k1, below = coordinates(
-            SEED, BATCHES, HEADS, QUERIES, b, h, tl.arange(0, BM), S, op_id, threshold, DROP
-        )  # fmt: skip
+        stats = STATS + bh.to(tl.int64) * (tl.cdiv(S, 64) * 64)
+        kept = KEPT + (bh - first_head * G).to(tl.int64) * kept_words(S, T)
         mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
         dk, dv = _key_tiles(
-            dk, dv, k, v, Q, DO, LSE, DELTA, MASK, QUERIES, mask_at, bh, b, h, n0, lo, whole,
-            qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
+            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, QUERIES, mask_at, b, h, n0, lo, whole,
+            qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
         dk, dv = _key_tiles(
-            dk, dv, k, v, Q, DO, LSE, DELTA, MASK, QUERIES, mask_at, bh, b, h, n0, tl.maximum(lo, whole), hi,
-            qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
+            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, QUERIES, mask_at, b, h, n0, tl.maximum(lo, whole), hi,
+            qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
     ki = n0 + tl.arange(0, BN)
@@ -277,52 +288,58 @@ def _mask_gradient(
 
 
 def query_config(c: Call) -> dict[str, Any]:
-    return dict(BM=32 if c.width > 512 else 64, BN=64, **_depth(c))
+    wide = c.width > 256
+    warps = 8 if wide else 4
+    return dict(BM=32 if c.width > 512 else 64, BN=64, STAGES=1 if wide else 2, num_warps=warps, GROUP=16)
 
 
 def key_config(c: Call) -> dict[str, Any]:
-    return dict(BM=32 if c.width > 256 else 64, BN=64, **_depth(c))
-
-
-def _depth(c: Call) -> dict[str, Any]:
+    """Short tiles leave registers for three stages (measured: H200)."""
     wide = c.width > 256
-    return dict(STAGES=1 if wide else 2, num_warps=8 if wide else 4, GROUP=16)
+    short = c.width > 128 or not c.dropped
+    return dict(BM=32 if short else 64, BN=64, STAGES=1 if wide else 3, num_warps=8 if wide else 4, GROUP=16)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor,
     o: Options, by_query: dict[str, Any] | None = None, by_key: dict[str, Any] | None = None,
-    into: Sequence[Tensor] | None = None,
+    kept_bytes: int = KEPT_BYTES, into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """by_query, by_key: overrides of the configurations, for tuning. into: memory for the results."""
+    """by_query, by_key: overrides of the configurations. kept_bytes: of decisions at a time. into: memory for the results."""
     dq, dk, dv = into or (heads_inside(q), heads_inside(k), heads_inside(v))
     c = Call(q, k, v, mask, seed, o)
     if c.empty:
         return dq.zero_(), dk.zero_(), dv.zero_()
     grad, out = c.rows(grad), c.rows(out)
-    delta = torch.empty_like(lse)
     tma = takes_descriptors(c.q, c.k, c.v, grad, out)
-    config = {**query_config(c), "TMA": tma, "DROP": c.dropped, **(by_query or {})}
-    bm, bn, tma = config["BM"], config["BN"], config["TMA"]
-    config["GROUP"] = c.group(c.h, config["GROUP"])
-    ep, fp = c.flags["EP"], c.flags["FP"]
-    launch(
-        _query_gradient, (triton.cdiv(c.s, bm) * c.b * c.h,), q,
-        described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
-        described(grad, bm, fp, tma), dq, described(out, bm, fp, tma), lse, delta, c.mask, c.seed, *c.maps,
-        *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
-        *out.stride()[:3], *c.mask_strides, *c.sizes, *c.factors, c.share, o.scale, **c.flags, **config,
-    )  # fmt: skip
-    config = {**key_config(c), "TMA": tma, "DROP": c.dropped, **(by_key or {})}
-    bm, bn, tma = config["BM"], config["BN"], config["TMA"]
-    config["GROUP"] = c.group(c.n, config["GROUP"])
-    launch(
-        _key_gradient, (triton.cdiv(c.t, bn) * c.b * c.n,), q,
-        described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
-        described(grad, bm, fp, tma), dk, dv, lse, delta, c.mask, c.seed, *c.maps,
-        *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dk.stride()[:3],
-        *dv.stride()[:3], *c.mask_strides, *c.sizes, *c.factors, o.scale, **c.flags, **config,
-    )  # fmt: skip
+    first, then = ({**made, "TMA": tma, "DROP": c.dropped, **(given or {})} for made, given in (
+        (query_config(c), by_query), (key_config(c), by_key)))  # fmt: skip
+    ep, fp, groups = c.flags["EP"], c.flags["FP"], c.h // c.n
+    padded = c.b * c.h * triton.cdiv(c.s, 64) * 64
+    stats = torch.empty(2 * padded, dtype=torch.float32, device=q.device)
+    words = triton.cdiv(c.s, 64) * triton.cdiv(c.t, 64) * 128 * groups if c.dropped else 0
+    step = min(c.b * c.n, max(1, kept_bytes // (4 * words))) if words else c.b * c.n
+    kept = torch.empty(step * words, dtype=torch.int32, device=q.device)
+    for head in range(0, c.b * c.n, step):  # of k and v
+        heads = min(step, c.b * c.n - head)
+        bm, bn, tma = first["BM"], first["BN"], first["TMA"]
+        launch(
+            _query_gradient, (triton.cdiv(c.s, bm) * heads * groups,), q,
+            described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
+            described(grad, bm, fp, tma), dq, described(out, bm, fp, tma), lse, stats, kept, c.mask, c.seed, *c.maps,
+            *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
+            *out.stride()[:3], *c.mask_strides, *c.sizes, *c.factors, c.share, o.scale, head * groups,
+            padded, **c.flags, **first | {"GROUP": math.gcd(first["GROUP"], heads * groups)},
+        )  # fmt: skip
+        bm, bn, tma = then["BM"], then["BN"], then["TMA"]
+        launch(
+            _key_gradient, (triton.cdiv(c.t, bn) * heads,), q,
+            described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
+            described(grad, bm, fp, tma), dk, dv, stats, kept, c.mask, c.maps[2],
+            *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dk.stride()[:3],
+            *dv.stride()[:3], *c.mask_strides, *c.sizes[:5], c.rescale, *c.factors, o.scale, head,
+            padded, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
+        )  # fmt: skip
     return dq, dk, dv
 
 

@@ -1,9 +1,8 @@
 """megafx::attention forward on CUDA; attention.py has the formula, attention_reference.py the mask's bits.
 
 One program makes BM rows of one head: an online softmax in base 2 over tiles of BN keys, those that causality and the
-window let it see; tiles where every pair is visible and inside skip the comparisons. Query-major, one Philox call decides
-for the 8 keys that one thread owns: its decisions are packed into a byte and expanded after the reshape, so that nothing
-moves between threads (measured: H200, dropout costs 0.12 ms of 0.42 at [4, 32, 2048, 128], causal, bf16).
+window let it see; tiles where every pair is visible and inside skip the comparisons. Dropout: attention_bits_triton.py
+(measured: H200, it costs 0.12 ms of 0.42 at [4, 32, 2048, 128], causal, bf16).
 
 Tiles come through 4-D tensor descriptors (TMA: any strides that are multiples of 16 bytes, bounds for free), else through
 pointers. An additive mask below -6e4 (a finfo.min) absorbs the score: it counts as -8192, so that a row that is masked so
@@ -21,66 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from . import philox
+from .attention_bits_triton import keep_tile, subkey
 from .attention_reference import Options, empty_results, positions
 from .op import launch
+from .tiles_triton import LOG2E
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 ABSORBED: tl.constexpr = tl.constexpr(-8192.0)
 ABSORBS: tl.constexpr = tl.constexpr(-6.0e4)
-
-
-# -- random bits
-
-
-@triton.jit
-def philox7(c0, c1, c2, c3, k0, k1):
-    """Four uint32 of one shape, two uint32 -> four uint32."""
-    for _ in tl.static_range(7):
-        p0 = c0.to(tl.uint64) * 0xD2511F53
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = p1.to(tl.uint32)
-        c3 = p0.to(tl.uint32)
-        k0 = k0 + 0x9E3779B9
-        k1 = k1 + 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def subkey(SEED, op_id):
-    """The op's key, from the 64-bit seed."""
-    bits = tl.load(SEED)
-    zero = op_id.to(tl.uint32) * 0
-    a, b, _, _ = philox7(op_id.to(tl.uint32), zero, zero, zero, bits.to(tl.uint32), (bits >> 32).to(tl.uint32))
-    return a, b
-
-
-@triton.jit
-def low_half(w, below):
-    return (w << 16) >= below
-
-
-@triton.jit
-def keep_bytes(group, query, head, batch, k0, k1, below):
-    """uint32 of broadcastable shapes -> int32, bit j: keep key j of the group. below: threshold << 16."""
-    zero = group * 0 + query * 0
-    a, b, c, d = philox7(zero + group, zero + query, zero + head, zero + batch, k0, k1)
-    m = low_half(a, below).to(tl.int32) | ((a >= below).to(tl.int32) << 1)
-    m |= (low_half(b, below).to(tl.int32) << 2) | ((b >= below).to(tl.int32) << 3)
-    m |= (low_half(c, below).to(tl.int32) << 4) | ((c >= below).to(tl.int32) << 5)
-    m |= (low_half(d, below).to(tl.int32) << 6) | ((d >= below).to(tl.int32) << 7)
-    return m
-
-
-@triton.jit
-def keep_tile(n0, query, head, batch, k0, k1, below, BM: tl.constexpr, BN: tl.constexpr):
-    """Keys n0 .. n0 + BN (multiples of 64), query: uint32 [BM] -> bool [BM, BN]."""
-    group = (n0 // 8 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
-    m = keep_bytes(group, query[:, None], head, batch, k0, k1, below)
-    m = tl.expand_dims(tl.reshape(m, [BM, BN // 64, 8]), 2)
-    return tl.reshape((m & (1 << tl.arange(0, 8)[None, None, :, None])) != 0, [BM, BN])
 
 
 # -- tiles and scores

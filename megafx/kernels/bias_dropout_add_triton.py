@@ -22,26 +22,13 @@ from . import bias_dropout_add as reference
 from . import philox
 from .bias_dropout_add import check_draw, check_sum, runs_here
 from .op import launch, new_like
-from .philox_triton import draw1, key_of, philox4x32
+from .philox_triton import keep_tile, key_of
 from .runs import Run
 
 TILE = 4096  # elements of a forward tile
 PROGRAMS = 528  # of the backward: 4 for each SM of an H100 or H200
 ROWS = 2  # of a backward tile
 STAGES = 3
-
-
-@triton.jit
-def keep_tile(first, op, k0, k1, below, ALIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """first: int64 [R, 1], index in the whole tensor of each row's first element -> bool [R, C]."""
-    if ALIGNED:
-        group = (first >> 3) + tl.arange(0, C // 8)[None, :]
-        a, b, c, d = philox4x32(group, op, k0, k1, 7)
-        words = tl.join(tl.join(a, c), tl.join(b, d))  # [R, C/8, 2, 2], word = 2 * i + j
-        draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [R, C])
-    else:
-        draws = draw1(first + tl.arange(0, C)[None, :], op, k0, k1)
-    return draws >= below
 
 
 @triton.jit

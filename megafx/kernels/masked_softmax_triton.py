@@ -19,8 +19,9 @@ from torch import Tensor
 from . import philox
 from .masked_softmax import HARD_FILL, check_scores, mask_floor, runs_of_scores
 from .op import launch, new_like
-from .philox_triton import draw1, draws8, key_of
+from .philox_triton import keep_tile, key_of
 from .runs import Run
+from .tiles_triton import exp
 
 NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
 
@@ -92,13 +93,7 @@ def _masked(
 def _keep(global_at, seed, op_id, threshold, R: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
     """global_at: index of each row's first element [R, 1] -> bool [R, B]."""
     k0, k1 = key_of(seed)
-    op = op_id.to(tl.uint32)
-    below = threshold.to(tl.uint32)
-    if ALIGNED:
-        group = tl.reshape((global_at >> 3) + tl.arange(0, B // 8)[None, :], [R * (B // 8)])
-        return tl.reshape(draws8(group, op, k0, k1, R * (B // 8)), [R, B]) >= below
-    else:
-        return draw1(global_at + tl.arange(0, B)[None, :], op, k0, k1) >= below
+    return keep_tile(global_at, op_id.to(tl.uint32), k0, k1, threshold.to(tl.uint32), ALIGNED, R, B)
 
 
 @triton.jit
@@ -116,7 +111,7 @@ def _forward_rows(
         scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS
     )  # fmt: skip
     top = tl.max(z, 1)[:, None]
-    e = tl.exp(z - top)
+    e = exp(z - top)
     total = tl.sum(e, 1)[:, None]
     out = (e * (1.0 / total)).to(y.dtype.element_ty)
     if DROP:
@@ -129,6 +124,39 @@ def _forward_rows(
     if B < FULL:
         for i in tl.static_range(1, FULL // B):
             tl.store(y + at + i * B + key, tl.zeros([R, B], y.dtype.element_ty), mask=i * B + key < T)
+
+
+@triton.jit
+def _forward_parts(
+    scores, y, stats, mask, seed, row, at, global_at, mask_at, plain, first, end, low, high, floor,
+    scale, fill, factor, threshold, op_id, T,
+    MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
+    B: tl.constexpr,
+):  # fmt: skip
+    """One row whose mask is read, B keys at a time and twice: it takes no more registers than rows that read no mask."""
+    from_key, to_key = _group(low, high, EIGHTS)
+    top = tl.full([1, 1], -float("inf"), tl.float32)
+    total = tl.zeros([1, 1], tl.float32)
+    for left in range(0, T, B):
+        key = left + tl.arange(0, B)[None, :]
+        near = (key >= from_key) & (key < to_key)
+        z, _ = _masked(scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS)
+        higher = tl.maximum(top, tl.max(z, 1)[:, None])
+        safe = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * exp(top - safe) + tl.sum(exp(z - safe), 1)[:, None]
+        top = higher
+    at_stats = stats + row * 2 + tl.zeros([1, 1], tl.int32)
+    tl.store(at_stats, top)
+    tl.store(at_stats + 1, total)
+    for left in range(0, T, B):
+        key = left + tl.arange(0, B)[None, :]
+        near = (key >= from_key) & (key < to_key)
+        z, _ = _masked(scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS)
+        out = (exp(z - top) * (1.0 / total)).to(y.dtype.element_ty)
+        if DROP:
+            kept = _keep(global_at + left, seed, op_id, threshold, 1, B, ALIGNED)
+            out = tl.where(kept, out.to(tl.float32) * factor, 0.0).to(y.dtype.element_ty)
+        tl.store(y + at + key, out, mask=key < T)
 
 
 @triton.jit
@@ -149,7 +177,7 @@ def _backward_rows(
         )  # fmt: skip
         top = tl.load(stats + row * 2)  # a row that is not valid is the last one again
         total = tl.load(stats + row * 2 + 1)
-        p = tl.exp(z - top) * (1.0 / total)
+        p = exp(z - top) * (1.0 / total)
         g = tl.where(_keep(global_at, seed, op_id, threshold, R, B, ALIGNED), g * factor, 0.0)
     else:
         p = tl.load(saved + at + key, mask=read, other=0.0).to(tl.float32)
@@ -257,19 +285,17 @@ def _softmax(
             high = end
         some_high = tl.where(high > low, high, 0)
         reach = tl.where(plain == 1, some_high if R == 1 else tl.max(tl.max(some_high, 1), 0), T)
-    if SPLIT:
-        some = reach > 0
-        if some & (reach <= FULL // 4):
-            _rows(
+    if MASK:
+        if plain == 1:
+            _reaching(
                 grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
-                high, floor, scale, fill, factor, threshold, op_id, T,
-                BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 4, FULL,
+                high, floor, scale, fill, factor, threshold, op_id, T, reach,
+                BACK, DROP, ALIGNED, EIGHTS, HARD, SPLIT, R, FULL,
             )  # fmt: skip
-        elif some & (reach <= FULL // 2):
-            _rows(
-                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
-                high, floor, scale, fill, factor, threshold, op_id, T,
-                BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 2, FULL,
+        elif (R == 1) & (not BACK):
+            _forward_parts(
+                source, out, stats, mask, seed, row, at, global_at, mask_at, plain, first, end, low,
+                high, floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, FULL // 4,
             )  # fmt: skip
         else:
             _rows(
@@ -278,10 +304,46 @@ def _softmax(
                 BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
             )  # fmt: skip
     else:
+        _reaching(
+            grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
+            high, floor, scale, fill, factor, threshold, op_id, T, reach,
+            BACK, DROP, ALIGNED, EIGHTS, HARD, SPLIT, R, FULL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _reaching(
+    grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high, floor,
+    scale, fill, factor, threshold, op_id, T, reach,
+    BACK: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+    EIGHTS: tl.constexpr, HARD: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Rows that see [first, end), and no key from `reach` on: computed on a quarter or a half of the keys where that is all."""
+    if SPLIT:
+        some = reach > 0
+        if some & (reach <= FULL // 4):
+            _rows(
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
+                high, floor, scale, fill, factor, threshold, op_id, T,
+                BACK, 0, 0, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 4, FULL,
+            )  # fmt: skip
+        elif some & (reach <= FULL // 2):
+            _rows(
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
+                high, floor, scale, fill, factor, threshold, op_id, T,
+                BACK, 0, 0, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 2, FULL,
+            )  # fmt: skip
+        else:
+            _rows(
+                grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
+                high, floor, scale, fill, factor, threshold, op_id, T,
+                BACK, 0, 0, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
+            )  # fmt: skip
+    else:
         _rows(
             grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
             high, floor, scale, fill, factor, threshold, op_id, T,
-            BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
+            BACK, 0, 0, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
         )  # fmt: skip
 
 

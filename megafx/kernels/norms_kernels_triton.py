@@ -17,8 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .bias_dropout_add_triton import keep_tile
-from .philox_triton import key_of
+from .philox_triton import keep_tile, key_of
 
 
 @triton.jit

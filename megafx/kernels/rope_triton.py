@@ -126,16 +126,17 @@ def _rope(
         swap = -sin_a
         sin_a = -sin_b
         sin_b = swap
-    q_at = q + p0 * q0 + p1 * q1
-    o_at = q_out + p0 * qo0 + p1 * qo1
-    _rotate(
-        q_at, o_at, q_heads, q2, qo2, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, Q_HEADS, HALF, REST
-    )  # fmt: skip
-    if TWO:
+    if TWO and tl.program_id(1) == 1:
         k_at = k + p0 * k0 + p1 * k1
         o_at = k_out + p0 * ko0 + p1 * ko1
         _rotate(
             k_at, o_at, k_heads, k2, ko2, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, K_HEADS, HALF, REST
+        )  # fmt: skip
+    else:
+        q_at = q + p0 * q0 + p1 * q1
+        o_at = q_out + p0 * qo0 + p1 * qo1
+        _rotate(
+            q_at, o_at, q_heads, q2, qo2, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, Q_HEADS, HALF, REST
         )  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def _run(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, per_pair
 
     launch(
         _rope,
-        (positions,),
+        (positions, len(xs)),
         q,
         q,
         made[0],
