@@ -18,6 +18,7 @@ from megafx.errors import UsageError
 from megafx.ir import VAL, Program
 from megafx.joined import Joined
 from megafx.passes.call_directly import call_directly
+from megafx.passes.call_directly import call_directly
 from megafx.passes.partition import Partition, Saved, partition
 from megafx.passes.reuse_buffers import reuse_buffers
 
