@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import sympy
 import torch
 from torch.distributed.tensor import DTensor
 
 from megafx.call_spec import CallSpec
 from megafx.errors import UsageError
 from megafx.graph_keys import Call, bind_sizes
-from megafx.ir import Program
-from megafx.outputs import OutputShard, make_dtensor, make_lazy, output_shards
+from megafx.ir import VAL, Program
+from megafx.later import LazyOutput
+from megafx.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
 from megafx.params import Slot, shard_like
 from megafx.placements import Placement
 from megafx.tp_tensor import TPTensor, wrap
@@ -72,6 +74,7 @@ class BoundGraph:
         slots = runtime.slots
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
+        self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
 
     def fits(self, call: Call) -> bool:
@@ -116,12 +119,13 @@ class BoundGraph:
         return inputs, user
 
     def finish(self, outputs: list[Any], call: Call) -> list[Any]:
-        """Write mutated buffers back; sharded outputs become lazy tensors or DTensors."""
+        """Write mutated buffers back; lazy and sharded outputs become lazy tensors, or DTensors."""
         for index, name in self.mutations:
             with torch.no_grad():
                 self._stored(name).copy_(outputs[index])
-        if self.sharded:
-            self._wrap_shards(outputs, call)
+        later = [i for i in self.lazy if isinstance(outputs[i], LazyOutput)]
+        if self.sharded or later:
+            self._wrap(outputs, later, bind_sizes(self.compiled.spec, call))
         return outputs
 
     def _stored(self, name: str) -> torch.Tensor:
@@ -133,15 +137,18 @@ class BoundGraph:
         assert param is not None
         return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
-    def _wrap_shards(self, outputs: list[Any], call: Call) -> None:
-        sizes = bind_sizes(self.compiled.spec, call)
-        shards, mesh = self.compiled.shards, self.runtime.mesh
-        assert shards is not None and mesh is not None
-        lazy = self.runtime.gather_outputs
+    def _wrap(self, outputs: list[Any], later: list[int], sizes: Mapping[sympy.Symbol, int]) -> None:
+        shards, mesh, program = self.compiled.shards, self.runtime.mesh, self.compiled.program
+        assert shards is not None
+        for index in later:
+            value: Any = program.results()[index].meta[VAL]
+            made: LazyOutput = outputs[index]
+            shape = bind_shape(value.shape, program.sizes, sizes)
+            outputs[index] = LazyTensor.of(made.make, shape, value.dtype, made.later.device)
         for index in self.sharded:
             shard = shards[index]
-            assert shard is not None
-            make = make_lazy if lazy else make_dtensor
+            assert shard is not None and mesh is not None
+            make = make_lazy if self.runtime.gather_outputs else make_dtensor
             outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
 
 

@@ -30,6 +30,7 @@ from megafx.passes.canonicalize import canonicalize, canonicalize_nodes
 from megafx.passes.coalesce_gradients import coalesce_gradients
 from megafx.passes.expand_transitions import expand_transitions
 from megafx.passes.fuse import fuse
+from megafx.passes.fuse_linear_loss import fuse_linear_loss
 from megafx.passes.fuse_local import fuse_local
 from megafx.passes.insert_collectives import insert_collectives
 from megafx.passes.join_slice_gradients import join_slice_gradients
@@ -38,6 +39,7 @@ from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.native_attention import native_attention
 from megafx.passes.pack_attention_gradients import pack_attention_gradients
 from megafx.passes.plan_sharding import plan_sharding
+from megafx.passes.postpone_lazy_outputs import postpone_lazy_outputs
 from megafx.passes.recompute_activations import recompute_activations
 from megafx.passes.schedule_collectives import schedule_collectives
 from megafx.placements import Placement
@@ -128,11 +130,13 @@ def compile_passes(planning: Planning, request: Request) -> list[Pass]:
     passes = [
         *planning_passes(planning),
         Pass.of(localize_shapes, planning),
+        Pass.of(fuse_linear_loss, planning),
         Pass.of(fuse_local, planning, canonicalize, canonicalize_nodes),
     ]
     if request.wants_grad is not None:
         passes += [
             Pass("build_joint_graph", differentiate, (Phase.LOCAL,), Phase.JOINT),
+            Pass.of(postpone_lazy_outputs),
             Pass.of(coalesce_gradients),
             Pass("check_types", check, (Phase.JOINT,)),
             Pass.of(join_slice_gradients),

@@ -54,6 +54,7 @@ class Config:
     overrides                   {glob over module or parameter names: style}; styles are the keys of `STYLES`
     gather_outputs              without a loss, outputs come back whole (True) or as sharded DTensors (False)
     differentiable_outputs      large outputs beside a loss carry gradients too
+    lazy_outputs                logits beside a loss that is fused with their layer are computed when they are first read
     compile                     lower the graphs through Inductor
     bias_dropout_fusion         bias + dropout + residual add become one kernel; so do these knobs switch their families off:
     bias_activation_fusion      bias + GeLU and other activations, gated linear units (SwiGLU)
@@ -81,6 +82,7 @@ class Config:
     overrides: Mapping[str, str] = field(default_factory=dict)
     gather_outputs: bool = True
     differentiable_outputs: bool = False
+    lazy_outputs: bool = True
     compile: bool = False
     bias_dropout_fusion: bool = True
     bias_activation_fusion: bool = True
@@ -101,7 +103,8 @@ class Config:
         self._whole("micro_batch_size", least=1)
         self._whole("seq_length", least=1, optional=True)
         self._whole("check_inputs_every", least=0)
-        for name in ("gather_outputs", "differentiable_outputs", "compile", "recompute_activation_func", *FUSIONS):
+        switches = ("gather_outputs", "differentiable_outputs", "lazy_outputs", "compile", "recompute_activation_func")
+        for name in (*switches, *FUSIONS):
             self._one_of(name, (True, False))
         self._one_of("sequence_parallel", (True, False, "auto"))
         self._one_of("planner_policy", ("megatron", "free"))

@@ -16,6 +16,7 @@ from torch import fx
 from megafx.autocast import no_autocast
 from megafx.errors import UsageError
 from megafx.ir import VAL, Program
+from megafx.later import Later, LazyOutput
 from megafx.passes.call_directly import call_directly
 from megafx.passes.partition import Partition, partition
 from megafx.passes.reuse_buffers import reuse_buffers
@@ -36,8 +37,8 @@ class Executable:
     """forward(inputs) -> (outputs, kept); backward(kept, tangents) -> gradients, None for inputs that none depends on.
 
     inputs: tensors (and ints) in the order of `program.inputs` without the tangents. outputs: in the order of
-    `program.outputs` without the gradients. kept is None where there is no backward. tangents: one per differentiated
-    output. context: entered around each run, such as `lambda: on_mesh(...)`.
+    `program.outputs` without the gradients, with a LazyOutput for each lazy one. kept is None where there is no backward.
+    tangents: one per differentiated output. context: entered around each run, such as `lambda: on_mesh(...)`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Executable:
             if (reusing := reuse_buffers(parts.backward, owned)) is not parts.backward:
                 self._last_backward = call_directly(reusing).forward
         self._given = [s.index for s in parts.saved if s.kind == "input"]
+        self._values = sum(s.kind != "input" for s in parts.saved)
         self._watched = [i for i, s in enumerate(parts.saved) if s.shared]
 
     @staticmethod
@@ -80,15 +82,31 @@ class Executable:
         return made
 
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Kept | None]:
-        inputs = [_contiguous(x) for x in inputs]
+        given, inputs = inputs, [_contiguous(x) for x in inputs]
         with self._running():
             results = self._forward(*inputs)
         outputs = list(results[: self.outputs])
         if self._backward is None:
             return outputs, None
-        values = [*(inputs[i] for i in self._given), *results[self.outputs :]]
+        last = self.outputs + self._values
+        if self.parts.lazy:
+            self._postpone(outputs, given, list(results[last:]))
+        values = [*(inputs[i] for i in self._given), *results[self.outputs : last]]
         versions = [(i, values[i]._version) for i in self._watched if not values[i].is_inference()]
         return outputs, Kept(values, versions, [outputs[i] for i in self.differentiated])
+
+    def _postpone(self, outputs: list[Any], inputs: list[Any], values: list[Any]) -> None:
+        saved = self.parts.saved_later
+        values = [*(inputs[s.index] for s in saved if s.kind == "input"), *values]
+        later = Later(saved, values, self._make_later)
+        for index, place in enumerate(self.parts.lazy):
+            outputs[place] = LazyOutput(later, index)
+
+    def _make_later(self, values: list[Any]) -> list[Any]:
+        assert self.parts.later is not None
+        with self._running():
+            pairs = zip(self.parts.saved_later, values, strict=True)
+            return list(self.parts.later(*(_contiguous(v) if s.kind == "input" else v for s, v in pairs)))
 
     def backward(
         self, kept: Kept, tangents: list[torch.Tensor | None], retain: bool = False

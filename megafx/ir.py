@@ -62,13 +62,14 @@ class Output:
     """One element of the output tuple. name: path of a user output; FQN of the buffer or parameter otherwise.
 
     placement: what the value leaves at, from `insert_collectives` on; it stands where lowering has dropped the identity
-    (R -> I) that the node's own placement would tell.
+    (R -> I) that the node's own placement would tell. lazy: it may be computed when somebody first reads it (lazy_outputs).
     """
 
     kind: Literal["user", "mutation", "gradient", "saved"]
     name: str
     loss: bool = False
     placement: Placement | None = None
+    lazy: bool = False
 
 
 @dataclass(frozen=True)

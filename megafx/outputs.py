@@ -1,7 +1,8 @@
 """Outputs of a graph as the user's structure: whole tensors, the loss, and lazy ones beside it.
 
-`LazyTensor` stands for a large output (logits beside a loss) that nobody may want: it holds this rank's shard, knows shape and
-dtype, and is made whole, collectively, at the first use of it. It has no gradient.
+`LazyTensor` stands for a large output (logits beside a loss) that nobody may want: it knows shape and dtype, and is made at the
+first use of it: put together of the ranks' shards, collectively, and computed where the graph left it out (`Output.lazy`). It
+has no gradient.
 """
 
 from __future__ import annotations
@@ -77,6 +78,14 @@ class LazyTensor(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         pass
 
+    @staticmethod
+    def of(
+        make: Callable[[], torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> LazyTensor:
+        """make: () -> the tensor; it is called, without gradients, at most once, and dropped then."""
+        found: LazyTensor = LazyTensor(shape, dtype, device, _once(make))
+        return found
+
     def whole(self) -> torch.Tensor:
         """The tensor itself. Collective the first time."""
         return self._make()
@@ -130,11 +139,13 @@ def _cast(lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 
 def _once(make: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     made: list[torch.Tensor] = []
+    todo = [make]
 
     def run() -> torch.Tensor:
-        if not made:
+        if todo:
             with torch.no_grad():
-                made.append(make())
+                made.append(todo[0]())
+            todo.clear()  # and with it what the tensor was made from
         return made[0]
 
     return run
@@ -166,6 +177,12 @@ def output_shards(program: Program) -> list[OutputShard | None]:
     return shards
 
 
+def bind_shape(shape: Sequence[Any], sizes: Sizes, sizes_of: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
+    """Symbolic sizes of a program in the sizes of one call."""
+    values = {s: sympy.Integer(n) for s, n in sizes_of.items()}
+    return tuple(int(sizes.expr(sizes.of(n)).xreplace(values)) for n in shape)
+
+
 def _logical_shape(local: torch.Tensor, placement: Placement) -> torch.Size:
     shape = list(local.shape)
     shape[placement.dim] = placement.cut.size
@@ -173,9 +190,13 @@ def _logical_shape(local: torch.Tensor, placement: Placement) -> torch.Size:
 
 
 def make_lazy(local: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> LazyTensor:
-    """This rank's shard -> LazyTensor of the whole."""
-    make = _once(lambda: gather_shards(local.detach(), placement, mesh.get_group()))
-    return LazyTensor(_logical_shape(local, placement), local.dtype, local.device, make)
+    """This rank's shard (possibly lazy itself) -> LazyTensor of the whole."""
+
+    def make() -> torch.Tensor:
+        shard = local.whole() if isinstance(local, LazyTensor) else local.detach()
+        return gather_shards(shard, placement, mesh.get_group())
+
+    return LazyTensor.of(make, _logical_shape(local, placement), local.dtype, local.device)
 
 
 def make_dtensor(local: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> torch.Tensor:

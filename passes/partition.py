@@ -13,14 +13,18 @@ Kept is what eager keeps, less what costs nothing to have again:
     recompute  nodes tagged so (ir.RECOMPUTE) are repeated, collectives included: `tag_regathers` tags the all-gathers
                of sequence parallelism
 
-A collective that is not tagged is never repeated, and neither is dropout's mask kept: its backward draws it again from the
-seed. Keeping or re-gathering the inputs of column-parallel linears is a trade of bytes for memory (N = 2sbh
-bytes, one layer, t ranks): kept, 8 N(t-1)/t bytes move and 4sbh(1 - 1/t) bytes more stay; re-gathered, 10 N(t-1)/t bytes move.
+Lazy outputs (`Output.lazy`) are in neither graph: a third one, `later`, computes them from values of forward when somebody
+reads them. It keeps what it needs by the same rules, except that it gathers shards again rather than keep them gathered.
+
+A collective that is not tagged is never repeated in backward, and neither is dropout's mask kept: its backward draws it again
+from the seed. Keeping or re-gathering the inputs of column-parallel linears is a trade of bytes for memory (N = 2sbh bytes, one
+layer, t ranks): kept, 8 N(t-1)/t bytes move and 4sbh(1 - 1/t) bytes more stay; re-gathered, 10 N(t-1)/t bytes move.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +33,8 @@ from torch import fx
 
 from megafx.aliasing import shows_operand, storage_of
 from megafx.errors import SourceLine
-from megafx.ir import PHASE, RECOMPUTE, VAL, Phase, Program, fqn_of, source_of
+from megafx.ir import MADE_BY, PHASE, RECOMPUTE, VAL, Phase, Program, fqn_of, source_of
+from megafx.lazy import only_for_lazy
 from megafx.overlap import is_start, start_earlier
 from megafx.sizes import Sizes
 
@@ -42,7 +47,7 @@ class Saved:
     """One thing handed from forward to backward.
 
     index: of the program's input, or -1. numel: structural; 0 for what is handed over by reference. shared: the memory
-    is also an input's or a user output's, so the user may change it.
+    is also an input's, a user output's or kept for a lazy output: the user may change it, and backward must not.
     """
 
     kind: Literal["input", "size", "value"]
@@ -57,15 +62,20 @@ class Saved:
 
 @dataclass(frozen=True)
 class Partition:
-    """forward(*inputs) -> (*outputs, *kept); backward([*saved, *tangents]) -> gradients, clearing the list it is given.
+    """forward(*inputs) -> (*outputs, *kept, *kept for later); backward([*saved, *tangents]) -> gradients;
+    later(*saved_later) -> lazy outputs.
 
-    forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`.
-    backward is None where the program has no gradients.
+    forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`, which
+    backward takes as a list and clears. backward is None where the program has no gradients; later is None where no output
+    is lazy: forward gives None in their places (`lazy`) otherwise.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     saved: tuple[Saved, ...]
+    later: fx.GraphModule | None = None
+    saved_later: tuple[Saved, ...] = ()
+    lazy: tuple[int, ...] = ()
 
     def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
         """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
@@ -102,16 +112,47 @@ def partition(program: Program) -> Partition:
     tangents = [n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "tangent"]
     if not gradients:
         return Partition(_module(program, _extract(program, inputs, outputs)), None, ())
-    backward = _Backward(program, tangents)
+    backward = _Backward(program, tangents, _is_backward)
     backward.build(gradients)
-    kept = [n for n in program.graph.nodes if n in backward.saved]
-    saved = sorted(kept, key=lambda n: _KINDS.index(_kind(n)))  # stable: graph order within a kind
-    values = [n for n in saved if n.op != "placeholder"]
-    forward = _module(program, _extract(program, inputs, [*outputs, *values]))
+    saved = _in_order(program, backward.saved)
     gm = _module(program, backward.finish(saved))
-    shared = {storage_of(n) for n in outputs if isinstance(n, fx.Node)}
+    gm.graph.set_codegen(Boxed())
+    gm.recompile()
+    later, saved_later, lazy = _later(program, outputs)
+    present = [None if i in lazy else n for i, n in enumerate(outputs)]
+    values = [n for n in (*saved, *saved_later) if n.op != "placeholder"]
+    forward = _module(program, _extract(program, inputs, [*present, *values]))
+    shared = {storage_of(n) for n in (*present, *saved_later) if isinstance(n, fx.Node)}
     index = {n: i for i, n in enumerate(program.placeholders())}
-    return Partition(forward, gm, tuple(_describe(program, n, index, shared) for n in saved))
+    described = [tuple(_describe(program, n, index, shared) for n in each) for each in (saved, saved_later)]
+    return Partition(forward, gm, described[0], later, described[1], lazy)
+
+
+def _in_order(program: Program, saved: set[fx.Node]) -> list[fx.Node]:
+    """By kind; in graph order within a kind."""
+    return sorted((n for n in program.graph.nodes if n in saved), key=lambda n: _KINDS.index(_kind(n)))
+
+
+def _later(program: Program, outputs: list[Any]) -> tuple[fx.GraphModule | None, list[fx.Node], tuple[int, ...]]:
+    """(graph of the lazy outputs, what it takes, their places among the outputs)."""
+    specs = [o for o in program.outputs if o.kind != "gradient"]
+    lazy = tuple(i for i, o in enumerate(specs) if o.lazy and isinstance(outputs[i], fx.Node))
+    if not lazy:
+        return None, [], ()
+    own = set(only_for_lazy(program))
+    part = _Backward(program, [], lambda n: n in own or _is_gathered(n))
+    part.build([outputs[i] for i in lazy])
+    saved = _in_order(program, part.saved)
+    return _module(program, part.finish(saved)), saved, lazy
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether a node of forward puts shards together: part of a transition written out, from its gather on."""
+    while node.op == "call_function" and node.meta.get(MADE_BY, ())[-1:] == ("expand_transitions",):
+        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            return True
+        node = node.all_input_nodes[0]
+    return False
 
 
 _KINDS: tuple[Literal["input", "size", "value"], ...] = ("input", "size", "value")
@@ -129,7 +170,8 @@ def _describe(program: Program, node: fx.Node, index: dict[fx.Node, int], output
     if kind == "value":
         numel, itemsize = math.prod(program.sizes.shape(value)), value.element_size()
     shared = tensor and (kind == "input" or storage_of(node) in outputs)
-    return Saved(kind, index.get(node, -1), node.name, fqn_of(node), source_of(node), numel, itemsize, shared)
+    name = program.inputs[index[node]].name if node.op == "placeholder" else node.name
+    return Saved(kind, index.get(node, -1), name, fqn_of(node), source_of(node), numel, itemsize, shared)
 
 
 def _is_backward(node: fx.Node) -> bool:
@@ -150,11 +192,12 @@ def _repeated(node: fx.Node, parameters: set[fx.Node]) -> bool:
 class _Backward:
     """Writes the backward graph: the joint graph's backward nodes in order, repeated nodes just before their first use.
 
+    own: the nodes that are its (the graph of lazy outputs is written in the same way).
     Collectives among the repeated ones start a product earlier, to run beside it.
     """
 
-    def __init__(self, program: Program, tangents: list[fx.Node]) -> None:
-        self.program, self.tangents = program, tangents
+    def __init__(self, program: Program, tangents: list[fx.Node], own: Callable[[fx.Node], bool]) -> None:
+        self.program, self.tangents, self.own = program, tangents, own
         self.saved: set[fx.Node] = set()
         self.order: list[fx.Node] = []
         self.placed: set[fx.Node] = set(tangents)
@@ -164,9 +207,9 @@ class _Backward:
 
     def build(self, gradients: list[Any]) -> None:
         self.gradients = gradients
-        needed = _ancestors(gradients, stop=lambda n: not _is_backward(n))
+        needed = _ancestors(gradients, stop=lambda n: not self.own(n))
         for node in self.program.graph.nodes:
-            if node in needed and _is_backward(node):
+            if node in needed and self.own(node):
                 self._place(node)
         for node in gradients:
             if isinstance(node, fx.Node):
@@ -184,7 +227,7 @@ class _Backward:
     def _require(self, node: fx.Node) -> None:
         if node in self.placed or node in self.saved:
             return
-        if _is_backward(node) or (node.op != "placeholder" and _repeated(node, self.parameters)):
+        if self.own(node) or (node.op != "placeholder" and _repeated(node, self.parameters)):
             self._place(node)
         else:
             self.saved.add(node)
@@ -197,7 +240,6 @@ class _Backward:
         for node in self.order:
             new[node] = graph.node_copy(node, new.__getitem__)
         graph.output(tuple(new[g] if isinstance(g, fx.Node) else g for g in self.gradients))
-        graph.set_codegen(Boxed())
         return graph
 
 

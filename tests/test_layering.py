@@ -46,7 +46,7 @@ LAYERS = [
         "kernels.dropout_triton",
     },
     # kernels, capture, the planner's parts, the runtime's parts
-    {"kernels.*", "capture*", "simulate", "communication"}
+    {"kernels.*", "capture*", "simulate", "communication", "lazy", "later"}
     | {"candidates", "overrides", "planning", "policy", "rule_samples"}
     | {"params", "outputs", "agreement", "inference"},
     {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report", "state"},

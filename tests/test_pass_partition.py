@@ -62,7 +62,7 @@ def test_an_mlp_keeps_the_two_activations_and_refers_to_inputs(local_program: Lo
     program = joint(local_program, mlp, inputs)
     parts = partition(program)
     # the input and the output of gelu: not their views, not the transposed weights, not x again
-    assert [k for k in saved(parts) if not k.startswith("value")] == ["input arg1_1", "input arg2_1"]
+    assert [k for k in saved(parts) if not k.startswith("value")] == ["input v", "input x"]
     assert [n.split()[1] for n in saved(parts) if n.startswith("value")] == ["mm", "gelu"]
     assert sum(parts.saved_bytes(program.sizes).values()) == 4 * 2 * (2 * 3 * 6)
     check(parts, mlp, inputs)
@@ -110,7 +110,7 @@ def test_low_precision_copies_of_parameters_are_made_again(local_program: LocalP
 
     inputs = {"w": parameter(6, 4), "v": parameter(4, 6), "x": parameter(3, 4, dtype=torch.bfloat16)}
     parts = partition(joint(local_program, function, inputs))
-    assert saved(parts) == ["input arg0_1", "input arg1_1", "input arg2_1", "value _to_copy_1"]
+    assert saved(parts) == ["input w", "input v", "input x", "value _to_copy_1"]
     assert ops(parts.backward).count("_to_copy") == 3  # w again; and the gradients of w and of hidden
     check(parts, function, inputs)
 
@@ -145,7 +145,7 @@ def test_what_the_user_can_change_is_marked(local_program: LocalProgram) -> None
 
     inputs = {"w": parameter(4), "x": torch.randn(3, 4)}
     parts = partition(joint(local_program, function, inputs))
-    assert {s.name: s.shared for s in parts.saved} == {"arg1_1": True, "tanh": True}
+    assert {s.name: s.shared for s in parts.saved} == {"x": True, "tanh": True}
 
 
 def test_program_without_gradients_has_a_forward_only(local_program: LocalProgram) -> None:
