@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,6 +131,8 @@ class Problem:
         for node in self.domains:
             self._add((("op", node),), self._unary(node))
             self._add_uses(node)
+            if node.target is operator.getitem:
+                self._add_element(node)
 
     def _domain_id(self, node: fx.Node) -> int:
         if node not in self._domain_id_of:
@@ -168,14 +171,15 @@ class Problem:
         )
 
     def _contraction(self, rule: OpRule) -> int:
-        """Elements along the factors that a matmul sums over; the keys of attention; 1 for other ops."""
+        """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
         if op_name(str(rule.node.target)) in ATTENTION:
             return self.program.sizes.workload(self.program.sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
         inside = {f for f in rule.result if f}
+        multiplied = [o for o in rule.operands if o.role == "x"]
         sizes: dict[str, int] = {}
-        for operand in rule.operands:
+        for operand in multiplied:
             for dim, factor in enumerate(operand.factors):
-                if factor and factor not in inside:
+                if factor and factor not in inside and sum(factor in o.factors for o in multiplied) > 1:
                     sizes[factor] = self.program.sizes.workload(
                         self.program.sizes.of(operand.node.meta[VAL].shape[dim])
                     )
@@ -210,6 +214,14 @@ class Problem:
             self._add_edge(node, uses[0])
         else:
             self._add_value(node, uses, accepts)
+
+    def _add_element(self, node: fx.Node) -> None:
+        """An element is where the op that made it is: a tuple has no transitions."""
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source in self.domains:
+            same = [[0.0 if a.out == b.out else math.inf for b in self.domains[node]] for a in self.domains[source]]
+            key = ("element", self._domain_id(source), self._domain_id(node))
+            self._add((("op", source), ("op", node)), self._cached(key, lambda: np.array(same)))
 
     def _leaving_seconds(self, node: fx.Node, src: Placement, others: tuple[Placement, ...]) -> float:
         """Price of leaving the graph: nothing where the output may stay as one of these is, else the way to I."""

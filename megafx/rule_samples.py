@@ -274,6 +274,8 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("megafx.glu_packed.default", (x(4, 12), None, "gelu_tanh"), {}),
     ("megafx.glu_packed_backward.default", (x(4, 6), x(4, 12), "silu"), {}),
     ("megafx.glu_packed_bias_backward.default", (x(4, 6), x(4, 12), x(12), "gelu_quick"), {}),
+    ("megafx.grouped_mm.default", (x(6, 4), x(4, 4, 6), ids(7, 4)), {}),
+    ("megafx.grouped_mm_weight.default", (x(6, 4), x(6, 6), ids(7, 4)), {}),
     ("megafx.cross_entropy.default", (x(4, 6), ids(6, 4), -100, 0.1), {}),
     ("megafx.cross_entropy_backward.default", (x(4), x(4, 6), ids(6, 4), plain(4, 2), -100, 0.1), {}),
     ("megafx.cross_entropy_forward.default", (x(4, 6), ids(6, 4), -100, 0.1), {}),

@@ -2,7 +2,8 @@
 
 Before:  %y = multiply(%a, %b); %z = true_divide(%y, %c)
 After:   %y = mul(%a, %b); %z = div(%y, %c)
-Legal because: torch defines the one by the other, with the same arguments.
+Legal because: torch defines the one by the other, with the same arguments. Grouped matmuls, torch's and the stand-in that
+transformers exports for dtypes without one, are megafx.grouped_mm, which has the same formula in every dtype.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.ir import VAL
+from megafx.kernels import grouped_mm as _defines_the_op  # noqa: F401
 from megafx.passes.canonicalize_common import Editor, respell
 
 aten = torch.ops.aten
@@ -56,5 +59,20 @@ _TABLE = _table()
 
 
 def one_name(editor: Editor, node: fx.Node) -> bool:
-    """multiply -> mul, true_divide -> div, clip -> clamp, ..."""
-    return node.target in _TABLE and respell(node, _TABLE[node.target], node.args, dict(node.kwargs))
+    """multiply -> mul, true_divide -> div, clip -> clamp, ...; grouped matmuls -> megafx.grouped_mm"""
+    if node.target in _TABLE:
+        return respell(node, _TABLE[node.target], node.args, dict(node.kwargs))
+    return str(node.target) in _GROUPED and _grouped(node)
+
+
+_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+
+
+def _grouped(node: fx.Node) -> bool:
+    """x [S, K] by weight [E, K, N] with ends of groups, without a bias or another dtype."""
+    named = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), node.args, strict=False)) | node.kwargs
+    x, weight = (a.meta[VAL] for a in node.args[:2] if isinstance(a, fx.Node))
+    ends, bias, dtype = (named.get(k) for k in ("offs", "bias", "out_dtype"))
+    if (x.dim(), weight.dim()) != (2, 3) or ends is None or bias is not None or dtype not in (None, x.dtype):
+        return False
+    return respell(node, torch.ops.megafx.grouped_mm.default, (*node.args[:2], ends))

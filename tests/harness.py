@@ -43,10 +43,11 @@ def promote_casts(program: Program) -> int:
         cast = (args, kwargs) != (node.args, dict(node.kwargs))
         changed += cast
         node.args, node.kwargs = args, kwargs
-        if cast or stale.intersection(node.all_input_nodes):
+        if cast or node in stale or stale.intersection(node.all_input_nodes):
             stale.add(node)
             recompute_val(program, node)
             if node.target is torch.ops.aten.to.dtype and node.args[0].meta[VAL].dtype == node.meta[VAL].dtype:
+                stale.update(node.users)
                 node.replace_all_uses_with(node.args[0])  # no cast any more: patterns match without it
                 program.graph.erase_node(node)
     return changed

@@ -139,7 +139,7 @@ class Runner:
             self.prepared[mode] = Prepared(Case(model, None, program), call, key, seconds)
         return self.prepared[mode]
 
-    def passes(self, t: int, sequence_parallel: bool | str) -> tuple[list[Pass], Request, Planning]:
+    def passes(self, t: int, sequence_parallel: bool | str) -> tuple[list[Pass], Planning]:
         """The pipeline of a cell, with casts promoted as in the eager model."""
         config = Config(tensor_model_parallel_size=t, sequence_parallel=sequence_parallel, **WORKLOAD)  # type: ignore[arg-type]
         request = Request(config, t, SLOW, {}, None, lambda index, spec: spec.kind == "param")
@@ -147,13 +147,13 @@ class Runner:
         passes = compile_passes(planning, request)
         at = next(i for i, p in enumerate(passes) if p.name == "canonicalize")
         passes.insert(at + 1, Pass.of(promote_casts))
-        return passes, request, planning
+        return passes, planning
 
     def compile(self, prepared: Prepared, t: int, sequence_parallel: bool | str) -> Compiled:
         """The joint graph of t ranks; one for all that share graph and plan."""
         key = (prepared.key, t, sequence_parallel)
         if key not in self.compiled:
-            passes, request, planning = self.passes(t, sequence_parallel)
+            passes, planning = self.passes(t, sequence_parallel)
             program = prepared.case.program.copy()
             at = next(i for i, p in enumerate(passes) if p.name == "plan_sharding")
             run_passes(program, passes[at : at + 1], ranks=t)
