@@ -108,7 +108,8 @@ def print_profile(step: Callable[[], Any], rows: int) -> None:
         host = time.perf_counter() - start
         torch.cuda.synchronize()
         wall = time.perf_counter() - start
-    kernels = [e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in on_device if "#" not in e.key]  # Optimizer.step#... spans kernels
     kernels.sort(key=lambda e: -e.self_device_time_total)
     busy = sum(e.self_device_time_total for e in kernels) / 1e3
     print(f"profiled step: {1e3 * wall:.1f} ms, host {1e3 * host:.1f} ms, kernels {busy:.1f} ms")
