@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 
@@ -42,17 +43,23 @@ def storage_of(node: fx.Node) -> fx.Node:
 
 def memory_of(node: fx.Node) -> tuple[fx.Node, int, int]:
     """(base, start, stop): the node shows elements [start, stop) of base's memory; all of it where that is not known."""
-    base = storage_of(node)
-    while node is not base and node.target in (aten.view.default, aten._unsafe_view.default):
-        node = node.args[0]  # type: ignore[assignment]
-    if node is base or node.target is not aten.slice.Tensor or node.args[0] is not base:
+    base, node = storage_of(node), _reshaped(node)
+    if node is base or node.target is not aten.slice.Tensor or _reshaped(node.args[0]) is not base:  # type: ignore[arg-type]
         return base, 0, sys.maxsize
-    _, dim, start, stop = (*node.args, 0, 0, 0)[:4]
-    value = base.meta.get("val")
+    source, dim, start, stop = (*node.args, 0, 0, 0)[:4]
+    value = source.meta.get("val")  # type: ignore[union-attr]
     known = isinstance(start, int) and isinstance(stop, int) and len(node.args) == 4 and 0 <= start <= stop
-    if not (known and dim == 0 and isinstance(value, torch.Tensor) and value.dim() == 1):
+    if not (known and dim == 0 and isinstance(value, torch.Tensor) and value.is_contiguous()):
         return base, 0, sys.maxsize
-    return base, start, stop  # type: ignore[return-value]
+    row = math.prod(value.shape[1:])
+    return (base, start * row, stop * row) if isinstance(row, int) else (base, 0, sys.maxsize)  # type: ignore[return-value,operator]
+
+
+def _reshaped(node: fx.Node) -> fx.Node:
+    """What the node is a view of that has the same elements in the same order."""
+    while node.target in (aten.view.default, aten._unsafe_view.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def overlaps(a: tuple[fx.Node, int, int], b: tuple[fx.Node, int, int]) -> bool:

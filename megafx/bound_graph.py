@@ -42,8 +42,8 @@ class CompiledCall:
 
     program: inputs and outputs in placeholder order (`program.call` is the CallSpec). executable: forward(inputs without
     tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one for each of `wrt` (indices of
-    inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. shards: as
-    `outputs.output_shards`.
+    inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. joined: FQNs of parameters that
+    the graph reads as one. shards: as `outputs.output_shards`.
     """
 
     program: Program
@@ -51,6 +51,7 @@ class CompiledCall:
     wrt: list[int]
     differentiated: list[int]
     params: Mapping[str, Placement]
+    joined: list[list[str]] = field(default_factory=list)
     shards: list[OutputShard | None] | None = None
     spec: CallSpec = field(init=False)
 

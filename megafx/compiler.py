@@ -1,7 +1,7 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
 capture -> canonicalize -> fuse -> plan -> insert transitions -> localize shapes -> fuse what has several results
-        -> joint graph -> coalesce gradients -> check types -> join gradients of slices -> sum gradients in products
+        -> merge linears -> joint graph -> coalesce gradients -> check types -> join gradients of slices -> sum gradients in products
         -> recompute activations -> merge and expand transitions -> schedule -> bind -> partition
 """
 
@@ -35,6 +35,7 @@ from megafx.passes.fuse_local import fuse_local
 from megafx.passes.insert_collectives import insert_collectives
 from megafx.passes.join_slice_gradients import join_slice_gradients
 from megafx.passes.localize_shapes import localize_shapes
+from megafx.passes.merge_linears import merge_linears
 from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.native_attention import native_attention
 from megafx.passes.pack_attention_gradients import pack_attention_gradients
@@ -132,6 +133,7 @@ def compile_passes(planning: Planning, request: Request) -> list[Pass]:
         Pass.of(localize_shapes, planning),
         Pass.of(fuse_linear_loss, planning),
         Pass.of(fuse_local, planning, canonicalize, canonicalize_nodes),
+        Pass.of(merge_linears, planning, request.wants_grad),
     ]
     if request.wants_grad is not None:
         passes += [

@@ -16,9 +16,10 @@ from torch import fx
 from megafx.autocast import no_autocast
 from megafx.errors import UsageError
 from megafx.ir import VAL, Program
+from megafx.joined import Joined
 from megafx.later import Later, LazyOutput
 from megafx.passes.call_directly import call_directly
-from megafx.passes.partition import Partition, partition
+from megafx.passes.partition import Partition, Saved, partition
 from megafx.passes.reuse_buffers import reuse_buffers
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -27,9 +28,16 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 class Kept:
     """What one forward call hands to its backward. values: `Partition.saved` in order, emptied by backward."""
 
-    def __init__(self, values: list[Any], versions: list[tuple[int, int]], tangents: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        values: list[Any],
+        versions: list[tuple[int, int]],
+        parts: list[tuple[torch.Tensor, int, Saved]],
+        tangents: list[torch.Tensor],
+    ) -> None:
         self.values = values
         self.versions = versions  # (position in values, version) of memory that the user can reach and change
+        self.parts = parts  # the same of joined parameters: (parameter, version, what was kept of it)
         self.like = [(t.shape, t.dtype, t.device) for t in tangents]
 
 
@@ -59,7 +67,11 @@ class Executable:
                 self._last_backward = call_directly(reusing).forward
         self._given = [s.index for s in parts.saved if s.kind == "input"]
         self._values = sum(s.kind != "input" for s in parts.saved)
-        self._watched = [i for i, s in enumerate(parts.saved) if s.shared]
+        self._joins = [Joined(indices) for indices in parts.joins]
+        count = len(parts.forward.graph.find_nodes(op="placeholder")) - len(self._joins)
+        self._watched = [i for i, s in enumerate(parts.saved) if s.shared and s.index < count]
+        joined = [s for s in parts.saved if s.index >= count]
+        self._watched_parts = [(k, s) for s in joined for k in parts.joins[s.index - count]]
 
     @staticmethod
     def of(program: Program, context: Context = contextlib.nullcontext) -> Executable:
@@ -84,16 +96,18 @@ class Executable:
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Kept | None]:
         given, inputs = inputs, [_contiguous(x) for x in inputs]
         with self._running():
+            inputs += [join(inputs) for join in self._joins]
             results = self._forward(*inputs)
         outputs = list(results[: self.outputs])
         if self._backward is None:
             return outputs, None
         last = self.outputs + self._values
         if self.parts.lazy:
-            self._postpone(outputs, given, list(results[last:]))
+            self._postpone(outputs, [*given, *inputs[len(given) :]], list(results[last:]))
         values = [*(inputs[i] for i in self._given), *results[self.outputs : last]]
         versions = [(i, values[i]._version) for i in self._watched if not values[i].is_inference()]
-        return outputs, Kept(values, versions, [outputs[i] for i in self.differentiated])
+        parts = [(inputs[k], inputs[k]._version, s) for k, s in self._watched_parts if not inputs[k].is_inference()]
+        return outputs, Kept(values, versions, parts, [outputs[i] for i in self.differentiated])
 
     def _postpone(self, outputs: list[Any], inputs: list[Any], values: list[Any]) -> None:
         saved = self.parts.saved_later
@@ -118,14 +132,14 @@ class Executable:
                 "backward ran through this call's graph before, and its values are freed",
                 fix="call backward(retain_graph=True) the first time",
             )
-        for i, version in kept.versions:
-            if kept.values[i]._version != version:
-                saved = self.parts.saved[i]
-                raise UsageError(
-                    f"'{saved.name}' was changed in place between forward and backward, which needs its old value",
-                    module=saved.fqn,
-                    source=saved.source,
-                )
+        changed = [self.parts.saved[i] for i, version in kept.versions if kept.values[i]._version != version]
+        changed += [saved for part, version, saved in kept.parts if part._version != version]
+        for saved in changed:
+            raise UsageError(
+                f"'{saved.name}' was changed in place between forward and backward, which needs its old value",
+                module=saved.fqn,
+                source=saved.source,
+            )
         seeds = [_tangent(t, like) for t, like in zip(tangents, kept.like, strict=True)]
         arguments = [*kept.values, *seeds]
         if not retain:

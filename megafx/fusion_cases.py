@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megafx.config import FUSIONS
+from megafx.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS
+
 P = 0.1  # of dropout
 EPS = 1e-5
 
@@ -35,6 +38,7 @@ class FusionCase:
     """One chain. build(widths) -> (module, last dims of its inputs [batch, seq, last]); patterns, needs: as in `Measured`.
 
     scores: its largest value has seq x seq elements a head, so that its sequences are shorter. ids: it takes targets too.
+    off: knobs that are off where it is measured unfused.
     """
 
     patterns: tuple[str, ...]
@@ -42,6 +46,7 @@ class FusionCase:
     needs: tuple[str, ...] = ()
     scores: bool = False
     ids: bool = False
+    off: tuple[str, ...] = FUSIONS
 
 
 class Chain(nn.Module):
@@ -132,14 +137,34 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rope(w: Widths) -> tuple[nn.Module, list[int]]:
     d = w.head
 
-    def function(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = 10000.0 ** (torch.arange(0, d, 2, device=q.device).float() / -d)
-        angles = torch.arange(q.shape[1], device=q.device).float()[None, :, None] * frequencies
-        angles = torch.cat((angles, angles), -1)
-        cos, sin = (t.to(q.dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
-        return _turn(_heads(q, d), cos, sin), _turn(_heads(k, d), cos, sin)
+    return Chain(lambda q, k: _turned(q, k, d)), [w.hidden, w.hidden // 4]
 
-    return Chain(function), [w.hidden, w.hidden // 4]
+
+def _turned(q: Tensor, k: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    frequencies = 10000.0 ** (torch.arange(0, d, 2, device=q.device).float() / -d)
+    angles = torch.arange(q.shape[1], device=q.device).float()[None, :, None] * frequencies
+    angles = torch.cat((angles, angles), -1)
+    cos, sin = (t.to(q.dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
+    return _turn(_heads(q, d), cos, sin), _turn(_heads(k, d), cos, sin)
+
+
+def _projections(w: Widths) -> tuple[nn.Module, list[int]]:
+    """Queries, keys and values, grouped 4 to 1, of half the hidden size."""
+    n, d = w.hidden // 2, w.head
+
+    def function(wq: Tensor, wk: Tensor, wv: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return *_turned(F.linear(x, wq), F.linear(x, wk), d), _heads(F.linear(x, wv), d)
+
+    return Chain(function, (n, n), (n // 4, n), (n // 4, n)), [n]
+
+
+def _gate_and_up(w: Widths) -> tuple[nn.Module, list[int]]:
+    n = w.hidden // 2
+
+    def function(gate: Tensor, up: Tensor, x: Tensor) -> Tensor:
+        return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+    return Chain(function, (4 * n, n), (4 * n, n)), [n]
 
 
 def _loss(w: Widths) -> tuple[nn.Module, list[int]]:
@@ -187,4 +212,6 @@ CASES: dict[str, FusionCase] = {
     "rope": FusionCase(("rope", "rope_partial", "rope_pairs", "rope_qk"), _rope),
     "cross_entropy": FusionCase(("cross_entropy_of_cast",), _loss, ids=True),
     "linear_cross_entropy": FusionCase(("linear_cross_entropy",), _linear_loss, ids=True),
+    "merge_gate_up": FusionCase((MERGE_GATE_UP,), _gate_and_up, off=("merge_linears",)),
+    "merge_linears": FusionCase((MERGE_LINEARS,), _projections, off=("merge_linears",)),
 }

@@ -38,6 +38,7 @@ from megafx.hardware import PROFILES
 
 FOLDER = PROFILES / "fusions"
 MODES = ("eager training", "eager inference", "compiled training", "compiled inference")
+MERGE_LINEARS, MERGE_GATE_UP = "merge_linears", "merge_gate_up"  # what merge_linears does goes by these as patterns
 TIE = 1.02  # medians of repeated runs differ by about this much
 COMMAND = "megafx profile-fusions --out mine.yaml"
 

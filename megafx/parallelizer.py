@@ -61,7 +61,9 @@ class Parallelizer:
             executable = executable.compiled()
         if wanted is not None or self.last is None:
             self.last = compiled
-        return CompiledCall(compiled.program, executable, compiled.wrt, compiled.differentiated, dict(fixed))
+        names = [spec.name for spec in compiled.program.inputs]
+        joined = [[names[i] for i in indices] for indices in executable.parts.joins]
+        return CompiledCall(compiled.program, executable, compiled.wrt, compiled.differentiated, dict(fixed), joined)
 
     def settle(self, request: CompileRequest) -> dict[str, Placement]:
         """Storage of every parameter, from the plan of the training form of this call."""

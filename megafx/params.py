@@ -6,7 +6,8 @@ Object identity is kept from `replicate_parameters` on, so that an optimizer mad
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.errors import PlanError, UsageError
+from megafx.joined import side_by_side
 from megafx.placements import I, Placement
 from megafx.sharding import shard_tensor
 from megafx.tp_layout import make_spec, placement_of
@@ -118,6 +120,54 @@ def shard_parameter(param: TPTensor, placement: Placement, fqn: str = "") -> boo
     if grad is not None:
         param.grad = wrap(shard_tensor(grad._local_tensor, placement, rank, t), spec)
     return True
+
+
+@torch.no_grad()
+def place_joined(model: nn.Module, slots: Mapping[str, Slot], groups: Iterable[list[str]]) -> list[list[str]]:
+    """Put (the local tensors of) the parameters of each group side by side into one new memory; the groups that stay apart.
+
+    The parameters stay the same objects, with the same values and gradients. Left alone is memory that is shown by something
+    else too, and a tensor that is more than its data.
+    """
+    users: Counter[int] = Counter()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        users[_memory(_local(tensor))] += 1
+    apart = []
+    for names in groups:
+        params = [slots[name].get() for name in names]
+        locals_ = [_local(p) for p in params if p is not None]
+        if side_by_side(locals_) is not None:
+            continue
+        if len(locals_) < len(names) or not all(_is_plain(p) and users[_memory(p)] == 1 for p in locals_):
+            apart.append(names)
+            continue
+        memory = locals_[0].new_empty(sum(p.numel() for p in locals_))
+        at = 0
+        for param, local in zip(params, locals_, strict=True):
+            place = memory[at : at + local.numel()].view(local.shape)
+            place.copy_(local)
+            if isinstance(param, TPTensor):
+                param._local_tensor = place
+            else:
+                cast(nn.Parameter, param).data = place
+            at += local.numel()
+    return apart
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x._local_tensor if isinstance(x, TPTensor) else x
+
+
+def _memory(x: torch.Tensor) -> int:
+    """Of the storage; unlike for tensors without one."""
+    return id(x) if x.is_meta or x.numel() == 0 else x.untyped_storage().data_ptr()
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether x is an ordinary contiguous tensor that fills its memory."""
+    if type(x) not in (torch.Tensor, nn.Parameter) or x.is_meta or not x.is_contiguous() or x.is_inference():
+        return False
+    return x.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:

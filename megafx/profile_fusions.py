@@ -20,13 +20,14 @@ from torch import Tensor
 
 from megafx.capture import capture_call
 from megafx.compiler import Request, compile_program
-from megafx.config import FUSIONS, MEASURE_NOTHING, Config
+from megafx.config import MEASURE_NOTHING, Config
 from megafx.errors import UsageError
 from megafx.executable import Executable
 from megafx.fusion_cases import CASES, FusionCase, Widths
 from megafx.fusion_profile import FusionProfile, Measured, Times, mode_of
 from megafx.hardware import Hardware
 from megafx.ir import Program
+from megafx.params import parameter_slots, place_joined
 from megafx.planning import price_workload
 
 TOKENS = (16, 2048, 16384)  # decoding, a short and a long batch; of each, BATCH sequences
@@ -149,8 +150,12 @@ def prepare(name: str, setting: Setting) -> Job:
     runs: dict[tuple[bool, bool], tuple[Executable, Program]] = {}
     for fused in (True, False):
         program = capture_call(module, tuple(inputs), device=device)
-        compiled = compile_program(program, Request(_config(fused), 1, setting.hardware, {}, wants_grad=_all))
+        compiled = compile_program(
+            program, Request(_config(() if fused else case.off), 1, setting.hardware, {}, wants_grad=_all)
+        )
         run = compiled.executable(None)
+        names = [spec.name for spec in compiled.program.inputs]
+        place_joined(module, dict(parameter_slots(module)), [[names[i] for i in group] for group in run.parts.joins])
         for way in setting.ways:
             runs[fused, way] = (run.compiled() if way else run, compiled.program)
     program = runs[True, False][1]
@@ -162,8 +167,8 @@ def prepare(name: str, setting: Setting) -> Job:
     return job
 
 
-def _config(fused: bool) -> Config:
-    knobs: dict[str, Any] = dict.fromkeys(FUSIONS, fused)
+def _config(off: Sequence[str]) -> Config:
+    knobs: dict[str, Any] = dict.fromkeys(off, False)
     return Config(fusion_profile=MEASURE_NOTHING, **knobs)
 
 

@@ -104,6 +104,7 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("aten.broadcast_to.default", (x(1, 6), [4, 6]), {}),
     ("aten.cat.default", ([x(4, 6), x(4, 6)], 1), {}),
     ("aten.cat.default", ([x(4, 6), x(2, 6)],), {}),
+    ("megafx.join_parameters.default", ([x(4, 6), x(2, 6)],), {}),
     ("aten.clamp.Tensor", (x(4, 6), x(6), x(4, 1)), {}),
     ("aten.constant_pad_nd.default", (x(4, 6), [1, 0]), {}),
     ("aten.conv1d.default", (x(4, 6, 5), x(6, 6, 3), x(6)), {}),

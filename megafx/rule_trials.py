@@ -19,6 +19,7 @@ import megafx.kernels.bias_dropout_add
 import megafx.kernels.cross_entropy
 import megafx.kernels.dropout
 import megafx.kernels.glu
+import megafx.kernels.join_parameters
 import megafx.kernels.linear_cross_entropy
 import megafx.kernels.masked_softmax
 import megafx.kernels.norms

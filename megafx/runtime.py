@@ -29,6 +29,7 @@ from megafx.parallel_class import RUNTIME, announce, parallel_class
 from megafx.params import (
     Slot,
     parameter_slots,
+    place_joined,
     refuse_stale_optimizers,
     replicate_parameters,
     shard_parameters,
@@ -231,6 +232,11 @@ class Runtime:
         for note in compiled.program.notes:
             if note not in self.notes:
                 self.notes.append(note)
+        with torch.inference_mode(False):
+            apart = place_joined(self.model, self.slots, compiled.joined)
+        for names in apart:
+            text = "their memory is shared or of a kind of its own, so they are copied together at each call"
+            self.note("merge", f"{', '.join(names)}: {text}")
         return BoundGraph(self, compiled)
 
     def _request(self, call: Call, varying: frozenset[int], grad: bool) -> CompileRequest:

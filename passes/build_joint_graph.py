@@ -16,6 +16,7 @@ ran last, the one that made the summand.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
-from megafx.aliasing import storage_of
+from megafx.aliasing import memory_of, overlaps, storage_of
 from megafx.errors import MegafxError
 from megafx.ir import (
     MADE_BY,
@@ -283,17 +284,21 @@ def _replaced(arguments: Any, old: fx.Node, new: int | fx.Node) -> Any:
 
 
 def _separate_gradients(program: Program) -> None:
-    """Each gradient is a contiguous tensor of its own, as `.grad` must be: no expand, no second name of another result."""
+    """Each gradient is contiguous memory of its own, as `.grad` must be: no expand, no second name of another result.
+
+    Gradients of joined parameters may be rows of one tensor: `.grad` of each is then a view that nobody else shows.
+    """
     output = program.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     count = sum(o.kind == "gradient" for o in program.outputs)
-    taken = {storage_of(n) for n in results[: len(results) - count] if isinstance(n, fx.Node)}
+    taken = [(storage_of(n), 0, sys.maxsize) for n in results[: len(results) - count] if isinstance(n, fx.Node)]
     for i in range(len(results) - count, len(results)):
         node = results[i]
         if not isinstance(node, fx.Node):
             continue
-        base = storage_of(node)
-        if base.op == "placeholder" or base in taken or not node.meta[VAL].is_contiguous():
+        memory = memory_of(node)
+        used = memory[0].op == "placeholder" or any(overlaps(memory, m) for m in taken)
+        if used or not node.meta[VAL].is_contiguous():
             with program.graph.inserting_before(output):
                 results[i] = program.graph.call_function(
                     aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
@@ -302,8 +307,8 @@ def _separate_gradients(program: Program) -> None:
             origin = node if node.op != "placeholder" else results[0]
             inherit(results[i], origin if isinstance(origin, fx.Node) else node, NAME)
             results[i].meta[PHASE] = BACKWARD
-            base = results[i]
-        taken.add(base)
+            memory = memory_of(results[i])
+        taken.append(memory)
     output.args = (tuple(results),)
 
 

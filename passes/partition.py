@@ -6,7 +6,8 @@ Legal because: backward gets the same values, kept, given again (inputs), or com
 
 Kept is what eager keeps, less what costs nothing to have again:
 
-    input      parameters, buffers and user inputs are handed over by reference, never copied and never as a view
+    input      parameters, buffers and user inputs are handed over by reference, never copied and never as a view; so are
+               joined parameters, which become inputs of both graphs, after the program's own (`Partition.joins`)
     size       sizes are kept as integers; arithmetic on them is repeated
     view       views of one storage are repeated from the value they show
     cast       of parameters, as autocast makes them, are repeated: a low-precision copy of the weights is not kept
@@ -46,8 +47,9 @@ aten = torch.ops.aten
 class Saved:
     """One thing handed from forward to backward.
 
-    index: of the program's input, or -1. numel: structural; 0 for what is handed over by reference. shared: the memory
-    is also an input's, a user output's or kept for a lazy output: the user may change it, and backward must not.
+    index: of the program's input (from len(inputs) on: of a join), or -1. numel: structural; 0 for what is handed over by
+    reference. shared: the memory is also an input's, a user output's or kept for a lazy output: the user may change it, and
+    backward must not.
     """
 
     kind: Literal["input", "size", "value"]
@@ -67,7 +69,8 @@ class Partition:
 
     forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`, which
     backward takes as a list and clears. backward is None where the program has no gradients; later is None where no output
-    is lazy: forward gives None in their places (`lazy`) otherwise.
+    is lazy: forward gives None in their places (`lazy`) otherwise. joins: further inputs of forward, after the program's:
+    each the join of those of its inputs.
     """
 
     forward: fx.GraphModule
@@ -76,6 +79,7 @@ class Partition:
     later: fx.GraphModule | None = None
     saved_later: tuple[Saved, ...] = ()
     lazy: tuple[int, ...] = ()
+    joins: tuple[tuple[int, ...], ...] = ()
 
     def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
         """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
@@ -110,8 +114,13 @@ def partition(program: Program) -> Partition:
     gradients = [r for r, g in zip(results, is_gradient, strict=True) if g]
     inputs = [n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind != "tangent"]
     tangents = [n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "tangent"]
+    index = {n: i for i, n in enumerate(inputs)}
+    joined = [n for n in program.graph.nodes if _is_join(n)]
+    joins = tuple(tuple(index[p] for p in n.args[0]) for n in joined)
+    inputs += joined
+    index |= {n: i for i, n in enumerate(inputs)}
     if not gradients:
-        return Partition(_module(program, _extract(program, inputs, outputs)), None, ())
+        return Partition(_module(program, _extract(program, inputs, outputs)), None, (), joins=joins)
     backward = _Backward(program, tangents, _is_backward)
     backward.build(gradients)
     saved = _in_order(program, backward.saved)
@@ -120,12 +129,11 @@ def partition(program: Program) -> Partition:
     gm.recompile()
     later, saved_later, lazy = _later(program, outputs)
     present = [None if i in lazy else n for i, n in enumerate(outputs)]
-    values = [n for n in (*saved, *saved_later) if n.op != "placeholder"]
+    values = [n for n in (*saved, *saved_later) if _kind(n) != "input"]
     forward = _module(program, _extract(program, inputs, [*present, *values]))
     shared = {storage_of(n) for n in (*present, *saved_later) if isinstance(n, fx.Node)}
-    index = {n: i for i, n in enumerate(program.placeholders())}
     described = [tuple(_describe(program, n, index, shared) for n in each) for each in (saved, saved_later)]
-    return Partition(forward, gm, described[0], later, described[1], lazy)
+    return Partition(forward, gm, described[0], later, described[1], lazy, joins)
 
 
 def _in_order(program: Program, saved: set[fx.Node]) -> list[fx.Node]:
@@ -159,7 +167,7 @@ _KINDS: tuple[Literal["input", "size", "value"], ...] = ("input", "size", "value
 
 
 def _kind(node: fx.Node) -> Literal["input", "size", "value"]:
-    if node.op == "placeholder":
+    if node.op == "placeholder" or _is_join(node):
         return "input"
     return "value" if isinstance(node.meta[VAL], torch.Tensor) else "size"
 
@@ -172,6 +180,13 @@ def _describe(program: Program, node: fx.Node, index: dict[fx.Node, int], output
     shared = tensor and (kind == "input" or storage_of(node) in outputs)
     name = program.inputs[index[node]].name if node.op == "placeholder" else node.name
     return Saved(kind, index.get(node, -1), name, fqn_of(node), source_of(node), numel, itemsize, shared)
+
+
+def _is_join(node: fx.Node) -> bool:
+    """Whether the node is parameters that are inputs, joined."""
+    if node.target is not torch.ops.megafx.join_parameters.default:
+        return False
+    return all(p.op == "placeholder" for p in node.args[0])  # type: ignore[union-attr]
 
 
 def _is_backward(node: fx.Node) -> bool:
@@ -204,6 +219,7 @@ class _Backward:
         self.gradients: list[Any] = []
         pairs = zip(program.placeholders(), program.inputs, strict=True)
         self.parameters = {n for n, i in pairs if i.kind == "param"}
+        self.parameters |= {n for n in program.graph.nodes if _is_join(n)}
 
     def build(self, gradients: list[Any]) -> None:
         self.gradients = gradients
@@ -227,7 +243,7 @@ class _Backward:
     def _require(self, node: fx.Node) -> None:
         if node in self.placed or node in self.saved:
             return
-        if self.own(node) or (node.op != "placeholder" and _repeated(node, self.parameters)):
+        if self.own(node) or (_kind(node) != "input" and _repeated(node, self.parameters)):
             self._place(node)
         else:
             self.saved.add(node)
@@ -259,11 +275,13 @@ def _ancestors(roots: list[Any], stop: Any = lambda n: False) -> set[fx.Node]:
 
 def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any]) -> fx.Graph:
     """The part of the graph that computes `outputs`, with all of `inputs` as placeholders."""
-    needed, graph = _ancestors(outputs), fx.Graph()
+    needed, graph = _ancestors(outputs, stop={*inputs}.__contains__), fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    wanted = {*inputs, *(n for n in needed if n.op != "placeholder")}
+    for node in inputs:
+        new[node] = graph.node_copy(node) if node.op == "placeholder" else graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)
     for node in program.graph.nodes:
-        if node in wanted:
+        if node in needed and node not in new:
             new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[n] if isinstance(n, fx.Node) else n for n in outputs))
     return graph

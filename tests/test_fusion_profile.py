@@ -18,7 +18,7 @@ from megafx.compiler import Request, compile_program
 from megafx.config import Config
 from megafx.errors import ConfigError
 from megafx.fusion_cases import CASES, Widths
-from megafx.fusion_profile import FOLDER, MODES, FusionProfile, Measured, Times
+from megafx.fusion_profile import FOLDER, MERGE_GATE_UP, MERGE_LINEARS, MODES, FusionProfile, Measured, Times
 from megafx.hardware import Hardware
 from megafx.pattern import registered_patterns
 from megafx.profile_fusions import Setting, elements, prepare
@@ -204,7 +204,7 @@ def test_a_profile_that_is_not_there(tmp_path):
 
 
 def test_shipped_profiles_name_patterns_and_hardware_that_exist():
-    known = {p.name for p in registered_patterns()}
+    known = {p.name for p in registered_patterns()} | {MERGE_GATE_UP, MERGE_LINEARS}
     for name in FusionProfile.names():
         found = FusionProfile.load(name)
         assert "measured" in found.source and {*found.hardware} <= {*Hardware.names()}
@@ -225,7 +225,8 @@ def test_every_chain_has_what_it_measures(name):
     program = capture_call(module.bfloat16(), tuple(inputs))
     compiled = compile_program(program, Request(Config(fusion_profile="all"), 1, Hardware.load("cpu-gloo"), {}))
     assert {f.pattern for f in compiled.program.fusions} & {*case.patterns}
-    assert {*case.patterns, *case.needs} <= {p.name for p in registered_patterns()}
+    known = {p.name for p in registered_patterns()} | {MERGE_GATE_UP, MERGE_LINEARS}
+    assert {*case.patterns, *case.needs} <= known
 
 
 def test_chains_are_compiled_fused_and_not():

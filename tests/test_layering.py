@@ -27,7 +27,7 @@ LAYERS = [
     },
     # settings; the intermediate form; plain algebra
     {"config", "debug", "ir", "plan", "rules", "views", "solver", "cost", "sharding", "stacking", "overlap"}
-    | {"op_families", "source_lines", "call_spec", "guards", "kernels.runs"},
+    | {"op_families", "joined", "source_lines", "call_spec", "guards", "tables", "kernels.runs"},
     # what reads one graph, or one tensor
     {
         "collectives",
@@ -38,6 +38,8 @@ LAYERS = [
         "op_families_*",
         "hf",
         "hf_attention",
+        "mask_algebra",
+        "mask_reader",
         "graph_keys",
         "pattern",
         "fusion_profile",
