@@ -1,6 +1,7 @@
 """Host time that the runtime adds to a training step, per parameter, against plain autograd parameters.
 
     python benchmarks/host_overhead.py [--params 291]
+    python benchmarks/host_overhead.py --kernels        # host time of a call of each fused op; needs a CUDA device
 
 A step is forward, backward and gradients in place, of graphs that compute nothing, so that what is left is the runtime: keys,
 inputs, autograd edges, wrapping of gradients. Budget: 10 us a parameter at 291 parameters (Llama-8B has 291).
@@ -11,7 +12,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -83,12 +87,103 @@ def measure(model: nn.Module, accumulate: bool, steps: int = 100) -> float:
     return best
 
 
-def main() -> dict[str, float]:
-    """Print and return microseconds a parameter and step."""
+CALLS, ROUNDS = 20, 25  # calls are fewer than the device's queue holds
+
+
+def host_us(call: Callable[[], Any]) -> float:
+    """Microseconds that the host is busy with one call, the device working meanwhile: the median of rounds of calls."""
+    for _ in range(5):
+        call()
+    found = []
+    gc.collect()
+    gc.disable()
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        found.append((time.perf_counter() - start) / CALLS * 1e6)
+    gc.enable()
+    torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+def fused_calls() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
+    """Name -> op, its arguments; small tensors, so that no call waits for the device."""
+    ops = torch.ops.megafx
+
+    def rand(*shape: int, grad: bool = True) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
+
+    def heads(count: int) -> torch.Tensor:
+        return rand(1, 128, count, 64, grad=False).transpose(1, 2).requires_grad_()
+
+    seed = torch.zeros((), dtype=torch.int64, device="cuda")
+    drawn = (seed, 0.1, 1, -1, [], "")
+    rows, vector = (128, 1024), (1024,)
+    table = (1, 1, 128, 64)
+    return {
+        "aten gelu": (torch.nn.functional.gelu, [rand(*rows)]),
+        "bias_act gelu": (ops.bias_act, [rand(*rows), rand(*vector), "gelu"]),
+        "glu silu": (ops.glu, [rand(*rows), rand(*rows), "silu"]),
+        "bias_dropout_add": (ops.bias_dropout_add, [rand(*rows), rand(*vector), rand(*rows), *drawn]),
+        "layer_norm": (ops.layer_norm, [rand(*rows), rand(*vector), rand(*vector), 1e-5]),
+        "rms_norm": (ops.rms_norm, [rand(*rows), rand(*vector), 1e-5, 0.0]),
+        "add + rms_norm": (
+            ops.bias_dropout_add_rms_norm,
+            [rand(*rows), None, rand(*rows), rand(*vector), 1e-5, 0.0, None, 0.0, 0, -1, [], ""],
+        ),
+        "rope_qk": (
+            ops.rope_qk,
+            [heads(8), heads(2), rand(*table, grad=False), rand(*table, grad=False), False, False],
+        ),
+        "softmax causal": (
+            ops.scale_mask_softmax,
+            [rand(1, 8, 128, 128), None, 0.125, True, 0, float("-inf"), None, 0.0, 0, -1, [], ""],
+        ),
+        "attention dropout": (
+            ops.attention,
+            [heads(8), heads(2), heads(2), None, seed, 0.125, True, 0, 0.0, 0.1, 1, -1, [], ""],
+        ),
+    }
+
+
+def measure_kernels() -> dict[str, tuple[float, float, float]]:
+    """Print and return microseconds of the forward call without gradient, with, and with a backward after it."""
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/host_overhead.py --kernels needs a CUDA device: torch sees none here")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {' '.join(sys.argv)}; host us a call")
+    print(f"{'op':20s} {'no grad':>8s} {'forward':>8s} {'fwd+bwd':>8s}", flush=True)
+    result = {}
+    for name, (op, args) in fused_calls().items():
+
+        def outputs(op: Callable[..., Any] = op, args: list[Any] = args) -> list[torch.Tensor]:
+            found = op(*args)
+            return [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
+
+        leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+        tangents = [torch.randn_like(y) for y in outputs()]
+        with torch.no_grad():
+            plain = host_us(lambda op=op, args=args: op(*args))  # type: ignore[misc]
+        forward = host_us(outputs)
+        both = host_us(lambda: torch.autograd.grad(outputs(), leaves, tangents))  # noqa: B023
+        result[name] = plain, forward, both
+        print(f"{name:20s} {plain:8.1f} {forward:8.1f} {both:8.1f}", flush=True)
+    return result
+
+
+def main() -> dict[str, Any]:
+    """Print and return microseconds a parameter and step; with --kernels, of the calls of fused ops."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--params", type=int, default=291)
-    count = parser.parse_args().params
+    parser.add_argument("--kernels", action="store_true", help="host time of a call of each fused op, instead")
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    return measure_kernels() if options.kernels else measure_parameters(options.params)
+
+
+def measure_parameters(count: int) -> dict[str, float]:
+    """Microseconds a parameter and step."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     store = dist.HashStore()

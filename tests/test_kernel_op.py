@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_triton import fake_triton, seen
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_process import assert_same_values
 
@@ -17,7 +18,7 @@ from megafx.collectives import AxisContext, on_mesh
 from megafx.kernels import op as module
 from megafx.kernels.op import define_gradient, define_op, direct, launch, new_like
 from megafx.kernels.replay import Launch, Recording, Replay
-from megafx.passes.call_directly import call_directly
+from megafx.passes.call_directly import FUNCTIONS, METHODS, call_directly
 from megafx.rule_samples import SAMPLES, T
 
 triton = pytest.importorskip("triton")
@@ -264,6 +265,29 @@ def test_graphs_call_without_the_dispatcher_numbers_as_the_schema_has_them() -> 
     assert other.target is torch.ops.megafx.rms_norm_forward.default  # the number may be an int when it runs
     a, b = torch.randn(3, 4), torch.randn(4)
     torch.testing.assert_close(called(a, b, 0.5), gm(a, b, 0.5), rtol=0, atol=0)
+
+
+def test_bindings_are_the_same_operators() -> None:
+    """On static and dynamic sizes, every one of METHODS and FUNCTIONS."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = torch.mm(x.view(-1, x.shape[-1]), w.t())
+        z = torch.addmm(y, y, y.t() @ y, beta=2, alpha=0.5).view(x.shape[0], x.shape[1], -1)
+        return torch.bmm(z, z.transpose(1, 2)), z.permute(2, 0, 1)
+
+    for mode, (b, n) in (("real", (2, 3)), ("symbolic", (2, 5))):
+        gm = make_fx(function, tracing_mode=mode)(torch.randn(2, 3, 4), torch.randn(6, 4))
+        called = call_directly(gm)
+        before, after = ({n.target for n in g.graph.nodes} for g in (gm, called))
+        assert before >= {*METHODS, *FUNCTIONS} and not after & {*METHODS, *FUNCTIONS}
+        x, w = torch.randn(b, n, 4), torch.randn(6, 4)
+        with Names() as plain:
+            expected = gm(x, w)
+        with Names() as names:
+            found = called(x, w)
+        assert names.names == plain.names
+        for got, right in zip(found, expected, strict=True):
+            assert torch.equal(got, right) and got.stride() == right.stride()
 
 
 def test_gradients_are_those_of_the_formula_and_know_what_is_wanted() -> None:

@@ -49,6 +49,8 @@ _library = torch.library.Library("megafx", "FRAGMENT")
 _tracing = threading.local()
 _PLAIN = (Tensor, torch.nn.Parameter)
 _mode_count, _profiling = _C._len_torch_dispatch_stack, torch.autograd._profiler_enabled
+# Where nothing but a backend is left to dispatch to: no mode, no subclass, no functionalization.
+_BACKENDS = {_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)}
 _implementations: dict[OpOverload, Callable[..., Any]] = {}
 
 
@@ -91,10 +93,10 @@ def define_op(
     torch.library.register_fake(f"megafx::{name}", fake, lib=_library)
     if triton is not None:
         _see_through(name, _Launcher(triton))
-    if name.endswith("_backward"):
-        define_gradient(name, functools.partial(_no_second_gradient, name), lambda ctx, inputs, output: None)
     op = getattr(torch.ops.megafx, name).default
     _implementations[op] = implementation
+    if name.endswith("_backward"):
+        define_gradient(name, functools.partial(_no_second_gradient, name), lambda ctx, inputs, output: None)
     return op
 
 
@@ -119,14 +121,19 @@ def define_gradient(
     Registered here rather than by torch.library.register_autograd, whose wrapper takes 3 us a call more.
     """
     op = getattr(torch.ops.megafx, name).default
+    implementation = _implementations[op]
+
+    def compute(keys: Any, args: Sequence[Any]) -> Any:
+        below = keys & _C._after_autograd_keyset
+        with _C._AutoDispatchBelowAutograd():
+            return implementation(*args) if below.raw_repr() in _BACKENDS else op.redispatch(below, *args)
 
     class Gradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             *inputs, keys = args
-            with _C._AutoDispatchBelowAutograd():
-                output = op.redispatch(keys & _C._after_autograd_keyset, *inputs)
-                saves(ctx, tuple(inputs), output)
+            output = compute(keys, inputs)
+            saves(ctx, tuple(inputs), output)
             return output
 
         @staticmethod
@@ -137,8 +144,7 @@ def define_gradient(
     def autograd(keys: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() and _C._any_requires_grad(*args):
             return Gradient.apply(*args, keys)
-        with _C._AutoDispatchBelowAutograd():
-            return op.redispatch(keys & _C._after_autograd_keyset, *args)
+        return compute(keys, args)
 
     Gradient.__name__ = Gradient.__qualname__ = f"{name}_gradient"
     _library.impl(name, autograd, "Autograd", with_keyset=True)
