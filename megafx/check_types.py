@@ -121,7 +121,9 @@ class _Checker:
             return
         handled = self.lookups.visit(node)
         if handled is not None:
-            if handled:
+            if handled and isinstance(node.meta[VAL], (tuple, list)):
+                self.several[node] = list(handled)
+            elif handled:
                 self.facts[node] = handled
             return
         strange = next((a for a in node.all_input_nodes if a in self.lookups.traits), None)

@@ -9,7 +9,8 @@ A rank looks up the ids that lie in its rows of the table and contributes zeros 
 
 Every step is recognised by what it computes (a `Trait`), so leaving one out, or mixing two tables' masks, is no lookup.
 The vocabulary-parallel loss: ce_stats gives each rank statistics of its classes, which stacked on a new dim are a shard;
-gathered, they make ce_loss whole, and its backward a shard, without a collective.
+gathered, they make ce_loss whole, and its backward a shard, without a collective. Behind a linear layer whose logits are never
+made, linear_ce_stats and linear_ce_loss do the same; backward gives the gradient of its input as summands.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ class Lookups:
     def show(self, node: fx.Node) -> str:
         return f"rank-dependent ({self.traits[node].step})" if node in self.traits else "untyped"
 
-    def visit(self, node: fx.Node) -> Facts | None:
-        """Facts of a node that leads back to ordinary values; () for one with a trait; None for no business of ours."""
+    def visit(self, node: fx.Node) -> tuple[Any, ...] | None:
+        """Facts of a node that leads back to ordinary values; () for one with a trait; None for no business of ours.
+
+        Of several results there is one reading: a tuple of them.
+        """
         step = _STEPS.get(str(node.target))
         involved = any(a in self.traits for a in node.all_input_nodes)
         if step is None or not (involved or str(node.target) in _ENTRIES):
@@ -213,6 +217,55 @@ def _ce_loss_backward(state: Lookups, node: fx.Node) -> Found:
     return S(1, layout)
 
 
+# -- the same behind a linear layer, without its logits
+
+
+def _linear_stats(state: Lookups, node: fx.Node) -> Found:
+    x, weight, bias, target, flat = node.args[:5]
+    layout = Layout.from_flat(layout_of(state.program, flat))
+    _check_layer(state, node, (x, weight, bias, target), layout)
+    return Trait("statistics", (_undetached(x), _undetached(weight), _undetached(bias), target, layout))
+
+
+def _linear_loss(state: Lookups, node: fx.Node) -> Found:
+    x, weight, bias, target, everyone, _, _, flat = node.args[:8]
+    _of_layer(state, node, x, weight, bias, target, everyone, flat)
+    return R
+
+
+def _linear_loss_backward(state: Lookups, node: fx.Node) -> Found | tuple[Placement, ...]:
+    grad, x, weight, bias, target, everyone, _, _, flat = node.args[:9]
+    layout = _of_layer(state, node, x, weight, bias, target, everyone, flat)
+    if not state.whole(grad):
+        raise fail(node, "the gradient of the loss must be whole")
+    return P, S(0, layout), S(0, layout)
+
+
+def _of_layer(
+    state: Lookups, node: fx.Node, x: Any, weight: Any, bias: Any, target: Any, everyone: Any, flat: Any
+) -> Layout:
+    layout = Layout.from_flat(layout_of(state.program, flat))
+    _check_layer(state, node, (x, weight, bias, target), layout)
+    key = (_undetached(x), _undetached(weight), _undetached(bias), target, layout)
+    _of_all_ranks(state, node, everyone, key)
+    return layout
+
+
+def _check_layer(state: Lookups, node: fx.Node, operands: tuple[Any, ...], layout: Layout) -> None:
+    x, weight, bias, target = operands
+    for value in (weight, bias):
+        if value is not None and layout not in state.shard(value, 0):
+            raise fail(node, f"its weight and bias must be shard {S(0, layout)}")
+    if not (state.whole(x) and state.whole(target)):
+        raise fail(node, "its hidden states and targets must be whole")
+
+
+def _undetached(node: Any) -> Any:
+    while isinstance(node, fx.Node) and str(node.target) in KEEPS_TRAIT[1:3]:
+        node = node.args[0]
+    return node
+
+
 _STEPS = {
     "megafx.axis_index.default": _rank,
     "aten.mul.Tensor": _mul,
@@ -228,6 +281,9 @@ _STEPS = {
     "megafx.ce_stats.default": _stats,
     "megafx.ce_loss.default": _ce_loss,
     "megafx.ce_loss_backward.default": _ce_loss_backward,
+    "megafx.linear_ce_stats.default": _linear_stats,
+    "megafx.linear_ce_loss.default": _linear_loss,
+    "megafx.linear_ce_loss_backward.default": _linear_loss_backward,
     **dict.fromkeys(KEEPS_TRAIT, _same),
 }
 _ENTRIES = (
@@ -235,4 +291,7 @@ _ENTRIES = (
     "megafx.ce_stats.default",
     "megafx.ce_loss.default",
     "megafx.ce_loss_backward.default",
+    "megafx.linear_ce_stats.default",
+    "megafx.linear_ce_loss.default",
+    "megafx.linear_ce_loss_backward.default",
 )

@@ -2,6 +2,11 @@
 
 Before:  %y = linear(%h, %w); %c = cross_entropy(reshape(%y), %target); %l = sum(%c)
 After:   %l = linear_cross_entropy(reshape(%h), %w, None, %target)
+
+Before:  %s = ce_stats(%y, %target); %a = transition(unsqueeze(%s), S0 -> I); %c = ce_loss(%y, %target, %a)
+After:   %s = linear_ce_stats(%h, %w, None, %target); %a = transition(...); %c = linear_ce_loss(%h, %w, None, %target, %a)
+
+The first where a rank has all classes, the second where they are sharded: its collectives are those of the plan.
 Legal because: what stands between the two (views and slices of rows, casts to fp32, in which the loss computes anyway) does
 to the rows of the hidden states what it does to the rows of the logits, and nothing else reads the logits. Where the user's
 output does, it becomes a lazy one (megafx/lazy.py).
@@ -11,13 +16,15 @@ Tokens must be whole: sums over a rank's tokens mask the padding in between.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-import megafx.kernels.linear_cross_entropy  # noqa: F401  registers the ops
+import megafx.kernels.linear_cross_entropy
+import megafx.kernels.vocab_linear_cross_entropy  # noqa: F401  registers the ops
 from megafx.dump import op_name
 from megafx.ir import PLACEMENT, VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.lazy import copy_for_outputs, describe, outside_user, read_outside, why_not_lazy
@@ -141,11 +148,12 @@ def _alone(program: Program, head: Head, inside: set[fx.Node], lazy: str | None)
     raise Refused(f"linear (%{head.linear.name}) inside of it is also used by {reader}{why}")
 
 
-def _done(program: Program, node: fx.Node, new: fx.Node) -> None:
+def _done(program: Program, node: fx.Node, new: fx.Node, logits: fx.Node) -> None:
     if PLACEMENT in node.meta:
         new.meta[PLACEMENT] = node.meta[PLACEMENT]
     node.replace_all_uses_with(new)
-    program.fusions.append(Fusion(FUSION, fqn_of(node), source_of(node), NAME))
+    elements = math.prod(program.sizes.shape(logits.meta[VAL]))
+    program.fusions.append(Fusion(FUSION, fqn_of(node), source_of(node), NAME, elements))
 
 
 # -- whole vocabulary
@@ -170,7 +178,49 @@ def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
     loss: Any = emit(ops.linear_cross_entropy.default, rows, weight, bias, target, ignore_index, smoothing)
     if loss.meta[VAL].dtype != total.meta[VAL].dtype:
         loss = emit(aten.to.dtype, loss, total.meta[VAL].dtype)
-    _done(program, total, loss)
+    _done(program, total, loss, logits)  # type: ignore[arg-type]
 
 
-_LOSSES = {"megafx.cross_entropy.default": _whole}
+# -- sharded vocabulary
+
+
+def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
+    """ce_stats of a linear layer, gathered, and ce_loss -> linear_ce_stats and linear_ce_loss."""
+    logits, target, everyone, ignore_index, smoothing, layout, axis, size = node.args
+    head = head_of(program, logits)  # type: ignore[arg-type]
+    stats = _statistics(everyone)
+    x, weight, bias = head.operands
+    _check_placements(x, weight, bias)
+    inside = {node, stats, stats.args[0]} - set(head.chain)
+    _alone(program, head, inside, lazy)  # type: ignore[arg-type]
+    rows = rows_of(program, head, stats)
+    emit = Builder(program, stats, stats, NAME)
+    fixed = [
+        v if v is None else emit(aten.detach.default, v) for v in (rows, weight, bias)
+    ]  # the loss has the gradients
+    made = emit(ops.linear_ce_stats.default, *fixed, target, layout, size, axis)
+    stats.replace_all_uses_with(made)
+    emit = Builder(program, node, node, NAME)
+    args = (rows, weight, bias, target, everyone, ignore_index, smoothing, layout, size, axis)
+    _done(program, node, emit(ops.linear_ce_loss.default, *args), logits)  # type: ignore[arg-type]
+
+
+def _statistics(everyone: Any) -> fx.Node:
+    """The ce_stats whose gathered result this is."""
+    node = everyone
+    while node.target is not ops.ce_stats.default:
+        node = node.args[0]
+    found: fx.Node = node
+    return found
+
+
+def _check_placements(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
+    wanted = (("its input", x, False), ("its weight", weight, True), ("its bias", bias, True))
+    for name, value, cut in wanted:
+        placement = value.meta.get(PLACEMENT) if value is not None else None
+        fits = placement is None or (placement.is_shard and placement.dim == 0 if cut else placement.kind in "RI")
+        if not fits:
+            raise Refused(f"{name} (%{value.name}) is {placement}")  # type: ignore[union-attr]
+
+
+_LOSSES = {"megafx.cross_entropy.default": _whole, "megafx.ce_loss.default": _sharded}

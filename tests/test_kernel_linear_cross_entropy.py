@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import megafx.kernels.linear_cross_entropy as module
+import megafx.kernels.linear_cross_entropy  # noqa: F401  registers the ops
+import megafx.kernels.logits_chunks as module
 from megafx.check_rules import check_rules
 
 ops = torch.ops.megafx

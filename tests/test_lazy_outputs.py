@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megafx
-import megafx.kernels.linear_cross_entropy as kernels
+import megafx.kernels.logits_chunks as kernels
 from megafx import later
 from megafx.errors import UsageError
 from megafx.ir import VAL

@@ -1,5 +1,7 @@
 """Covers: passes/fuse_linear_loss.py. Golden text, numbers, what is left alone and why, models that have it."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,11 +10,13 @@ from torch import nn
 import megafx
 from megafx import dump
 from megafx.capture import capture_call
-from megafx.compiler import Request, compile_program
+from megafx.compiler import Request, compile_passes, compile_program
 from megafx.config import Config
 from megafx.hardware import Hardware
 from megafx.hf import synthesize_inputs
-from megafx.ir import Phase, Program
+from megafx.ir import VAL, Phase, Program
+from megafx.lazy import only_for_lazy
+from megafx.pass_runner import run_passes
 from megafx.passes.fuse_linear_loss import fuse_linear_loss
 from megafx.planning import Planning
 from megafx.testing import assert_same, expect, run_pass
@@ -218,8 +222,57 @@ class Head(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(self.up(x))).view(-1, 37), y.view(-1))
 
 
-@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("t", [1, 2, 3, 4])
 def test_compiled_forward_and_backward(t):
+    """On ranks that the vocabulary of 37 is cut for unevenly too."""
     torch.manual_seed(0)
     batch = (torch.randn(2, 5, 12, dtype=torch.float64), torch.randint(0, 37, (2, 5)))
     assert megafx.verify(Head().double(), megafx.Config(tensor_model_parallel_size=t), example_inputs=batch)
+
+
+def collectives(program):
+    return [n.args[1:3] for n in program.graph.nodes if str(n.target) == "megafx.transition.default"]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_sharded_vocabularies(name, sequence_parallel):
+    """Three ranks, 67 classes: no [tokens, vocabulary] value but the lazy output's, and the collectives of the unfused plan."""
+    model = build(name, MODELS[name])
+    config = {"sequence_parallel": sequence_parallel, "micro_batch_size": 8, "seq_length": 4096}
+    fused, unfused = (placed(model, 3, cross_entropy_fusion=on, **config) for on in (True, False))
+    names = ops_of(fused)
+    assert [n for n in names if "ce_stats" in n or "ce_loss" in n] == [
+        "linear_ce_stats",
+        "linear_ce_loss",
+        "linear_ce_loss_backward",
+    ]
+    assert [n for n in ops_of(unfused) if "ce_stats" in n or "ce_loss" in n] == [
+        "ce_stats",
+        "ce_loss",
+        "ce_loss_backward",
+    ]
+    assert Counter(collectives(fused)) == Counter(collectives(unfused))
+    later = set(only_for_lazy(fused))
+    wide = [n for n in fused.graph.nodes if n not in later and is_wide(n, 23)]
+    assert not wide and any(is_wide(n, 23) for n in unfused.graph.nodes)
+
+
+def is_wide(node, columns):
+    """Whether a value has this rank's classes in one dim and tokens in another."""
+    value = node.meta.get(VAL)
+    if not isinstance(value, torch.Tensor):
+        return False
+    static = [n for n in value.shape if isinstance(n, int)]
+    return columns in static and len(static) < value.dim()
+
+
+def placed(model, t, **config):
+    """The joint graph before transitions are written out."""
+    config = Config(tensor_model_parallel_size=t, **config)
+    request = Request(config, t, Hardware.load("h100-nvlink"), {}, None, lambda index, spec: spec.kind == "param")
+    program = capture_call(model, *synthesize_inputs(model))
+    passes = compile_passes(request.planning(), request)
+    run_passes(program, passes[: [p.name for p in passes].index("check_types") + 1], ranks=t)
+    assert not [n for n in program.notes if n.topic == "types"]
+    return program

@@ -130,15 +130,20 @@ def logits_gradient(
     label_smoothing: float,
     pieces: Sequence[Piece],
     classes: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """grad [T], logits [T, V_local], norm [T, 2] of the whole vocabulary -> [T, V_local], 0 in padding columns."""
+    """grad [T], logits [T, V_local], norm [T, 2] of the whole vocabulary -> [T, V_local], 0 in padding columns.
+
+    out: where to write it, possibly `logits` itself.
+    """
     whole = _covers(pieces, logits.shape[1])
     if on_gpu(logits) and len(pieces) == 1:
         from . import cross_entropy_triton
 
-        args = (grad, logits, target, norm, ignore_index, label_smoothing, pieces[0], classes)
+        args = (grad, logits, target, norm, ignore_index, label_smoothing, pieces[0], classes, out)
         return cross_entropy_triton.gradient(*args)
-    out = (torch.empty if whole else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
+    if out is None:
+        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     ignored = ignored_tokens(target, ignore_index)
     own, local = _local_target(target, pieces)
     for rows in _row_chunks(logits):
@@ -149,6 +154,8 @@ def logits_gradient(
         at_target = own[rows].to(z.dtype) * (label_smoothing - 1)
         z.scatter_add_(1, local[rows, None], at_target[:, None])
         z.mul_(grad[rows, None]).masked_fill_(ignored[rows, None], 0)
+        if not whole:
+            out[rows] = 0
         for _, start, length in [Piece(0, 0, logits.shape[1])] if whole else pieces:
             out[rows, start : start + length] = z[:, start : start + length]
     return out
@@ -198,6 +205,10 @@ def cross_entropy_forward(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """logits [T, V], target [T] -> loss [T], norm [T, 2] (max, log sum exp(x - max); not differentiable)."""
+    return token_losses(logits, target, ignore_index, label_smoothing)
+
+
+def token_losses(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
     _check(logits, target, label_smoothing)
     classes = logits.shape[1]
     if on_gpu(logits):
@@ -207,6 +218,35 @@ def cross_entropy_forward(
     check_targets(target, ignore_index, classes)
     stats = local_stats(logits, target, [Piece(0, 0, classes)])
     return loss_of(stats, ignored_tokens(target, ignore_index), label_smoothing, classes), norm_of(stats)
+
+
+def rank_statistics(logits: Tensor, target: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """[T, 4] of this rank's classes."""
+    _check(logits, target, 0.0)
+    if on_gpu(logits) and len(pieces) == 1:
+        from . import cross_entropy_triton
+
+        return cross_entropy_triton.stats(logits, target, pieces[0])
+    return local_stats(logits, target, pieces)
+
+
+def loss_of_ranks(target: Tensor, all_stats: Tensor, ignore_index: int, label_smoothing: float, classes: int) -> Tensor:
+    """all_stats [t, T, 4] -> loss [T] of the whole vocabulary."""
+    if on_gpu(all_stats):
+        from . import cross_entropy_triton
+
+        return cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, True)[0]
+    check_targets(target, ignore_index, classes)
+    return loss_of(combine(all_stats), ignored_tokens(target, ignore_index), label_smoothing, classes)
+
+
+def norm_of_ranks(target: Tensor, all_stats: Tensor, ignore_index: int, label_smoothing: float, classes: int) -> Tensor:
+    """all_stats [t, T, 4] -> norm [T, 2] of the whole vocabulary."""
+    if on_gpu(all_stats):
+        from . import cross_entropy_triton
+
+        return cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, False)[1]
+    return norm_of(combine(all_stats))
 
 
 @cross_entropy_forward.register_fake
@@ -256,7 +296,7 @@ cross_entropy_forward.register_autograd(_forward_backward, setup_context=_forwar
 # -- sharded vocabulary: logits [T, V_local] of this rank, cut by `layout` over the `size` ranks of `axis`
 
 
-def _own_pieces(layout: Sequence[int], axis: str, size: int) -> list[Piece]:
+def own_pieces(layout: Sequence[int], axis: str, size: int) -> list[Piece]:
     return list(Layout.from_flat(layout).pieces(collectives.axis_rank(axis), size))
 
 
@@ -267,13 +307,7 @@ def _own_pieces(layout: Sequence[int], axis: str, size: int) -> list[Piece]:
 )
 def ce_stats(logits: Tensor, target: Tensor, layout: Sequence[int], axis: str, size: int) -> Tensor:
     """logits [T, V_local], target [T] global -> [T, 4] of this rank's classes; no gradient (ce_loss carries it)."""
-    _check(logits, target, 0.0)
-    pieces = _own_pieces(layout, axis, size)
-    if on_gpu(logits) and len(pieces) == 1:
-        from . import cross_entropy_triton
-
-        return cross_entropy_triton.stats(logits, target, pieces[0])
-    return local_stats(logits, target, pieces)
+    return rank_statistics(logits, target, own_pieces(layout, axis, size))
 
 
 @ce_stats.register_fake
@@ -303,13 +337,7 @@ def ce_loss(
     gradient is that of the whole loss, statistics included.
     """
     _check(logits, target, label_smoothing)
-    classes = Layout.from_flat(layout).size
-    if on_gpu(all_stats):
-        from . import cross_entropy_triton
-
-        return cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, True)[0]
-    check_targets(target, ignore_index, classes)
-    return loss_of(combine(all_stats), ignored_tokens(target, ignore_index), label_smoothing, classes)
+    return loss_of_ranks(target, all_stats, ignore_index, label_smoothing, Layout.from_flat(layout).size)
 
 
 @ce_loss.register_fake
@@ -344,14 +372,8 @@ def ce_loss_backward(
     size: int,
 ) -> Tensor:
     """grad [T] of the loss -> gradient of this rank's logits [T, V_local], 0 in padding columns. No collective."""
-    pieces = _own_pieces(layout, axis, size)
-    classes = Layout.from_flat(layout).size
-    if on_gpu(logits):
-        from . import cross_entropy_triton
-
-        norm = cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, False)[1]
-    else:
-        norm = norm_of(combine(all_stats))
+    pieces, classes = own_pieces(layout, axis, size), Layout.from_flat(layout).size
+    norm = norm_of_ranks(target, all_stats, ignore_index, label_smoothing, classes)
     return logits_gradient(grad, logits, target, norm, ignore_index, label_smoothing, pieces, classes)
 
 

@@ -339,8 +339,10 @@ def gradient(
     logits, target, norm = _rows_apart(logits), target.contiguous(), norm.contiguous()
     rows, columns = logits.shape
     if out is None:
-        whole = piece.length == columns
-        out = (torch.empty if whole else torch.zeros)(logits.shape, dtype=logits.dtype, device=logits.device)
+        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if piece.length != columns:
+        out[:, : piece.local_start].zero_()
+        out[:, piece.local_start + piece.length :].zero_()
     if rows and piece.length:
         same = logits.stride(0) % 8 == out.stride(0) % 8
         tile = min(GRADIENT_TILE, max(128, triton.next_power_of_2(piece.length)))
