@@ -22,6 +22,7 @@ from megafx.later import LazyOutput
 from megafx.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
 from megafx.params import Slot, shard_like
 from megafx.placements import Placement
+from megafx.tables import TableGuard
 from megafx.tp_tensor import TPTensor, wrap
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class BoundGraph:
         self.runtime, self.compiled = runtime, compiled
         self.executable = compiled.executable
         program = compiled.program
+        self.tables = TableGuard(runtime.model, program.assumed)
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.outputs = [o for o in program.outputs if o.kind != "gradient"]
         self.user_outputs = [i for i, o in enumerate(self.outputs) if o.kind == "user"]
@@ -79,7 +81,8 @@ class BoundGraph:
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
 
     def fits(self, call: Call) -> bool:
-        return self.compiled.spec.mismatch(call.args, call.kwargs, call.loss_inputs) is None
+        """Whether sizes and values are those of the graph, and buffers that it relies on hold what they held."""
+        return self.compiled.spec.mismatch(call.args, call.kwargs, call.loss_inputs) is None and self.tables.holds()
 
     def run(self, call: Call) -> Any:
         inputs, user = self._inputs(call)

@@ -11,6 +11,7 @@ A loss that is computed in the user's loop enters the graph by `loss_fn`: the ca
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import re
@@ -37,6 +38,7 @@ from megafx.hf import sequence_group
 from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Input, Output, Phase, Program, active_nodes
 from megafx.sizes import Sizes
 from megafx.source_lines import fqn_of_stack, source_of_trace, strip_root
+from megafx.tables import read_table
 
 _ROOT = "model"
 _GREATEST = 2**31 - 1  # a dim without an upper bound
@@ -149,6 +151,7 @@ class _Capture:
     def run(self) -> Program:
         exported, sizes = self._export()
         program = self._program(exported, sizes)
+        program.table = functools.cache(lambda name: read_table(self.model.get_buffer(name)))
         for message in dict.fromkeys(self.notes):
             program.note("capture", message)
         return program

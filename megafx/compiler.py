@@ -1,7 +1,7 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
-capture -> canonicalize -> fuse -> plan -> insert transitions -> localize shapes -> fuse what has several results
-        -> merge linears -> joint graph -> coalesce gradients -> check types -> join gradients of slices -> sum gradients in products
+capture -> canonicalize -> fuse -> describe masks -> plan -> insert transitions -> localize shapes
+        -> fuse what has several results -> merge linears -> joint graph -> coalesce gradients -> check types -> join gradients of slices -> sum gradients in products
         -> recompute activations -> merge and expand transitions -> schedule -> bind -> partition
 """
 
@@ -28,6 +28,7 @@ from megafx.passes.bind_mesh import bind_mesh
 from megafx.passes.build_joint_graph import build_joint_graph
 from megafx.passes.canonicalize import canonicalize, canonicalize_nodes
 from megafx.passes.coalesce_gradients import coalesce_gradients
+from megafx.passes.describe_masks import describe_masks
 from megafx.passes.expand_transitions import expand_transitions
 from megafx.passes.fuse import fuse
 from megafx.passes.fuse_linear_loss import fuse_linear_loss
@@ -164,6 +165,7 @@ def planning_passes(planning: Planning) -> list[Pass]:
     return [
         Pass.of(canonicalize),
         Pass.of(fuse, planning, canonicalize, canonicalize_nodes),
+        Pass.of(describe_masks, planning.config),
         *([Pass.of(native_attention, planning)] if planning.config.attention_dropout_rng == "native" else []),
         Pass.of(plan_sharding, planning),
         Pass.of(insert_collectives, planning),

@@ -111,6 +111,8 @@ class Program:
     phase: Phase = Phase.CAPTURED
     notes: list[Note] = field(default_factory=list)
     fusions: list[Fusion] = field(default_factory=list)  # in the order in which they were made
+    table: Callable[[str], Any] = lambda name: None  # FQN of a buffer -> what it holds (tables.py), where that is known
+    assumed: dict[str, Any] = field(default_factory=dict)  # buffers whose numbers the graph relies on -> what they held
     call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
 
     @property
@@ -124,6 +126,7 @@ class Program:
         graph.output(result).meta.update(self.output_node().meta)
         gm = fx.GraphModule(self.gm, graph)
         own = {"inputs": [*self.inputs], "outputs": [*self.outputs], "notes": [*self.notes], "fusions": [*self.fusions]}
+        own["assumed"] = dict(self.assumed)  # type: ignore[assignment]
         return replace(self, gm=gm, **own)  # type: ignore[arg-type]
 
     def placeholders(self) -> list[fx.Node]:

@@ -140,11 +140,11 @@ class _Attempt:
             for pair in reversed(list(zip(pattern, found, strict=True))):
                 todo = (pair, todo)
             return todo
-        if isinstance(found, fx.Node):
-            found = self._structural(found)
+        literal = self._structural(found) if isinstance(found, fx.Node) else found
+        same = _same(pattern, literal) and (literal is not None or found is None)
         return (
             todo
-            if _same(pattern, found)
+            if same
             else self._fail(found, lambda: f"{value_text(found)} stands where the pattern has {value_text(pattern)}")
         )
 

@@ -135,7 +135,7 @@ class Replacer:
                 continue
             if target._schema.is_mutable:
                 raise PatternError(f"{match.trace}: make writes in place ({target})", fix="use the functional operator")
-            if torch.Tag.nondeterministic_seeded in target.tags and not draws.positions(target):
+            if torch.Tag.nondeterministic_seeded in target.tags and not draws.positions(target) and not _is_off(node):
                 raise PatternError(
                     f"{match.trace}: make draws random numbers by {target}",
                     fix="pass *drop.args to an op that takes them",
@@ -253,6 +253,13 @@ class Replacer:
         odd = [made[n] for n in nodes if not _canonical(n.target)]
         if odd:
             self.respell(program, odd)
+
+
+def _is_off(node: fx.Node) -> bool:
+    """Whether the op's dropout is off."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+    return given.get("dropout_p") == 0
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -25,6 +25,7 @@ from megafx.passes import canonicalize_noops as noops
 from megafx.passes import canonicalize_norms as norms
 from megafx.passes import canonicalize_random as random
 from megafx.passes import canonicalize_regions as regions
+from megafx.passes import canonicalize_rows as rows
 from megafx.passes import canonicalize_sizes as sizes
 from megafx.passes import canonicalize_views as views
 from megafx.passes.canonicalize_common import Editor
@@ -119,12 +120,12 @@ def _erase_inactive_detaches(editor: Editor) -> int:
 
 
 def _rewrite_linears(editor: Editor) -> int:
-    """Products, then biases, then the reshapes round them."""
+    """Products, then biases, then the reshapes round them and round what else works on rows."""
     count = 0
     for rewrite in (linear.product_to_linear, linear.add_bias_to_linear):
         weights = linear.weight_nodes(editor)
         count += sum(rewrite(editor, n, weights) for n in list(editor.graph.nodes) if n.op == "call_function")
-    return count + _each(editor, (linear.unflatten_linear, linear.merge_reshapes))
+    return count + _each(editor, (linear.unflatten_linear, rows.unflatten_rows, linear.merge_reshapes))
 
 
 def _merge_duplicates(editor: Editor) -> int:

@@ -82,7 +82,7 @@ def unflatten_linear(editor: Editor, node: fx.Node) -> bool:
 
 
 def _lead_of(editor: Editor, before: torch.Tensor, after: torch.Tensor) -> int | None:
-    """How many leading dims of `before` the rows of `after` are, its columns being all the others: [b, s, n, d] -> [b*s, n*d]."""
+    """How many leading dims of `before` are the rows of `after`, its columns being the others: [b, s, n, d] -> [b*s, n*d]."""
     shape = editor.program.sizes.shape(before)
     rows, columns = editor.program.sizes.shape(after)
     for lead in range(2, len(shape) - 1):

@@ -1,12 +1,14 @@
 """The attention chain, as Hugging Face's eager attention and nanoGPT write it, to megafx.attention.
 
-    dropout(softmax(mask(scale * q k^T))) v          k and v repeated for groups of query heads, or not
+    dropout(softmax(mask(cap(scale * q k^T) + bias))) v          k and v repeated for groups of query heads, or not
 
-Found in two steps: masked_softmax.py makes the middle one op (scale_mask_softmax, in any of its spellings), which this
-pattern takes with the products around it. So it needs `masked_softmax_fusion` too. The weights must have no other user: a
-model that returns them keeps its chain. Legal because: softmax, mask and scale are those of the op; where a fill is finite,
-rows that are masked throughout stay uniform (the mask becomes an additive one with finfo.min), where it is -inf, they are
-zeros in place of nan. Dropout draws other bits than the chain would: by (batch, head, query, key).
+Found in steps: masked_softmax.py makes the middle one op (scale_mask_softmax, in any of its spellings, with biases and
+causal buffers in its mask), which these patterns take with the products around it. So they need `masked_softmax_fusion` too.
+passes/describe_masks.py then reads what the mask is: causal, window and padding masks are no tensors any more. The weights
+must have no other user: a model that returns them keeps its chain. Legal because: softmax, mask and scale are those of the
+op; where a fill is finite, rows that are masked throughout stay uniform (the mask becomes an additive one with finfo.min),
+where it is -inf, they are zeros in place of nan. Dropout draws other bits than the chain would: by (batch, head, query, key).
+Scores that were computed in fp32 for bf16 operands (GPT-J) are no loss: the op's products accumulate in fp32.
 """
 
 from __future__ import annotations
@@ -14,52 +16,259 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-import megafx.kernels.attention
-import megafx.kernels.masked_softmax  # noqa: F401  registers the ops
-from megafx.pattern import Pattern, register
+import megafx.kernels.attention  # noqa: F401  registers the op
+from megafx.kernels.masked_softmax import HARD_FILL
+from megafx.pattern import Drop, Pattern, register
+from megafx.rewrite_found import Match
+from megafx.sizes import FIRST_PRIME
+
+ops = torch.ops.megafx
+_CAP_NEEDS = {"no": (), "mul, div": ("tanh", "mul", "div"), "div": ("tanh", "div"), "mul": ("tanh", "mul")}
 
 
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """[b, n, t, d] -> [b, n * g, t, d]: each head for the g query heads that share it."""
-    b, n, t, d = x.shape
-    g = q.shape[1] // n
-    return x[:, :, None].expand(b, n, g, t, d).reshape(b, n * g, t, d)
+class _Attention(Pattern):
+    knob = "attention_fusion"
+    redraws = True
+    scalars = {"scale": float, "fill": float, "inner": float, "cap": float, "p": float}
+
+
+def _mask_for(mask: Tensor | None, fill: float, dtype: torch.dtype) -> Tensor | None:
+    """scale_mask_softmax's mask (True: hidden) as attention takes it (True: visible), with four dims."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    if mask.dtype == torch.bool and fill == -math.inf:
+        return mask.logical_not()
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, torch.finfo(dtype).min)
+    return mask
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fill: float, cap: float, drop: Drop
+) -> Tensor:
+    where = (drop.op_id, drop.shard_dim, list(drop.layout), drop.axis)
+    seen = _mask_for(mask, fill, q.dtype)
+    made: Tensor = ops.attention(q, k, v, seen, drop.seed, scale, False, 0, cap, drop.p, *where)
+    return made
+
+
+def _soft(m: Match) -> bool:
+    """Whether keys that a boolean mask fills keep some weight."""
+    return m["mask"] is not None and m["mask"].dtype == torch.bool and m["fill"] > HARD_FILL
 
 
 @register
-class AttentionChain(Pattern):
-    """softmax(mask(scale q k^T)) v -> attention(q, k, v): nothing of [s, t] is kept, and KV heads are not repeated."""
+class AttentionChain(_Attention):
+    """softmax(mask(scale q k^T)) v -> attention(q, k, v): nothing of [s, t] is kept.
+
+    capped   soft-capping: cap * tanh(scale * q k^T / cap), by its spelling
+    wide     the operands, or their product, are cast to fp32, and the weights back; dropout after the cast, or in the op
+    """
 
     name = "attention"
-    knob = "attention_fusion"
-    redraws = True
-    variants = {"mask_is": ("added", "flat", "bool", "flat bool", "none"), "grouped": (False, True)}
-    scalars = {"scale": float, "fill": float}
-    needs = ("scale_mask_softmax", "matmul")
+    variants = {
+        "mask_is": ("added", "flat", "bool", "flat bool", "none"),
+        "capped": tuple(_CAP_NEEDS),
+        "wide": ("no", "operands", "scores"),
+        "late_drop": (False, True),
+    }
 
-    def tensors(mask_is, grouped):
-        heads = "n*g" if grouped else "n"
-        found = {"q": f"D[b {heads} s e]", "k": "D[b n t e]", "v": "D[b n t f]"}
+    def tensors(mask_is, capped, wide, late_drop):
+        found = {"q": "D[b n s e]", "k": "D[b 1|n t e]", "v": "D[b 1|n t f]"}
         if mask_is != "none":
             dtype = "bool" if "bool" in mask_is else "M"
-            found["mask"] = dtype + ("[s t]" if "flat" in mask_is else f"[1|b 1|{heads} 1|s t]")
+            found["mask"] = dtype + ("[s t]" if "flat" in mask_is else "[1|b 1|n 1|s t]")
         return found
 
-    def match(q, k, v, drop, mask=None, *, grouped, scale, fill):
-        if grouped:
-            k, v = _repeated(k, q), _repeated(v, q)
-        scores = torch.matmul(q, k.transpose(2, 3))
-        weights = torch.ops.megafx.scale_mask_softmax(scores, mask, scale, False, 0, fill, *drop.args)
+    def needs(mask_is, capped, wide, late_drop):
+        cast = () if wide == "no" else ("to",)
+        return ("scale_mask_softmax", "matmul", *_CAP_NEEDS[capped], *cast, *(("dropout",) if late_drop else ()))
+
+    def match(q, k, v, drop, mask=None, *, capped, wide, late_drop, scale, fill, inner, cap, p):
+        a, b = (q.float(), k.float()) if wide == "operands" else (q, k)
+        scores = torch.matmul(a, b.transpose(2, 3))
+        scores = scores.float() if wide == "scores" else scores
+        if capped != "no":
+            scores = scores * inner if "mul" in capped else scores
+            scores = torch.tanh(scores / cap if "div" in capped else scores)
+        drawn = Drop().args if late_drop else drop.args
+        weights = ops.scale_mask_softmax(scores, mask, scale, False, 0, fill, *drawn)
+        weights = weights if wide == "no" else weights.to(q.dtype)
+        if late_drop:
+            weights = F.dropout(weights, p, True)
         return torch.matmul(weights, v)
 
-    def make(q, k, v, drop, mask=None, *, scale, fill):
-        if mask is not None:
-            mask = mask[None, None] if mask.dim() == 2 else mask
-            if mask.dtype == torch.bool and fill == -math.inf:
-                mask = mask.logical_not()
-            elif mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, torch.finfo(q.dtype).min)
-        where = (drop.op_id, drop.shard_dim, list(drop.layout), drop.axis)
-        return torch.ops.megafx.attention(q, k, v, mask, drop.seed, scale, False, 0, 0.0, drop.p, *where)
+    def where(m):
+        if _soft(m):
+            return f"its fill {m['fill']} does not hide"
+        if m["k"].shape[1] != m["v"].shape[1]:
+            return "k and v have different numbers of heads"
+        if m["q"].shape[2] == 1 and m["k"].shape[2] != 1:
+            return ""
+        if m["late_drop"] and m.drops[0].p:
+            return "its weights are dropped twice"
+        if "div" in m["capped"] and m["cap"] != m["scale"]:
+            return f"the soft cap divides by {m['cap']} and multiplies by {m['scale']}"
+        return None
+
+    def make(q, k, v, drops, mask=None, *, capped, scale, fill, inner, cap):
+        drop = drops[-1]
+        if capped == "no":
+            return _fused(q, k, v, mask, scale, fill, 0.0, drop)
+        inside = {"mul, div": inner, "div": 1.0, "mul": inner * scale if capped == "mul" else 0.0}[capped]
+        return _fused(q, k, v, mask, inside, fill, scale, drop)
+
+
+@register
+class AttentionOfMatrices(_Attention):
+    """The chain on [b*n, s, e], as Bloom and torch.nn.MultiheadAttention have it -> attention(q, k, v).
+
+    between  the softmax sees [b, n, s, t], or the b*n of the products (heads of one)
+    by       how the scores are made: a scale before the view; baddbmm adds a bias (ALiBi) or a mask
+    """
+
+    name = "attention_of_matrices"
+    variants = {
+        "between": ("four", "three"),
+        "by": ("bmm", "scaled bmm", "matmul", "baddbmm"),
+        "mask_is": ("added", "bool", "none"),
+        "wide": (False, True),
+    }
+    scalars = _Attention.scalars | {"b": int, "n": int, "beta": float}
+
+    def tensors(between, by, mask_is, wide):
+        many = "b*n" if between == "four" else "m"
+        found = {"q": f"D[{many} s e]", "k": f"D[{many} t e]", "v": f"D[{many} t f]"}
+        if by == "baddbmm":
+            found["bias"] = f"D[1|{many} 1|s t]" if between == "three" else f"D[{many} 1|s t]"
+        if mask_is != "none":
+            dims = "[1|b 1|n 1|s t]" if between == "four" else "[1|m 1|s t]"
+            found["mask"] = ("M" if mask_is == "added" else "bool") + dims
+        return found
+
+    def needs(between, by, mask_is, wide):
+        scores = ("bmm", "mul") if by == "scaled bmm" else (by, "bmm")
+        return ("scale_mask_softmax", *scores, *(("to",) if wide else ()))
+
+    def match(q, k, v, drop, mask=None, bias=None, *, between, by, wide, scale, fill, inner, b, n, beta):
+        turned = k.transpose(1, 2)
+        if by == "baddbmm":
+            scores = torch.baddbmm(bias, q, turned, beta=beta, alpha=inner)
+        else:
+            scores = torch.matmul(q, turned) if by == "matmul" else torch.bmm(q, turned)
+        if by == "scaled bmm":
+            scores = scores * inner
+        if between == "four":
+            scores = scores.view(b, n, q.shape[1], k.shape[1])
+        scores = scores.float() if wide else scores
+        weights = ops.scale_mask_softmax(scores, mask, scale, False, 0, fill, *drop.args).to(q.dtype)
+        if between == "four":
+            weights = weights.view(b * n, q.shape[1], k.shape[1])
+        return torch.matmul(weights, v) if by == "matmul" else torch.bmm(weights, v)
+
+    def where(m):
+        if _soft(m):
+            return f"its fill {m['fill']} does not hide"
+        hidden = m["mask"] is not None and m["mask"].dtype == torch.bool
+        if m["between"] == "four" and m["n"] >= FIRST_PRIME:
+            return "the number of heads is not known"
+        if hidden and m["by"] == "baddbmm" and m["fill"] > -1e30:
+            return f"its fill {m['fill']} is no mask: what is hidden still depends on the bias"
+        return None
+
+    def make(q, k, v, drop, mask=None, bias=None, *, between, by, scale, fill, inner, n, beta):
+        def four(x):
+            return x.reshape(x.shape[0] // n, n, *x.shape[1:]) if between == "four" else x[:, None]
+
+        if mask is not None and between == "three":
+            mask = mask[:, None]
+        if by == "baddbmm":
+            factor = scale * beta
+            added = four(bias) if factor == 1 else four(bias) * factor
+            if mask is not None:
+                added = added.masked_fill(mask, fill) if mask.dtype == torch.bool else added + mask
+            mask = added
+        scale = scale * inner if by in ("baddbmm", "scaled bmm") else scale
+        out = _fused(four(q), four(k), four(v), mask, scale, fill, 0.0, drop)
+        return out.reshape(q.shape[0], q.shape[1], v.shape[2])
+
+
+# -- heads that are repeated for groups of query heads: the ops share them
+
+_REPEATS = {
+    "heads": lambda x, n, g, t, d: x[:, :, None].expand(x.shape[0], n, g, t, d).reshape(x.shape[0], n * g, t, d),
+    "interleave": lambda x, n, g, t, d: x.repeat_interleave(g, dim=1),
+    "tokens": lambda x, n, g, t, d: (
+        x[:, :, :, None].expand(x.shape[0], t, n, g, d).reshape(x.shape[0], t, n * g, d).transpose(1, 2)
+    ),
+    "interleave tokens": lambda x, n, g, t, d: x.repeat_interleave(g, dim=2).transpose(1, 2),
+}
+
+
+class _Groups(_Attention):
+    """k and v repeated before an attention op: it takes them as they are."""
+
+    variants = {"repeat": tuple(_REPEATS), "masked": ("no", "yes", "causal")}
+
+    def tensors(repeat, masked):
+        k, v = ("b t n e", "b t n f") if "tokens" in repeat else ("b n t e", "b n t f")
+        found = {"q": "D[b n*g s e]", "k": f"D[{k}]", "v": f"D[{v}]"}
+        if masked == "yes":
+            found["mask"] = "M[1|b 1|n*g 1|s t]"
+        return found
+
+    def where(m):
+        tokens = "tokens" in m["repeat"]
+        n, heads = m["k"].shape[2 if tokens else 1], m["q"].shape[1]
+        return None if isinstance(n, int) and isinstance(heads, int) and heads % n == 0 else "heads are no multiple"
+
+
+def _repeated(x: Tensor, q: Tensor, repeat: str) -> Tensor:
+    n, t = (x.shape[2], x.shape[1]) if "tokens" in repeat else (x.shape[1], x.shape[2])
+    return _REPEATS[repeat](x, n, q.shape[1] // n, t, x.shape[-1])
+
+
+def _of_heads(x: Tensor, repeat: str) -> Tensor:
+    return x.transpose(1, 2) if "tokens" in repeat else x
+
+
+@register
+class AttentionOfGroups(_Groups):
+    """attention(q, repeated k, repeated v) -> attention(q, k, v)."""
+
+    name = "attention_groups"
+
+    def needs(repeat, masked):
+        return ("attention", "repeat_interleave" if "interleave" in repeat else "expand")
+
+    def match(q, k, v, drop, mask=None, *, repeat, masked, scale, cap, p):
+        k, v = _repeated(k, q, repeat), _repeated(v, q, repeat)
+        return ops.attention(q, k, v, mask, drop.seed, scale, masked == "causal", 0, cap, *drop.args[1:])
+
+    def make(q, k, v, drop, mask=None, *, repeat, masked, scale, cap):
+        k, v = _of_heads(k, repeat), _of_heads(v, repeat)
+        return ops.attention(q, k, v, mask, drop.seed, scale, masked == "causal", 0, cap, *drop.args[1:])
+
+
+@register
+class LibraryAttentionOfGroups(_Groups):
+    """scaled_dot_product_attention(q, repeated k, repeated v) -> the same with enable_gqa."""
+
+    name = "sdpa_groups"
+    redraws = False
+
+    def needs(repeat, masked):
+        return ("scaled_dot_product_attention", "repeat_interleave" if "interleave" in repeat else "expand")
+
+    def match(q, k, v, mask=None, *, repeat, masked, scale):
+        k, v = _repeated(k, q, repeat), _repeated(v, q, repeat)
+        return torch.ops.aten.scaled_dot_product_attention(q, k, v, mask, 0.0, masked == "causal", scale=scale)
+
+    def make(q, k, v, mask=None, *, repeat, masked, scale):
+        k, v = _of_heads(k, repeat), _of_heads(v, repeat)
+        causal = masked == "causal"
+        return torch.ops.aten.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=True)

@@ -4,17 +4,28 @@
     softmax(masked_fill(scores * scale, mask, fill))       by hand (nanoGPT: tril buffer == 0, -inf), Megatron (-10000)
     softmax(where(visible, scores * scale, fill))          GPT-2 of old
 
-with the softmax in fp32 and cast back or not, the scores cast before or not, and dropout or not.
+with the softmax in fp32 and cast back or not, the scores cast before or not, and dropout or not; scores [b, n, s, t], or
+[b*n, s, t] as in torch.nn.MultiheadAttention. What still stands before the op then goes into it as well:
+
+    scores * c                              into the scale (query-key layer scaling)
+    scores + bias                           into the mask: relative positions, ALiBi, with gradient
+    where(visible, scores, fill)            into the mask: a causal buffer under Hugging Face's own mask (GPT-Neo)
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megafx.kernels.masked_softmax  # noqa: F401  registers the ops
+import megafx.kernels.masked_softmax  # registers the ops
 from megafx.pattern import Pattern, register
+from megafx.rewrite_found import Match
+
+ops = torch.ops.megafx
 
 _CASTS = ("no", "dtype", "same", "late", "early")
 _OPS = {"add": "add", "fill": "masked_fill", "keep": "where"}
@@ -50,6 +61,10 @@ def _factor(scaled: str, scale: float) -> float:
     return scale if scaled == "mul" else 1.0 / scale if scaled == "div" else 1.0
 
 
+_SCORES = {4: "b n s t", 3: "m s t"}
+_MASKS = {4: "[1|b 1|n 1|s t]", 3: "[1|m 1|s t]"}
+
+
 @register
 class ScaleMaskSoftmax(Pattern):
     """dropout(softmax(mask(scale * scores))) -> scale_mask_softmax(scores, mask): one pass over the scores."""
@@ -57,6 +72,7 @@ class ScaleMaskSoftmax(Pattern):
     name = "scale_mask_softmax"
     knob = "masked_softmax_fusion"
     variants = {
+        "rank": (4, 3),
         "mask_by": ("add", "fill", "keep"),
         "flat": (False, True),
         "scaled": ("mul", "div", "no"),
@@ -65,12 +81,13 @@ class ScaleMaskSoftmax(Pattern):
     }
     scalars = {"scale": float, "fill": float, "p": float}
 
-    def tensors(mask_by, flat, scaled, cast, dropped):
+    def tensors(rank, mask_by, flat, scaled, cast, dropped):
         dtype = "bool" if mask_by != "add" else "f32" if cast == "early" else "M" if cast == "no" else "D"
-        return {"scores": "D[b n s t]", "mask": dtype + ("[s t]" if flat else "[1|b 1|n 1|s t]")}
+        return {"scores": f"D[{_SCORES[rank]}]", "mask": dtype + ("[s t]" if flat else _MASKS[rank])}
 
-    def needs(mask_by, flat, scaled, cast, dropped):
-        return (_OPS[mask_by], *_needs(scaled, cast, dropped))
+    def needs(rank, mask_by, flat, scaled, cast, dropped):
+        three = () if rank == 4 else ("bmm",)
+        return (_OPS[mask_by], *_needs(scaled, cast, dropped), *three)
 
     def match(scores, mask, *, mask_by, flat, scaled, cast, dropped, scale, fill, p):
         z = _scaled(scores, scaled, cast, scale)
@@ -84,8 +101,8 @@ class ScaleMaskSoftmax(Pattern):
 
     def make(scores, mask, *, mask_by, scaled, scale, fill, drop):
         hidden = mask.logical_not() if mask_by == "keep" else mask
-        fill = float("-inf") if mask_by == "add" else fill
-        return torch.ops.megafx.scale_mask_softmax(scores, hidden, _factor(scaled, scale), False, 0, fill, *drop.args)
+        fill = -math.inf if mask_by == "add" else fill
+        return ops.scale_mask_softmax(scores, hidden, _factor(scaled, scale), False, 0, fill, *drop.args)
 
 
 @register
@@ -94,14 +111,147 @@ class ScaleSoftmax(Pattern):
 
     name = "scale_softmax"
     knob = "masked_softmax_fusion"
-    variants = {"scaled": ("mul", "div", "no"), "cast": _CASTS, "dropped": (True, False)}
+    variants = {"rank": (4, 3), "scaled": ("mul", "div", "no"), "cast": _CASTS, "dropped": (True, False)}
     scalars = {"scale": float, "p": float}
-    tensors = {"scores": "D[b n s t]"}
-    needs = _needs
+
+    def tensors(rank, scaled, cast, dropped):
+        return {"scores": f"D[{_SCORES[rank]}]"}
+
+    def needs(rank, scaled, cast, dropped):
+        return (*_needs(scaled, cast, dropped), *(() if rank == 4 else ("bmm",)))
 
     def match(scores, *, scaled, cast, dropped, scale, p):
         return _weights(_scaled(scores, scaled, cast, scale), scores.dtype, cast, dropped, p)
 
     def make(scores, *, scaled, scale, drop):
-        how = (_factor(scaled, scale), False, 0, float("-inf"))
-        return torch.ops.megafx.scale_mask_softmax(scores, None, *how, *drop.args)
+        how = (_factor(scaled, scale), False, 0, -math.inf)
+        return ops.scale_mask_softmax(scores, None, *how, *drop.args)
+
+
+# -- what stands before the op
+
+
+def _mask_spec(mask_is: str) -> dict[str, str]:
+    return {} if mask_is == "none" else {"mask": ("M" if mask_is == "added" else "bool") + _MASKS[4]}
+
+
+class _Before(Pattern):
+    """softmax of scores on which something was done: it goes into the op's scale or mask."""
+
+    knob = "masked_softmax_fusion"
+    scalars = {"scale": float, "fill": float, "other": float}
+
+
+@register
+class ScaleOfScores(_Before):
+    """scale_mask_softmax(scores * c, mask, scale) -> scale_mask_softmax(scores, mask, c * scale)."""
+
+    name = "scale_of_scores"
+    variants = {"by": ("mul", "div"), "mask_is": ("added", "hidden", "none")}
+
+    def tensors(by, mask_is):
+        return {"scores": "D[b n s t]"} | _mask_spec(mask_is)
+
+    def needs(by, mask_is):
+        return (by, "scale_mask_softmax")
+
+    def match(scores, drop, mask=None, *, by, scale, fill, other):
+        z = scores * other if by == "mul" else scores / other
+        return ops.scale_mask_softmax(z, mask, scale, False, 0, fill, *drop.args)
+
+    def make(scores, drop, mask=None, *, by, scale, fill, other):
+        factor = scale * other if by == "mul" else scale / other
+        return ops.scale_mask_softmax(scores, mask, factor, False, 0, fill, *drop.args)
+
+
+@register
+class BiasOfScores(_Before):
+    """scale_mask_softmax(scores + bias, mask, scale) -> scale_mask_softmax(scores, scale * bias with mask, scale)."""
+
+    name = "bias_of_scores"
+    variants = {"mask_is": ("added", "hidden", "none"), "wide": (False, True), "flat": (False, True)}
+
+    def tensors(mask_is, wide, flat):
+        bias = ("f32" if wide else "B") + ("[1|n 1|s t]" if flat else "[1|b 1|n 1|s t]")
+        return {"scores": "D[b n s t]", "bias": bias} | _mask_spec(mask_is)
+
+    def needs(mask_is, wide, flat):
+        return ("add", "scale_mask_softmax")
+
+    def match(scores, bias, drop, mask=None, *, scale, fill):
+        return ops.scale_mask_softmax(scores + bias, mask, scale, False, 0, fill, *drop.args)
+
+    def where(m):
+        if not _is_product(m.node("scores")):
+            return ""
+        if m["mask"] is not None and m["mask"].dtype == torch.bool and not _hides(m["fill"], m["scores"].dtype):
+            return f"its fill {m['fill']} is no mask: what is hidden still depends on the bias"
+        return None
+
+    def make(scores, bias, drop, mask=None, *, scale, fill):
+        wide = torch.promote_types(scores.dtype, bias.dtype)
+        added = bias if scale == 1 else bias * scale
+        added = added[None] if added.dim() == 3 else added
+        if mask is not None:
+            added = added.masked_fill(mask, fill) if mask.dtype == torch.bool else added + mask
+        return ops.scale_mask_softmax(scores.to(wide), added, scale, False, 0, -math.inf, *drop.args)
+
+
+@register
+class HiddenScores(_Before):
+    """scale_mask_softmax(where(visible, scores, fill), mask) -> scale_mask_softmax(scores, mask, filled where hidden)."""
+
+    name = "hidden_scores"
+    variants = {"by": ("where", "where tensor", "masked_fill")}
+
+    def tensors(by):
+        found = {"scores": "D[b n s t]", "hidden": "bool[1|b 1|n 1|s t]"} | _mask_spec("added")
+        return found | ({"value": "D[]"} if by == "where tensor" else {})
+
+    def needs(by):
+        return (by.split()[0], "scale_mask_softmax")
+
+    def match(scores, hidden, drop, mask, value=None, *, by, scale, other):
+        if by == "masked_fill":
+            z = scores.masked_fill(hidden, other)
+        else:
+            z = torch.where(hidden, scores, other if value is None else value)
+        return ops.scale_mask_softmax(z, mask, scale, False, 0, -math.inf, *drop.args)
+
+    def where(m):
+        fill = m["other"] if m["value"] is None else constant(m, "value")
+        if fill is None or not _hides(fill * m["scale"], m["mask"].dtype):
+            return f"its fill {fill} is not known to hide"
+        return None
+
+    def make(scores, hidden, drop, mask, *, by, scale):
+        unseen = hidden if by == "masked_fill" else hidden.logical_not()
+        lowest = torch.finfo(mask.dtype).min
+        return ops.scale_mask_softmax(scores, mask.masked_fill(unseen, lowest), scale, False, 0, -math.inf, *drop.args)
+
+
+def _hides(fill: float, dtype: torch.dtype) -> bool:
+    """Whether an additive mask of this value hides altogether, as the op has it."""
+    return fill <= megafx.kernels.masked_softmax.mask_floor(dtype)
+
+
+_ON_THE_WAY = ("aten.mul.Tensor", "aten.div.Tensor", "aten.to.dtype", "aten.reshape.default", "aten.add.Tensor")
+
+
+def _is_product(node: Any) -> bool:
+    """Whether a value is a matrix product, scaled, cast or with biases."""
+    while str(node.target) in _ON_THE_WAY:
+        node = node.args[0]
+    return str(node.target) in ("aten.matmul.default", "aten.bmm.default", "aten.baddbmm.default")
+
+
+def constant(m: Match, name: str) -> float | None:
+    """The number that a 0-d tensor is, where the program knows it."""
+    node = m.node(name)
+    given = dict(zip(m.program.placeholders(), m.program.inputs, strict=True)).get(node)
+    if given is not None and given.kind == "constant":
+        return float(m.program.constants[given.name])
+    if str(node.target) in ("aten.full.default", "aten.scalar_tensor.default"):
+        value = node.args[-1]
+        return float(value) if isinstance(value, (int, float)) else None
+    return None

@@ -9,12 +9,18 @@ import torch.nn.functional as F
 
 from megafx.capture import capture_call
 from megafx.communication import collective_nodes
-from megafx.patterns.attention import AttentionChain
-from megafx.patterns.masked_softmax import ScaleMaskSoftmax, ScaleSoftmax
+from megafx.patterns.attention import (
+    AttentionChain,
+    AttentionOfGroups,
+    AttentionOfMatrices,
+    LibraryAttentionOfGroups,
+)
+from megafx.patterns.masked_softmax import BiasOfScores, HiddenScores, ScaleMaskSoftmax, ScaleOfScores, ScaleSoftmax
 from megafx.testing import assert_same, expect
 from megafx.testing_patterns import fuse_with
 
-FAMILY = [AttentionChain, ScaleMaskSoftmax, ScaleSoftmax]
+SOFTMAX = [ScaleMaskSoftmax, ScaleSoftmax, ScaleOfScores, BiasOfScores, HiddenScores]
+FAMILY = [AttentionChain, AttentionOfMatrices, AttentionOfGroups, LibraryAttentionOfGroups, *SOFTMAX]
 HEADS = {name: "f32[b n=2 s e=4]" for name in "qkv"}
 CROSS = {"q": "f32[b n=4 s e=4]", "k": "f32[b m=2 t e=4]", "v": "f32[b m=2 t f=6]"}
 
@@ -58,7 +64,81 @@ def test_golden():
     )
 
 
+def tokens_first(x, q):
+    """Llama's own code: heads are repeated in [b, t, n, d]."""
+    b, t, n, d = x.shape
+    g = q.shape[1] // n
+    return x[:, :, :, None, :].expand(b, t, n, g, d).reshape(b, t, n * g, d).transpose(1, 2)
+
+
+def scores(q, k, c=0.5):
+    return q @ k.transpose(-1, -2) * c
+
+
+def by_matrices(q, k, v, bias=None, m=None):
+    """Bloom: [b*n, s, e], a bias in baddbmm, the softmax on [b, n, s, t]."""
+    b, n, s, e = q.shape
+    q, k, v = (x.reshape(b * n, s, e) for x in (q, k, v))
+    if bias is None:
+        z = torch.bmm(q, k.transpose(1, 2)) * 0.5
+    else:
+        z = torch.baddbmm(bias, q, k.transpose(1, 2), beta=1.0, alpha=0.5)
+    z = z.view(b, n, s, s)
+    weights = torch.softmax(z if m is None else z + m, -1)
+    return torch.bmm(weights.view(b * n, s, s), v).view(b, n, s, e)
+
+
+def multihead(q, k, v, m):
+    """torch.nn.MultiheadAttention: a scaled query, the mask in baddbmm."""
+    return torch.bmm(torch.softmax(torch.baddbmm(m, q * 0.5, k.transpose(-2, -1)), -1), v)
+
+
+def soft_capped(q, k, v, m):
+    z = torch.tanh(scores(q, k) / 30.0) * 30.0
+    return F.softmax(z + m, -1) @ v
+
+
+THREE = {name: "f32[m s e=4]" for name in "qkv"}
 FORMS = {
+    "one head for all": (lambda q, k, v: hugging_face(q, k[:, :1], v[:, :1]), HEADS),
+    "scaled twice": (lambda q, k, v: torch.softmax(scores(q, k) / 3.0, -1) @ v, HEADS),
+    "bias and mask": (
+        lambda q, k, v, a, m: torch.softmax(scores(q, k) + a + m, -1) @ v,
+        HEADS | {"a": "f32[1 n=2 s s]", "m": "f32[b 1 s s]"},
+    ),
+    "alibi, then filled": (
+        lambda q, k, v, a, m: torch.softmax((scores(q, k) + a).masked_fill(m, -1e38), -1) @ v,
+        HEADS | {"a": "f32[n=2 1 s]", "m": "bool[1 1 s s]"},
+    ),
+    "alibi, then scaled": (
+        lambda q, k, v, a: torch.softmax((q @ k.transpose(-1, -2) + a) * 0.5, -1) @ v,
+        HEADS | {"a": "f32[1 n=2 1 s]"},
+    ),
+    "filled, then masked": (
+        lambda q, k, v, m, a: (
+            torch.softmax(torch.where(m, scores(q, k), torch.full([], -1e38, dtype=q.dtype)) + a, -1) @ v
+        ),
+        HEADS | {"m": "bool[1 1 s s]", "a": "f32[b 1 s s]"},
+    ),
+    "soft-capped": (soft_capped, HEADS | {"m": "f32[b 1 s s]"}),
+    "soft-capped, one product": (
+        lambda q, k, v: torch.softmax(torch.tanh(scores(q, k, 0.01)) * 30.0, -1) @ v,
+        HEADS,
+    ),
+    "matrices": (by_matrices, HEADS),
+    "matrices, alibi, mask": (
+        lambda q, k, v, a, m: by_matrices(q, k, v, a.repeat(q.shape[0], 1, 1), m),
+        HEADS | {"a": "f32[n=2 1 s]", "m": "f32[b 1 s s]"},
+    ),
+    "multi-head": (multihead, THREE | {"m": "f32[1 s s]"}),
+    "interleaved groups": (
+        lambda q, k, v: hugging_face(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)),
+        CROSS,
+    ),
+    "groups before the transpose": (
+        lambda q, k, v: hugging_face(q, *(tokens_first(x, q) for x in (k, v))),
+        {"q": "f32[b n=4 s e=4]", "k": "f32[b s m=2 e=4]", "v": "f32[b s m=2 e=4]"},
+    ),
     "by hand": (lambda q, k, v, m: nanogpt(q, k, v, m, -1e9), HEADS | {"m": "bool[1 1 s s]"}),
     "grouped": (hugging_face, CROSS | {"m": "f32[b 1 s t]"}),
     "grouped, no mask": (hugging_face, CROSS),
@@ -72,9 +152,60 @@ FORMS = {
 def test_every_form(form):
     function, values = FORMS[form]
     fused = fuse_with(FAMILY, function, **values)
-    assert fused.counts["attention"] == 1, fused.near_misses
-    assert not {"matmul", "scale_mask_softmax", "softmax", "expand"} & set(fused.ops)
+    assert fused.ops.count("attention") == 1, fused.near_misses
+    gone = {"matmul", "bmm", "baddbmm", "scale_mask_softmax", "softmax", "tanh", "repeat_interleave"}
+    assert not gone & set(fused.ops)
+    assert "expand" not in fused.ops or "matrices" in form
     assert_same(fused.before, fused.program)
+
+
+@pytest.mark.parametrize("where", ["operands", "scores"])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_scores_in_fp32(where, p):
+    """GPT-J casts q and k, others the scores; the dropout may come after the cast back."""
+
+    def function(q, k, v):
+        z = q.float() @ k.float().transpose(-1, -2) if where == "operands" else (q @ k.transpose(-1, -2)).float()
+        return F.dropout(torch.softmax(z / 2.0, -1).to(v.dtype), p, True) @ v
+
+    fused = fuse_with(FAMILY, function, **{n: t.replace("f32", "bf16") for n, t in HEADS.items()})
+    assert fused.ops == ["attention"], fused.near_misses
+    assert f"0.5, False, 0, 0.0, {p}, 0," in fused.text
+
+
+def test_repeated_heads_of_the_library():
+    """scaled_dot_product_attention shares heads itself."""
+
+    def function(q, k, v):
+        k, v = repeat_kv(k, 2), repeat_kv(v, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+
+    fused = fuse_with(FAMILY, function, **CROSS | {"v": "f32[b m=2 t e=4]"})
+    assert fused.counts["sdpa_groups"] == 1 and fused.ops == ["scaled_dot_product_attention"]
+    assert_same(fused.before, fused.program)
+
+
+NOT_FUSED = {
+    "a fill that does not hide": (lambda q, k, v, m: nanogpt(q, k, v, m, -10.0), {"m": "bool[1 1 s s]"}, "fill"),
+    "a cap that is none": (
+        lambda q, k, v: torch.softmax(torch.tanh(scores(q, k) / 20.0) * 30.0, -1) @ v,
+        {},
+        "soft cap",
+    ),
+    "a bias under a weak fill": (
+        lambda q, k, v, a, m: torch.softmax((scores(q, k) + a).masked_fill(m, -10000.0), -1) @ v,
+        {"a": "f32[1 n=2 s s]", "m": "bool[1 1 s s]"},
+        "fill",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FUSED)
+def test_what_is_refused_and_why(case):
+    function, more, word = NOT_FUSED[case]
+    fused = fuse_with(FAMILY, function, **HEADS | more)
+    assert "attention" not in fused.ops
+    assert any(word in reason for reason in fused.near_misses), fused.near_misses
 
 
 def test_dropout_keeps_its_number():

@@ -1,0 +1,69 @@
+"""Numbers that a model keeps in buffers, as far as they are a pattern: a triangle, a band, one number.
+
+nanoGPT and GPT-2 keep their causal mask as a buffer, which a graph only sees as an input. Read here, it is known what the
+mask is; a `TableGuard` sees whether the buffer still holds it when the graph is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+LARGEST = 1 << 28  # elements that are looked at
+
+
+class Band(NamedTuple):
+    """x[..., i, j] is `on` where 0 <= i - j, and i - j < window where window > 0; else `off`."""
+
+    on: float | bool
+    off: float | bool
+    window: int = 0
+
+
+Table = Band | float | bool
+
+
+def read_table(x: Tensor) -> Table | None:
+    """What a buffer holds; None for anything else, and for tensors without values."""
+    if x.is_meta or x.is_complex() or x.numel() > LARGEST or not x.numel():
+        return None
+    if x.numel() == 1 and x.dim() <= 1:
+        return x.item() if x.dim() == 0 else None
+    if x.dim() < 2 or x.shape[-1] != x.shape[-2] or x.numel() != x.shape[-1] ** 2 or x.shape[-1] < 2:
+        return None
+    x = x.detach().reshape(x.shape[-2:])
+    on, off, n = x[0, 0].item(), x[0, 1].item(), x.shape[0]
+    if on == off:
+        return None
+    window = int((x[-1] == on).sum())
+    distance = torch.arange(n, device=x.device)[:, None] - torch.arange(n, device=x.device)
+    inside = (distance >= 0) & (distance < window)
+    if not torch.equal(x == on, inside) or not torch.equal(x == off, ~inside):
+        return None
+    return Band(on, off, 0 if window == n else window)
+
+
+class TableGuard:
+    """Whether buffers of a model hold what was read from them."""
+
+    def __init__(self, model: nn.Module, tables: Mapping[str, Table]) -> None:
+        self.model, self.tables = model, dict(tables)
+        self.seen = {name: self._mark(name) for name in tables}
+
+    def _mark(self, name: str) -> tuple[int, int, int]:
+        buffer = self.model.get_buffer(name)
+        return id(buffer), -1 if buffer.is_inference() else buffer._version, buffer.data_ptr()
+
+    def holds(self) -> bool:
+        """Looks at the numbers only where a buffer was written or replaced since."""
+        for name, table in self.tables.items():
+            mark = self._mark(name)
+            if mark == self.seen[name]:
+                continue
+            if read_table(self.model.get_buffer(name)) != table:
+                return False
+            self.seen[name] = mark
+        return True
