@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
 from megafx.ir import Input, Output, Program
+from megafx.passes.call_directly import call_directly
 from megafx.placements import I, Layout, Placement, S
 from megafx.runtime import CompiledCall, CompileRequest, make_parallel
 from megafx.sizes import Sizes
@@ -148,28 +150,48 @@ def fused_calls() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
     }
 
 
-def measure_kernels() -> dict[str, tuple[float, float, float]]:
-    """Print and return microseconds of the forward call without gradient, with, and with a backward after it."""
+def measure_kernels() -> dict[str, list[float]]:
+    """Print and return microseconds of the forward call without gradient, with, and with a backward after it; then of the
+    first and the last as compiled graphs make them."""
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/host_overhead.py --kernels needs a CUDA device: torch sees none here")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {' '.join(sys.argv)}; host us a call")
-    print(f"{'op':20s} {'no grad':>8s} {'forward':>8s} {'fwd+bwd':>8s}", flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {' '.join(sys.argv)}; host us")
+    print(
+        f"{'a call of':20s} {'no grad':>8s} {'forward':>8s} {'fwd+bwd':>8s}   in a graph: {'fwd':>8s} {'fwd+bwd':>8s}"
+    )
     result = {}
     for name, (op, args) in fused_calls().items():
-
-        def outputs(op: Callable[..., Any] = op, args: list[Any] = args) -> list[torch.Tensor]:
-            found = op(*args)
-            return [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
-
-        leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
-        tangents = [torch.randn_like(y) for y in outputs()]
+        steps = Steps(op, args)
+        forward, joint = steps.graph(steps.outputs), steps.graph(steps.both)
         with torch.no_grad():
-            plain = host_us(lambda op=op, args=args: op(*args))  # type: ignore[misc]
-        forward = host_us(outputs)
-        both = host_us(lambda: torch.autograd.grad(outputs(), leaves, tangents))  # noqa: B023
-        result[name] = plain, forward, both
-        print(f"{name:20s} {plain:8.1f} {forward:8.1f} {both:8.1f}", flush=True)
+            plain, *graphs = (host_us(f) for f in (steps.outputs, forward, joint))
+        result[name] = [plain, host_us(steps.outputs), host_us(steps.both), *graphs]
+        print("{:20s} {:8.1f} {:8.1f} {:8.1f}               {:8.1f} {:8.1f}".format(name, *result[name]), flush=True)
     return result
+
+
+class Steps:
+    """A call, alone and with a backward after it."""
+
+    def __init__(self, op: Callable[..., Any], args: list[Any]) -> None:
+        self.op, self.args = op, args
+        self.tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        self.tangents = [torch.randn_like(y) for y in self.outputs() if y.requires_grad]
+
+    def outputs(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        given = iter(tensors or self.tensors)
+        found = self.op(*[next(given) if isinstance(x, torch.Tensor) else x for x in self.args])
+        return list(found) if isinstance(found, tuple) else [found]
+
+    def both(self, *tensors: torch.Tensor) -> Any:
+        leaves = [x for x in tensors or self.tensors if x.requires_grad]
+        made = [y for y in self.outputs(*tensors) if y.requires_grad]
+        return torch.autograd.grad(made, leaves, self.tangents)
+
+    def graph(self, step: Callable[..., Any]) -> Callable[[], Any]:
+        """What a compiled graph runs for it."""
+        gm = call_directly(make_fx(step)(*self.tensors))
+        return lambda: gm.forward(*self.tensors)
 
 
 def main() -> dict[str, Any]:

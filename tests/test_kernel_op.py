@@ -70,7 +70,13 @@ def test_each_form_of_a_call_starts_the_kernel_that_triton_picks_for_it(launches
             (16, -16, -0.5, False),
         )
     ]
-    replay = Replay(shift)
+    runs = []
+
+    def counted(*case: Any) -> Tensor:
+        runs.append(case)
+        return shift(*case)
+
+    replay = Replay(counted)
     picked = []
     for case in cases:
         shift(*case)
@@ -92,6 +98,7 @@ def test_each_form_of_a_call_starts_the_kernel_that_triton_picks_for_it(launches
         assert [type(v) for v in values[2:]] == [int, int, float, bool, int]
         assert y.shape == case[0].shape and y.dtype == case[0].dtype and y.is_contiguous()
     assert len(forms(replay)) == len(cases) and all(isinstance(f, Recording) for f in forms(replay))
+    assert len(runs) == 2 * len(cases), "the launcher runs twice for a form, and then no more"
 
 
 def test_new_memory_is_read_at_each_call(launches: list[Any]) -> None:
@@ -116,6 +123,32 @@ def test_new_memory_is_read_at_each_call(launches: list[Any]) -> None:
         assert second.shape == (8, 4) and second.stride() == (1, 8) and grid == (1, 1, 1)
         assert first.data_ptr() != second.data_ptr()
     assert [type(f) for f in forms(replay)] == [Recording]
+
+
+def test_hooks_on_launches_and_negative_views_are_not_passed_by(launches: list[Any]) -> None:
+    runs = []
+
+    def counted(x: Tensor) -> Tensor:
+        runs.append(x.is_neg())
+        return shift(x, 2, 1, 0.5, True)
+
+    replay, x = Replay(counted), torch.randn(4)
+    for _ in range(5):
+        replay(x)
+    assert len(runs) == 2
+    hooks, told = triton.knobs.runtime.launch_enter_hook, []
+    hooks.add(told.append)
+    try:
+        replay(x)
+    finally:
+        hooks.remove(told.append)
+    replay(x)
+    assert len(runs) == 3
+    negative = torch._neg_view(x)
+    for _ in range(3):
+        y = replay(negative)
+    address = launches[-1][2][0]
+    assert not any(runs) and y.shape == x.shape and (address if isinstance(address, int) else 0) != negative.data_ptr()
 
 
 def _sample(args: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda  # what Inductor's code allocates with: half of the host time
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # as Inductor's code allocates
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import collectives
@@ -82,6 +82,8 @@ class Replay:
         for x in operands:
             kind = type(x)
             if kind in _PLAIN:
+                if x.is_neg():  # kernels read memory, where the sign is not
+                    return self(*[y.resolve_neg() if isinstance(y, Tensor) else y for y in operands])
                 tensors.append(x)
                 form.append((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT))
             elif kind in _NUMBERS:
