@@ -297,7 +297,8 @@ def key_config(c: Call) -> dict[str, Any]:
     """Short tiles leave registers for three stages (measured: H200)."""
     wide = c.width > 256
     short = c.width > 128 or not c.dropped
-    return dict(BM=32 if short else 64, BN=64, STAGES=1 if wide else 3, num_warps=8 if wide else 4, GROUP=16)
+    warps = 8 if wide else 4
+    return dict(BM=32 if short else 64, BN=64, STAGES=1 if wide else 3, num_warps=warps, GROUP=8 if short else 16)
 
 
 def backward(

@@ -71,11 +71,11 @@ def _bounds(
 @triton.jit
 def _masked(
     scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T,
-    MASK: tl.constexpr, KEYS: tl.constexpr,
+    MASK: tl.constexpr, KEYS: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """z of keys [R, B], -inf beyond T; and where scores count (are not filled). near: keys to read, the others are hidden.
 
-    plain: [first, end) is all that is seen, and the mask need not be read.
+    plain: [first, end) is all that is seen, and the mask need not be read. INSIDE: all keys are below T.
     """
     z = tl.load(scores + at + key, mask=near, other=0.0).to(tl.float32) * scale
     seen = (key >= first) & (key < end)
@@ -86,7 +86,8 @@ def _masked(
         if plain == 0:
             m = tl.load(mask + mask_at + key * KEYS, mask=key < T, other=0.0).to(tl.float32)
             z = tl.where(m <= floor, m, z + m)
-    return tl.where(key < T, tl.where(seen, z, fill), -float("inf")), seen
+    z = tl.where(seen, z, fill)
+    return z if INSIDE else tl.where(key < T, z, -float("inf")), seen
 
 
 @triton.jit
@@ -100,7 +101,7 @@ def _keep(global_at, seed, op_id, threshold, R: tl.constexpr, B: tl.constexpr, A
 def _forward_rows(
     scores, y, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
-    MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
+    MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr, EVEN: tl.constexpr,
     R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Keys [0, B); those in [B, FULL) have probability 0."""
@@ -108,7 +109,7 @@ def _forward_rows(
     from_key, to_key = _group(low, high, EIGHTS)
     near = valid & (key >= from_key) & (key < to_key)
     z, _ = _masked(
-        scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS
+        scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS, EVEN or B < FULL
     )  # fmt: skip
     top = tl.max(z, 1)[:, None]
     e = exp(z - top)
@@ -117,7 +118,7 @@ def _forward_rows(
     if DROP:
         kept = _keep(global_at, seed, op_id, threshold, R, B, ALIGNED)
         out = tl.where(kept, out.to(tl.float32) * factor, 0.0).to(y.dtype.element_ty)
-    tl.store(y + at + key, out, mask=valid & (key < T))
+    tl.store(y + at + key, out, mask=valid if EVEN or B < FULL else valid & (key < T))
     at_stats = stats + row * 2 + tl.zeros([R, 1], tl.int32)
     tl.store(at_stats, top, mask=valid)
     tl.store(at_stats + 1, total, mask=valid)
@@ -130,7 +131,7 @@ def _forward_rows(
 def _forward_parts(
     scores, y, stats, mask, seed, row, at, global_at, mask_at, plain, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
-    MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
+    MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr, EVEN: tl.constexpr,
     B: tl.constexpr,
 ):  # fmt: skip
     """One row whose mask is read, B keys at a time and twice: it takes no more registers than rows that read no mask."""
@@ -140,7 +141,7 @@ def _forward_parts(
     for left in range(0, T, B):
         key = left + tl.arange(0, B)[None, :]
         near = (key >= from_key) & (key < to_key)
-        z, _ = _masked(scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS)
+        z, _ = _masked(scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS, EVEN)
         higher = tl.maximum(top, tl.max(z, 1)[:, None])
         safe = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * exp(top - safe) + tl.sum(exp(z - safe), 1)[:, None]
@@ -151,7 +152,7 @@ def _forward_parts(
     for left in range(0, T, B):
         key = left + tl.arange(0, B)[None, :]
         near = (key >= from_key) & (key < to_key)
-        z, _ = _masked(scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS)
+        z, _ = _masked(scores, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS, EVEN)
         out = (exp(z - top) * (1.0 / total)).to(y.dtype.element_ty)
         if DROP:
             kept = _keep(global_at + left, seed, op_id, threshold, 1, B, ALIGNED)
@@ -163,7 +164,8 @@ def _forward_parts(
 def _backward_rows(
     grad, saved, dx, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
-    MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr, HARD: tl.constexpr,
+    MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr, EVEN: tl.constexpr,
+    HARD: tl.constexpr,
     R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     key = tl.arange(0, B)[None, :]
@@ -173,7 +175,7 @@ def _backward_rows(
     g = tl.load(grad + at + key, mask=read, other=0.0).to(tl.float32)
     if DROP:
         z, seen = _masked(
-            saved, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS
+            saved, at, key, near, mask, mask_at, plain, first, end, floor, scale, fill, T, MASK, KEYS, EVEN or B < FULL
         )  # fmt: skip
         top = tl.load(stats + row * 2)  # a row that is not valid is the last one again
         total = tl.load(stats + row * 2 + 1)
@@ -187,7 +189,7 @@ def _backward_rows(
                 seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
     dz = p * (g - tl.sum(p * g, 1)[:, None]) * scale
     dz = tl.where(seen, dz, 0.0)
-    tl.store(dx + at + key, dz.to(dx.dtype.element_ty), mask=valid & (key < T))
+    tl.store(dx + at + key, dz.to(dx.dtype.element_ty), mask=valid if EVEN or B < FULL else valid & (key < T))
     if B < FULL:
         for i in tl.static_range(1, FULL // B):
             tl.store(dx + at + i * B + key, tl.zeros([R, B], dx.dtype.element_ty), mask=i * B + key < T)
@@ -232,6 +234,7 @@ def _softmax(
     DROP: tl.constexpr,
     ALIGNED: tl.constexpr,
     EIGHTS: tl.constexpr,
+    EVEN: tl.constexpr,  # T is FULL
     HARD: tl.constexpr,
     SPLIT: tl.constexpr,
     ONE_PIECE: tl.constexpr,
@@ -290,24 +293,24 @@ def _softmax(
             _reaching(
                 grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T, reach,
-                BACK, DROP, ALIGNED, EIGHTS, HARD, SPLIT, R, FULL,
+                BACK, DROP, ALIGNED, EIGHTS, EVEN, HARD, SPLIT, R, FULL,
             )  # fmt: skip
         elif (R == 1) & (not BACK):
             _forward_parts(
                 source, out, stats, mask, seed, row, at, global_at, mask_at, plain, first, end, low,
-                high, floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, FULL // 4,
+                high, floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, EVEN, FULL // 4,
             )  # fmt: skip
         else:
             _rows(
                 grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
-                BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
+                BACK, MASK, KEYS, DROP, ALIGNED, EIGHTS, EVEN, HARD, R, FULL, FULL,
             )  # fmt: skip
     else:
         _reaching(
             grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
             high, floor, scale, fill, factor, threshold, op_id, T, reach,
-            BACK, DROP, ALIGNED, EIGHTS, HARD, SPLIT, R, FULL,
+            BACK, DROP, ALIGNED, EIGHTS, EVEN, HARD, SPLIT, R, FULL,
         )  # fmt: skip
 
 
@@ -316,7 +319,7 @@ def _reaching(
     grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T, reach,
     BACK: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
-    EIGHTS: tl.constexpr, HARD: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr,
+    EIGHTS: tl.constexpr, EVEN: tl.constexpr, HARD: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Rows that see [first, end), and no key from `reach` on: computed on a quarter or a half of the keys where that is all."""
     if SPLIT:
@@ -325,25 +328,25 @@ def _reaching(
             _rows(
                 grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
-                BACK, 0, 0, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 4, FULL,
+                BACK, 0, 0, DROP, ALIGNED, EIGHTS, EVEN, HARD, R, FULL // 4, FULL,
             )  # fmt: skip
         elif some & (reach <= FULL // 2):
             _rows(
                 grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
-                BACK, 0, 0, DROP, ALIGNED, EIGHTS, HARD, R, FULL // 2, FULL,
+                BACK, 0, 0, DROP, ALIGNED, EIGHTS, EVEN, HARD, R, FULL // 2, FULL,
             )  # fmt: skip
         else:
             _rows(
                 grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
                 high, floor, scale, fill, factor, threshold, op_id, T,
-                BACK, 0, 0, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
+                BACK, 0, 0, DROP, ALIGNED, EIGHTS, EVEN, HARD, R, FULL, FULL,
             )  # fmt: skip
     else:
         _rows(
             grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
             high, floor, scale, fill, factor, threshold, op_id, T,
-            BACK, 0, 0, DROP, ALIGNED, EIGHTS, HARD, R, FULL, FULL,
+            BACK, 0, 0, DROP, ALIGNED, EIGHTS, EVEN, HARD, R, FULL, FULL,
         )  # fmt: skip
 
 
@@ -352,17 +355,17 @@ def _rows(
     grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high, floor,
     scale, fill, factor, threshold, op_id, T,
     BACK: tl.constexpr, MASK: tl.constexpr, KEYS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
-    EIGHTS: tl.constexpr, HARD: tl.constexpr, R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
+    EIGHTS: tl.constexpr, EVEN: tl.constexpr, HARD: tl.constexpr, R: tl.constexpr, B: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     if BACK:
         _backward_rows(
             grad, source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low,
-            high, floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, HARD, R, B, FULL,
+            high, floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, EVEN, HARD, R, B, FULL,
         )  # fmt: skip
     else:
         _forward_rows(
             source, out, stats, mask, seed, row, valid, at, global_at, mask_at, plain, first, end, low, high,
-            floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, R, B, FULL,
+            floor, scale, fill, factor, threshold, op_id, T, MASK, KEYS, DROP, ALIGNED, EIGHTS, EVEN, R, B, FULL,
         )  # fmt: skip
 
 
@@ -442,7 +445,8 @@ def _launch(
     kind = NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
     shown, heads, strides = _mask_rows(mask, source)
     bounds, bound_strides = _bounds_of(shown, strides, t, kind, mask_floor(source.dtype), full)
-    keys_a_warp = 512 if drop and grad is not None else 1024  # drawing again takes registers: 165 a thread at 1024
+    # Drawing again takes registers: 165 a thread at 1024. Rows that start anywhere take loads of one key.
+    keys_a_warp = 512 if (drop and grad is not None) or not eights else 1024
     for run in runs:
         aligned = eights and run.global_start % 8 == 0 and (run.rows == 1 or run.global_stride % 8 == 0)
         piece = run.length // t
@@ -484,6 +488,7 @@ def _launch(
             DROP=drop,
             ALIGNED=aligned,
             EIGHTS=eights,
+            EVEN=t == full,
             HARD=hard,
             SPLIT=hard and each == 1 and full >= 512 and (causal or mask is not None),
             ONE_PIECE=run.rows == 1,

@@ -1,6 +1,7 @@
 """megafx::rope and rope_qk on CUDA; rope.py has formulas and ops.
 
-A program rotates all heads of one position, q's and then k's: the tables are read once into registers for all of them, and
+A program rotates all heads of one position, q's and k's: both are read before either is written (where heads are too many
+for that, q and k have programs of their own). The tables are read once into registers for all of them, and
 where heads lie side by side in memory ([b, s, n, d], also seen as [b, n, s, d]) it reads one run of n * d elements. Any
 strides in the leading dims; the last dim must be dense (else x is copied). Pairs are split and joined in registers. More
 than three leading dims, and tables that broadcast over none of them, take the plain path.
@@ -38,46 +39,55 @@ def _columns(table, at, half, INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr,
 
 
 @triton.jit
+def _pairs(x_row, inside_row, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """First and second elements of the pairs of some heads, fp32 [HEADS, HALF]."""
+    if INTERLEAVED:
+        j = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.load(x_row + j, mask=inside_row & (j < 2 * half), other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(both, [x_row.shape[0], HALF, 2]))
+    else:
+        i = tl.arange(0, HALF)[None, :]
+        a = tl.load(x_row + i, mask=inside_row & (i < half), other=0.0).to(tl.float32)
+        b = tl.load(x_row + half + i, mask=inside_row & (i < half), other=0.0).to(tl.float32)
+        return a, b
+
+
+@triton.jit
+def _turn(
+    a, b, x_row, out_row, inside_row, cos_a, cos_b, sin_a, sin_b, half, width,
+    INTERLEAVED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Writes the pairs rotated, and what is behind them as it is."""
+    first = (a * cos_a - b * sin_a).to(out_row.dtype.element_ty)
+    second = (b * cos_b + a * sin_b).to(out_row.dtype.element_ty)
+    if INTERLEAVED:
+        j = tl.arange(0, 2 * HALF)[None, :]
+        turned = tl.reshape(tl.join(first, second), [x_row.shape[0], 2 * HALF])
+        tl.store(out_row + j, turned, mask=inside_row & (j < 2 * half))
+    else:
+        i = tl.arange(0, HALF)[None, :]
+        tl.store(out_row + i, first, mask=inside_row & (i < half))
+        tl.store(out_row + half + i, second, mask=inside_row & (i < half))
+    if REST:
+        c = 2 * half + tl.arange(0, REST)[None, :]
+        kept = inside_row & (c < width)
+        tl.store(out_row + c, tl.load(x_row + c, mask=kept), mask=kept)
+
+
+@triton.jit
 def _rotate(
-    x,
-    out,
-    heads,
-    x_head,
-    out_head,
-    cos_a,
-    cos_b,
-    sin_a,
-    sin_b,
-    half,
-    width,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x, out, heads, x_head, out_head, cos_a, cos_b, sin_a, sin_b, half, width,
+    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """All heads of one position."""
     for h in range(0, heads, HEADS):
         row = h + tl.arange(0, HEADS)[:, None]
         x_row = x + row * x_head
         out_row = out + row * out_head
-        if INTERLEAVED:
-            j = tl.arange(0, 2 * HALF)[None, :]
-            inside = (row < heads) & (j < 2 * half)
-            both = tl.load(x_row + j, mask=inside, other=0.0).to(tl.float32)
-            a, b = tl.split(tl.reshape(both, [HEADS, HALF, 2]))
-            turned = tl.join(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
-            tl.store(out_row + j, tl.reshape(turned, [HEADS, 2 * HALF]).to(out.dtype.element_ty), mask=inside)
-        else:
-            i = tl.arange(0, HALF)[None, :]
-            inside = (row < heads) & (i < half)
-            a = tl.load(x_row + i, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(x_row + half + i, mask=inside, other=0.0).to(tl.float32)
-            tl.store(out_row + i, (a * cos_a - b * sin_a).to(out.dtype.element_ty), mask=inside)
-            tl.store(out_row + half + i, (b * cos_b + a * sin_b).to(out.dtype.element_ty), mask=inside)
-        if REST:
-            c = 2 * half + tl.arange(0, REST)[None, :]
-            kept = (row < heads) & (c < width)
-            tl.store(out_row + c, tl.load(x_row + c, mask=kept), mask=kept)
+        a, b = _pairs(x_row, row < heads, half, INTERLEAVED, HALF)
+        _turn(
+            a, b, x_row, out_row, row < heads, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, HALF, REST
+        )  # fmt: skip
 
 
 @triton.jit
@@ -110,6 +120,7 @@ def _rope(
     sin0,
     sin1,
     TWO: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BACK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PER_PAIR: tl.constexpr,
@@ -126,15 +137,28 @@ def _rope(
         swap = -sin_a
         sin_a = -sin_b
         sin_b = swap
-    if TWO and tl.program_id(1) == 1:
-        k_at = k + p0 * k0 + p1 * k1
-        o_at = k_out + p0 * ko0 + p1 * ko1
+    q_at = q + p0 * q0 + p1 * q1
+    o_at = q_out + p0 * qo0 + p1 * qo1
+    k_at = k + p0 * k0 + p1 * k1
+    ko_at = k_out + p0 * ko0 + p1 * ko1
+    if TOGETHER:
+        row = tl.arange(0, Q_HEADS)[:, None]
+        k_row = tl.arange(0, K_HEADS)[:, None]
+        a, b = _pairs(q_at + row * q2, row < q_heads, half, INTERLEAVED, HALF)
+        c, d = _pairs(k_at + k_row * k2, k_row < k_heads, half, INTERLEAVED, HALF)
+        _turn(
+            a, b, q_at + row * q2, o_at + row * qo2, row < q_heads, cos_a, cos_b, sin_a, sin_b, half, width,
+            INTERLEAVED, HALF, REST,
+        )  # fmt: skip
+        _turn(
+            c, d, k_at + k_row * k2, ko_at + k_row * ko2, k_row < k_heads, cos_a, cos_b, sin_a, sin_b, half, width,
+            INTERLEAVED, HALF, REST,
+        )  # fmt: skip
+    elif TWO and tl.program_id(1) == 1:
         _rotate(
-            k_at, o_at, k_heads, k2, ko2, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, K_HEADS, HALF, REST
+            k_at, ko_at, k_heads, k2, ko2, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, K_HEADS, HALF, REST
         )  # fmt: skip
     else:
-        q_at = q + p0 * q0 + p1 * q1
-        o_at = q_out + p0 * qo0 + p1 * qo1
         _rotate(
             q_at, o_at, q_heads, q2, qo2, cos_a, cos_b, sin_a, sin_b, half, width, INTERLEAVED, Q_HEADS, HALF, REST
         )  # fmt: skip
@@ -183,6 +207,7 @@ def _run(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, per_pair
         return outs
     tiles = [_tile(x.shape[heads], max(1, half)) for x in (q, k)]
     block = triton.next_power_of_2(max(1, half))
+    together = len(xs) == 2 and all(n >= x.shape[heads] for n, x in zip(tiles, (q, k), strict=True))
 
     def strides(x: Tensor) -> tuple[int, int, int]:
         return x.stride(a), x.stride(b), x.stride(heads)
@@ -192,7 +217,7 @@ def _run(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, per_pair
 
     launch(
         _rope,
-        (positions, len(xs)),
+        (positions, 1 if together else len(xs)),
         q,
         q,
         made[0],
@@ -214,6 +239,7 @@ def _run(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, per_pair
         table(sin, a),
         table(sin, b),
         TWO=len(xs) == 2,
+        TOGETHER=together,
         BACK=back,
         INTERLEAVED=interleaved,
         PER_PAIR=per_pair,
@@ -221,7 +247,7 @@ def _run(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, per_pair
         K_HEADS=tiles[1],
         HALF=block,
         REST=triton.next_power_of_2(rest) if rest else 0,
-        num_warps=max(1, min(8, max(tiles) * block // 512)),
+        num_warps=max(4 if rest else 1, min(8, max(tiles) * block // 512)),
     )
     return outs
 
