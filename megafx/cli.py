@@ -142,7 +142,7 @@ def _profile_fusions(args: argparse.Namespace) -> int:
         tokens = tuple(int(n) for n in args.tokens.split(",")) if args.tokens else TOKENS
     except ValueError:
         raise UsageError(f"--tokens {args.tokens} is no list of numbers", fix="write --tokens 16,2048") from None
-    widths = Widths(args.hidden, min(64, args.hidden), args.vocab)
+    widths = Widths(args.hidden, min(64, max(args.hidden // 8, 1)), args.vocab)
     dtype = getattr(torch, str(config.params_dtype))
     setting = Setting(hardware_of(config, device), device, tokens, widths, dtype, not args.eager_only)
     profile = profile_fusions(setting, [name for name in args.only.split(",") if name], args.processes)

@@ -172,6 +172,8 @@ def _compiled(gm: fx.GraphModule, options: dict[str, Any]) -> Callable[..., Any]
     """`torch.compile` with dynamic sizes, except those that the graph has as numbers: the first call's tensors say so."""
     from torch._dynamo import mark_static  # half a second that eager runs need not pay
 
+    if not options:
+        options = {"options": _inductor_options()}
     run = torch.compile(gm, **{"dynamic": True, **options})
     values = [n.meta.get(VAL) for n in gm.graph.find_nodes(op="placeholder")]
     marked = False
@@ -188,6 +190,15 @@ def _compiled(gm: fx.GraphModule, options: dict[str, Any]) -> Callable[..., Any]
         return run(*arguments)
 
     return call
+
+
+def _inductor_options() -> dict[str, Any]:
+    """Numbers reach our kernels as fp32, as they do outside of Inductor, where it knows the choice: as fp64, which is its
+    default, they would make a kernel's sums fp64 (and those that run in a loop an error)."""
+    from torch._inductor import config
+
+    name = "_use_fp64_for_unbacked_floats"
+    return {name: False} if hasattr(config, name) else {}
 
 
 def _unboxed(gm: fx.GraphModule) -> fx.GraphModule:

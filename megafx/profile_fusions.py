@@ -8,6 +8,7 @@ graph of the call is replayed; without CUDA, from call to call), for a compiled 
 from __future__ import annotations
 
 import datetime
+import itertools
 import multiprocessing
 import statistics
 import time
@@ -34,7 +35,7 @@ TOKENS = (16, 2048, 16384)  # decoding, a short and a long batch; of each, BATCH
 BATCH = 2
 FIRST = 8  # sequence of the call that compiles
 LONGEST = 2048  # sequence of a case whose values are seq x seq
-WALL_SECONDS = 0.02  # of calls between two looks at the clock
+ROUND_SECONDS = 0.02  # of calls between two looks at the clock
 ROUNDS = 5
 REPLAYED = 4  # calls in one CUDA graph
 
@@ -58,14 +59,14 @@ class Setting:
 
 @dataclass
 class Job:
-    """One chain, compiled. program: the fused one; runs: (fused, under Inductor) -> what runs it."""
+    """One chain, compiled. program: the fused one; runs: (fused, with gradients, under Inductor) -> what runs it."""
 
     name: str
     case: FusionCase
     widths: list[int]
     parameters: dict[str, Tensor]
     program: Program
-    runs: dict[tuple[bool, bool], tuple[Executable, Program]]
+    runs: dict[tuple[bool, bool, bool], tuple[Executable, Program]]
 
 
 def profile_fusions(
@@ -81,13 +82,18 @@ def profile_fusions(
         found = _side_by_side(setting, names, processes, say)
     else:
         for name in names:
-            found[name] = measure(prepare(name, setting), setting, say)
+            try:
+                found[name] = measure(prepare(name, setting), setting, say)
+            except Exception as error:  # the other chains are worth having
+                say(_failed(name, error))
             torch._dynamo.reset()
+    if not found:
+        raise UsageError("nothing could be measured", fix="the lines above say why, chain by chain")
     device = setting.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else setting.hardware.name
     how = f"torch {torch.__version__}, {str(setting.dtype)[6:]}, widths {setting.widths}"
     source = f"measured {datetime.date.today()}, {how}, megafx profile-fusions"
-    return FusionProfile(where, (setting.hardware.name,), source, {n: found[n] for n in names})
+    return FusionProfile(where, (setting.hardware.name,), source, {n: found[n] for n in names if n in found})
 
 
 def _side_by_side(
@@ -109,7 +115,8 @@ def _side_by_side(
             pipe.send("measure")
             for name in names_of:
                 measured, lines = _hear(pipe, names_of)
-                found[name] = measured
+                if measured is not None:
+                    found[name] = measured
                 for line in lines:
                     say(line)
     finally:
@@ -130,50 +137,68 @@ def _hear(pipe: Any, names: list[str]) -> Any:
 def _work(pipe: Any, setting: Setting, names: list[str]) -> None:
     """A process of _side_by_side: compile everything, wait for its turn, measure."""
     torch.set_num_threads(1)
-    jobs = [prepare(name, setting) for name in names]
+    jobs: list[Job | str] = []
+    for name in names:
+        try:
+            jobs.append(prepare(name, setting))
+        except Exception as error:
+            jobs.append(_failed(name, error))
     pipe.send("ready")
     pipe.recv()
     for job in jobs:
         lines: list[str] = []
-        pipe.send((measure(job, setting, lines.append), lines))
+        found = None
+        if isinstance(job, str):
+            lines.append(job)
+        else:
+            try:
+                found = measure(job, setting, lines.append)
+            except Exception as error:
+                lines.append(_failed(job.name, error))
+        pipe.send((found, lines))
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
+def _failed(name: str, error: Exception) -> str:
+    return f"{name}: not measured, so that it is made wherever it is found: {type(error).__name__}: {error}"
+
+
 def prepare(name: str, setting: Setting) -> Job:
-    """Compile a chain with every fusion and with none, and call it once."""
+    """Compile a chain with every fusion and with none, and call it at each size."""
     case, device = CASES[name], setting.device
     torch.manual_seed(0)
     module, last = case.build(setting.widths)
     module = module.to(device, setting.dtype)
     inputs = _inputs(case, last, BATCH, FIRST, setting)
-    runs: dict[tuple[bool, bool], tuple[Executable, Program]] = {}
-    for fused in (True, False):
-        program = capture_call(module, tuple(inputs), device=device)
-        compiled = compile_program(
-            program, Request(_config(() if fused else case.off), 1, setting.hardware, {}, wants_grad=_all)
-        )
+    runs: dict[tuple[bool, bool, bool], tuple[Executable, Program]] = {}
+    for fused, training in itertools.product((True, False), repeat=2):
+        with torch.set_grad_enabled(training):
+            program = capture_call(module, tuple(inputs), device=device)
+        wants = (lambda index, spec: True) if training else None
+        request = Request(_config(() if fused else case.off), 1, setting.hardware, {}, wants_grad=wants)
+        compiled = compile_program(program, request)
         run = compiled.executable(None)
         names = [spec.name for spec in compiled.program.inputs]
         place_joined(module, dict(parameter_slots(module)), [[names[i] for i in group] for group in run.parts.joins])
         for way in setting.ways:
-            runs[fused, way] = (run.compiled() if way else run, compiled.program)
-    program = runs[True, False][1]
+            runs[fused, training, way] = (run.compiled() if way else run, compiled.program)
+    program = runs[True, True, False][1]
     if not any(f.pattern in case.patterns for f in program.fusions):
         raise UsageError(f"none of {', '.join(case.patterns)} is found in the chain '{name}', which is to measure it")
     job = Job(name, case, last, dict(module.named_parameters()), program, runs)
-    for run, made in runs.values():
-        _steps(run, _values(job, made, [x.detach() for x in inputs], device))[True]()
+    for batch, seq in [(BATCH, FIRST), *_shapes(case, setting.tokens)]:
+        user = [x.detach() for x in _inputs(case, last, batch, seq, setting)]
+        for run, made in runs.values():
+            _step(run, _values(job, made, user, device))()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return job
 
 
 def _config(off: Sequence[str]) -> Config:
     knobs: dict[str, Any] = dict.fromkeys(off, False)
     return Config(fusion_profile=MEASURE_NOTHING, **knobs)
-
-
-def _all(index: int, spec: Any) -> bool:
-    return True
 
 
 def measure(job: Job, setting: Setting, say: Callable[[str], None]) -> Measured:
@@ -209,14 +234,12 @@ def _measure(job: Job, batch: int, seq: int, setting: Setting) -> Iterator[tuple
     device = setting.device
     user = [x.detach() for x in _inputs(job.case, job.widths, batch, seq, setting)]
     for way in setting.ways:
-        steps = {}
-        for fused in (True, False):
-            run, program = job.runs[fused, way]
-            steps[fused] = _steps(run, _values(job, program, user, device))
         for training in (True, False):
-            clock = _graph_ms if way and device.type == "cuda" else _wall_ms
-            fused_ms, unfused_ms = (clock(steps[fused][training], device) for fused in (True, False))
-            yield mode_of(way, training), (round(fused_ms, 5), round(unfused_ms, 5))
+            steps = []
+            for fused in (True, False):
+                run, program = job.runs[fused, training, way]
+                steps.append(_step(run, _values(job, program, user, device)))
+            yield mode_of(way, training), _times(steps, way and device.type == "cuda", device)
 
 
 def _values(job: Job, program: Program, user: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -234,9 +257,11 @@ def _values(job: Job, program: Program, user: list[Tensor], device: torch.device
     return found
 
 
-def _steps(run: Executable, values: list[Tensor]) -> dict[bool, Callable[[], Any]]:
-    """training -> one call of it."""
-    outputs, _ = run.forward(values)
+def _step(run: Executable, values: list[Tensor]) -> Callable[[], Any]:
+    """One call of it; with its backward, where it has one."""
+    outputs, kept = run.forward(values)
+    if kept is None:
+        return lambda: run.forward(values)
     tangents: list[Any] = [torch.ones_like(outputs[i]) for i in run.differentiated]
 
     def both() -> Any:
@@ -244,31 +269,41 @@ def _steps(run: Executable, values: list[Tensor]) -> dict[bool, Callable[[], Any
         assert kept is not None
         return run.backward(kept, tangents)
 
-    return {True: both, False: lambda: run.forward(values)}
+    return both
 
 
-def _wall_ms(step: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds a call, one after another: what takes longer of host and device. Median of rounds."""
+def _times(steps: list[Callable[[], Any]], replayed: bool, device: torch.device) -> tuple[float, float]:
+    """Milliseconds a call of each, one call after another: what takes longer of host and device.
+
+    Medians of rounds that take turns, so that both find the device as warm. replayed: of the kernels alone.
+    """
+    if replayed:
+        steps = [_graph(step, device).replay for step in steps]
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    calls = [_calls_a_round(step, wait) for step in steps]
+    found: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for step, count, times in zip(steps, calls, found, strict=True):
+            start = time.perf_counter()
+            for _ in range(count):
+                step()
+            wait()
+            times.append((time.perf_counter() - start) / count)
+    fused, unfused = (statistics.median(times) * 1e3 / (REPLAYED if replayed else 1) for times in found)
+    return round(fused, 5), round(unfused, 5)
+
+
+def _calls_a_round(step: Callable[[], Any], wait: Callable[[], Any]) -> int:
     for _ in range(3):
         step()
     wait()
     start = time.perf_counter()
     step()
     wait()
-    calls = min(max(int(WALL_SECONDS / (time.perf_counter() - start)), 1), 200)
-    found = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(calls):
-            step()
-        wait()
-        found.append((time.perf_counter() - start) / calls)
-    return statistics.median(found) * 1e3
+    return min(max(int(ROUND_SECONDS / (time.perf_counter() - start)), 1), 200)
 
 
-def _graph_ms(step: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds of a call's kernels, replayed from a CUDA graph."""
+def _graph(step: Callable[[], Any], device: torch.device) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -280,4 +315,4 @@ def _graph_ms(step: Callable[[], Any], device: torch.device) -> float:
     with torch.cuda.graph(graph):
         for _ in range(REPLAYED):
             step()
-    return _wall_ms(graph.replay, device) / REPLAYED
+    return graph

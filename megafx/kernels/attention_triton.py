@@ -22,7 +22,7 @@ from torch import Tensor
 from . import philox
 from .attention_bits_triton import keep_tile, subkey
 from .attention_reference import Options, empty_results, positions
-from .op import launch
+from .op import as_bytes, launch
 from .tiles_triton import LOG2E
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -249,7 +249,7 @@ class Call:
         whole = mask
         if mask is not None:
             whole = mask[:, None, None] if mask.dim() == 2 else mask
-            whole = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
+            whole = as_bytes(whole) if whole.dtype == torch.bool else whole
             whole = whole.expand(self.b, self.h, self.s, self.t)
         self.mask = whole
         strides = whole.stride() if whole is not None else (0, 0, 0, 0)

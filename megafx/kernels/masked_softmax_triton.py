@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import philox
 from .masked_softmax import HARD_FILL, check_scores, mask_floor, runs_of_scores
-from .op import launch, new_like
+from .op import as_bytes, launch, new_like
 from .philox_triton import keep_tile, key_of
 from .runs import Run
 from .tiles_triton import exp
@@ -377,7 +377,7 @@ def _mask_rows(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, int, tuple[
     if mask is None:
         return scores, 1, (0, 0, 0, 0)
     if mask.dtype == torch.bool:
-        mask = mask.view(torch.uint8)
+        mask = as_bytes(mask)
     while mask.dim() < scores.dim():
         mask = mask.unsqueeze(0)
     if scores.dim() > 4:

@@ -171,9 +171,19 @@ def _directly(op: OpOverload) -> Callable[..., Any]:
     return call
 
 
+def tracing() -> bool:
+    """Whether Inductor traces: what is computed now are nodes of its graph."""
+    return getattr(_tracing, "on", False)
+
+
+def as_bytes(mask: Tensor) -> Tensor:
+    """A bool mask as uint8: the same memory; in Inductor, which has no such view, a cast for it to fuse."""
+    return mask.to(torch.uint8) if tracing() else mask.view(torch.uint8)
+
+
 def launch(kernel: Any, grid: Sequence[int | torch.SymInt], like: Tensor, *args: Any, **options: Any) -> None:
     """kernel[grid](*args, **options) on the device of `like`; while Inductor traces, a node of its graph instead."""
-    if getattr(_tracing, "on", False):
+    if tracing():
         torch.library.wrap_triton(kernel)[tuple(grid)](*args, **options)
         return
     if like.device.type != "cuda" or like.device.index == torch.cuda.current_device():

@@ -277,4 +277,4 @@ def rope_qk_backward(
 def _together(q: Tensor, k: Tensor) -> bool:
     """Whether one kernel does both: the same positions, in all dims but that of heads."""
     same = q.dim() == k.dim() and q.dtype == k.dtype and q.shape[-1] == k.shape[-1]
-    return same and sum(a != b for a, b in zip(q.shape, k.shape, strict=True)) <= 1
+    return same and sum(bool(a != b) for a, b in zip(q.shape, k.shape, strict=True)) <= 1
