@@ -44,6 +44,7 @@ from megafx.passes.plan_sharding import plan_sharding
 from megafx.passes.postpone_lazy_outputs import postpone_lazy_outputs
 from megafx.passes.recompute_activations import recompute_activations
 from megafx.passes.schedule_collectives import schedule_collectives
+from megafx.passes.share_logsumexp import share_logsumexp
 from megafx.placements import Placement
 from megafx.plan import Plan
 from megafx.planning import Planning
@@ -164,6 +165,7 @@ def planning_passes(planning: Planning) -> list[Pass]:
 
     return [
         Pass.of(canonicalize),
+        Pass.of(share_logsumexp, planning.config),
         Pass.of(fuse, planning, canonicalize, canonicalize_nodes),
         Pass.of(describe_masks, planning.config),
         *([Pass.of(native_attention, planning)] if planning.config.attention_dropout_rng == "native" else []),

@@ -208,7 +208,7 @@ def _ce_loss(state: Lookups, node: fx.Node) -> Found:
 
 
 def _ce_loss_backward(state: Lookups, node: fx.Node) -> Found:
-    grad, logits, target, everyone, _, _, flat = node.args[:7]
+    grad, logits, target, everyone, _, _, _, flat = node.args[:8]
     layout = Layout.from_flat(layout_of(state.program, flat))
     _check_logits(state, node, logits, target, layout)
     _of_all_ranks(state, node, everyone, (logits, target, layout))
@@ -234,7 +234,7 @@ def _linear_loss(state: Lookups, node: fx.Node) -> Found:
 
 
 def _linear_loss_backward(state: Lookups, node: fx.Node) -> Found | tuple[Placement, ...]:
-    grad, x, weight, bias, target, everyone, _, _, flat = node.args[:9]
+    grad, x, weight, bias, target, everyone, _, _, _, flat = node.args[:10]
     layout = _of_layer(state, node, x, weight, bias, target, everyone, flat)
     if not state.whole(grad):
         raise fail(node, "the gradient of the loss must be whole")
@@ -280,9 +280,11 @@ _STEPS = {
     "aten.embedding_dense_backward.default": _embedding_backward,
     "megafx.ce_stats.default": _stats,
     "megafx.ce_loss.default": _ce_loss,
+    "megafx.ce_loss_lse.default": _ce_loss,
     "megafx.ce_loss_backward.default": _ce_loss_backward,
     "megafx.linear_ce_stats.default": _linear_stats,
     "megafx.linear_ce_loss.default": _linear_loss,
+    "megafx.linear_ce_loss_lse.default": _linear_loss,
     "megafx.linear_ce_loss_backward.default": _linear_loss_backward,
     **dict.fromkeys(KEEPS_TRAIT, _same),
 }
@@ -290,8 +292,10 @@ _ENTRIES = (
     "megafx.axis_index.default",
     "megafx.ce_stats.default",
     "megafx.ce_loss.default",
+    "megafx.ce_loss_lse.default",
     "megafx.ce_loss_backward.default",
     "megafx.linear_ce_stats.default",
     "megafx.linear_ce_loss.default",
+    "megafx.linear_ce_loss_lse.default",
     "megafx.linear_ce_loss_backward.default",
 )

@@ -39,6 +39,7 @@ Entries = tuple[str | None, ...]
 SPECIAL = {
     "aten.embedding.default": "v",  # rows of the table: masked lookup -> P
     "megafx.cross_entropy.default": "v",  # statistics are gathered, the loss comes out complete -> I
+    "megafx.cross_entropy_lse.default": "v",
 }
 
 

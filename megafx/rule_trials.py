@@ -313,10 +313,11 @@ def _cross_entropy(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any,
     stats = []
     for other in range(trial.t):
         with trial.on_rank(other):
-            local = torch.ops.megafx.ce_stats(*(x.detach() for x in ranks[other]), ins[0].flat_layout, "tp", trial.t)
+            local = torch.ops.megafx.ce_stats(*(x.detach() for x in ranks[other]), ins[0].flat_layout, trial.t, "tp")
             stats.append(local)
-    rest = (*trial.sample.args[2:], ins[0].flat_layout, "tp", trial.t)
-    return torch.ops.megafx.ce_loss(*ranks[rank], torch.stack(stats), *rest)
+    rest = (*trial.sample.args[2:], ins[0].flat_layout, trial.t, "tp")
+    loss = torch.ops.megafx.ce_loss_lse if "lse" in str(trial.target) else torch.ops.megafx.ce_loss
+    return loss(*ranks[rank], torch.stack(stats), *rest)
 
 
 def _drawing(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
@@ -340,6 +341,7 @@ _LOCAL: dict[str, Local] = {
     **dict.fromkeys(("aten.slice_backward.default", "aten.select_backward.default"), _part_backward),
     "aten.embedding.default": _embedding,
     "megafx.cross_entropy.default": _cross_entropy,
+    "megafx.cross_entropy_lse.default": _cross_entropy,
 }
 
 

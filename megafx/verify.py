@@ -31,7 +31,7 @@ from megafx.sizes import symbol_sources
 TRANSITION = "megafx.transition.default"
 # Ops that localize_shapes writes out with collectives of their own: an invariant result of a shard (the loss of a sharded
 # vocabulary) is right for them.
-WRITTEN_OUT = frozenset({"megafx.cross_entropy.default"})
+WRITTEN_OUT = frozenset({"megafx.cross_entropy.default", "megafx.cross_entropy_lse.default"})
 WAIT = "_c10d_functional.wait_tensor.default"
 COLLECTIVE_NAMESPACE = "_c10d_functional"
 _SYMBOLIC = frozenset(

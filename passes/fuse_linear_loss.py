@@ -167,10 +167,7 @@ def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
     if len(users) != 1 or users[0].target is not aten.sum.default or len(users[0].args) > 1 or users[0].kwargs:
         raise Refused(f"the losses of single tokens are used by {describe(users[0])}, not their sum")
     x, weight, bias = head.operands
-    for name, value in (("x", x), ("weight", weight), ("target", target)):
-        placement = value.meta.get(PLACEMENT) if isinstance(value, fx.Node) else None
-        if placement is not None and placement.is_shard:
-            raise Refused(f"{name} is sharded")
+    _check_whole(x, weight, target)
     _alone(program, head, {node}, lazy)
     total = users[0]
     emit = Builder(program, total, node, NAME)
@@ -181,12 +178,36 @@ def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
     _done(program, total, loss, logits)  # type: ignore[arg-type]
 
 
+def _whole_with_lse(program: Program, node: fx.Node, lazy: str | None) -> None:
+    """cross_entropy_lse(linear) -> linear_ce_stats and linear_ce_loss_lse, of one rank: its gradient is none of a sum's."""
+    logits, target, ignore_index, smoothing = node.args
+    head = head_of(program, logits)  # type: ignore[arg-type]
+    x, weight, bias = head.operands
+    _check_whole(x, weight, target)
+    _alone(program, head, {node}, lazy)
+    rows = rows_of(program, head, node)
+    emit = Builder(program, node, node, NAME)
+    fixed = [v if v is None else emit(aten.detach.default, v) for v in (rows, weight, bias)]
+    classes = program.sizes.of(weight.meta[VAL].shape[0])
+    place = ([1, classes, 1], 1, "")
+    stats = emit(aten.unsqueeze.default, emit(ops.linear_ce_stats.default, *fixed, target, *place), 0)
+    args = (rows, weight, bias, target, stats, ignore_index, smoothing, *place)
+    _done(program, node, emit(ops.linear_ce_loss_lse.default, *args), logits)  # type: ignore[arg-type]
+
+
+def _check_whole(x: fx.Node, weight: fx.Node, target: Any) -> None:
+    for name, value in (("x", x), ("weight", weight), ("target", target)):
+        placement = value.meta.get(PLACEMENT) if isinstance(value, fx.Node) else None
+        if placement is not None and placement.is_shard:
+            raise Refused(f"{name} is sharded")
+
+
 # -- sharded vocabulary
 
 
 def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
     """ce_stats of a linear layer, gathered, and ce_loss -> linear_ce_stats and linear_ce_loss."""
-    logits, target, everyone, ignore_index, smoothing, layout, axis, size = node.args
+    logits, target, everyone, ignore_index, smoothing, layout, size, axis = node.args
     head = head_of(program, logits)  # type: ignore[arg-type]
     stats = _statistics(everyone)
     x, weight, bias = head.operands
@@ -202,7 +223,8 @@ def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
     stats.replace_all_uses_with(made)
     emit = Builder(program, node, node, NAME)
     args = (rows, weight, bias, target, everyone, ignore_index, smoothing, layout, size, axis)
-    _done(program, node, emit(ops.linear_ce_loss.default, *args), logits)  # type: ignore[arg-type]
+    loss = ops.linear_ce_loss_lse if node.target is ops.ce_loss_lse.default else ops.linear_ce_loss
+    _done(program, node, emit(loss.default, *args), logits)  # type: ignore[arg-type]
 
 
 def _statistics(everyone: Any) -> fx.Node:
@@ -223,4 +245,9 @@ def _check_placements(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None
             raise Refused(f"{name} (%{value.name}) is {placement}")  # type: ignore[union-attr]
 
 
-_LOSSES = {"megafx.cross_entropy.default": _whole, "megafx.ce_loss.default": _sharded}
+_LOSSES = {
+    "megafx.cross_entropy.default": _whole,
+    "megafx.cross_entropy_lse.default": _whole_with_lse,
+    "megafx.ce_loss.default": _sharded,
+    "megafx.ce_loss_lse.default": _sharded,
+}

@@ -52,17 +52,19 @@ def localize_cross_entropy(local: Localizer, node: fx.Node, choice: OpChoice) ->
     layout = local.layout(choice.ins[0])
     emit = local.before(node)
     fixed = emit(aten.detach.default, logits)  # ce_loss knows the whole derivative
-    stats = emit(ops.ce_stats.default, fixed, target, layout, local.axis, local.t)
+    stats = emit(ops.ce_stats.default, fixed, target, layout, local.t, local.axis)
     stacked = emit(aten.unsqueeze.default, stats, 0)
     one_each = Layout.contiguous(local.t, local.t)
     stacked.meta[PLACEMENT] = S(0, one_each)
     flat = list(one_each.flat())
     everyone = emit(ops.transition.default, stacked, "S0", "I", flat, [], local.axis, local.t, placement=I)
-    args = (logits, target, everyone, ignore_index, smoothing, layout, local.axis, local.t)
-    replace(local, node, emit(ops.ce_loss.default, *args, placement=I))
+    args = (logits, target, everyone, ignore_index, smoothing, layout, local.t, local.axis)
+    loss = ops.ce_loss_lse if node.target is ops.cross_entropy_lse.default else ops.ce_loss
+    replace(local, node, emit(loss.default, *args, placement=I))
 
 
 FAMILIES: dict[str, Family] = {
     "aten.embedding.default": localize_embedding,
     "megafx.cross_entropy.default": localize_cross_entropy,
+    "megafx.cross_entropy_lse.default": localize_cross_entropy,
 }

@@ -15,12 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
+import megafx.kernels.linear_cross_entropy  # noqa: F401  registers the ops
 from megafx.aliasing import shows_operand, storage_of
 from megafx.ir import VAL
 
-aten = torch.ops.aten
+aten, mfx = torch.ops.aten, torch.ops.megafx
 
-_IN_PLACE: dict[Any, tuple[int, Callable[..., Any]]] = {aten.addmm.default: (0, aten.addmm_.default)}
+_IN_PLACE: dict[Any, tuple[int, Callable[..., Any]]] = {
+    aten.addmm.default: (0, aten.addmm_.default),
+    mfx.cross_entropy_backward.default: (1, mfx.cross_entropy_backward_.default),
+    mfx.ce_loss_backward.default: (1, mfx.ce_loss_backward_.default),
+    mfx.linear_cross_entropy_backward.default: (0, mfx.linear_cross_entropy_backward_.default),
+}
 
 
 def declare_reuse(target: Any, operand: int, in_place: Callable[..., Any]) -> None:

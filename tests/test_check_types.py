@@ -94,9 +94,9 @@ def language_model(table, ids, target):
     logits = F.linear(move(x, I, R), table).reshape(3 * SEQ, VOCAB // T)
     layout, one_each = list(Layout.contiguous(VOCAB, T).flat()), S(0, Layout.contiguous(T, T))
     with torch.no_grad():
-        stats = mfx.ce_stats(logits, target, layout, "tp", T)
+        stats = mfx.ce_stats(logits, target, layout, T, "tp")
     everyone = move(stats.unsqueeze(0), one_each, I)
-    loss = mfx.ce_loss(logits, target, everyone, -100, 0.1, layout, "tp", T)
+    loss = mfx.ce_loss(logits, target, everyone, -100, 0.1, layout, T, "tp")
     return (loss.sum() / (target != -100).sum(),)
 
 

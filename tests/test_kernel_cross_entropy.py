@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton_process import assert_same_values
 
-import megafx.kernels.cross_entropy as module
+import megafx.kernels.cross_entropy  # noqa: F401  registers the ops
+import megafx.kernels.cross_entropy_reference as module
 from megafx import collectives
 from megafx.placements import Layout
 
@@ -53,12 +54,12 @@ def sharded(x, y, g, ignore_index, smoothing, layout, t, pad=float("nan")):
     stats = []
     for rank in range(t):
         with on_rank(rank, t):
-            stats.append(ops.ce_stats(local[rank].detach(), y, flat, "tp", t))
+            stats.append(ops.ce_stats(local[rank].detach(), y, flat, t, "tp"))
     gathered = torch.stack(stats)  # what the all-gather in the graph gives every rank
     losses, whole_grad = [], torch.empty_like(x)
     for rank in range(t):
         with on_rank(rank, t):
-            loss = ops.ce_loss(local[rank], y, gathered, ignore_index, smoothing, flat, "tp", t)
+            loss = ops.ce_loss(local[rank], y, gathered, ignore_index, smoothing, flat, t, "tp")
             (grad,) = torch.autograd.grad(loss, local[rank], g.to(loss.dtype))
         losses.append(loss.detach())
         in_pads = torch.ones(layout.local_size(t), dtype=torch.bool)
@@ -262,8 +263,8 @@ def test_joint_graph_of_a_sharded_vocabulary():
     """Traced without a rank: the rank is asked for when the graph runs."""
 
     def step(x, y, gathered, g):
-        stats = ops.ce_stats(x.detach(), y, [1, 7, 1], "tp", 2)
-        loss = ops.ce_loss(x, y, gathered, -100, 0.1, [1, 7, 1], "tp", 2)
+        stats = ops.ce_stats(x.detach(), y, [1, 7, 1], 2, "tp")
+        loss = ops.ce_loss(x, y, gathered, -100, 0.1, [1, 7, 1], 2, "tp")
         return stats, loss, torch.autograd.grad(loss, x, g)[0]
 
     x, y, g = case(5, 7)
@@ -284,6 +285,54 @@ def test_joint_graph_of_a_sharded_vocabulary():
     torch.testing.assert_close(torch.cat([o[2] for o in outs], 1)[:, :7], grad, **TIGHT)
 
 
+@pytest.mark.parametrize("t", [1, 2, 3])
+def test_log_sum_exp_beside_the_loss(t):
+    """[loss, lse], and the gradient of both: ignored tokens have a log-sum-exp too."""
+    x, y, g = case(9, 11)
+    h = torch.randn(9, dtype=x.dtype)
+    leaf = x.clone().requires_grad_()
+    wanted = torch.stack([F.cross_entropy(leaf, y, reduction="none", label_smoothing=0.1), leaf.logsumexp(1)])
+    (right,) = torch.autograd.grad(wanted, leaf, torch.stack([g, h]))
+    if t == 1:
+        leaf = x.clone().requires_grad_()
+        found = ops.cross_entropy_lse(leaf, y, -100, 0.1)
+        (grad,) = torch.autograd.grad(found, leaf, torch.stack([g, h]))
+        leaf = x.clone().requires_grad_()
+        (alone,) = torch.autograd.grad(ops.cross_entropy_lse(leaf, y, -100, 0.1)[1] @ h, leaf)
+        torch.testing.assert_close(alone, x.softmax(1) * h[:, None], **TIGHT)
+    else:
+        layout, grads = Layout.contiguous(11, t), []
+        flat, n = list(layout.flat()), -(-11 // t)
+        parts = torch.cat([x, x.new_full((9, n * t - 11), 7.0)], 1).split(n, 1)
+        stats = []
+        for rank, part in enumerate(parts):
+            with on_rank(rank, t):
+                stats.append(ops.ce_stats(part, y, flat, t, "tp"))
+        for rank, part in enumerate(parts):
+            leaf = part.clone().requires_grad_()
+            with on_rank(rank, t):
+                found = ops.ce_loss_lse(leaf, y, torch.stack(stats), -100, 0.1, flat, t, "tp")
+                grads += torch.autograd.grad(found, leaf, torch.stack([g, h]))
+        grad = torch.cat(grads, 1)[:, :11]
+    torch.testing.assert_close(found, wanted, **TIGHT)
+    torch.testing.assert_close(grad, right, **TIGHT)
+
+
+def test_gradients_over_the_logits():
+    """The ops that write in place give what the others give, in the logits' memory."""
+    x, y, g = case(9, 8)
+    _, norm = ops.cross_entropy_forward(x, y, -100, 0.1)
+    args = (y, norm, None, -100, 0.1)
+    wanted, logits = ops.cross_entropy_backward(g, x, *args), x.clone()
+    assert ops.cross_entropy_backward_(g, logits, *args) is logits and torch.equal(logits, wanted)
+    with on_rank(1, 2):
+        shard = x[:, 4:].contiguous()
+        gathered = torch.stack([ops.ce_stats(shard, y, [1, 8, 1], 2, "tp")] * 2)
+        args = (y, gathered, None, -100, 0.1, [1, 8, 1], 2, "tp")
+        wanted = ops.ce_loss_backward(g, shard, *args)
+        assert ops.ce_loss_backward_(g, shard, *args) is shard and torch.equal(shard, wanted)
+
+
 def test_under_compile():
     x, y, g = case(5, 7)
 
@@ -302,19 +351,20 @@ def test_opcheck():
     leaf = x.clone().requires_grad_()
     torch.library.opcheck(ops.cross_entropy_forward.default, (leaf, y, -100, 0.1))
     _, norm = ops.cross_entropy_forward(x, y, -100, 0.1)
-    torch.library.opcheck(ops.cross_entropy_backward.default, (g, x, y, norm, -100, 0.1))
+    torch.library.opcheck(ops.cross_entropy_backward.default, (g, x, y, norm, g, -100, 0.1))
     with on_rank(1, 2):
         shard = x[:, 4:].contiguous()
-        torch.library.opcheck(ops.ce_stats.default, (shard, y, [1, 8, 1], "tp", 2))
-        gathered = torch.stack([ops.ce_stats(shard, y, [1, 8, 1], "tp", 2)] * 2)
-        rest = (y, gathered, -100, 0.1, [1, 8, 1], "tp", 2)
+        torch.library.opcheck(ops.ce_stats.default, (shard, y, [1, 8, 1], 2, "tp"))
+        gathered = torch.stack([ops.ce_stats(shard, y, [1, 8, 1], 2, "tp")] * 2)
+        rest = (y, gathered, -100, 0.1, [1, 8, 1], 2, "tp")
         torch.library.opcheck(ops.ce_loss.default, (shard.clone().requires_grad_(), *rest))
-        torch.library.opcheck(ops.ce_loss_backward.default, (g, shard, *rest))
+        torch.library.opcheck(ops.ce_loss_lse.default, (shard.clone().requires_grad_(), *rest))
+        torch.library.opcheck(ops.ce_loss_backward.default, (g, shard, *rest[:2], None, *rest[2:]))
 
 
 TRITON = """
 import torch
-from megafx.kernels import cross_entropy as plain, cross_entropy_triton as fast
+from megafx.kernels import cross_entropy_reference as plain, cross_entropy_triton as fast
 from megafx.placements import Piece
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -347,11 +397,12 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 for a, b in zip(fast.combine(everyone.to(device), *args), expected, strict=True):
                     torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=2e-6)
                 norm = plain.norm_of(stats)
-                args = (-100, smoothing, [piece], classes)
-                expected = plain.logits_gradient(g, x, target, norm, *args)
-                args = (-100, smoothing, piece, classes)
-                found = fast.gradient(g.to(device), there, target.to(device), norm.to(device), *args)
-                torch.testing.assert_close(found.cpu(), expected, **close)
+                for h in (None, torch.randn(T)):
+                    args = (-100, smoothing, [piece], classes, None, h)
+                    expected = plain.logits_gradient(g, x, target, norm, *args)
+                    args = (-100, smoothing, piece, classes, None, None if h is None else h.to(device))
+                    found = fast.gradient(g.to(device), there, target.to(device), norm.to(device), *args)
+                    torch.testing.assert_close(found.cpu(), expected, **close)
             loss, norm = fast.forward(there, y.to(device), -100, smoothing)
             stats = plain.local_stats(x, y, [Piece(0, 0, V)])
             expected = plain.loss_of(stats, y == -100, smoothing, V)

@@ -10,12 +10,15 @@ before the first and after the last whole group are read apart. Nothing is copie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..placements import Piece
+from ..placements import Layout, Piece
+from .cross_entropy_reference import local_stats, logits_gradient, own_pieces
 from .op import launch, new_like
 from .tiles_triton import exp
 
@@ -177,8 +180,10 @@ def _gradient(
     logits,  # [T, V_local] fp16/bf16/fp32 IN
     target,  # [T] any integer IN, global classes
     norm,  # [T, 2] fp32 IN
+    lse_grad,  # [T] fp32 IN, `lse_stride` apart; not read unless LSE
     out,  # [T, V_local] as logits, OUT
     grad_stride,
+    lse_stride,
     stride,
     out_stride,
     class_start,
@@ -189,6 +194,7 @@ def _gradient(
     classes,
     tiles,  # programs a row
     SAME: tl.constexpr,  # rows of logits and out start alike modulo 8
+    LSE: tl.constexpr,
     N: tl.constexpr,
 ):
     """Whole groups of 8 elements of `out` by tiles; what a row has outside of them, by its first program."""
@@ -211,12 +217,21 @@ def _gradient(
     at = begin + k
     from_at = shift // 8 * 8 + at if SAME else shift + at
     x = tl.load(logits + from_at, mask=inside, other=0.0).to(tl.float32)
-    z = exp((x - high) - log_total) - cold - tl.where(k == (hot - begin).to(tl.int32), warm, 0.0)
-    tl.store(out + at, tl.where(ignored, 0.0, z * g).to(out.dtype.element_ty), mask=inside)
+    p = exp((x - high) - log_total)
+    z = p - cold - tl.where(k == (hot - begin).to(tl.int32), warm, 0.0)
+    value = tl.where(ignored, 0.0, z * g)
+    if LSE:
+        h = tl.load(lse_grad + row * lse_stride).to(tl.float32)
+        value += p * h
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     if first == 0:
         edge, edge_at, rest = _edges(logits + shift, start, start + V, begin, end)
-        edge_z = exp((edge - high) - log_total) - cold - tl.where(edge_at == hot, warm, 0.0)
-        tl.store(out + edge_at, tl.where(ignored, 0.0, edge_z * g).to(out.dtype.element_ty), mask=rest)
+        edge_p = exp((edge - high) - log_total)
+        edge_z = edge_p - cold - tl.where(edge_at == hot, warm, 0.0)
+        edge_value = tl.where(ignored, 0.0, edge_z * g)
+        if LSE:
+            edge_value += edge_p * h
+        tl.store(out + edge_at, edge_value.to(out.dtype.element_ty), mask=rest)
 
 
 @triton.jit
@@ -339,6 +354,7 @@ def gradient(
     piece: Piece,
     classes: int,
     out: Tensor | None = None,
+    lse_grad: Tensor | None = None,
 ) -> Tensor:
     """Gradient of the logits; 0 in columns outside of the piece. out: where to write it, possibly `logits` itself."""
     logits, target, norm = _rows_apart(logits), target.contiguous(), norm.contiguous()
@@ -360,8 +376,10 @@ def gradient(
             logits,
             target,
             norm,
+            grad if lse_grad is None else lse_grad,
             out,
             grad.stride(0),
+            0 if lse_grad is None else lse_grad.stride(0),
             logits.stride(0),
             out.stride(0),
             piece.global_start,
@@ -372,15 +390,77 @@ def gradient(
             classes,
             tiles,
             SAME=same,
+            LSE=lse_grad is not None,
             N=tile,
             num_warps=4 if tile >= 1024 else 1,
         )
     return out
 
 
+# -- what ops call
+
+
+def backward(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    norm: Tensor,
+    lse_grad: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+) -> Tensor:
+    columns = logits.shape[1]
+    args = (ignore_index, smoothing, Piece(0, 0, columns), columns, None, lse_grad)
+    return gradient(grad, logits, target, norm, *args)
+
+
+def rank_stats(logits: Tensor, target: Tensor, layout: Sequence[int], size: int, axis: str) -> Tensor:
+    pieces = own_pieces(layout, axis, size)
+    return stats(logits, target, pieces[0]) if len(pieces) == 1 else local_stats(logits, target, pieces)
+
+
+def ranks_loss(
+    logits: Tensor,
+    target: Tensor,
+    all_stats: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    layout: Sequence[int],
+    size: int,
+    axis: str,
+) -> Tensor:
+    return combine(all_stats, target, ignore_index, smoothing, Layout.from_flat(layout).size, True)[0]
+
+
+def ranks_backward(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    all_stats: Tensor,
+    lse_grad: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    layout: Sequence[int],
+    size: int,
+    axis: str,
+) -> Tensor:
+    pieces, classes = own_pieces(layout, axis, size), Layout.from_flat(layout).size
+    norm = combine(all_stats, target, ignore_index, smoothing, classes, False)[1]
+    return logits_gradient(grad, logits, target, norm, ignore_index, smoothing, pieces, classes, None, lse_grad)
+
+
 def linear_cross_entropy_backward(x: Tensor, factor: Tensor) -> Tensor:
     """x times a 0-d factor that lies on the device."""
-    x, out = x.contiguous(), new_like(x)
+    x = x.contiguous()
+    return _scaled(x, factor, new_like(x))
+
+
+def linear_cross_entropy_backward_(x: Tensor, factor: Tensor) -> Tensor:
+    """The same over x, which is contiguous."""
+    return _scaled(x, factor, x)
+
+
+def _scaled(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     if x.numel():
         launch(_scale, (triton.cdiv(x.numel(), 4096),), x, x, out, factor, x.numel(), N=4096, num_warps=4)
     return out

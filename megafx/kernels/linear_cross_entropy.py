@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..placements import Piece
-from .cross_entropy import logits_gradient, token_losses
+from . import cross_entropy  # noqa: F401  registers the ops
+from .cross_entropy_reference import logits_gradient, token_losses
 from .logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
 from .op import define_composite, define_gradient, define_op, new_like, wide
 
@@ -130,5 +131,12 @@ define_op(
     reference=lambda saved, grad: (saved.to(grad.dtype) * grad).to(saved.dtype).contiguous(),
     triton="cross_entropy_triton:linear_cross_entropy_backward",
     fake=lambda saved, grad: new_like(saved),
+)
+define_op(
+    "linear_cross_entropy_backward_(Tensor(a!) saved, Tensor grad) -> Tensor(a!)",
+    rule=None,
+    reference=lambda saved, grad: saved.copy_(saved.to(grad.dtype) * grad),
+    triton="cross_entropy_triton:linear_cross_entropy_backward_",
+    fake=lambda saved, grad: saved,
 )
 define_gradient("linear_cross_entropy_forward", _backward, _saves)

@@ -3,6 +3,7 @@
     logits = x W^T + b          x [T, K] the same on every rank; weight [V_local, K], bias [V_local] or none of this rank
     linear_ce_stats             this rank's statistics [T, 4] of each token (cross_entropy.py): gathered in the graph, [t, T, 4]
     linear_ce_loss              loss [T] of the whole vocabulary, from the statistics alone: the same on every rank
+    linear_ce_loss_lse          [2, T]: that, and the log-sum-exp
     linear_ce_loss_backward     dx [T, K], a summand of this rank; dweight, dbias, this rank's; no collective
 
 Logits exist a chunk of tokens at a time (logits_chunks.py): once for the statistics, and again in backward, where they become
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ..placements import Layout
-from .cross_entropy import logits_gradient, loss_of_ranks, norm_of_ranks, own_pieces, rank_statistics
+from .cross_entropy import loss_and_lse_of_ranks
+from .cross_entropy_reference import logits_gradient, loss_of_ranks, norm_of_ranks, own_pieces, rank_statistics
 from .linear_cross_entropy import check_linear
 from .logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
 from .op import define_gradient, define_op, wide
@@ -47,24 +49,27 @@ def backward(
     bias: Tensor | None,
     target: Tensor,
     all_stats: Tensor,
+    lse_grad: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     layout: Sequence[int],
     size: int,
     axis: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """grad [T] of the loss -> dx (this rank's summand), dweight, dbias (empty without a bias)."""
+    """grad [T] of the loss, lse_grad [T] of the log-sum-exp -> dx (this rank's summand), dweight, dbias (empty without one)."""
     pieces, classes, target = own_pieces(layout, axis, size), Layout.from_flat(layout).size, target.contiguous()
     norm = norm_of_ranks(target, all_stats, ignore_index, label_smoothing, classes)
     low, most = x.dtype == torch.float16, None
     if low:
-        most = grad.abs().amax() if len(grad) else grad.new_ones(())
+        given = grad if lse_grad is None else torch.cat([grad, lse_grad])
+        most = given.abs().amax() if len(given) else grad.new_ones(())
         most = torch.where(most == 0, 1.0, most)
         grad = grad / most * FP16_FACTOR
+        lse_grad = None if lse_grad is None else lse_grad / most * FP16_FACTOR
     chunks = LogitsChunks(x, weight, bias)
     made = LayerGradients(chunks, FP16_FACTOR if low else 1.0)
     for rows, logits in chunks:
-        args = (ignore_index, label_smoothing, pieces, classes, logits)
+        args = (ignore_index, label_smoothing, pieces, classes, logits, None if lse_grad is None else lse_grad[rows])
         logits_gradient(grad[rows], logits, target[rows], norm[rows], *args)
         made.add(rows)
     db = weight.new_empty(0, dtype=wide(x.dtype)) if made.bias is None else made.bias
@@ -90,8 +95,18 @@ define_op(
     fake=lambda x, weight, bias, target, all_stats, *_: all_stats.new_empty(x.shape[0]),
 )
 define_op(
+    "linear_ce_loss_lse(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor all_stats, int ignore_index, "
+    "float label_smoothing, SymInt[] layout, int size, str axis) -> Tensor",
+    rule=None,
+    reference=lambda x, weight, bias, target, all_stats, ignore_index, label_smoothing, layout, size, axis: (
+        loss_and_lse_of_ranks(target, all_stats, ignore_index, label_smoothing, Layout.from_flat(layout).size)
+    ),
+    fake=lambda x, weight, bias, target, all_stats, *_: all_stats.new_empty(2, x.shape[0]),
+)
+define_op(
     "linear_ce_loss_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor all_stats, "
-    "int ignore_index, float label_smoothing, SymInt[] layout, int size, str axis) -> (Tensor, Tensor, Tensor)",
+    "Tensor? lse_grad, int ignore_index, float label_smoothing, SymInt[] layout, int size, str axis) "
+    "-> (Tensor, Tensor, Tensor)",
     rule=None,
     reference=backward,
     fake=lambda grad, x, weight, bias, *_: (
@@ -107,10 +122,11 @@ def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*tensors)
 
 
-def _gradients(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _gradients(ctx, grad: Tensor, lse_grad: Tensor | None = None):  # type: ignore[no-untyped-def]
     rest = (ctx.ignore_index, ctx.label_smoothing, ctx.layout, ctx.size, ctx.axis)
-    dx, dw, db = torch.ops.megafx.linear_ce_loss_backward(grad, *ctx.saved_tensors, *rest)
+    dx, dw, db = torch.ops.megafx.linear_ce_loss_backward(grad, *ctx.saved_tensors, lse_grad, *rest)
     return dx, dw, None if ctx.saved_tensors[2] is None else db, *[None] * 7
 
 
 define_gradient("linear_ce_loss", _gradients, _saves)
+define_gradient("linear_ce_loss_lse", lambda ctx, grad: _gradients(ctx, grad.select(0, 0), grad.select(0, 1)), _saves)
