@@ -34,6 +34,7 @@ FUSIONS = (
     "norm_fusion",
     "attention_fusion",
     "cross_entropy_fusion",
+    "embedding_fusion",
     "merge_linears",
 )
 MEASURE_NOTHING = "all"  # Config.fusion_profile: every fusion is made, whatever was measured
@@ -64,6 +65,7 @@ class Config:
     norm_fusion                 LayerNorm and RMSNorm, and sums with the norm that follows
     attention_fusion            the attention chain
     cross_entropy_fusion        cross entropy, and linear + cross entropy
+    embedding_fusion            word + position (+ type) embeddings and their dropout
     merge_linears               linears of one value as one product: gate and up, queries, keys and values
     recompute_activation_func   outputs of fused activations are not kept: the kernel of their gradient writes them again
     fusion_profile              measurements: a fusion that was slower is not made. Name of a profile (hardware/fusions/) or a
@@ -93,6 +95,7 @@ class Config:
     norm_fusion: bool = True
     attention_fusion: bool = True
     cross_entropy_fusion: bool = True
+    embedding_fusion: bool = True
     merge_linears: bool = True
     recompute_activation_func: bool = True
     fusion_profile: str | None = None

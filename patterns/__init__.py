@@ -10,6 +10,7 @@ from megafx.patterns import (  # noqa: F401
     bias_activation,
     bias_dropout_add,
     cross_entropy,
+    embedding,
     glu,
     masked_softmax,
     norms,
