@@ -18,7 +18,7 @@ from megafx.call_spec import CallSpec
 from megafx.errors import UsageError
 from megafx.graph_keys import Call, bind_sizes
 from megafx.ir import VAL, Program
-from megafx.later import LazyOutput
+from megafx.later import Later, LazyOutput
 from megafx.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
 from megafx.params import Slot, shard_like
 from megafx.placements import Placement
@@ -77,6 +77,7 @@ class BoundGraph:
         slots = runtime.slots
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
+        self.slot_of = {i: slots[x.name] for i, x in enumerate(self.inputs) if x.kind == "param"}
         self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
 
@@ -144,6 +145,7 @@ class BoundGraph:
     def _wrap(self, outputs: list[Any], later: list[int], sizes: Mapping[sympy.Symbol, int]) -> None:
         shards, mesh, program = self.compiled.shards, self.runtime.mesh, self.compiled.program
         assert shards is not None
+        self._watch({id(outputs[i].later): outputs[i].later for i in later})
         for index in later:
             value: Any = program.results()[index].meta[VAL]
             made: LazyOutput = outputs[index]
@@ -154,6 +156,14 @@ class BoundGraph:
             assert shard is not None and mesh is not None
             make = make_lazy if self.runtime.gather_outputs else make_dtensor
             outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
+
+    def _watch(self, laters: Mapping[int, Later]) -> None:
+        """Tell what is made later of which parameters: changes of a DTensor do not count as changes of its local tensor."""
+        for later in laters.values():
+            for i in later.inputs:
+                slot = self.slot_of.get(i)
+                if slot is not None:
+                    later.watch(self.inputs[i].name, slot.module._parameters[slot.key])
 
 
 class _Step:

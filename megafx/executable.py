@@ -112,7 +112,9 @@ class Executable:
     def _postpone(self, outputs: list[Any], inputs: list[Any], values: list[Any]) -> None:
         saved = self.parts.saved_later
         values = [*(inputs[s.index] for s in saved if s.kind == "input"), *values]
-        later = Later(saved, values, self._make_later)
+        own, joins = len(inputs) - len(self.parts.joins), self.parts.joins
+        read = [s.index for s in saved if s.kind == "input"]
+        later = Later(saved, values, self._make_later, [k for i in read for k in ((i,) if i < own else joins[i - own])])
         for index, place in enumerate(self.parts.lazy):
             outputs[place] = LazyOutput(later, index)
 

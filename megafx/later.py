@@ -19,11 +19,20 @@ class Later:
     `make(i)` gives the i-th. What they need is dropped once they are made, or with this object.
     """
 
-    def __init__(self, saved: Sequence[Saved], values: list[Any], run: Callable[[list[Any]], list[Any]]) -> None:
-        """saved: what each of the values is."""
-        self.saved, self.values, self.run = saved, values, run
-        self.versions = [_version(v) for v in values]
+    def __init__(
+        self, saved: Sequence[Saved], values: list[Any], run: Callable[[list[Any]], list[Any]], inputs: Sequence[int]
+    ) -> None:
+        """saved: what each of the values is. inputs: indices of the program's inputs among them."""
+        self.saved, self.values, self.run, self.inputs = saved, values, run, inputs
+        self.watched: list[tuple[str, torch.Tensor, int | None]] = []
+        for what, value in zip(saved, values, strict=True):
+            self.watch(what.name, value)
         self.made: list[Any] | None = None
+
+    def watch(self, name: str, value: Any) -> None:
+        """Outputs are not made once this tensor has changed in place."""
+        if isinstance(value, torch.Tensor):
+            self.watched.append((name, value, _version(value)))
 
     @property
     def device(self) -> torch.device:
@@ -31,17 +40,15 @@ class Later:
 
     def make(self, index: int) -> torch.Tensor:
         if self.made is None:
-            for saved, value, version in zip(self.saved, self.values, self.versions, strict=True):
+            for name, value, version in self.watched:
                 if _version(value) != version:
                     raise UsageError(
-                        f"logits of a training call are read after '{saved.name}' was changed in place (by an optimizer's "
-                        f"step?): they are computed at the first use, from the weights of then",
-                        module=saved.fqn or None,
-                        source=saved.source,
+                        f"logits of a training call are read after '{name}' was changed in place (by an optimizer's step?): "
+                        f"they are computed at the first use, from the weights of then",
                         fix="read them before the weights change, or pass Config(lazy_outputs=False)",
                     )
             self.made = self.run(self.values)
-            self.values = []
+            self.values, self.watched = [], []
         found: torch.Tensor = self.made[index]
         return found
 

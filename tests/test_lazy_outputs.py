@@ -120,8 +120,8 @@ def test_what_it_needs_dies_with_it(models, monkeypatch):
     kept = []
     make = later.Later.__init__
 
-    def watched(self, saved, values, run):
-        make(self, saved, values, run)
+    def watched(self, saved, values, run, inputs):
+        make(self, saved, values, run, inputs)
         kept.extend(weakref.ref(v) for s, v in zip(saved, values, strict=True) if s.kind == "value")
 
     monkeypatch.setattr(later.Later, "__init__", watched)

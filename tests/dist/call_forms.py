@@ -11,7 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import Pair, check, config, gradients, loss_of, main, near, raises, same_gradients, same_parameters
+from ranks import (
+    Pair,
+    check,
+    config,
+    gradients,
+    logits_of,
+    loss_of,
+    main,
+    near,
+    raises,
+    same_gradients,
+    same_parameters,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -55,6 +67,24 @@ def logits_beside_the_loss_are_lazy() -> str:
     assert len(forward.seen) == 4, forward.seen  # embedding, attention, mlp; one of the loss, none of the logits
     loss.backward()
     return f"none in a query, {len(use.seen)} when touched, {len(forward.seen)} in a forward that leaves them alone"
+
+
+@check(2)
+def logits_are_made_from_the_weights_of_their_step() -> str:
+    """No rank makes logits of a training call without somebody reading them; once the weights changed it is an error."""
+    pair = Pair("nanogpt", example=True, sequence_parallel=True).parallelize()
+    inputs = pair.inputs(3, 13)
+    assert "linear_cross_entropy" in {f.pattern for f in megafx.explain(pair.model).fusions}
+    found, stale = pair.model(**inputs), pair.model(**inputs)
+    (graph,) = next(iter(pair.model.megafx.graphs.values()))
+    names = {str(n.target) for n in graph.executable.parts.forward.graph.nodes}
+    assert {"megafx.linear_ce_stats.default", "megafx.linear_ce_loss.default"} <= names, names
+    near(logits_of(found) + 0, logits_of(pair.plain(**inputs)).detach(), "the logits")
+    loss_of(stale).backward()
+    torch.optim.SGD(pair.model.parameters(), lr=0.1).step()
+    raises(UsageError, "was changed in place .by an optimizer's step", lambda: logits_of(stale) + 0)
+    assert (logits_of(found) + 0).isfinite().all()
+    return "right before the step, refused after it"
 
 
 @check(2)
