@@ -33,12 +33,7 @@ def attention_dropout(editor: Editor, node: fx.Node) -> bool:
     p, causal, scale = arguments(node, "dropout_p", "is_causal", "scale")
     rank = q.meta[VAL].dim()
     if rank > 4:
-        raise CaptureError(
-            f"attention with dropout on tensors of {rank} dims",
-            fix="reshape query, key and value to [batch, heads, length, width]",
-            module=fqn_of(node),
-            source=source_of(node),
-        )
+        return _of_many_dims(editor, node)
     q, k, v = (_with_leading_ones(editor, node, x) for x in (q, k, v))
     if mask is not None:
         mask = _with_leading_ones(editor, node, mask)
@@ -47,6 +42,34 @@ def attention_dropout(editor: Editor, node: fx.Node) -> bool:
     for _ in range(4 - rank):
         out = emit(aten.select.int, out, 0, 0)
     return replace(node, out)
+
+
+def _of_many_dims(editor: Editor, node: fx.Node) -> bool:
+    """Leading dims become one batch: [a, b, n, s, e] -> [a*b, n, s, e], which is looked at once more with four dims."""
+    emit = editor.at(node)
+    names = ("query", "key", "value", "attn_mask")
+    values = [x.meta[VAL] for x in arguments(node, *names) if x is not None]
+    rank = max(v.dim() for v in values)
+    whole_lead = torch.broadcast_shapes(*(v.shape[: -3 if v.dim() == rank else 0] for v in values))
+    lead = [editor.arg(n) for n in whole_lead]
+
+    def flat(x: Any) -> Any:
+        if x is None or x.meta[VAL].dim() < 3:
+            return x
+        shape = x.meta[VAL].shape
+        if x.meta[VAL].dim() < rank:
+            for _ in range(rank - x.meta[VAL].dim()):
+                x = emit(aten.unsqueeze.default, x, 0)
+        if not all(map(editor.same, x.meta[VAL].shape[:-3], whole_lead)):
+            x = emit(aten.expand.default, x, [*lead, *editor.shape(x.meta[VAL])[-3:]])
+        return emit(aten.reshape.default, x, [editor.arg(math.prod(whole_lead)), *map(editor.arg, shape[-3:])])
+
+    q, k, v, mask = (flat(x) for x in arguments(node, *names))
+    p, causal, scale, grouped = arguments(node, "dropout_p", "is_causal", "scale", "enable_gqa")
+    options = {"scale": scale, "enable_gqa": bool(grouped)}
+    made = emit(aten.scaled_dot_product_attention.default, q, k, v, mask, p, causal, **options)
+    replace(node, emit(aten.reshape.default, made, editor.shape(node.meta[VAL])))
+    return attention_dropout(editor, made)
 
 
 def _with_leading_ones(editor: Editor, node: fx.Node, x: fx.Node) -> fx.Node:

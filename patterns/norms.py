@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm, as library calls and as written out; and, on one rank's shapes, a sum with the norm that follows.
 
 Hugging Face's RMSNorm rounds the normalised values to the model's dtype before it multiplies by the weight; the kernel
-rounds once, which is nearer to the exact result.
+rounds once, which is nearer to the exact result. Weights may be of another dtype than the rows (fp32 vectors in a bf16
+model); where their product is then wider than the rows, so is the result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class LayerNorm(Pattern):
 
     name = "layer_norm"
     knob = "norm_fusion"
-    tensors = {"x": "D[... h]", "weight": "param D[h]?", "bias": "param D[h]?"}
+    tensors = {"x": "D[... h]", "weight": "param W[h]?", "bias": "param W[h]?"}
     variants = {"cudnn": (False, True)}
     scalars = {"eps": float}
     needs = ("layer_norm",)
@@ -44,7 +45,7 @@ class RMSNorm(Pattern):
 
     name = "rms_norm"
     knob = "norm_fusion"
-    tensors = {"x": "D[... h]", "weight": "param D[h]?"}
+    tensors = {"x": "D[... h]", "weight": "param W[h]?"}
     scalars = {"eps": float}
     needs = ("rms_norm",)
 
@@ -86,7 +87,7 @@ class WrittenRMSNorm(Pattern):
     scalars = {"eps": float}
 
     def tensors(*, scale, **_):  # type: ignore[no-untyped-def]
-        return {"x": "D[... h]"} if scale == "none" else {"x": "D[... h]", "weight": "param D[h]"}
+        return {"x": "D[... h]"} if scale == "none" else {"x": "D[... h]", "weight": "param W[h]"}
 
     def needs(*, root, **_):  # type: ignore[no-untyped-def]
         return (root, "mean")
@@ -107,6 +108,8 @@ class WrittenRMSNorm(Pattern):
         return (y * (1.0 + weight.to(y.dtype))).to(x.dtype)
 
     def make(x, weight=None, *, eps, scale):  # type: ignore[no-untyped-def]
+        if weight is not None and "late" in scale:  # the product is in the wider of the two dtypes
+            x = x.to(torch.promote_types(x.dtype, weight.dtype))
         return ops.rms_norm(x, weight, eps, 1.0 if scale.startswith("unit") else 0.0)
 
 
@@ -141,7 +144,7 @@ def _fused(
 
 
 def _vectors(kind: str) -> dict[str, str]:
-    return {"weight": "param E[h]?"} | ({"norm_bias": "param E[h]?"} if kind == "layer" else {})
+    return {"weight": "param W[h]?"} | ({"norm_bias": "param W[h]?"} if kind == "layer" else {})
 
 
 class _AddNorm(Pattern):

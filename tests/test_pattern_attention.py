@@ -278,3 +278,29 @@ def test_nanogpt_by_hand():
     canonicalize(program)
     fused = fuse_with(FAMILY, program)
     assert fused.counts["attention"] == 1, fused.near_misses
+
+
+MANY = {
+    "windows of pictures": {name: "f32[a b n=2 s e=4]" for name in "qkv"},
+    "a mask for all": {name: "f32[a b n=2 s e=4]" for name in "qkv"} | {"m": "bool[s s]"},
+    "a mask for some": {name: "f32[a b n=2 s e=4]" for name in "qkv"} | {"m": "f32[b 1 s s]"},
+}
+
+
+@pytest.mark.parametrize("form", MANY)
+def test_dropout_on_more_than_four_dims(form):
+    """Leading dims are one batch to the op; without dropout to compare with, by its keep rate and its scale."""
+
+    def function(q, k, v, m=None):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=m, dropout_p=0.25)
+
+    fused = fuse_with(FAMILY, function, **MANY[form])
+    assert fused.ops.count("attention") == 1 and "scaled_dot_product_attention" not in fused.ops
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 2, 5, 4), torch.randn(2, 3, 2, 5, 4)
+    v = torch.ones(2, 3, 2, 5, 4)
+    mask = {"a mask for all": [torch.ones(5, 5).tril().bool()], "a mask for some": [torch.randn(3, 1, 5, 5)]}
+    out = torch.stack([fused.program.gm(q, k, v, *mask.get(form, []), torch.tensor(seed))[0] for seed in range(300)])
+    assert out.shape == (300, 2, 3, 2, 5, 4)
+    torch.testing.assert_close(out.mean(0), torch.ones(2, 3, 2, 5, 4), rtol=0, atol=0.2)
+    assert out[0, 0, 0].std() > 0 and not torch.equal(out[0, 0], out[0, 1])  # each of the batch has its own bits

@@ -231,3 +231,41 @@ def test_models_of_the_zoo_forward_backward_and_sharded(name, t, found):
         return sorted(str(n.target) for n in collective_nodes(compiled.program.graph))
 
     assert collectives(fused) == collectives(plain)
+
+
+def written_once(x, w, late):
+    wide = x.float()
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * y.to(x.dtype) if late else (w.float() * y).to(x.dtype)
+
+
+@pytest.mark.parametrize(("rows", "weights"), [("bf16", "f32"), ("f32", "bf16")])
+@pytest.mark.parametrize("form", ["layer_norm", "late", "wide"])
+def test_weights_of_another_dtype(rows, weights, form):
+    """fp32 vectors in a bf16 model, and the reverse: the dtype of the result is eager's, its value as near to fp64."""
+    function = {
+        "layer_norm": lambda x, w: F.layer_norm(x, (6,), w),
+        "late": lambda x, w: written_once(x, w, True),
+        "wide": lambda x, w: written_once(x, w, False),
+    }[form]
+    fused = fuse_with(ALL, function, x=f"{rows}[b s h=6]", w=f"param {weights}[h=6]")
+    assert sum(fused.counts.values()) == 1, fused.near_misses
+    if (rows, form) == ("f32", "layer_norm"):
+        return  # torch itself computes no such call
+    dtypes = {"bf16": torch.bfloat16, "f32": torch.float32}
+    x, w = torch.randn(2, 3, 6).to(dtypes[rows]), torch.randn(6).to(dtypes[weights])
+    ours, eager, exact = fused.program.gm(x, w)[0], function(x, w), function(x.double(), w.double()).double()
+    assert ours.dtype == eager.dtype
+    assert (ours.double() - exact).abs().max() <= 2 * (eager.double() - exact).abs().max() + 1e-6
+
+
+def test_a_sum_and_a_norm_with_fp32_vectors():
+    def function(x, r, w):
+        h = x + r
+        return h, F.layer_norm(h, (6,), w)
+
+    fused = fuse_with(ALL, function, x="bf16[b s h=6]", r="bf16[b s h=6]", w="param f32[h=6]")
+    assert fused.counts == {"layer_norm": 1, "add_norm": 1}
+    x, r, w = torch.randn(2, 3, 6).bfloat16(), torch.randn(2, 3, 6).bfloat16(), torch.randn(6)
+    for ours, eager in zip(fused.program.gm(x, r, w), function(x, r, w), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
