@@ -29,8 +29,9 @@ class Case:
     inputs() makes a fresh set of arguments on DEVICE; tensors that require a gradient get one. ours and eager are called with
     them and return a tensor or a tuple of tensors. eager is the plain formula: it is timed, compiled by torch.compile, and on
     fp32 inputs it is the reference of the errors (none where `random`). peers: name -> function that imports the peer and
-    returns its callable; ImportError means 'not installed'. Bytes: the fewest that device memory must move, each input read
-    once and each output written once; backward's count gradients of outputs and of inputs. flops_*: of matrix products.
+    returns its callable; ImportError means 'not installed', an attribute `synchronises` that it is to be timed by events.
+    Bytes: the fewest that device memory must move, each input read once and each output written once; backward's count
+    gradients of outputs and of inputs. flops_*: of matrix products.
     """
 
     name: str

@@ -20,16 +20,22 @@ def _targets(tokens: int, classes: int) -> Tensor:
     return torch.randint(0, classes, (tokens,), device=DEVICE)
 
 
+def _synchronises(function: Any) -> Any:
+    """Marks what reads values on the host (here: how many targets count): no CUDA graph can hold it."""
+    function.synchronises = True
+    return function
+
+
 def _liger() -> Any:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
-    return lambda x, y: liger_cross_entropy(x.clone(), y)  # it writes over its input
+    return _synchronises(lambda x, y: liger_cross_entropy(x.clone(), y))  # it writes over its input
 
 
 def _liger_linear() -> Any:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    return lambda x, w, y: liger_fused_linear_cross_entropy(x, w, y)
+    return _synchronises(lambda x, w, y: liger_fused_linear_cross_entropy(x, w, y))
 
 
 def _from_logits(tokens: int, classes: int, headline: bool = False) -> Case:

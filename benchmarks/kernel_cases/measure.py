@@ -85,11 +85,15 @@ class Runner:
 
     def times(self) -> Times:
         steps = [self.forward] + ([self.both] if self.grads else [])
-        try:
-            times, method = [_graph(step) for step in steps], "graph"
-        except Exception:  # what cannot be captured: synchronising or host-driven code
-            torch.cuda.synchronize()
-            times, method = [_events([lambda i=i, s=s: s(i) for i in range(len(self.sets))]) for s in steps], "events"
+        times, method = [], "events"
+        if not getattr(self.function, "synchronises", False):
+            try:
+                times, method = [_graph(step) for step in steps], "graph"
+            except Exception:  # what cannot be captured: synchronising or host-driven code
+                torch.cuda.synchronize()
+                _end_capture()
+        if not times:
+            times = [_events([lambda i=i, s=s: s(i) for i in range(len(self.sets))]) for s in steps]
         return Times(times[0], times[1] if len(times) > 1 else None, method)
 
     def host(self) -> tuple[float, float | None]:
@@ -149,6 +153,12 @@ def errors(case: Case, function: Callable[..., Any]) -> tuple[float, float | Non
 def _error(value: Tensor, exact: Tensor) -> float:
     value, exact = value.detach(), exact.detach()
     return float((value.float() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def _end_capture() -> None:
+    """After a capture that failed: torch's generator takes itself for captured, and refuses all draws."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(torch.Generator(DEVICE).graphsafe_get_state())
 
 
 def _graph(step: Callable[[int], Any]) -> float:

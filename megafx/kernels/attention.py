@@ -138,9 +138,9 @@ def _mask_backward(
 ) -> Tensor:
     o = _options(rest)
     if runs_triton(q):
-        from . import attention_backward_triton
+        from . import attention_mask_triton
 
-        return attention_backward_triton.mask_backward(grad, q, k, v, mask, seed, out, lse, o)
+        return attention_mask_triton.mask_backward(grad, q, k, v, mask, seed, out, lse, o)
     return reference.mask_backward(grad, q, k, v, mask, seed, o)
 
 
