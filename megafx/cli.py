@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_models)
     command.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="only these, for example llama")
     command.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    command.add_argument("--some", action="store_true", help="a tenth of the cells of each")
     command.add_argument("--write", type=Path, metavar="FILE", help="write the table as a page")
     command = commands.add_parser("diff", help="compare two dump folders, graph by graph")
     command.set_defaults(run=_diff)
@@ -154,7 +155,7 @@ def _profile_fusions(args: argparse.Namespace) -> int:
 def _models(args: argparse.Namespace) -> int:
     from megafx.model_table import model_table
 
-    return model_table(args.names, args.jobs, args.write)
+    return model_table(args.names, args.jobs, args.some, args.write)
 
 
 def _diff(args: argparse.Namespace) -> int:

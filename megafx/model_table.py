@@ -12,19 +12,23 @@ import megafx
 from megafx.errors import UsageError
 
 
-def model_table(names: Sequence[str], jobs: int, write: Path | None) -> int:
-    """Print the table of these architectures (none named: all), write it as a page; 0 if all cells are exact."""
+def model_table(names: Sequence[str], jobs: int, some: bool, write: Path | None) -> int:
+    """Print the table of these architectures (none named: all), write it as a page; 0 if all cells are exact.
+
+    some: a tenth of the cells of each.
+    """
     table = _table()
     known = list(importlib.import_module("catalogue").rows())
     chosen = [_find(name, known) for name in names]
-    entries = table.run(chosen, jobs)
+    entries = table.run(chosen, jobs, some)
     print(table.markdown(entries))
     failures = table.failures(entries)
     for line in failures:
         print(line)
     if write is not None:
         write.parent.mkdir(parents=True, exist_ok=True)
-        write.write_text(table.page(entries))
+        command = f"megafx models {' '.join(names)}{' ' * bool(names)}{'--some ' * some}--write {write}"
+        write.write_text(table.page(entries, command))
     return 1 if failures else 0
 
 

@@ -5,7 +5,8 @@ tensor parallelism turned into data parallelism, weights gathered at every use. 
 
     batch        the batch dim is not sharded on the tensor-parallel axis (that is data parallelism)
     sequence     with sequence_parallel=False no dim of the sequence is sharded; with True, norms run on a sequence shard
-    normalised   a dim that a norm normalises over, followed through ops that keep it, stays whole on activations
+    normalised   a dim that a norm normalises over, followed through ops that keep it, stays whole on activations; but the
+                 result of a matmul may be gathered where its weight cannot be sharded otherwise
     weights      matmul weights are sharded wherever a strategy can, and are never gathered
 
 `planner_policy="free"` lifts them all.
@@ -225,7 +226,9 @@ class Policy:
         if str(node.target) in MATMULS and weights and node not in self.weights and not overridden:
             sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]
             left = prefer(left, sharded, SHARD_WEIGHTS, gone)
-        return left, dict(gone)
+            if not sharded and (back := _column_parallel(strategies, reasons, weights)):
+                left, gone[NORMALISED] = [*left, *back], gone[NORMALISED] - len(back)
+        return left, {reason: count for reason, count in gone.items() if count}
 
     def _remember_whole(self, rule: OpRule, strategy: Strategy, reason: str) -> None:
         for operand, placement in zip(rule.operands, strategy.ins, strict=True):
@@ -248,6 +251,19 @@ class Policy:
         if self.free or node not in self.weights or src == dst:
             return True
         return not src.is_shard and not dst.is_shard
+
+
+def _column_parallel(strategies: list[Strategy], reasons: list[str], weights: list[int]) -> list[Strategy]:
+    """Strategies that shard a weight and the result, which a norm needs whole (a norm over all of q, a low-rank q): where a
+    matmul has no other that shards its weight, cost decides between these with a gather and the whole weight."""
+    return [
+        s
+        for s, reason in zip(strategies, reasons, strict=True)
+        if reason == NORMALISED
+        and s.out.is_shard
+        and any(s.ins[i].is_shard for i in weights)
+        and not any(p.is_shard for i, p in enumerate(s.ins) if i not in weights)
+    ]
 
 
 def prefer(left: list[Strategy], wanted: list[Strategy], reason: str, gone: dict[str, int]) -> list[Strategy]:

@@ -209,6 +209,8 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("aten.sum.dim_IntList", (x(4, 6, 6), [0, 2]), {}),
     ("aten.t.default", (x(4, 6),), {}),
     ("aten.topk.default", (x(4, 6), 2), {}),
+    ("aten.floor_divide.default", (ids(9, 4, 6), T((4, 6), "n", 9, 1)), {}),
+    ("aten.histc.default", (plain(4, 6), 6, -4, 4), {}),
     ("aten.transpose.int", (x(4, 6, 2), 1, 2), {}),
     ("aten.unflatten.int", (x(4, 24), 1, [4, 6]), {}),
     ("aten.unsqueeze.default", (x(4, 6), 1), {}),

@@ -53,6 +53,12 @@ def test_written_out_without_bias(form):
     assert fused.counts == {"written_activation": 1} and fused.ops == ["bias_act"]
 
 
+@pytest.mark.parametrize("form", ["fast", "megatron"])
+def test_rounded_constants_stay_in_fp64(form):
+    fused = fuse_with(FAMILY, lambda x: WRITTEN[form].function(x), x="f64[b s k=4]")
+    assert not fused.counts
+
+
 def test_rounded_constants_are_the_same_function_to_seven_digits():
     u = torch.linspace(-6, 6, 1001, dtype=torch.float64)
     exact = F.gelu(u, approximate="tanh")

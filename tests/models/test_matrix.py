@@ -6,11 +6,15 @@ Covers: tests/models/, and the whole pipeline on Hugging Face models.
 from __future__ import annotations
 
 import catalogue
+import hf_plans
 import pytest
 import table
 import torch
 from eager import Promoted
-from matrix import Cell, Result, Runner, all_cells
+from matrix import Cell, Result, Runner, all_cells, some_cells
+
+from megafx.placements import Layout, S
+from megafx.plan import Plan
 
 PART = {  # attention, training, dropout, t, sequence parallelism
     "GPT-2": Cell("eager", True, True, 3, "auto"),
@@ -23,15 +27,19 @@ PART = {  # attention, training, dropout, t, sequence parallelism
     "Phi-3": Cell("eager", True, True, 4, "auto"),
     "Gemma 3": Cell("sdpa", True, False, 2, "auto"),
     "Cohere": Cell("eager", False, False, 2, "auto"),
+    "OLMo 2": Cell("sdpa", False, False, 3, False),
+    "Mixtral": Cell("eager", True, True, 2, "auto"),
 }
 
 
 @pytest.mark.parametrize("name", PART)
 def test_cell_is_exact(name: str) -> None:
+    """Also: enough is sharded, and every weight on the dim that transformers' own plan cuts, where it has one."""
     row = catalogue.rows()[name]
     assert PART[name] in all_cells(row)
     made = table.entry(row, [PART[name]])
     assert not table.failures([made])
+    assert made.compared >= bool(hf_plans.shipped(row))
 
 
 def test_eager_models_compute_in_fp64_where_they_cast_to_fp32() -> None:
@@ -52,6 +60,20 @@ def test_what_is_not_exact_is_said() -> None:
     assert "1 of 2 cells are exact" in table.page([entry])
 
 
+def test_another_choice_than_transformers_plan_is_said() -> None:
+    row = catalogue.rows()["Llama"]
+    name = "model.layers.0.mlp.down_proj.weight"
+    plan = Plan(
+        2,
+        params={
+            name: S(0, Layout.contiguous(36, 2)),
+            "model.layers.1.mlp.up_proj.weight": S(0, Layout.contiguous(53, 2)),
+        },
+    )
+    compared, different = hf_plans.compare(row, plan, dict.fromkeys(plan.params, 2))
+    assert compared == 2 and different == [f"{name}: rowwise in transformers, S0 here"]
+
+
 def test_a_failure_is_a_result() -> None:
     """An architecture that cannot be built or captured is a line of the table, not the end of it."""
     row = catalogue.Architecture("none", "dense decoder", "NoSuchConfig", "NoSuchModel", {}, catalogue.text)
@@ -63,3 +85,4 @@ def test_every_row_has_every_mode() -> None:
     for row in catalogue.rows().values():
         cells = list(all_cells(row))
         assert len(cells) == len(set(cells)) == len(row.attention) * (12 + 3 * row.has_dropout)
+        assert set(some_cells(row)) <= set(cells)
