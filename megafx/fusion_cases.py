@@ -174,13 +174,6 @@ def _loss(w: Widths) -> tuple[nn.Module, list[int]]:
     return Chain(function), [w.vocab]
 
 
-def _linear_loss(w: Widths) -> tuple[nn.Module, list[int]]:
-    def function(m: Tensor, x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, m).view(-1, m.shape[0]), target.view(-1))
-
-    return Chain(function, (w.vocab, w.hidden)), [w.hidden]
-
-
 _NORMS = ("layer_norm", "rms_norm", "written_rms_norm")
 
 CASES: dict[str, FusionCase] = {
@@ -211,7 +204,6 @@ CASES: dict[str, FusionCase] = {
     "attention": FusionCase(("attention",), _attention, ("scale_mask_softmax", "scale_softmax"), scores=True),
     "rope": FusionCase(("rope", "rope_partial", "rope_pairs", "rope_qk"), _rope),
     "cross_entropy": FusionCase(("cross_entropy_of_cast",), _loss, ids=True),
-    "linear_cross_entropy": FusionCase(("linear_cross_entropy",), _linear_loss, ids=True),
     "merge_gate_up": FusionCase((MERGE_GATE_UP,), _gate_and_up, off=("merge_linears",)),
     "merge_linears": FusionCase((MERGE_LINEARS,), _projections, off=("merge_linears",)),
 }

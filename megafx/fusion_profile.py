@@ -18,7 +18,8 @@ profiles that it goes with.
           compiled inference: [0.04, 0.04]
 
 A fusion pays where fused is at most TIE times unfused, at the size nearest to the match's; at a tie it is made, since it
-keeps less memory. A pattern that others need is also made where one of those pays.
+keeps less memory. A pattern that others need is also made where one of those pays. Linear + cross entropy is not here: it is
+made for its memory, whatever it costs.
 """
 
 from __future__ import annotations

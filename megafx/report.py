@@ -204,7 +204,7 @@ def describe(program: Program, planning: Planning) -> Report:
 def _chosen(planning: Planning) -> str:
     """By what fusions were chosen."""
     if planning.fusions is not None:
-        return f"those that pay, as measured on {planning.fusions.device}"
+        return f"all but those that were slower as measured on {planning.fusions.device}"
     if planning.config.fusion_profile is not None:
         return "all (fusion_profile)"
     return f"all (no measurements for {planning.hardware.name})"

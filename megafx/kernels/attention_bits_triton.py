@@ -18,8 +18,8 @@ from .philox_triton import philox
 def subkey(SEED, op_id):
     """The op's key, from the 64-bit seed."""
     bits = tl.load(SEED)
-    zero = op_id.to(tl.uint32) * 0
-    a, b, _, _ = philox(op_id.to(tl.uint32), zero, zero, zero, bits.to(tl.uint32), (bits >> 32).to(tl.uint32), 7)
+    zero = tl.cast(op_id, tl.uint32) * 0
+    a, b, _, _ = philox(tl.cast(op_id, tl.uint32), zero, zero, zero, bits.to(tl.uint32), (bits >> 32).to(tl.uint32), 7)
     return a, b
 
 

@@ -226,7 +226,7 @@ def coordinates(SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DR
         if BATCHES is not None:
             batch = tl.load(BATCHES + b).to(tl.uint32)
         k0, k1 = subkey(SEED, op_id)
-        below = threshold.to(tl.uint32) << 16
+        below = tl.cast(threshold, tl.uint32) << 16
     return qp, head, batch, k0, k1, below
 
 

@@ -83,7 +83,7 @@ def _forward(
     if DROP:
         k0, k1 = key_of(seed)
         first = global_start + outer * global_stride + within * W + left
-        keep = keep_tile(first, op_id.to(tl.uint32), k0, k1, threshold.to(tl.uint32), ALIGNED, R, C)
+        keep = keep_tile(first, tl.cast(op_id, tl.uint32), k0, k1, tl.cast(threshold, tl.uint32), ALIGNED, R, C)
         value = tl.where(keep, value * scale, 0.0)
     value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
@@ -129,7 +129,7 @@ def _backward(
         value = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         if DROP:
             first = global_start + outer * global_stride + within * W + tl.program_id(0) * C
-            keep = keep_tile(first, op_id.to(tl.uint32), k0, k1, threshold.to(tl.uint32), ALIGNED, R, C)
+            keep = keep_tile(first, tl.cast(op_id, tl.uint32), k0, k1, tl.cast(threshold, tl.uint32), ALIGNED, R, C)
             value = tl.where(keep, value * scale, 0.0)
         if DX:
             tl.store(dx + at, value.to(dx.dtype.element_ty), mask=inside)
@@ -148,6 +148,7 @@ def _column_sums(
     c,  # [H] OUT: of partial[2]
     P,
     H,
+    J: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -162,19 +163,21 @@ def _column_sums(
     inside = column < H
     if which == 0:
         tl.store(a + column, sums.to(a.dtype.element_ty), mask=inside)
-    elif which == 1:
-        tl.store(b + column, sums.to(b.dtype.element_ty), mask=inside)
-    else:
-        tl.store(c + column, sums.to(c.dtype.element_ty), mask=inside)
+    if J > 1:  # noqa: SIM102  apart: what is not there is not stored to in the code either
+        if which == 1:
+            tl.store(b + column, sums.to(b.dtype.element_ty), mask=inside)
+    if J > 2:  # noqa: SIM102
+        if which == 2:
+            tl.store(c + column, sums.to(c.dtype.element_ty), mask=inside)
 
 
 def column_sums(partial: Tensor, outputs: Sequence[Tensor]) -> None:
     """partial [J, P, H] fp32 -> up to three outputs [H], summed over P in a fixed order."""
     _, P, H = partial.shape
-    a, b, c = (*outputs, *[outputs[0]] * (3 - len(outputs)))
+    a, b, c = (*outputs, *[partial] * (3 - len(outputs)))  # no output twice: Inductor would make it two
     BP, BC = (64, 32) if H >= 8192 else (128, 16)  # measured: H200
     grid = triton.cdiv(H, BC), len(outputs)
-    launch(_column_sums, grid, partial, partial, a, b, c, P, H, BP=BP, BC=BC, num_warps=4)
+    launch(_column_sums, grid, partial, partial, a, b, c, P, H, J=len(outputs), BP=BP, BC=BC, num_warps=4)
 
 
 class Grid(NamedTuple):

@@ -41,8 +41,8 @@ def _dropout(
     N: tl.constexpr,
 ):
     k0, k1 = key_of(seed)
-    op = op_id.to(tl.uint32)
-    below = threshold.to(tl.uint32)
+    op = tl.cast(op_id, tl.uint32)
+    below = tl.cast(threshold, tl.uint32)
     if ALIGNED:
         first = (tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)) * 8  # first element of each group
     else:

@@ -94,7 +94,7 @@ def _masked(
 def _keep(global_at, seed, op_id, threshold, R: tl.constexpr, B: tl.constexpr, ALIGNED: tl.constexpr):
     """global_at: index of each row's first element [R, 1] -> bool [R, B]."""
     k0, k1 = key_of(seed)
-    return keep_tile(global_at, op_id.to(tl.uint32), k0, k1, threshold.to(tl.uint32), ALIGNED, R, B)
+    return keep_tile(global_at, tl.cast(op_id, tl.uint32), k0, k1, tl.cast(threshold, tl.uint32), ALIGNED, R, B)
 
 
 @triton.jit
@@ -438,9 +438,11 @@ def _launch(
     s, t = source.shape[-2:]
     threshold = philox.threshold(p)
     drop = 0 < threshold < philox.DRAWS
-    full = max(16, triton.next_power_of_2(t))
+    full = 16
+    while full < t:  # the power of two from t on; t may be symbolic, and then has bounds from here on
+        full *= 2
     each = max(1, 1024 // full)
-    eights = t % 8 == 0
+    eights = bool(t % 8 == 0)
     hard = fill <= HARD_FILL
     kind = NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
     shown, heads, strides = _mask_rows(mask, source)
@@ -448,7 +450,7 @@ def _launch(
     # Drawing again takes registers: 165 a thread at 1024. Rows that start anywhere take loads of one key.
     keys_a_warp = 512 if (drop and grad is not None) or not eights else 1024
     for run in runs:
-        aligned = eights and run.global_start % 8 == 0 and (run.rows == 1 or run.global_stride % 8 == 0)
+        aligned = bool(eights and run.global_start % 8 == 0 and (run.rows == 1 or run.global_stride % 8 == 0))
         piece = run.length // t
         rows = run.rows * piece
         launch(
@@ -488,10 +490,10 @@ def _launch(
             DROP=drop,
             ALIGNED=aligned,
             EIGHTS=eights,
-            EVEN=t == full,
+            EVEN=bool(t == full),
             HARD=hard,
             SPLIT=hard and each == 1 and full >= 512 and (causal or mask is not None),
-            ONE_PIECE=run.rows == 1,
+            ONE_PIECE=bool(run.rows == 1),
             R=each,
             FULL=full,
             num_warps=max(1, min(32, full // keys_a_warp)),

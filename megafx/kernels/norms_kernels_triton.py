@@ -105,7 +105,9 @@ def norm_forward(
             if BIAS:
                 value += _vector(bias, column, H, EVEN or k < K - 1).to(tl.float32)
             if DROP:
-                keep = keep_tile(first + k * C, op_id.to(tl.uint32), k0, k1, threshold.to(tl.uint32), ALIGNED, R, C)
+                keep = keep_tile(
+                    first + k * C, tl.cast(op_id, tl.uint32), k0, k1, tl.cast(threshold, tl.uint32), ALIGNED, R, C
+                )
                 value = tl.where(keep, value * scale, 0.0)
             value += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
             value = value.to(h.dtype.element_ty)  # columns outside have loaded nothing but zeros
@@ -283,7 +285,7 @@ def norm_backward(
             if DROP:
                 outer = row // inner
                 first = (first_row + outer * row_stride + row - outer * inner) * H + own + k * C
-                keep = keep_tile(first, op_id.to(tl.uint32), k0, k1, threshold.to(tl.uint32), ALIGNED, R, C)
+                keep = keep_tile(first, tl.cast(op_id, tl.uint32), k0, k1, tl.cast(threshold, tl.uint32), ALIGNED, R, C)
                 d = tl.where(keep, d * scale, 0.0)
             if BRANCH:
                 tl.store(dbranch + start + column, d.to(dbranch.dtype.element_ty), mask=inside)
