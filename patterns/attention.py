@@ -272,3 +272,38 @@ class LibraryAttentionOfGroups(_Groups):
         k, v = _of_heads(k, repeat), _of_heads(v, repeat)
         causal = masked == "causal"
         return torch.ops.aten.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=True)
+
+
+@register
+class AttentionOfScaledQuery(_Attention):
+    """attention(q * c, k, v, scale) -> attention(q, k, v, c * scale); OPT scales before it parts the heads."""
+
+    name = "attention_scale"
+    variants = {
+        "shape": ("flat", "heads"),
+        "by": ("mul", "div"),
+        "causal": (False, True),
+        "masked": ("no", "four", "two"),
+    }
+    scalars = _Attention.scalars | {"n": int}
+
+    def tensors(shape, by, causal, masked):
+        q = "D[b s n*e]" if shape == "flat" else "D[b n s e]"
+        mask = {"no": {}, "four": {"mask": "M[1|b 1|n 1|s t]"}, "two": {"mask": "bool[b t]"}}[masked]
+        return {"q": q, "k": "D[b 1|m t e]", "v": "D[b 1|m t f]"} | mask
+
+    def needs(shape, by, causal, masked):
+        return ("attention", by)
+
+    def match(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n):
+        q = q * inner if by == "mul" else q / inner
+        q = q.view(q.shape[0], q.shape[1], n, -1).transpose(1, 2) if shape == "flat" else q
+        return ops.attention(q, k, v, mask, drop.seed, scale, causal, 0, cap, *drop.args[1:])
+
+    def where(m):
+        return "the number of heads is not known" if m["shape"] == "flat" and m["n"] >= FIRST_PRIME else None
+
+    def make(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n):
+        q = q.view(q.shape[0], q.shape[1], n, q.shape[2] // n).transpose(1, 2) if shape == "flat" else q
+        factor = scale * inner if by == "mul" else scale / inner
+        return ops.attention(q, k, v, mask, drop.seed, factor, causal, 0, cap, *drop.args[1:])

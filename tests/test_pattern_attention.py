@@ -13,6 +13,7 @@ from megafx.patterns.attention import (
     AttentionChain,
     AttentionOfGroups,
     AttentionOfMatrices,
+    AttentionOfScaledQuery,
     LibraryAttentionOfGroups,
 )
 from megafx.patterns.masked_softmax import BiasOfScores, HiddenScores, ScaleMaskSoftmax, ScaleOfScores, ScaleSoftmax
@@ -20,7 +21,8 @@ from megafx.testing import assert_same, expect
 from megafx.testing_patterns import fuse_with
 
 SOFTMAX = [ScaleMaskSoftmax, ScaleSoftmax, ScaleOfScores, BiasOfScores, HiddenScores]
-FAMILY = [AttentionChain, AttentionOfMatrices, AttentionOfGroups, LibraryAttentionOfGroups, *SOFTMAX]
+GROUPS = [AttentionOfGroups, LibraryAttentionOfGroups]
+FAMILY = [AttentionChain, AttentionOfMatrices, AttentionOfScaledQuery, *GROUPS, *SOFTMAX]
 HEADS = {name: "f32[b n=2 s e=4]" for name in "qkv"}
 CROSS = {"q": "f32[b n=4 s e=4]", "k": "f32[b m=2 t e=4]", "v": "f32[b m=2 t f=6]"}
 
@@ -120,6 +122,11 @@ FORMS = {
         ),
         HEADS | {"m": "bool[1 1 s s]", "a": "f32[b 1 s s]"},
     ),
+    "a scaled query": (lambda q, k, v: hugging_face(q * 0.25, k, v), HEADS),
+    "a scaled query, heads not yet apart": (
+        lambda x, k, v: hugging_face((x / 3.0).view(x.shape[0], x.shape[1], 2, -1).transpose(1, 2), k, v),
+        {"x": "f32[b s h=8]", "k": "f32[b n=2 t e=4]", "v": "f32[b n=2 t e=4]"},
+    ),
     "soft-capped": (soft_capped, HEADS | {"m": "f32[b 1 s s]"}),
     "soft-capped, one product": (
         lambda q, k, v: torch.softmax(torch.tanh(scores(q, k, 0.01)) * 30.0, -1) @ v,
@@ -156,6 +163,7 @@ def test_every_form(form):
     gone = {"matmul", "bmm", "baddbmm", "scale_mask_softmax", "softmax", "tanh", "repeat_interleave"}
     assert not gone & set(fused.ops)
     assert "expand" not in fused.ops or "matrices" in form
+    assert "scaled query" not in form or not {"mul", "div"} & set(fused.ops)
     assert_same(fused.before, fused.program)
 
 
