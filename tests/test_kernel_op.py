@@ -1,4 +1,4 @@
-"""Covers: kernels/op.py (direct calls, gradients), kernels/replay.py, passes/call_directly.py."""
+"""Covers: kernels/op.py (direct calls, gradients), kernels/replay.py, kernels/recording.py, passes/call_directly.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from triton_process import assert_same_values
 from megafx.collectives import AxisContext, on_mesh
 from megafx.kernels import op as module
 from megafx.kernels.op import define_gradient, define_op, direct, launch, new_like
-from megafx.kernels.replay import Launch, Recording, Replay
+from megafx.kernels.recording import Launch, Recording
+from megafx.kernels.replay import Replay
 from megafx.passes.call_directly import FUNCTIONS, METHODS, call_directly
 from megafx.rule_samples import SAMPLES, T
 
@@ -229,18 +230,27 @@ def test_copies_are_repeated_and_what_reads_values_is_not() -> None:
     def returns_its_operand(x: Tensor, n: int) -> Tensor:
         return x
 
+    def returns_some_of_its_operand(x: Tensor, n: int) -> Tensor:
+        return x[n:]
+
     for function, n, recorded in (
         (copies, 1, True),
         (copies, 0, True),
         (reads, 1, False),
         (returns_a_view, 1, False),
-        (returns_its_operand, 1, False),
+        (returns_its_operand, 1, True),  # as operators do that write in place
+        (returns_some_of_its_operand, 1, False),
     ):
         replay = Replay(function)
         for _ in range(4):
             x = torch.randn(4, 3).t() if function is copies and n else torch.randn(4, 3)
-            assert torch.equal(replay(x, n), function(x, n))
+            found = replay(x, n)
+            assert torch.equal(found, function(x, n)) and (found is x) == (function is returns_its_operand)
         assert [isinstance(f, Recording) for f in forms(replay)] == [recorded], forms(replay)
+    second, (x, y) = Replay(lambda x, y: x.copy_(y)), torch.randn(2, 3)
+    assert all(second(x, x) is x for _ in range(3)) and second(x, y) is x and second(y, x) is y
+    second = Replay(lambda x, y: (None, y))
+    assert all(second(x, x)[1] is x for _ in range(3)) and second(x, y)[1] is y and second(y, x)[1] is x
 
 
 def test_a_rank_has_its_own_recording(launches: list[Any]) -> None:
@@ -357,7 +367,7 @@ from megafx.kernels import op
 if not torch.cuda.is_available():
     print("same values")
     raise SystemExit
-from megafx.kernels.replay import Recording
+from megafx.kernels.recording import Recording
 def recordings(call):
     cells = [c.cell_contents for c in op._implementations[call].__closure__]
     return [f for c in cells if hasattr(c, "forms") for f in c.forms.values()]

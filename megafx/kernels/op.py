@@ -41,7 +41,7 @@ from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ..rules import Partials, declare_rule
-from . import replay
+from . import recording, replay
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -191,7 +191,7 @@ def launch(kernel: Any, grid: Sequence[int | torch.SymInt], like: Tensor, *args:
     else:
         with torch.cuda.device(like.device):
             compiled = kernel[tuple(grid)](*args, **options)
-    if (recorder := replay.recorder()) is not None:
+    if (recorder := recording.recorder()) is not None:
         recorder.launched(kernel, compiled, grid, like.device, args, options)
 
 
