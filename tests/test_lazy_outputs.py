@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
 import megafx
 import megafx.kernels.logits_chunks as kernels
@@ -136,6 +137,26 @@ def test_what_it_needs_dies_with_it(models, monkeypatch):
             del out
         gc.collect()
         assert kept[0]() is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_take_over_memory(fused):
+    """Those that forward made are scaled in place; unfused, the logits' gradient is written over the logits."""
+    config = megafx.Config(cross_entropy_fusion=fused)
+    model = megafx.parallelize(nn.Sequential(nn.Linear(8, 16), Loss()), config, example_inputs=(torch.randn(5, 8),))
+    (graph,) = next(iter(model.megafx.graphs.values()))
+    names = graph.executable._last_backward.__code__.co_names
+    wanted = "_op_linear_cross_entropy_backward_" if fused else "_op_cross_entropy_backward_"
+    assert any(name.endswith(wanted) for name in names), names
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 7)
+
+    def forward(self, x):
+        return nn.functional.cross_entropy(self.head(x), torch.arange(5))
 
 
 def shapes_of_step(model, given):

@@ -1,9 +1,9 @@
 """Logits of a linear layer, a chunk of tokens at a time, in one buffer; and the products of their gradient.
 
 A vocabulary that is no multiple of CLASS_ALIGNMENT is padded with zero rows of the weight, copied once a call: products with
-50257 columns, or over 50257 rows, run in kernels without vector loads (measured on an H200, bf16, the three products of
-[32768, 1024] x [50257, 1024]: 82 ms as they are, 68 ms on padded rows alone, 12.7 ms padded, the copy 0.2 ms). The padding's
-logits are zero, and so are their gradients.
+50257 columns, or over 50257 rows, run in kernels without vector loads, several times slower, and rows of the logits that are
+apart by a multiple of 64 do not change that (benchmarks/head_products.py). The padding's logits are zero, and so are their
+gradients.
 
 fp16: gradients of logits are held times FP16_FACTOR, so that small probabilities survive; products divide by it in fp32,
 before they round.
@@ -19,7 +19,9 @@ from torch import Tensor
 from .op import wide
 
 CLASS_ALIGNMENT = 64
-CHUNK_BYTES = 1 << 30  # measured on an H200 at [8192, 4096] x [128256, 4096]: 1.075 of the products; 512 MiB 1.126
+CHUNK_BYTES = (
+    1 << 30
+)  # on an H200 larger ones are not faster, smaller ones a little slower (benchmarks/head_products.py)
 MOST_CHUNKS = 8
 FP16_FACTOR = 1024.0
 
