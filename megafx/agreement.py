@@ -180,3 +180,13 @@ def draw_seed(device: torch.device, group: dist.ProcessGroup | None) -> torch.Te
     if group is not None:
         dist.broadcast(seed, group_src=0, group=group)
     return seed
+
+
+def same_generators(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Set torch's default generators, of the CPU and of `device`, to rank 0's state on every rank."""
+    on_cuda = device.type == "cuda"
+    mine = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None)
+    cpu, cuda = broadcast_object(mine, group)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)

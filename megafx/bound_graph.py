@@ -6,7 +6,7 @@ tensors without DTensor dispatch; each gradient is wrapped once with the paramet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +14,8 @@ import sympy
 import torch
 from torch.distributed.tensor import DTensor
 
+from megafx.cache_shard import CacheShard
+from megafx.caches import give_back
 from megafx.call_spec import CallSpec
 from megafx.errors import UsageError
 from megafx.graph_keys import Call, bind_sizes
@@ -96,7 +98,7 @@ class BoundGraph:
             outputs = step.outputs
         else:
             outputs = self.finish(self.executable.forward(inputs)[0], call)
-        return compiled.spec.unflatten([outputs[i] for i in self.user_outputs])
+        return give_back(compiled.spec.unflatten([outputs[i] for i in self.user_outputs]), call.caches)
 
     def _inputs(self, call: Call) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """(local tensors in placeholder order, position -> the user's own tensor)."""
@@ -114,7 +116,7 @@ class BoundGraph:
                 )
             elif spec.kind == "user":
                 value = user[len(inputs)] = next(given)
-                inputs.append(value.detach())
+                inputs.append(value.local.contiguous() if isinstance(value, CacheShard) else value.detach())
             elif spec.kind == "buffer":
                 inputs.append(runtime.model.get_buffer(spec.name))
             elif spec.kind == "constant":
@@ -154,7 +156,8 @@ class BoundGraph:
         for index in self.sharded:
             shard = shards[index]
             assert shard is not None and mesh is not None
-            make = make_lazy if self.runtime.gather_outputs else make_dtensor
+            make: Callable[..., Any] = make_lazy if self.runtime.gather_outputs else make_dtensor
+            make = CacheShard if self.outputs[index].cache else make
             outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
 
     def _watch(self, laters: Mapping[int, Later]) -> None:

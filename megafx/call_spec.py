@@ -70,7 +70,7 @@ class CallSpec:
         leaves, spec = pytree.tree_flatten(call_tree(args, kwargs, loss_inputs))
         if spec != self.in_spec:
             return "the structure of the call differs"
-        bound: dict[sympy.Symbol, int] = {}
+        bound = self._bind(leaves)
         for leaf, value in zip(self.leaves, leaves, strict=True):
             problem = _leaf_mismatch(leaf, value, bound)
             if problem:
@@ -79,6 +79,16 @@ class CallSpec:
         if key not in self._verdicts:
             self._verdicts[key] = self._size_mismatch(bound)
         return self._verdicts[key]
+
+    def _bind(self, values: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """The size of each symbol that is a dim of its own somewhere: the first, where there are several."""
+        bound: dict[sympy.Symbol, int] = {}
+        for leaf, value in zip(self.leaves, values, strict=True):
+            if isinstance(value, torch.Tensor) and value.dim() == len(leaf.dims):
+                for want, size in zip(leaf.dims, value.shape, strict=True):
+                    if isinstance(want, sympy.Symbol):
+                        bound.setdefault(want, size)
+        return bound
 
     def _size_mismatch(self, bound: dict[sympy.Symbol, int]) -> str | None:
         for symbol, size in bound.items():
@@ -123,7 +133,7 @@ def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> st
         return f"{leaf.name} has {value.dim()} dims, captured with {len(leaf.dims)}"
     for dim, (want, size) in enumerate(zip(leaf.dims, value.shape, strict=True)):
         if isinstance(want, sympy.Symbol):
-            want = bound.setdefault(want, size)
+            want = bound[want]
         elif not want.is_Integer:
             want = want.xreplace({s: sympy.Integer(n) for s, n in bound.items()})
         if int(want) != size:

@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from megafx.autocast import ambient_autocast, no_autocast
+from megafx.caches import CacheKey, Revived, growing_dims, plain_lists, states_for_caches
 from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name, violated
 from megafx.capture_dims import NamedDims, max_length, name_dims, suggested_fixes
 from megafx.capture_errors import translate, unsupported_leaf
@@ -65,6 +66,7 @@ def capture_call(
     stand_ins: FQN -> tensor (meta will do) whose shape and dtype the parameter has in the graph.
     varying: names of Python numbers among the inputs (`kwargs[scale]`) that enter as 0-d tensors; all others are baked in.
     """
+    args, kwargs, _ = states_for_caches(args, kwargs or {})
     tree = call_tree(args, kwargs, loss_inputs)
     if loss_inputs and loss_fn is None:
         raise CaptureError("loss_inputs without a loss_fn", fix="pass loss_fn= to parallelize, or drop loss_inputs")
@@ -108,10 +110,13 @@ class _Call(nn.Module):
             for context in self.autocast:
                 stack.enter_context(torch.autocast(**context))
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
+            caches = Revived()
+            args, kwargs = caches.revive((args, kwargs))
             output = self.call(self.model, *args, **kwargs)
             _write_back(buffers)
             _register_outputs(output)
-            return output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
+            result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
+            return caches.result(result)
 
 
 class _Capture:
@@ -142,7 +147,7 @@ class _Capture:
         self.notes: list[str] = []
         tensors = [(n, v) for n, v in zip(self.names, self.leaves, strict=True) if isinstance(v, torch.Tensor)]
         if dynamic:
-            self.dims = name_dims(tensors, max_length(model), sequence_group(model))
+            self.dims = name_dims(tensors, max_length(model), sequence_group(model), growing_dims(tree))
         else:
             self.dims = NamedDims([{} for _ in tensors])
 
@@ -255,7 +260,7 @@ class _Capture:
             else:
                 leaves.append(value)
                 dynamic.append(None)
-        return pytree.tree_unflatten(leaves, self.in_spec), pytree.tree_unflatten(dynamic, self.in_spec)
+        return pytree.tree_unflatten(leaves, self.in_spec), plain_lists(pytree.tree_unflatten(dynamic, self.in_spec))
 
     # -- the Program
 
@@ -385,17 +390,15 @@ def _outputs(exported: ExportedProgram, graph: fx.Graph) -> tuple[list[Output], 
     assert spec is not None
     values = node.args[0]
     assert isinstance(values, (tuple, list))
-    paths = [
-        _output_path(p)
-        for p, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(values))), spec))[0]
-    ]
+    paths = [p for p, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(values))), spec))[0]]
     outputs: list[Output] = []
     leaves: list[OutputLeaf] = []
     kept: list[fx.Node] = []
     for path, value in zip(paths, values, strict=True):
         if isinstance(value, fx.Node):
             leaves.append(OutputLeaf(len(kept)))
-            outputs.append(Output("user", path))
+            in_cache = path[-1].key if path and isinstance(path[-1], CacheKey) else ""
+            outputs.append(Output("user", _output_path(path), cache=in_cache))
             kept.append(value)
         else:
             leaves.append(OutputLeaf(-1, value))
@@ -407,6 +410,8 @@ def _output_path(path: Sequence[Any]) -> str:
     """Key path of an output -> 'loss', '[0]', 'hidden_states[1]'; '' is the output itself."""
     text = ""
     for key in path:
+        if key == pytree.GetAttrKey("output") and key is path[0]:  # caches.Updated: what the model returns
+            continue
         if isinstance(key, pytree.SequenceKey):
             text += f"[{key.idx}]"
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,18 +34,23 @@ _MAX_LENGTH = (
 
 @dataclass
 class NamedDims:
-    """names[i][d]: name of dim d of tensor i (absent: static). user, hints: the size of each name in the call, in the trace."""
+    """names[i][d]: name of dim d of tensor i (absent: static). user, hints: the size of each name in the call, in the trace.
+
+    more[i, d]: by how much dim d of tensor i is longer than its name says.
+    """
 
     names: list[dict[int, str]]
     user: dict[str, int] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)
     bounds: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
     constant: set[str] = field(default_factory=set)  # names that the model's code fixes: they keep the call's size
+    more: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def shape(self, i: int, tensor: torch.Tensor, sizes: dict[str, int]) -> tuple[int, ...]:
         names = self.names[i]
         return tuple(
-            sizes[names[d]] if d in names and self.is_dynamic(names[d]) else n for d, n in enumerate(tensor.shape)
+            sizes[names[d]] + self.more.get((i, d), 0) if d in names and self.is_dynamic(names[d]) else n
+            for d, n in enumerate(tensor.shape)
         )
 
     def specs(self, automatic: bool) -> list[dict[int, Any]]:
@@ -56,7 +61,14 @@ class NamedDims:
         for name in filter(self.is_dynamic, self.user):
             least, greatest = self.bounds.get(name, (None, None))
             dims[name] = Dim(name, min=least, max=greatest)
-        return [{d: dims[name] for d, name in names.items() if name in dims} for names in self.names]
+        return [
+            {
+                d: dims[name] + self.more[i, d] if (i, d) in self.more else dims[name]
+                for d, name in names.items()
+                if name in dims
+            }
+            for i, names in enumerate(self.names)
+        ]
 
     def apply(self, fixes: Fixes) -> bool:
         """Take the fixes over; False if they change nothing, or exclude the size that the call has."""
@@ -83,15 +95,29 @@ def max_length(model: Any) -> int | None:
 
 
 def name_dims(
-    tensors: Sequence[tuple[str, torch.Tensor]], longest: int | None, group_of: Callable[[str], str]
+    tensors: Sequence[tuple[str, torch.Tensor]],
+    longest: int | None,
+    group_of: Callable[[str], str],
+    growing: Mapping[str, tuple[int, ...]] | None = None,
 ) -> NamedDims:
     """Name dims by role: dim 0 'batch', dim 1 of 2-D ids 'seq', and every dim of the same size at those positions.
 
     group_of(leaf name) keeps apart sequences whose lengths may be equal by accident (the two sides of an encoder-decoder).
+    growing: the tensors of a cache, and which of their dims are the tokens that it holds: 'past'. Beside a cache the length of
+    a single token is no symbol, and a mask over the cache and that token is as long as 'past' and one more.
     """
-    batch = _batch_size(tensors)
+    growing = growing or {}
+    cached = [(n, t) for n, t in tensors if n in growing]
+    past: dict[int, str] = {}
+    for name, tensor in cached:
+        for d in growing[name]:
+            past.setdefault(tensor.shape[d], f"past{len(past) + 1}" if past else "past")
+    outside = [(n, t) for n, t in tensors if n not in growing]
+    batch = _batch_size(outside)
     sequences: dict[tuple[int, str], str] = {}
-    carriers = _sequence_carriers(tensors)
+    carriers = _sequence_carriers(outside)
+    if growing and any(t.shape[1] == 1 for _, t in carriers if t.dim() == 2):  # one token after a cache
+        carriers = [(n, t) for n, t in carriers if t.shape[1] != 1 and t.shape[1] - 1 not in past]
     if len({group_of(name) for name, _ in carriers}) == 1:
         group_of = lambda name: ""  # noqa: E731  one side only: its length is 'seq'
     for name, tensor in carriers:
@@ -108,6 +134,13 @@ def name_dims(
     for name, tensor in tensors:
         dims: dict[int, str] = {}
         group, shape = group_of(name), tensor.shape
+        if name in growing:
+            dims = {d: past[shape[d]] for d in growing[name]}
+            if shape and shape[0] == batch and 0 not in dims and tensor.dim() > 2:
+                dims[0] = "batch"
+        elif growing and _is_ids(tensor) and (1, "") not in sequences and shape[1] - 1 in past:
+            dims[1] = past[shape[1] - 1]
+            result.more[len(result.names), 1] = 1
         square = tensor.dim() >= 2 and shape[-1] == shape[-2] and not (tensor.dim() == 3 and tensor.is_floating_point())
         if tensor.dim() == 2 and square and shape[0] != batch and sequence(shape[0], group):
             dims = {0: str(sequence(shape[0], group)), 1: str(sequence(shape[1], group))}

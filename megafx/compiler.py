@@ -7,8 +7,8 @@ capture -> canonicalize -> fuse -> describe masks -> plan -> insert transitions 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Request:
 
     fixed: storage of parameters that an earlier graph settled. given: a plan to apply. wants_grad: (index, Input) -> whether
     the gradient of that input is wanted; None: a graph without backward. agree: this rank's plan -> the plan of all ranks.
+    caches: by path in a key-value cache, the placement that it leaves graphs at.
     """
 
     config: Config
@@ -86,10 +87,13 @@ class Request:
     given: Plan | None = None
     wants_grad: Callable[[int, Any], bool] | None = None
     agree: Callable[[Plan], Plan] | None = None
+    caches: Mapping[str, Placement] = field(default_factory=dict)
 
     def planning(self) -> Planning:
         training = self.wants_grad is not None
-        return Planning(self.config, self.t, self.hardware, training, self.fixed, self.given, self.agree)
+        planning = Planning(self.config, self.t, self.hardware, training, self.fixed, self.given, self.agree)
+        planning.caches = dict(self.caches)
+        return planning
 
 
 def compile_program(program: Program, request: Request) -> Compiled:

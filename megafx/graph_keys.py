@@ -19,33 +19,38 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megafx.autocast import ambient_autocast
+from megafx.cache_shard import CacheShard
+from megafx.caches import states_for_caches
 from megafx.call_spec import CallSpec, call_tree, leaf_name
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model, normalised; names, leaves and spec of `call_spec.call_tree`."""
+    """One call of the model, normalised; names, leaves and spec of `call_spec.call_tree`; the caches that it was given."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss_inputs: dict[str, Any]
     leaves: list[Any]
     spec: pytree.TreeSpec
+    caches: list[Any]
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any], loss_inputs: Mapping[str, Any] | None = None) -> Call:
+        args, kwargs, caches = states_for_caches(args, kwargs)
         tree = call_tree(args, kwargs, loss_inputs)
         leaves, spec = pytree.tree_flatten(tree)
-        return Call(*tree, leaves, spec)
+        return Call(*tree, leaves, spec, caches)
 
     def names(self) -> list[str]:
         paths, _ = pytree.tree_flatten_with_path((self.args, self.kwargs, self.loss_inputs))
         return [leaf_name(path) for path, _ in paths]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """(name as the user wrote it, tensor): 'ids' rather than 'kwargs[ids]'."""
+        """(name as the user wrote it, tensor): 'ids' rather than 'kwargs[ids]'. Without shards of caches."""
         pairs = zip(self.names(), self.leaves, strict=True)
-        return [(re.sub(r"^kwargs\[(.*?)\]", r"\1", n), v) for n, v in pairs if isinstance(v, torch.Tensor)]
+        whole = [(n, v) for n, v in pairs if isinstance(v, torch.Tensor) and not isinstance(v, CacheShard)]
+        return [(re.sub(r"^kwargs\[(.*?)\]", r"\1", n), v) for n, v in whole]
 
 
 def bind_sizes(spec: CallSpec, call: Call) -> dict[sympy.Symbol, int]:
@@ -85,7 +90,8 @@ def _is_number(value: Any) -> bool:
 
 def _leaf_kind(value: Any, grad: bool) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return "tensor", value.dtype, value.dim(), value.device, grad and value.requires_grad
+        where = value.placement if isinstance(value, CacheShard) else None
+        return "tensor", value.dtype, value.dim(), value.device, grad and value.requires_grad, where
     return type(value), value
 
 

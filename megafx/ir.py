@@ -63,6 +63,7 @@ class Output:
 
     placement: what the value leaves at, from `insert_collectives` on; it stands where lowering has dropped the identity
     (R -> I) that the node's own placement would tell. lazy: it may be computed when somebody first reads it (lazy_outputs).
+    cache: path inside of a key-value cache that the call returns or changes ('' where it is none).
     """
 
     kind: Literal["user", "mutation", "gradient", "saved"]
@@ -70,6 +71,7 @@ class Output:
     loss: bool = False
     placement: Placement | None = None
     lazy: bool = False
+    cache: str = ""
 
 
 @dataclass(frozen=True)

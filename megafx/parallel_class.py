@@ -88,11 +88,11 @@ class Parallel:
 
 
 class _Pretrained:
-    """For Hugging Face models: whole tensors are saved, by rank 0; text is generated without a key-value cache."""
+    """For Hugging Face models: whole tensors are saved, by rank 0; ranks that generate text draw the same tokens."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the class's own, `use_cache` being False unless asked for: graphs have no cache."""
-        kwargs.setdefault("use_cache", False)
+        """As the class's own. Tokens are drawn on every rank: from rank 0's generator state, so that they are the same."""
+        cast(Parallel, self).megafx.same_generators()
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

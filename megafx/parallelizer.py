@@ -12,15 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megafx import dump
 from megafx.agreement import broadcast_object
+from megafx.cache_shard import CacheShard
 from megafx.capture import capture_call
 from megafx.collectives import AxisContext
 from megafx.communication import Communication, communication
 from megafx.compiler import Compiled, Request, compile_program, plan_only
 from megafx.config import Config
 from megafx.errors import UsageError
+from megafx.graph_keys import Call
 from megafx.hardware import Hardware
-from megafx.ir import Program
-from megafx.placements import Placement
+from megafx.ir import PLACEMENT, Program
+from megafx.placements import I, Placement
 from megafx.plan import Plan
 from megafx.report import Report, fused, refresh_notes
 from megafx.runtime import CompiledCall, CompileRequest, Runtime
@@ -28,7 +30,7 @@ from megafx.runtime import CompiledCall, CompileRequest, Runtime
 
 class Parallelizer:
     """Compiles the calls of one model. plan: of its training call, which settles how parameters are stored; last: what
-    `readable` shows."""
+    `readable` shows; caches: how key-value caches leave graphs, by path in the cache, from the first graph that has them."""
 
     def __init__(
         self, config: Config, mesh: DeviceMesh | None, hardware: Hardware, loss_fn: Callable[..., torch.Tensor] | None
@@ -38,6 +40,7 @@ class Parallelizer:
         self.plan: Plan | None = None
         self.last: Compiled | None = None
         self.runtime: Runtime | None = None
+        self.caches: dict[str, Placement] = {}
 
     # -- what the runtime asks for
 
@@ -55,7 +58,8 @@ class Parallelizer:
             compiled = compile_program(planned, made)  # this call is the one that was planned
         else:
             program = self.capture(request, wanted is not None)
-            compiled = compile_program(program, self._request(dict(fixed), wants))
+            compiled = compile_program(program, self._request(dict(fixed) | _shards_of(request.call), wants))
+        self._settle_caches(compiled.program)
         executable = compiled.executable(self._axis())
         if self.config.compile:
             executable = executable.compiled()
@@ -95,13 +99,19 @@ class Parallelizer:
                 varying=request.varying,
             )
 
+    def _settle_caches(self, program: Program) -> None:
+        """Later graphs take and give caches as this one gives them."""
+        for spec, node in zip(program.outputs, program.results(), strict=True):
+            if spec.cache and (placement := node.meta.get(PLACEMENT)) is not None:
+                self.caches.setdefault(spec.cache, placement if placement.is_shard else I)
+
     # -- agreement: TP rank 0 plans, the others apply its plan
 
     def _plan(self, program: Program) -> Plan:
         return plan_only(program, self._request({}, lambda index, spec: True))
 
     def _request(self, fixed: dict[str, Placement], wants: Any) -> Request:
-        return Request(self.config, self.t, self.hardware, fixed, None, wants, self._from_rank_0)
+        return Request(self.config, self.t, self.hardware, fixed, None, wants, self._from_rank_0, self.caches)
 
     def _from_rank_0(self, plan: Plan) -> Plan:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""
@@ -152,6 +162,12 @@ def _training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _shards_of(call: Call) -> dict[str, Placement]:
+    """Name -> placement of the inputs of a call that are shards of caches."""
+    pairs = zip(call.names(), call.leaves, strict=True)
+    return {name: value.placement for name, value in pairs if isinstance(value, CacheShard)}
 
 
 def _device_of(model: nn.Module, leaves: list[Any]) -> torch.device | None:

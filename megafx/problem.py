@@ -24,6 +24,7 @@ from megafx.ir import VAL, Program, fqn_of, is_floating
 from megafx.op_rules import OpRule, Strategy
 from megafx.placements import I, P, Placement, S
 from megafx.plan import Conversion, OpChoice, Plan, Removal
+from megafx.planning import Accepts, accepts, way_out
 from megafx.policy import Policy
 from megafx.solver import Solution, Table
 
@@ -49,12 +50,12 @@ class Workload:
 
 @dataclass
 class Problem:
-    """domains: the strategies of each op and parameter. accepts: placement kinds that graph outputs may leave at."""
+    """domains: the strategies of each op and parameter. accepts: the placements that graph outputs may leave at."""
 
     program: Program
     rules: dict[fx.Node, OpRule]
     domains: dict[fx.Node, list[Strategy]]
-    accepts: dict[fx.Node, frozenset[str]]
+    accepts: dict[fx.Node, Accepts]
     policy: Policy
     work: Workload
     params: set[fx.Node] = field(default_factory=set)
@@ -204,16 +205,16 @@ class Problem:
         )
 
     def _add_uses(self, node: fx.Node) -> None:
-        uses, accepts = self.uses.get(node, []), self.accepts.get(node)
-        if not uses and accepts is None:
+        uses, leaves = self.uses.get(node, []), self.accepts.get(node)
+        if not uses and leaves is None:
             return
         produced = [s.out for s in self.domains[node]]
         if not uses:
             self._add((("op", node),), np.array([self._leaving_seconds(node, p, ()) for p in produced]))
-        elif len(uses) == 1 and accepts is None:
+        elif len(uses) == 1 and leaves is None:
             self._add_edge(node, uses[0])
         else:
-            self._add_value(node, uses, accepts)
+            self._add_value(node, uses, leaves)
 
     def _add_element(self, node: fx.Node) -> None:
         """An element is where the op that made it is: a tuple has no transitions."""
@@ -224,10 +225,11 @@ class Problem:
             self._add((("op", source), ("op", node)), self._cached(key, lambda: np.array(same)))
 
     def _leaving_seconds(self, node: fx.Node, src: Placement, others: tuple[Placement, ...]) -> float:
-        """Price of leaving the graph: nothing where the output may stay as one of these is, else the way to I."""
-        if any(p.kind in self.accepts[node] for p in (src, *others)):
+        """Price of leaving the graph: nothing where the output may stay as one of these is, else the way to what it may be."""
+        wanted = self.accepts[node]
+        if any(accepts(wanted, p) for p in (src, *others)):
             return 0.0
-        return min(self.conversion_seconds(node, p, I) for p in (src, *others))
+        return min(self.conversion_seconds(node, p, way_out(wanted)) for p in (src, *others))
 
     def _add_edge(self, node: fx.Node, use: Use) -> None:
         key = (
@@ -247,15 +249,15 @@ class Problem:
 
         self._add((("op", node), ("op", use.consumer)), self._cached(key, costs))
 
-    def _add_value(self, node: fx.Node, uses: list[Use], accepts: frozenset[str] | None) -> None:
+    def _add_value(self, node: fx.Node, uses: list[Use], wanted: Accepts | None) -> None:
         consumers: dict[fx.Node, list[int]] = defaultdict(list)
         for use in uses:
             consumers[use.consumer].append(use.index)
         own = self._domain_id(node)
         users = tuple((self._domain_id(c), tuple(i)) for c, i in consumers.items())
         size = (self.numel(node), node.meta[VAL].dtype, node in self.policy.weights, node in self.params)
-        key = ("value", own, tuple(sorted(set(users))), min(len(uses), 3), size, accepts)
-        domain, prices = self._cached((*key, "domain"), lambda: self._value_domain(node, uses, accepts))
+        key = ("value", own, tuple(sorted(set(users))), min(len(uses), 3), size, wanted)
+        domain, prices = self._cached((*key, "domain"), lambda: self._value_domain(node, uses, wanted))
         self.values[node] = domain
         variable = ("val", node)
         self._add((variable,), prices)
@@ -266,19 +268,19 @@ class Problem:
             self._add((variable, ("op", consumer)), table)
 
     def _value_domain(
-        self, node: fx.Node, uses: list[Use], accepts: frozenset[str] | None
+        self, node: fx.Node, uses: list[Use], leaves: Accepts | None
     ) -> tuple[list[tuple[Placement, tuple[Placement, ...]]], np.ndarray]:
         produced = _distinct(s.out for s in self.domains[node])
         asked = _distinct(s.ins[u.index] for u in uses for s in self.domains[u.consumer])
-        if accepts is not None and I not in asked:
-            asked.append(I)
+        if leaves is not None and way_out(leaves) not in asked:
+            asked.append(way_out(leaves))
         domain, prices = [], []
         for src in produced:
             others = [p for p in asked if p != src]
             for extra in range(min(MAX_EXTRA_PLACEMENTS, len(others)) + 1):
                 for wanted in itertools.combinations(others, extra):
                     price = self.tree(node, src, wanted)[0]
-                    if accepts is not None:
+                    if leaves is not None:
                         price += self._leaving_seconds(node, src, wanted)
                     if math.isfinite(price):
                         domain.append((src, wanted))
@@ -325,9 +327,9 @@ class Problem:
         wanted = [p for p in wanted if p != src]
         if node in self.values and ("val", node) in assignment:
             wanted = list(self.values[node][assignment["val", node]][1])
-        accepts = self.accepts.get(node)
-        if accepts is not None and not any(p.kind in accepts for p in (src, *wanted)) and I not in wanted:
-            wanted.append(I)
+        leaves = self.accepts.get(node)
+        if leaves is not None and not any(accepts(leaves, p) for p in (src, *wanted)):
+            wanted.append(way_out(leaves))
         return self.tree(node, src, tuple(wanted))[1]
 
 

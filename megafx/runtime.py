@@ -279,6 +279,11 @@ class Runtime:
         """The seed of this step."""
         return agreement.draw_seed(self._device(), self.group)
 
+    def same_generators(self) -> None:
+        """Rank 0's state of torch's default generators on every rank."""
+        if self.group is not None:
+            agreement.same_generators(self._device(), self.group)
+
     def _device(self) -> torch.device:
         for param in self.model.parameters():
             return param.device

@@ -122,7 +122,9 @@ def cat_of_what_is_there(editor: Editor, node: fx.Node) -> bool:
 def _is_empty(node: fx.Node, dim: int, result: torch.Tensor) -> bool:
     """Nothing along the dim, of the result's dtype: what it leaves out changes nothing."""
     value = node.meta[VAL]
-    size = value.shape[dim] if value.dim() == result.dim() else 1
+    if value.dim() == 1:  # cat ignores a 1-d tensor without elements beside any others
+        dim = 0
+    size = value.shape[dim] if value.dim() in (1, result.dim()) else 1
     return isinstance(size, int) and size == 0 and value.dtype == result.dtype
 
 

@@ -22,7 +22,7 @@ from megafx.errors import PlanError
 from megafx.ir import MADE_BY, PLACEMENT, VAL, Phase, Program, fqn_of, inherit, set_at, source_of
 from megafx.placements import I, Placement
 from megafx.plan import Plan
-from megafx.planning import Planning
+from megafx.planning import Accepts, Planning, accepts, way_out
 from megafx.sizes import SizeEmitter
 
 REQUIRES, ENSURES = Phase.PLANNED, Phase.PLACED
@@ -31,11 +31,12 @@ NAME = "insert_collectives"
 
 def insert_collectives(program: Program, planning: Planning) -> int:
     """Insert transitions and set `placement` on every active node; returns the number of transitions."""
-    plan, rules, accepts = planning.solved, planning.rules, planning.accepts
+    plan, rules = planning.solved, planning.rules
     emitter = _TransitionEmitter(program, plan)
-    active = [n for n in program.graph.nodes if n in rules or _is_stored(program, plan, n)]
+    stored = _storage(program, planning)
+    active = [n for n in program.graph.nodes if n in rules or n in stored]
     for node in active:
-        node.meta[PLACEMENT] = plan.ops[node.name].out if node in rules else _stored_at(program, plan, node)
+        node.meta[PLACEMENT] = plan.ops[node.name].out if node in rules else stored[node]
     for node in active:
         for move in plan.conversions.get(node.name, ()):
             emitter.convert(node, move.src, move.dst)
@@ -43,29 +44,28 @@ def insert_collectives(program: Program, planning: Planning) -> int:
         for operand, placement in zip(rule.operands, plan.ops[node.name].ins, strict=True):
             if operand.active or placement.is_shard:
                 set_at(node, operand.path, emitter.at(operand.node, placement, operand.active))
-    _convert_outputs(program, emitter, accepts)
+    _convert_outputs(program, emitter, planning.accepts)
     program.phase = Phase.PLACED
     return emitter.count
 
 
-def _is_stored(program: Program, plan: Plan, node: fx.Node) -> bool:
-    return node.op == "placeholder" and _stored_at(program, plan, node) is not None
+def _storage(program: Program, planning: Planning) -> dict[fx.Node, Placement]:
+    """Placement of each active input: parameters as the plan says, the user's tensors whole but for shards of caches."""
+    stored = {}
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        value = node.meta.get(VAL)
+        if spec.kind == "param":
+            stored[node] = planning.solved.params[spec.name]
+        elif spec.kind == "user" and isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
+            stored[node] = planning.fixed.get(spec.name, I)
+    return stored
 
 
-def _stored_at(program: Program, plan: Plan, node: fx.Node) -> Placement | None:
-    spec = program.inputs[program.placeholders().index(node)]
-    if spec.kind == "param":
-        return plan.params[spec.name]
-    value = node.meta.get(VAL)
-    floating = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-    return I if spec.kind == "user" and floating else None
-
-
-def _convert_outputs(program: Program, emitter: _TransitionEmitter, accepts: dict[fx.Node, Any]) -> None:
+def _convert_outputs(program: Program, emitter: _TransitionEmitter, wanted: dict[fx.Node, Accepts]) -> None:
     leaving = []
     for index, value in enumerate(program.results()):
         if isinstance(value, fx.Node) and PLACEMENT in value.meta:
-            value = emitter.leaving(value, accepts[value])
+            value = emitter.leaving(value, wanted[value])
             program.outputs[index] = replace(program.outputs[index], placement=value.meta[PLACEMENT])
         leaving.append(value)
     program.output_node().args = (tuple(leaving),)
@@ -107,14 +107,14 @@ class _TransitionEmitter:
             self._made[value, placement] = self._emit(value, value, I, placement)
         return self._made[value, placement]
 
-    def leaving(self, value: fx.Node, kinds: frozenset[str]) -> fx.Node:
+    def leaving(self, value: fx.Node, wanted: Accepts) -> fx.Node:
         """The value in a placement that the output accepts, I before R before a shard."""
         have = {value.meta[PLACEMENT]: value} | {p: n for (v, p), n in self._made.items() if v is value}
         for kind in ("I", "R", "S"):
             for placement, node in have.items():
-                if placement.kind == kind and kind in kinds:
+                if placement.kind == kind and accepts(wanted, placement):
                     return node
-        return self.convert(value, value.meta[PLACEMENT], I)
+        return self.convert(value, value.meta[PLACEMENT], way_out(wanted))
 
     def _emit(self, value: fx.Node, source: fx.Node, src: Placement, dst: Placement) -> fx.Node:
         layouts: list[Any] = [[self.sizes(n) for n in p.flat_layout] for p in (src, dst)]

@@ -57,7 +57,7 @@ def ask(program: Program, planning: Planning) -> tuple[set[fx.Node], list[fx.Nod
     active = active_nodes(program)
     order = [n for n in program.graph.nodes if n in active]
     planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
-    planning.accepts = accepted_outputs(program, active, planning.config)
+    planning.accepts = accepted_outputs(program, active, planning.config, planning.caches)
     return active, order
 
 
@@ -103,7 +103,7 @@ def make_problem(
         if node.op == "placeholder":
             spec = inputs[node]
             if spec.kind != "param":
-                domains[node] = storage([I])
+                domains[node] = storage([planning.fixed.get(spec.name, I)])
             elif spec.name in planning.fixed:
                 domains[node] = storage([planning.fixed[spec.name]])
             else:

@@ -279,10 +279,11 @@ def test_error_for_a_model_that_is_not_hf() -> None:
 
 
 def test_error_for_a_cache() -> None:
-    model = _model("gpt2")
+    cache = transformers.DynamicCache()
+    cache.policy = object()
     with pytest.raises(CaptureError) as caught:
-        capture_call(model, (torch.ones(2, 8, dtype=torch.int64),), {"past_key_values": transformers.DynamicCache()})
+        capture_call(_model("gpt2"), (torch.ones(2, 8, dtype=torch.int64),), {"past_key_values": cache})
     assert str(caught.value) == (
-        "argument kwargs[past_key_values] is a transformers.cache_utils.DynamicCache, which cannot enter a graph\n"
-        "  fix: call with use_cache=False and without past_key_values: graphs have no key-value cache"
+        "a cache holds 'policy', a builtins.object, which cannot enter a graph\n"
+        "  fix: generate with a DynamicCache (cache_implementation='dynamic', the default) or with use_cache=False"
     )

@@ -40,7 +40,7 @@ LAYERS = [
         "hf_attention",
         "mask_algebra",
         "mask_reader",
-        "graph_keys",
+        "caches",
         "pattern",
         "fusion_profile",
         "fusion_cases",
@@ -50,8 +50,9 @@ LAYERS = [
     # kernels, capture, the planner's parts, the runtime's parts
     {"kernels.*", "capture*", "simulate", "communication", "lazy", "later"}
     | {"candidates", "overrides", "planning", "policy", "rule_samples"}
-    | {"params", "outputs", "agreement", "inference"},
-    {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report", "state"},
+    | {"params", "outputs", "agreement", "inference", "cache_shard"},
+    {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report", "state"}
+    | {"graph_keys"},
     {"alternatives"},
     {"passes.*", "pass_runner", "check_rules", "check_types", "parallel_class"},
     {"executable", "testing", "bound_graph"},

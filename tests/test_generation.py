@@ -1,0 +1,245 @@
+"""Covers: text generation with a key-value cache: eager's tokens, one graph for prompts and one for tokens, caches that stay
+sharded over heads.
+
+Run as a script, this file is one rank of a gloo group.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from harness import promote_casts
+
+T = 2
+VOCAB = 61
+BASE = {"hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 34, "vocab_size": VOCAB}
+BASE |= {"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS: dict[str, Any] = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=24, n_layer=1, n_head=3, vocab_size=VOCAB, n_positions=64, bos_token_id=1, eos_token_id=2
+        )
+    ),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**BASE, num_attention_heads=6, num_key_value_heads=3)
+    ),
+    "mistral": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**BASE, num_attention_heads=4, num_key_value_heads=2, sliding_window=11)
+    ),
+}
+CALLS: dict[str, Any] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 2},
+}
+
+
+def build(name: str) -> Any:
+    """A model with weights large enough that tokens depend on what came before."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def prompt(padded: bool = False) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
+    if padded:
+        ids[0, :3] = 0
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def seed_of_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def generate(model: Any, call: str, padded: bool = False, tokens: int = 20) -> torch.Tensor:
+    torch.manual_seed(5 + seed_of_rank() * hasattr(model, "megafx"))  # rank 0's is what counts
+    return model.generate(**prompt(padded), **CALLS[call], max_new_tokens=tokens, eos_token_id=None, pad_token_id=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_two_graphs_give_eagers_tokens(name: str) -> None:
+    """Twenty tokens of every kind of search, and one graph for all prompts and one for all tokens after them."""
+    import megafx
+
+    model = build(name)
+    eager = copy.deepcopy(model)
+    model = megafx.parallelize(model)
+    for call in CALLS:
+        assert torch.equal(generate(model, call), generate(eager, call)), call
+        assert model.megafx.captures == 2
+    longer = {"input_ids": torch.randint(3, VOCAB, (3, 12))}
+    options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.generate(**longer, **options), eager.generate(**longer, **options))
+    assert model.megafx.captures == 2
+
+
+def test_padding_is_masked_in_every_step() -> None:
+    import megafx
+
+    model = build("llama")
+    eager = copy.deepcopy(model)
+    model = megafx.parallelize(model)
+    assert torch.equal(generate(model, "greedy", padded=True), generate(eager, "greedy", padded=True))
+    assert model.megafx.captures == 2
+
+
+def test_window_slides_without_a_graph_a_token() -> None:
+    """Some graphs while the window fills, and no more afterwards: the number of tokens seen is no constant of a graph."""
+    import megafx
+
+    model = build("mistral")
+    eager = copy.deepcopy(model)
+    model = megafx.parallelize(model)
+    generate(model, "greedy", tokens=8)
+    captures = model.megafx.captures
+    assert torch.equal(generate(model, "greedy"), generate(eager, "greedy"))
+    assert model.megafx.captures == captures <= 5
+
+
+def test_the_cache_is_the_users_object() -> None:
+    import megafx
+
+    model = build("llama")
+    eager = copy.deepcopy(model)
+    model = megafx.parallelize(model)
+    ids = prompt()["input_ids"]
+    mine, its = transformers.DynamicCache(), transformers.DynamicCache()
+    with torch.no_grad():
+        for part in (ids, ids[:, :1], ids[:, 1:2]):
+            found, wanted = model(part, past_key_values=mine), eager(part, past_key_values=its)
+            assert found.past_key_values is mine
+            assert mine.get_seq_length() == its.get_seq_length()
+            torch.testing.assert_close(found.logits, wanted.logits)
+            for a, b in zip(mine.layers, its.layers, strict=True):
+                torch.testing.assert_close(a.keys, b.keys)
+                torch.testing.assert_close(a.values, b.values)
+        fresh = model(ids, use_cache=True).past_key_values
+        assert type(fresh) is transformers.DynamicCache and fresh.get_seq_length() == 7
+        kept = copy.deepcopy(fresh)
+        model(ids[:, :1], past_key_values=fresh)
+        assert (kept.get_seq_length(), fresh.get_seq_length()) == (7, 8)
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_prompt_and_token_on_simulated_ranks(t: int) -> None:
+    """Logits and caches of both graphs in fp64 against the graphs on one rank; caches are cut over heads, also where t is more
+    than there are heads of keys, and no collective of the token's graph moves one."""
+    from megafx.capture import capture_call
+    from megafx.communication import communication
+    from megafx.compiler import Request, compile_program
+    from megafx.config import Config
+    from megafx.hardware import Hardware
+    from megafx.simulate import relative_error, run_logical
+
+    model = build("llama").double()
+    ids = prompt()["input_ids"]
+    config = Config(passes=(("after canonicalize", promote_casts),))
+    wants: Any = lambda index, spec: spec.kind == "param"  # noqa: E731
+    hardware = Hardware.load("h100-nvlink")
+    stored = {
+        ranks: compile_program(
+            capture_call(model, (), {"input_ids": ids}), Request(config, ranks, hardware, {}, None, wants)
+        )
+        for ranks in (1, t)
+    }
+    caches: dict[str, Any] = {}
+    held: dict[str, torch.Tensor] = {}
+    for step in (ids, ids[:, :1]):
+        past = transformers.DynamicCache()
+        for i in range(1 if held else 0):
+            past.update(held[f"layers.{i}.keys"], held[f"layers.{i}.values"], i)
+        kwargs = {"input_ids": step, "past_key_values": past, "use_cache": True}
+        with torch.no_grad():
+            program = capture_call(model, (), kwargs)
+        found = {}
+        for ranks in (1, t):
+            given = {i.name: caches[p] for i in program.inputs if (p := i.name[24:-1]) in caches and ranks > 1}
+            placed = dict(stored[ranks].plan.params) | given
+            request = Request(config, ranks, hardware, placed, caches=caches if ranks > 1 else {})
+            compiled = compile_program(program.copy(), request)
+            assert compiled.program.call is not None
+            from megafx.caches import states_for_caches
+
+            call = compiled.program.call.flatten(*states_for_caches((), kwargs)[:2])
+            state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            users = iter(call)
+            values = {
+                i.name: next(users) if i.kind == "user" else state[i.name].detach()
+                for i in compiled.program.inputs
+                if i.kind != "constant"
+            }
+            found[ranks] = run_logical(compiled.program, values, placed, ranks).outputs
+            if ranks > 1:
+                leaving = {o.cache: o.placement for o in compiled.program.outputs if o.cache}
+                assert all(p is not None and p.is_shard and p.dim == 1 for p in leaving.values())
+                assert not caches or caches == leaving
+                caches = leaving  # type: ignore[assignment]
+                moved = {c.collective for c in communication(compiled.program, t) if "attn" in c.fqn}
+                assert moved == {"all_reduce"}
+        for name, value in found[1].items():
+            assert relative_error(found[t][name], value) < 1e-10, name
+        held = {name[10:]: value for name, value in found[1].items() if name.startswith("caches")}
+    assert len(held) == 2
+
+
+# -- on processes
+
+
+@pytest.mark.dist
+def test_on_two_processes(tmp_path: Path) -> None:
+    processes.run_ranks(__file__, tmp_path, T, timeout=240)
+
+
+def main(folder: Path, rank: int, ranks: int = T, names: tuple[str, ...] = ("llama",)) -> None:
+    import megafx
+    from megafx.cache_shard import CacheShard
+    from megafx.errors import UsageError
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    for name in names:
+        model = build(name)
+        eager = copy.deepcopy(model)
+        model = megafx.parallelize(model)
+        for call in CALLS:
+            assert torch.equal(generate(model, call, tokens=9), generate(eager, call, tokens=9)), (name, call)
+            assert model.megafx.captures == 2
+    ids = prompt()["input_ids"]
+    wanted = eager(ids).past_key_values.layers[0].keys.detach()
+    cache = model(ids, use_cache=True).past_key_values
+    keys = cache.layers[0].keys
+    assert isinstance(keys, CacheShard) and keys.shape == wanted.shape
+    assert keys.local.shape[1] == -(-wanted.shape[1] // ranks)
+    torch.testing.assert_close(keys.full_tensor(), wanted)
+    for operation in (
+        lambda x: x.index_select(0, torch.tensor([1, 1, 0])),
+        lambda x: x.repeat_interleave(2, dim=0),
+        lambda x: x[torch.tensor([1]), ...],
+        lambda x: x[..., :-2, :],
+        lambda x: torch.cat([x, x], dim=-2),
+        copy.deepcopy,
+    ):
+        found = operation(keys)
+        assert isinstance(found, CacheShard)
+        torch.testing.assert_close(found.full_tensor(), operation(wanted))
+    with pytest.raises(UsageError, match="full_tensor"):
+        keys + 1
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
