@@ -34,7 +34,7 @@ def _einsum(call: Call) -> str:
 
 
 @family("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution")
-def _conv(call: Call) -> str | None:
+def _conv(call: Call) -> Row | None:
     if call.get("transposed"):
         return None
     grouped = call.get("groups", 1) != 1
@@ -43,7 +43,10 @@ def _conv(call: Call) -> str | None:
         return None
     c, o = ("c!", "o!") if grouped else ("c", "o")
     inside, kernel, out = (" ".join(f"{a}{i}!" for i in range(n)) for a in "xky")
-    return f"lin: b {c} {inside}, {o} {'i!' if grouped else c} {kernel}, +{o} -> b {o} {out}"
+    why = {f"{a}{i}": "the convolution runs over the dim" for a in "xky" for i in range(n)}
+    if grouped:
+        why |= dict.fromkeys("coi", "the channels of the convolution are in groups")
+    return Row(f"lin: b {c} {inside}, {o} {'i!' if grouped else c} {kernel}, +{o} -> b {o} {out}", why)
 
 
 @family("aten.convolution_backward")

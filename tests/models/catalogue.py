@@ -110,5 +110,6 @@ def text(model: nn.Module) -> dict[str, Any]:
 def rows() -> dict[str, Architecture]:
     """Name -> row, in the order of the table."""
     import decoders
+    import encoders
 
-    return {row.name: row for row in decoders.ROWS}
+    return {row.name: row for row in (*decoders.ROWS, *encoders.ROWS)}
