@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 import real_sizes
@@ -37,9 +38,10 @@ CASES = [("gpt3", 8), ("llama", 4)]
 
 
 @cache
-def _compiled(name: str, t: int, sequence_parallel: bool, regather: bool = False) -> Compiled:
+def _compiled(name: str, t: int, sequence_parallel: bool, regather: bool = False, merge: bool = True) -> Compiled:
     passes = (("after coalesce_gradients", lambda program: tag_regathers(program)),) if regather else ()
-    config = Config(sequence_parallel=sequence_parallel, micro_batch_size=1, seq_length=SEQ[name], passes=passes)
+    workload: dict[str, Any] = {"micro_batch_size": 1, "seq_length": SEQ[name]}
+    config = Config(sequence_parallel=sequence_parallel, passes=passes, merge_linears=merge, **workload)
     hardware = Hardware.load("h100-nvlink")
     request = Request(config, t, hardware, {}, wants_grad=lambda index, spec: spec.kind == "param")
     return compile_program(real_sizes.captured(name, LAYERS).copy(), request)
@@ -125,9 +127,10 @@ def test_outside_the_layers(name: str, t: int, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_nothing_is_communicated_twice(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("merge", [True, False])
+def test_nothing_is_communicated_twice(sequence_parallel: bool, merge: bool) -> None:
     """q, k and v, and gate and up, share one gather and one sum of input gradients; no two collectives move one value."""
-    program = _program("llama", 4, sequence_parallel)
+    program = _compiled("llama", 4, sequence_parallel, merge=merge).program
     starts = collective_nodes(program.graph)
     moved = [(s.target, _source(s.args[0])) for s in starts]
     assert len(set(moved)) == len(moved)
@@ -136,7 +139,8 @@ def test_nothing_is_communicated_twice(sequence_parallel: bool) -> None:
             s for s in starts if str(s.target).startswith("_c10d_functional.all_gather") and _reaches_a_product(s)
         ]
         fanout = sorted(len(_products(next(iter(s.users)))) for s in gathers if s.meta.get(PHASE) != "backward")
-        assert fanout == [1, 2, 2, 3, 3], "the head; gate and up of two layers; q, k and v of two layers"
+        wanted = [1, 1, 1, 1, 1] if merge else [1, 2, 2, 3, 3]
+        assert fanout == wanted, "products of: the head; gate and up of two layers; q, k and v of two layers"
 
 
 def _source(x: object) -> object:
