@@ -5,6 +5,7 @@ norms.py and add_norm.py have the formulas, norms_kernels_triton.py the kernels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class Shape(NamedTuple):
     stages: int = 3  # backward: tiles in flight, plus one
 
 
+SCRATCH = 8 * 1024  # bytes of shared memory left for sums over warps
 # Columns of a part where another number than the rule's was faster.
 FORWARD_COLUMNS = {1024: 512, 4096: 2048, 12288: 2048}
 
@@ -77,6 +79,21 @@ def backward_shape(H: int, rms: bool, add: bool) -> Shape:
         return Shape(2, 1, 2048, 4, programs=264, stages=3 if add or own % 512 == 0 else 4)
     C = min(256, triton.next_power_of_2(own))
     return Shape(4, triton.cdiv(own, C), C, 4, programs=264, stages=4 if own <= 768 else 3)
+
+
+def stages_that_fit(shape: Shape, row_bytes: int, own_bytes: int, device: torch.device) -> int:
+    """Tiles in flight lie in shared memory: fewer where rows are wide. Bytes: of an element, of what is read of whole rows
+    and of the program's own columns."""
+    tile = shape.R * shape.K * shape.C * (shape.split * row_bytes + own_bytes)
+    return max(1, min(shape.stages, 1 + (shared_memory(device) - SCRATCH) // tile))
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class Rows(NamedTuple):
@@ -183,6 +200,7 @@ def run_backward(
     programs = min(shape.programs, triton.cdiv(rows, shape.R) * shape.split)
     partial = torch.empty(len(sums), programs // shape.split, H, dtype=torch.float32, device=x.device)
     x, grad = x.contiguous(), grad.contiguous()
+    own_bytes = 0 if grad_h is None else grad_h.element_size()
     launch(
         norm_backward,
         (programs,),
@@ -213,7 +231,7 @@ def run_backward(
         SUM_WEIGHT=vectors[0].numel() > 0,
         SUM_NORM_BIAS=vectors[1].numel() > 0,
         SUM_BIAS=vectors[2].numel() > 0,
-        STAGES=shape.stages,
+        STAGES=stages_that_fit(shape, x.element_size() + grad.element_size(), own_bytes, x.device),
         SPLIT=shape.split,
         EVEN=shape.K * shape.C * shape.split == H,
         R=shape.R,
