@@ -41,6 +41,7 @@ from megafx.ir import (
     recompute_val,
     source_of,
 )
+from megafx.passes.canonicalize_noops import ASSERTS
 from megafx.sizes import SizeEmitter, symbol_sources
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
@@ -235,9 +236,12 @@ def _check_symbols(program: Program, before: set[Any], node: fx.Node | None) -> 
 
 
 def _drop_noise(program: Program) -> None:
-    """Remove what does nothing without autograd: detach, alias, transposes in pairs, views to the same shape."""
+    """Remove what does nothing without autograd: detach, alias, transposes in pairs, views to the same shape, asserts."""
     for node in list(program.graph.nodes):
         if node.op != "call_function":
+            continue
+        if node.target in ASSERTS:  # of composite ops that are traced anew, such as one_hot
+            program.graph.erase_node(node)
             continue
         if (source := _same_as(node)) is not None:
             node.replace_all_uses_with(source)

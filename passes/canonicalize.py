@@ -17,6 +17,7 @@ from torch import fx
 
 from megafx.ir import VAL, Phase, Program, active_nodes
 from megafx.passes import canonicalize_draws as draws
+from megafx.passes import canonicalize_fills as fills
 from megafx.passes import canonicalize_inplace as inplace
 from megafx.passes import canonicalize_linear as linear
 from megafx.passes import canonicalize_loss as loss
@@ -53,6 +54,7 @@ VALUES: tuple[_Each, ...] = (
     noops.one_spelling_of_padding,
     noops.erase_identity,
     noops.cat_of_what_is_there,
+    fills.like_to_full,
     random.attention_dropout,
     draws.uniform_from_bits,
     draws.normal_from_bits,
