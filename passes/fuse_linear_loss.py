@@ -25,11 +25,14 @@ from torch import fx
 
 import megafx.kernels.linear_cross_entropy
 import megafx.kernels.vocab_linear_cross_entropy  # noqa: F401  registers the ops
+from megafx.debug import current, say
 from megafx.dump import op_name
 from megafx.ir import PLACEMENT, VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.lazy import copy_for_outputs, describe, outside_user, read_outside, why_not_lazy
+from megafx.placements import Layout
 from megafx.planning import Planning
 from megafx.sizes import SizeEmitter
+from megafx.verify import layout_of
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 NAME = "fuse_linear_loss"
@@ -79,6 +82,8 @@ def fuse_linear_loss(program: Program, planning: Planning) -> int:
         count += 1
     if count:
         program.graph.eliminate_dead_code()
+        if current().level >= 2:
+            say(f"megafx {NAME}: {FUSION} matches {count}")
     return count
 
 
@@ -168,6 +173,7 @@ def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
         raise Refused(f"the losses of single tokens are used by {describe(users[0])}, not their sum")
     x, weight, bias = head.operands
     _check_whole(x, weight, target)
+    _check_size(program, x, program.sizes.of(weight.meta[VAL].shape[0]))
     _alone(program, head, {node}, lazy)
     total = users[0]
     emit = Builder(program, total, node, NAME)
@@ -184,6 +190,7 @@ def _whole_with_lse(program: Program, node: fx.Node, lazy: str | None) -> None:
     head = head_of(program, logits)  # type: ignore[arg-type]
     x, weight, bias = head.operands
     _check_whole(x, weight, target)
+    _check_size(program, x, program.sizes.of(weight.meta[VAL].shape[0]))
     _alone(program, head, {node}, lazy)
     rows = rows_of(program, head, node)
     emit = Builder(program, node, node, NAME)
@@ -193,6 +200,12 @@ def _whole_with_lse(program: Program, node: fx.Node, lazy: str | None) -> None:
     stats = emit(aten.unsqueeze.default, emit(ops.linear_ce_stats.default, *fixed, target, *place), 0)
     args = (rows, weight, bias, target, stats, ignore_index, smoothing, *place)
     _done(program, node, emit(ops.linear_ce_loss_lse.default, *args), logits)  # type: ignore[arg-type]
+
+
+def _check_size(program: Program, x: fx.Node, classes: int) -> None:
+    """A classifier of few classes gains nothing, and its user reads the logits."""
+    if classes <= program.sizes.of(x.meta[VAL].shape[-1]):
+        raise Refused("its logits are no larger than the hidden states that would be kept for them")
 
 
 def _check_whole(x: fx.Node, weight: fx.Node, target: Any) -> None:
@@ -212,6 +225,7 @@ def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
     stats = _statistics(everyone)
     x, weight, bias = head.operands
     _check_placements(x, weight, bias)
+    _check_size(program, x, Layout.from_flat(layout_of(program, layout)).size)
     inside = {node, stats, stats.args[0]} - set(head.chain)
     _alone(program, head, inside, lazy)  # type: ignore[arg-type]
     rows = rows_of(program, head, stats)

@@ -17,6 +17,7 @@ from torch import fx
 
 import megafx.kernels.cross_entropy  # noqa: F401  registers the ops
 from megafx.config import Config
+from megafx.debug import current, say
 from megafx.ir import VAL, Builder, Fusion, Phase, Program, fqn_of, source_of
 from megafx.sizes import SizeEmitter
 
@@ -42,6 +43,8 @@ def share_logsumexp(program: Program, config: Config) -> int:
             count += len(alike)
     if count:
         program.graph.eliminate_dead_code()
+        if current().level >= 2:
+            say(f"megafx {NAME}: {FUSION} matches {count}")
     return count
 
 

@@ -111,6 +111,7 @@ def test_casts_to_fp32_go():
         (lambda x, w, y: F.cross_entropy((torch.tanh(F.linear(x, w) / 30) * 30).view(-1, 16), y.view(-1)),
          "its logits come from mul (%mul), not from a linear layer"),
         (lambda x, w, y: F.cross_entropy(x @ w.mT.softmax(-1), y), "its logits come from matmul"),
+        (lambda x, w, y: F.cross_entropy(F.linear(x, w[:8]).view(-1, 8), y.view(-1)), "its logits are no larger than"),
     ],
 )  # fmt: skip
 def test_near_misses(loss, reason):
