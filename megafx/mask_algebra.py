@@ -168,9 +168,9 @@ def combined(op: Callable[[Any, Any], Any], by: str, a: Value | None, b: Value |
     """Arithmetic on choices: with a number; of two masks; of a mask and a tensor."""
     on, off = number_of(a), number_of(b)
     if isinstance(a, Choice) and off is not None:
-        return _checked(lambda: Choice(a.where, op(a.on, off), op(a.off, off)))
+        return _checked(a, lambda number: op(number, off))
     if isinstance(b, Choice) and on is not None:
-        return _checked(lambda: Choice(b.where, op(on, b.on), op(on, b.off)))
+        return _checked(b, lambda number: op(on, number))
     if isinstance(a, Choice) and isinstance(b, Choice):
         if by == "mul" and a.off == 0 and b.off == 0:
             return Choice(both(a.where, b.where), a.on * b.on, 0)
@@ -196,9 +196,10 @@ def _as_sum(value: Value | None) -> Sum | None:
     return value if isinstance(value, Sum) else None
 
 
-def _checked(make: Callable[[], Choice]) -> Choice | None:
+def _checked(choice: Choice, change: Callable[[Any], Any]) -> Choice | None:
+    """Both numbers changed; None where that cannot be computed."""
     try:
-        return make()
+        return Choice(choice.where, change(choice.on), change(choice.off))
     except (ArithmeticError, TypeError):
         return None
 

@@ -248,13 +248,13 @@ def _triangle(lower: bool) -> Step:
 
 def _unsqueeze(reader: MaskReader, node: fx.Node) -> Value | None:
     n = node.meta[VAL].dim()
-    at = int(node.args[1]) % n - n  # type: ignore[call-overload]
+    at = int(node.args[1]) % n - n  # type: ignore[arg-type]
     return moved(reader.operand(node.args[0]), lambda d: d if d > at else d - 1)
 
 
 def _transpose(reader: MaskReader, node: fx.Node) -> Value | None:
     n = node.meta[VAL].dim()
-    a, b = (int(x) % n - n for x in node.args[1:3])  # type: ignore[call-overload]
+    a, b = (int(x) % n - n for x in node.args[1:3])  # type: ignore[arg-type]
     return moved(reader.operand(node.args[0]), lambda d: b if d == a else a if d == b else d)
 
 
@@ -283,7 +283,7 @@ def _slice(reader: MaskReader, node: fx.Node) -> Value | None:
 def _select(reader: MaskReader, node: fx.Node) -> Value | None:
     source = node.args[0].meta[VAL]  # type: ignore[union-attr]
     n = source.dim()
-    dim = int(node.args[1]) % n - n  # type: ignore[call-overload]
+    dim = int(node.args[1]) % n - n  # type: ignore[arg-type]
     if source.shape[dim] != 1 or not isinstance(source.shape[dim], int):
         return None
     return moved(reader.operand(node.args[0]), lambda d: None if d == dim else d if d > dim else d + 1)
@@ -310,7 +310,7 @@ def _index(reader: MaskReader, node: fx.Node) -> Value | None:
     if len(indices) != len(shape):  # type: ignore[arg-type]
         return None
     dims: list[int | None] = []
-    for which, size in zip(indices, shape, strict=True):  # type: ignore[call-overload]
+    for which, size in zip(indices, shape, strict=True):  # type: ignore[arg-type]
         position = index_of(reader.operand(which))
         if position is None or len(position.terms) != 1 or position.constant or position.terms[0][1] != 1:
             return None

@@ -75,7 +75,8 @@ def _set(node: fx.Node, **values: Any) -> None:
 def _read(reader: MaskReader, mask: fx.Node, visible: bool, symmetric: bool) -> Seen | None:
     """What the mask shows. visible: what True of a boolean mask means; symmetric: windows reach both ways."""
     value = reader.value_of(mask)
-    shown, fill, rest = condition_of(value), -math.inf, ()
+    shown, fill = condition_of(value), -math.inf
+    rest: tuple[Leaf, ...] = ()
     if shown is not None and not visible:
         shown = Cond("not", (shown,))
     if isinstance(value, Sum):
@@ -222,7 +223,7 @@ def _uniform_where_dark(program: Program, node: fx.Node, seen: Seen) -> None:
     v, q = node.args[2], node.args[0]
     heads, kv = q.meta[VAL].shape[1], v.meta[VAL].shape[1]  # type: ignore[union-attr]
     mean = emit(aten.mean.dim, v, [2], True)
-    if heads != kv:
+    if kv not in (1, heads):
         mean = emit(aten.repeat_interleave.self_int, mean, heads // kv, 1)
     where = emit(aten.where.self, some, node, mean)
     node.replace_all_uses_with(where, delete_user_cb=lambda user: user is not where)
