@@ -2,14 +2,18 @@
 
 import math
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 
 import megafx
+from megafx.capture import capture_call
 from megafx.config import Config
 from megafx.dump import op_name
 from megafx.mask_reader import MaskReader
+from megafx.passes.canonicalize import canonicalize
 from megafx.passes.describe_masks import describe_masks
 from megafx.patterns import attention, masked_softmax
 from megafx.tables import Band, TableGuard, read_table
@@ -203,7 +207,7 @@ STAY = {
 @pytest.mark.parametrize("case", STAY)
 def test_other_masks_stay_tensors(case):
     function, more = STAY[case]
-    before, after, node = described(lambda q, k, v, **m: chain(lambda q, z: function(q, z, **m))(q, k, v), **more)
+    _, _, node = described(lambda q, k, v, **m: chain(lambda q, z: function(q, z, **m))(q, k, v), **more)
     assert node.args[3] is not None and node.args[6:8] == (False, 0)
 
 
@@ -248,6 +252,28 @@ def test_buffers_are_read_and_watched():
     assert parallel.megafx.captures == before + 1
 
 
+@pytest.mark.parametrize("t", [1, 3])
+def test_padded_batches_of_an_eager_model(t):
+    """Left and right padding under a causal mask, whole and sharded: loss and gradients of the canonical graph."""
+    model, plain = zoo.build("gpt2", attn="eager")
+
+    def inputs(b, s):
+        call = plain(b, s)
+        call["attention_mask"] = torch.ones(b, s, dtype=torch.long)
+        call["attention_mask"][0, :3] = 0
+        call["attention_mask"][1, -4:] = 0
+        call["labels"] = call["labels"].masked_fill(call["attention_mask"] == 0, -100)
+        call["labels"][0, 3] = -100  # it is told from a row that sees nothing
+        return call
+
+    case = harness.Case(model, inputs, capture_call(model, (), inputs(2, 16)))
+    compiled = case.compile(t)
+    forward = [n for n in compiled.program.graph.nodes if "attention_forward" in str(n.target)]
+    assert len(forward) == 1 and forward[0].args[3].meta["val"].dim() == 2 and forward[0].args[6] is True
+    call = inputs(3, 13)
+    harness.assert_equal(case.run(compiled, call), case.reference(call))
+
+
 TABLES = [
     (torch.ones(5, 5).tril(), Band(1.0, 0.0)),
     (torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(), Band(True, False)),
@@ -280,9 +306,6 @@ def test_guard_sees_replaced_buffers():
 
 
 def test_a_buffer_that_the_graph_changes_is_not_read():
-    from megafx.capture import capture_call
-    from megafx.passes.canonicalize import canonicalize
-
     class Counting(Block):
         def forward(self, x):
             out = super().forward(x)
