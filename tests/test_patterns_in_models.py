@@ -92,11 +92,12 @@ IN_TRAINING = {
 PADDED_ROWS = row(**{"mean.dim": 1, "where.self": 1})  # queries that see no key, under a causal mask of finite fill
 IN_TRAINING["falcon alibi"] |= PADDED_ROWS
 IN_TRAINING["bloom"] |= PADDED_ROWS
+RETURNED = row(linear_cross_entropy=0, cross_entropy=1, sum=1)  # without gradients the logits are made and returned
 IN_EVAL = {
-    "gpt2": GPT2,
-    "bert": IN_TRAINING["bert"] | row(dropout=0),
-    "llama": LLAMA,
-    "t5": T5,
+    "gpt2": GPT2 | RETURNED,
+    "bert": IN_TRAINING["bert"] | RETURNED | row(dropout=0),
+    "llama": LLAMA | RETURNED,
+    "t5": T5 | RETURNED,
     "nanogpt": GPT2,
 }
 EAGER = ("gpt2", "bert", "llama", "t5", "falcon new")
