@@ -18,6 +18,7 @@ from megafx.cache_shard import CacheShard
 from megafx.caches import give_back
 from megafx.call_spec import CallSpec
 from megafx.errors import UsageError
+from megafx.executable import Kept
 from megafx.graph_keys import Call, bind_sizes
 from megafx.ir import VAL, Program
 from megafx.later import Later, LazyOutput
@@ -160,6 +161,14 @@ class BoundGraph:
             make = CacheShard if self.outputs[index].cache else make
             outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
 
+    def watch_parameters(self, kept: Kept) -> None:
+        """Parameters that backward reads and that are DTensors."""
+        for i, saved in self.executable.read_in_backward:
+            slot = self.slot_of.get(i)
+            parameter = None if slot is None else slot.module._parameters[slot.key]
+            if isinstance(parameter, TPTensor):
+                kept.watch(parameter, saved)
+
     def _watch(self, laters: Mapping[int, Later]) -> None:
         """Tell what is made later of which parameters: changes of a DTensor do not count as changes of its local tensor."""
         for later in laters.values():
@@ -184,6 +193,7 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         graph = step.graph
         outputs, ctx.kept = graph.executable.forward(step.inputs)
+        graph.watch_parameters(ctx.kept)
         step.inputs = []
         step.outputs = graph.finish(outputs, step.call)
         results = tuple(step.outputs[i] for i in graph.compiled.differentiated)

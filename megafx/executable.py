@@ -37,8 +37,12 @@ class Kept:
     ) -> None:
         self.values = values
         self.versions = versions  # (position in values, version) of memory that the user can reach and change
-        self.parts = parts  # the same of joined parameters: (parameter, version, what was kept of it)
+        self.parts = parts  # the same of tensors that stand for a kept one: (tensor, version, what was kept)
         self.like = [(t.shape, t.dtype, t.device) for t in tangents]
+
+    def watch(self, parameter: torch.Tensor, saved: Saved) -> None:
+        """Backward refuses to run once it has changed: changes of a DTensor are none of its local tensor's."""
+        self.parts.append((parameter, parameter._version, saved))
 
 
 class Executable:
@@ -72,6 +76,8 @@ class Executable:
         self._watched = [i for i, s in enumerate(parts.saved) if s.shared and s.index < count]
         joined = [s for s in parts.saved if s.index >= count]
         self._watched_parts = [(k, s) for s in joined for k in parts.joins[s.index - count]]
+        own = [(s.index, s) for s in parts.saved if s.kind == "input" and s.index < count]
+        self.read_in_backward = own + self._watched_parts  # (index of an input, what is kept of it)
 
     @staticmethod
     def of(program: Program, context: Context = contextlib.nullcontext) -> Executable:

@@ -241,7 +241,11 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         (x(4, 6, 6), None, x(12, 6), ids(12, 1, 6), x(4, 6), ids(4, 4, 6), [-1, -1, -1], _SEED, *_DRAWN),
         {},
     ),
-    ("megafx.embedding_sum.default", (x(12, 6), ids(12, 4, 6), x(1, 6, 6), *[None] * 3, [-1, -1, -1], None, *_UNDRAWN), {}),
+    (
+        "megafx.embedding_sum.default",
+        (x(12, 6), ids(12, 4, 6), x(1, 6, 6), *[None] * 3, [-1, -1, -1], None, *_UNDRAWN),
+        {},
+    ),
     ("megafx.embedding_sum_backward.default", (x(4, 6, 6), torch.float64, _SEED, *_DRAWN), {}),
     ("megafx.bias_dropout_add.default", (x(4, 6), None, x(4, 6), None, *_UNDRAWN), {}),
     ("megafx.bias_dropout_add_backward.default", (x(4, 6), torch.float64, torch.float64, _SEED, *_DRAWN), {}),

@@ -153,12 +153,14 @@ for dtype in (torch.float32, torch.bfloat16):
             same(ours_glu.glu_packed_backward(g, x, act), plain_glu.glu_packed_backward_reference(g, x, act), what)
             found = ours_glu.glu_packed_bias_backward(g, x, b, act)
             same(found, plain_glu.glu_packed_bias_backward_reference(g, x, b, act), what)
-            pairs = (
-                (ours_glu.glu_backward_again(g, gate, up, act), (*ours_glu.glu_backward(g, gate, up, act), ours_glu.glu(gate, up, act))),
-                (ours_glu.glu_packed_backward_again(g, x, act), (ours_glu.glu_packed_backward(g, x, act), ours_glu.glu_packed(x, None, act))),
-                (ours_glu.glu_packed_bias_backward_again(g, x, b, act), (*found, ours_glu.glu_packed(x, b, act))),
-            )
-            for again, apart in pairs:  # bit for bit
+            apart = (*ours_glu.glu_backward(g, gate, up, act), ours_glu.glu(gate, up, act))
+            packed = (ours_glu.glu_packed_backward(g, x, act), ours_glu.glu_packed(x, None, act))
+            biased = (*found, ours_glu.glu_packed(x, b, act))
+            for again, apart in (
+                (ours_glu.glu_backward_again(g, gate, up, act), apart),
+                (ours_glu.glu_packed_backward_again(g, x, act), packed),
+                (ours_glu.glu_packed_bias_backward_again(g, x, b, act), biased),
+            ):  # bit for bit
                 assert len(again) == len(apart) and all(map(torch.equal, again, apart)), what
     x, g = rand(4, 3, 80, dtype=dtype)[..., :66], rand(33, dtype=dtype).expand(4, 3, 33)
     same(ours_glu.glu_packed(x, None, "silu"), plain_glu.glu_packed_reference(x, None, "silu"), "rows with a stride")

@@ -125,9 +125,7 @@ def test_models_whole_and_sharded(name, t, style, found):
     case = harness.Case.of(name, dropout=0.1)
     inputs = case.inputs(3, 13)
     options = {} if style is None else {"overrides": dict.fromkeys(TABLES[name], style), "planner_policy": "free"}
-    fused, plain = (
-        case.compile(t, sequence_parallel=t == 4, embedding_fusion=on, **options) for on in (True, False)
-    )
+    fused, plain = (case.compile(t, sequence_parallel=t == 4, embedding_fusion=on, **options) for on in (True, False))
     names = [str(n.target) for n in fused.program.graph.nodes]
     assert names.count("megafx.embedding_sum.default") == found
     assert not any("embedding_sum" in str(n.target) for n in plain.program.graph.nodes)

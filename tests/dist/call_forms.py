@@ -88,6 +88,17 @@ def logits_are_made_from_the_weights_of_their_step() -> str:
 
 
 @check(2)
+def weights_that_change_before_backward_are_noticed() -> str:
+    """Backward needs them as they were in forward; a change of a DTensor does not count as one of its local tensor."""
+    pair = Pair("nanogpt", example=True).parallelize()
+    loss = loss_of(pair.model(**pair.inputs(2, 9)))
+    with torch.no_grad():
+        pair.model.h[0].mlp.proj.weight.mul_(2.0)
+    raises(UsageError, "'h.0.mlp.proj.weight' was changed in place between forward and backward", loss.backward)
+    return "refused"
+
+
+@check(2)
 def the_loss_of_the_users_loop() -> str:
     """`loss_fn=` brings it into the graph; calls with loss_inputs return (loss, output)."""
 
