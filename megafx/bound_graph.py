@@ -29,11 +29,14 @@ from megafx.tables import TableGuard
 from megafx.tp_tensor import TPTensor, wrap
 
 if TYPE_CHECKING:
+    from megafx.passes.partition import Saved
     from megafx.runtime import Runtime
 
 
 class Runs(Protocol):
     """What runs a compiled graph (executable.Executable)."""
+
+    read_in_backward: list[tuple[int, Saved]]
 
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Any]: ...
 

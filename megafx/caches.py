@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import torch
@@ -81,7 +80,6 @@ pytree.register_pytree_node(
 )
 
 
-@cache
 def _is_cache_class(kind: Any) -> bool:
     return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in kind.__mro__)
 
@@ -91,14 +89,12 @@ def is_cache(value: Any) -> bool:
     return _is_cache_class(type(value))
 
 
-@cache
 def _is_part_class(kind: Any) -> bool:
     """Layers of caches, and caches inside of caches."""
     bases = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
     return any(c.__name__ in bases and c.__module__.startswith("transformers") for c in kind.__mro__)
 
 
-@cache
 def _only_replaces(kind: Any) -> bool:
     """Whether updates of a layer give new tensors and leave the old ones alone: then nothing needs to be copied first."""
     return kind.__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")

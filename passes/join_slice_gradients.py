@@ -53,9 +53,8 @@ def _is_sum(node: fx.Node, sizes: Sizes) -> bool:
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
     values = [x.meta.get(VAL) for x in node.args if isinstance(x, fx.Node)]
-    if len(values) != 2 or not all(isinstance(v, torch.Tensor) for v in values):
-        return False
-    return len({(sizes.shape(v), v.dtype) for v in values}) == 1
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return len(tensors) == 2 and len({(sizes.shape(v), v.dtype) for v in tensors}) == 1
 
 
 def _is_part(node: fx.Node, sizes: Sizes) -> bool:

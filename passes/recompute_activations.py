@@ -120,5 +120,6 @@ def _views_again(build: Builder, output: fx.Node, value: fx.Node) -> dict[fx.Nod
     shown = {output: value}
     for view in _views(output)[1:]:
         args = tuple(shown.get(x, x) if isinstance(x, fx.Node) else x for x in view.args)
+        assert callable(view.target)
         shown[view] = build(view.target, *args, **view.kwargs)
     return shown

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -93,7 +93,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that one program may have."""
     if device.type != "cuda":
         return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 class Rows(NamedTuple):
