@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from megafx.config import Config
-from megafx.ir import VAL, Builder, Fusion, Phase, Program, fqn_of, source_of
+from megafx.ir import VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.kernels.masked_softmax import mask_floor
 from megafx.mask_algebra import Choice, Cond, Index, Leaf, Sum, condition_of, conjuncts, hides
 from megafx.mask_reader import MaskReader
@@ -40,6 +40,12 @@ class Seen:
     padding: list[tuple[Leaf, bool]] = field(default_factory=list)  # (tensor, whether True is visible)
     fill: float = -math.inf
     rest: tuple[Leaf, ...] = ()
+
+
+_DARK = (
+    "queries that see no key (padding on the left of a causal row) get the mean of v, as in eager; their q and k get no "
+    "gradient and no attention dropout is drawn for them, in this and in other layers, where eager has both"
+)
 
 
 def describe_masks(program: Program, config: Config) -> int:
@@ -226,6 +232,8 @@ def _uniform_where_dark(program: Program, node: fx.Node, seen: Seen) -> None:
     if kv not in (1, heads):
         mean = emit(aten.repeat_interleave.self_int, mean, heads // kv, 1)
     where = emit(aten.where.self, some, node, mean)
+    if not any(note.message == _DARK for note in program.notes):
+        program.notes.append(Note("attention", _DARK, fqn_of(node), source_of(node)))
     node.replace_all_uses_with(where, delete_user_cb=lambda user: user is not where)
 
 

@@ -123,6 +123,8 @@ def test_padding_is_a_row_of_keys(causal, fill):
         and mask[0].numel() == mask.shape[-1]
     )
     assert node.args[6] == causal
+    said = [n for n in after.notes if "see no key" in n.message]
+    assert len(said) == (causal and not math.isinf(fill))
     if not math.isinf(fill):
         run_with_padding(before, after)
 
