@@ -1,9 +1,9 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
-capture -> canonicalize -> fuse -> describe masks -> plan -> insert transitions -> localize shapes
-        -> fuse what has several results -> merge linears -> joint graph -> coalesce gradients -> check types
-        -> join gradients of slices -> sum gradients in products -> recompute activations
-        -> merge and expand transitions -> schedule -> bind -> partition
+capture -> canonicalize -> share log-sum-exps -> fuse -> describe masks -> plan -> insert transitions -> localize shapes
+        -> fuse linear + loss -> fuse what has several results -> merge linears -> joint graph -> postpone lazy outputs
+        -> coalesce gradients -> check types -> join gradients of slices -> pack those of attention -> sum gradients in products
+        -> recompute activations -> merge and expand transitions -> schedule -> bind -> partition
 """
 
 from __future__ import annotations
