@@ -18,7 +18,6 @@ from megafx.cache_shard import CacheShard
 from megafx.caches import give_back
 from megafx.call_spec import CallSpec
 from megafx.errors import UsageError
-from megafx.executable import Kept
 from megafx.graph_keys import Call, bind_sizes
 from megafx.ir import VAL, Program
 from megafx.later import Later, LazyOutput
@@ -29,6 +28,7 @@ from megafx.tables import TableGuard
 from megafx.tp_tensor import TPTensor, wrap
 
 if TYPE_CHECKING:
+    from megafx.executable import Kept
     from megafx.passes.partition import Saved
     from megafx.runtime import Runtime
 

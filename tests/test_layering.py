@@ -49,6 +49,7 @@ LAYERS = [
     },
     # kernels, capture, the planner's parts, the runtime's parts
     {"kernels.*", "capture*", "simulate", "communication", "lazy", "later"}
+    | {"rewrite_arguments", "rewrite_found", "rewrite_trace"}
     | {"candidates", "overrides", "planning", "policy", "rule_samples"}
     | {"params", "outputs", "agreement", "inference", "cache_shard"},
     {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report", "state"}

@@ -260,9 +260,14 @@ def test_a_deep_copy_is_a_model_of_its_own(gpt: Any) -> None:
 
 
 def test_logits_of_one_rank_are_whole(gpt: Any) -> None:
-    _, model, inputs = gpt
-    logits, _ = model(**inputs(2, 16))
-    assert not isinstance(logits, LazyTensor) and not logits.requires_grad
+    plain, model, inputs = gpt
+    call = inputs(2, 16)
+    logits, _ = model(**call)
+    assert isinstance(logits, LazyTensor) and not logits.requires_grad  # the loss goes without them
+    close(logits + 0, plain(**call)[0])
+    with torch.no_grad():
+        logits, _ = model(**call)
+    assert not isinstance(logits, LazyTensor)
 
 
 # -- verify

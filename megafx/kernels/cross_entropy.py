@@ -29,16 +29,8 @@ import torch
 from torch import Tensor
 
 from ..placements import Layout, Piece
-from .cross_entropy_reference import (
-    check_shapes,
-    logits_gradient,
-    loss_of_ranks,
-    norm_of_ranks,
-    own_pieces,
-    rank_statistics,
-    statistics_dtype,
-    token_losses,
-)
+from .cross_entropy_parts import logits_gradient, loss_of_ranks, norm_of_ranks, rank_statistics, token_losses
+from .cross_entropy_reference import check_shapes, own_pieces, statistics_dtype
 from .op import define_composite, define_gradient, define_op, new_like
 
 _SHARDED = "SymInt[] layout, int size, str axis"

@@ -1,8 +1,7 @@
-"""Cross entropy in plain torch, and the choice between that and the Triton kernels. cross_entropy.py has formulas and ops."""
+"""Cross entropy in plain torch: the CPU path, and the oracle of the kernels. cross_entropy.py has formulas and ops."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,15 +13,9 @@ from ..placements import Layout, Piece
 # Elements of the fp32 chunk. CPU: stays in L2 with the logits; CUDA: 64 MiB, launches cost nothing against that.
 CPU_CHUNK, CUDA_CHUNK = 1 << 18, 1 << 24
 
-HAVE_TRITON = importlib.util.find_spec("triton") is not None
-
 
 def statistics_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
-def on_gpu(x: Tensor) -> bool:
-    return HAVE_TRITON and x.device.type == "cuda" and x.dtype != torch.float64
 
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
@@ -104,7 +97,7 @@ def loss_of(stats: Tensor, ignored: Tensor, label_smoothing: float, classes: int
     return loss.masked_fill(ignored, 0)
 
 
-def logits_gradient(
+def plain_gradient(
     grad: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -121,11 +114,6 @@ def logits_gradient(
     out: where to write it, possibly `logits` itself. lse_grad [T]: gradient of the log-sum-exp.
     """
     whole = _covers(pieces, logits.shape[1])
-    if on_gpu(logits) and len(pieces) == 1:
-        from . import cross_entropy_triton
-
-        args = (grad, logits, target, norm, ignore_index, label_smoothing, pieces[0], classes, out, lse_grad)
-        return cross_entropy_triton.gradient(*args)
     if out is None:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     ignored = ignored_tokens(target, ignore_index)
@@ -168,50 +156,6 @@ def _local_target(target: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tens
         own |= here
         local = torch.where(here, target - global_start + local_start, local)
     return own, local
-
-
-# -- with Triton where it runs
-
-
-def token_losses(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    check_shapes(logits, target, label_smoothing)
-    classes = logits.shape[1]
-    if on_gpu(logits):
-        from . import cross_entropy_triton
-
-        return cross_entropy_triton.forward(logits, target, ignore_index, label_smoothing)
-    check_targets(target, ignore_index, classes)
-    stats = local_stats(logits, target, [Piece(0, 0, classes)])
-    return loss_of(stats, ignored_tokens(target, ignore_index), label_smoothing, classes), norm_of(stats)
-
-
-def rank_statistics(logits: Tensor, target: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """[T, 4] of this rank's classes."""
-    check_shapes(logits, target, 0.0)
-    if on_gpu(logits) and len(pieces) == 1:
-        from . import cross_entropy_triton
-
-        return cross_entropy_triton.stats(logits, target, pieces[0])
-    return local_stats(logits, target, pieces)
-
-
-def loss_of_ranks(target: Tensor, all_stats: Tensor, ignore_index: int, label_smoothing: float, classes: int) -> Tensor:
-    """all_stats [t, T, 4] -> loss [T] of the whole vocabulary."""
-    if on_gpu(all_stats):
-        from . import cross_entropy_triton
-
-        return cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, True)[0]
-    check_targets(target, ignore_index, classes)
-    return loss_of(combine(all_stats), ignored_tokens(target, ignore_index), label_smoothing, classes)
-
-
-def norm_of_ranks(target: Tensor, all_stats: Tensor, ignore_index: int, label_smoothing: float, classes: int) -> Tensor:
-    """all_stats [t, T, 4] -> norm [T, 2] of the whole vocabulary."""
-    if on_gpu(all_stats):
-        from . import cross_entropy_triton
-
-        return cross_entropy_triton.combine(all_stats, target, ignore_index, label_smoothing, classes, False)[1]
-    return norm_of(combine(all_stats))
 
 
 def own_pieces(layout: Sequence[int], axis: str, size: int) -> list[Piece]:

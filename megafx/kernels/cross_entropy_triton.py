@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..placements import Layout, Piece
-from .cross_entropy_reference import local_stats, logits_gradient, own_pieces
+from .cross_entropy_reference import local_stats, own_pieces, plain_gradient
 from .op import launch, new_like
 from .tiles_triton import exp
 
@@ -446,7 +446,10 @@ def ranks_backward(
 ) -> Tensor:
     pieces, classes = own_pieces(layout, axis, size), Layout.from_flat(layout).size
     norm = combine(all_stats, target, ignore_index, smoothing, classes, False)[1]
-    return logits_gradient(grad, logits, target, norm, ignore_index, smoothing, pieces, classes, None, lse_grad)
+    options = (ignore_index, smoothing)
+    if len(pieces) == 1:
+        return gradient(grad, logits, target, norm, *options, pieces[0], classes, None, lse_grad)
+    return plain_gradient(grad, logits, target, norm, *options, pieces, classes, None, lse_grad)
 
 
 def linear_cross_entropy_backward(x: Tensor, factor: Tensor) -> Tensor:

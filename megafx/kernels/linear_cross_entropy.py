@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..placements import Piece
 from . import cross_entropy  # noqa: F401  registers the ops
-from .cross_entropy_reference import logits_gradient, token_losses
+from .cross_entropy_parts import logits_gradient, token_losses
 from .logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
 from .op import define_composite, define_gradient, define_op, new_like, wide
 

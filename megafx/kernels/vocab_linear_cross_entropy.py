@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..placements import Layout
 from .cross_entropy import loss_and_lse_of_ranks
-from .cross_entropy_reference import logits_gradient, loss_of_ranks, norm_of_ranks, own_pieces, rank_statistics
+from .cross_entropy_parts import logits_gradient, loss_of_ranks, norm_of_ranks, rank_statistics
+from .cross_entropy_reference import own_pieces
 from .linear_cross_entropy import check_linear
 from .logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
 from .op import define_gradient, define_op, wide
