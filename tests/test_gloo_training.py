@@ -30,6 +30,7 @@ TWO_RANKS = {
     "call_forms": (
         "logits_beside_the_loss_are_lazy",
         "logits_are_made_from_the_weights_of_their_step",
+        "weights_that_change_before_backward_are_noticed",
         "the_loss_of_the_users_loop",
         "frozen_parameters",
         "other_inputs_on_one_rank_are_refused",

@@ -120,11 +120,10 @@ def test_sizes_and_numbers_are_recognised():
         def make(x):
             return x
 
-    calls = list(trace(Heads).calls.values())
-    sizes = dict(calls[0].arguments)["shape"]
-    assert [(s.coefficient, "".join(sorted(s.letters))) for s in sizes] == [(1, "bs"), (1, "dn")]
-    assert dict(calls[1].arguments)["other"] == Number("factor")
-    assert dict(calls[2].arguments)["size"][0] == 3
+    arguments = {name: value for call in trace(Heads).calls.values() for name, value in call.arguments}
+    assert [(s.coefficient, "".join(sorted(s.letters))) for s in arguments["shape"]] == [(1, "bs"), (1, "dn")]
+    assert arguments["other"] == Number("factor")
+    assert arguments["size"][0] == 3
 
 
 def test_products_in_dims():

@@ -42,7 +42,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "squared ReLU": {"activation_func": lambda x: F.relu(x).square()},
     "kv_channels": {"kv_channels": 10},
     "grouped queries": {"num_query_groups": 2},
-    "one query group": {"num_query_groups": 1, "kv_channels": 10},
+    "one query group": {"num_query_groups": 1, "num_attention_heads": 8},
     "rotary": {"position_embedding_type": "rope"},
     "rotary, interleaved, half": {
         "position_embedding_type": "rope",
