@@ -136,7 +136,8 @@ def test_models_of_the_zoo_forward_backward_and_sharded(name, found):
     wanted = case.reference(inputs)
     whole = case.compile(1)
     names = [str(n.target) for n in whole.program.graph.nodes]
-    assert names.count("megafx.bias_act.default") == names.count("megafx.bias_act_backward_again.default") == found
+    gradients = [n for n in names if n.startswith("megafx.bias_act_backward")]  # some make the output again
+    assert names.count("megafx.bias_act.default") == len(gradients) == found
     harness.assert_equal(case.run(whole, inputs), wanted)
     sharded = case.compile(3, sequence_parallel=True)
     assert "megafx.bias_act.default" in [str(n.target) for n in sharded.program.graph.nodes]

@@ -154,7 +154,10 @@ def test_packed_with_bias_sharded(t):
     case = harness.Case(model, None, capture_call(model, (), inputs))
     compiled = case.compile(t)
     names = [str(n.target) for n in compiled.program.graph.nodes]
-    assert "megafx.glu_packed.default" in names and "megafx.glu_packed_bias_backward_again.default" in names
+    gradients = [
+        n for n in names if n.startswith("megafx.glu_packed_bias_backward")
+    ]  # or one that makes the output again
+    assert names.count("megafx.glu_packed.default") == len(gradients) == 1
     assert t == 1 or compiled.plan.params["up.weight"].is_shard, "gate and up were not sharded"
     harness.assert_equal(case.run(compiled, inputs), case.reference(inputs))
 
@@ -164,6 +167,7 @@ def test_llama_sharded_keeps_the_linears_column_parallel():
     inputs = case.inputs(3, 13)
     compiled = case.compile(4, sequence_parallel=True)
     names = [str(n.target) for n in compiled.program.graph.nodes]
-    assert names.count("megafx.glu.default") == names.count("megafx.glu_backward_again.default") == 1
+    assert sum(n.startswith("megafx.glu") and "_backward" not in n for n in names) == 1
+    assert sum(n.startswith("megafx.glu") and "_backward" in n for n in names) == 1
     assert all(compiled.plan.params[f"model.layers.0.mlp.{w}_proj.weight"].is_shard for w in ("gate", "up", "down"))
     harness.assert_equal(case.run(compiled, inputs), case.reference(inputs))
