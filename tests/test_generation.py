@@ -96,6 +96,7 @@ def test_padding_is_masked_in_every_step() -> None:
     assert model.megafx.captures == 2
 
 
+@pytest.mark.slow
 def test_window_slides_without_a_graph_a_token() -> None:
     """Some graphs while the window fills, and no more afterwards: the number of tokens seen is no constant of a graph."""
     import megafx
@@ -133,7 +134,7 @@ def test_the_cache_is_the_users_object() -> None:
         assert (kept.get_seq_length(), fresh.get_seq_length()) == (7, 8)
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("t", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_prompt_and_token_on_simulated_ranks(t: int) -> None:
     """Logits and caches of both graphs in fp64 against the graphs on one rank; caches are cut over heads, also where t is more
     than there are heads of keys, and no collective of the token's graph moves one."""

@@ -32,7 +32,7 @@ PART = {  # attention, training, dropout, t, sequence parallelism
 }
 
 
-@pytest.mark.parametrize("name", PART)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if i % 2 else ()) for i, n in enumerate(PART)])
 def test_cell_is_exact(name: str) -> None:
     """Also: enough is sharded, and every weight on the dim that transformers' own plan cuts, where it has one."""
     row = catalogue.rows()[name]
