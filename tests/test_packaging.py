@@ -41,7 +41,7 @@ def test_wheel_holds_every_module_under_megafx(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.startswith("megafx-")}
     files = {f"megafx/{p.relative_to(ROOT / 'megafx')}" for p in (ROOT / "megafx").rglob("*.py")}
     files |= {f"megafx/{p.relative_to(ROOT)}" for top in ("passes", "patterns") for p in (ROOT / top).rglob("*.py")}
-    files |= {f"megafx/hardware/{p.name}" for p in (ROOT / "megafx" / "hardware").glob("*.yaml")}
+    files |= {f"megafx/{p.relative_to(ROOT / 'megafx')}" for p in (ROOT / "megafx" / "hardware").rglob("*.yaml")}
     assert held == files | {"megafx/py.typed"}
 
 
