@@ -230,6 +230,20 @@ def number_nodes(graph: fx.Graph) -> None:
     graph._graph_namespace = names
 
 
+def ancestors(roots: Iterable[Any], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """Nodes that the roots depend on, roots included; not looking behind nodes where `stop` holds. Other roots are left out."""
+    seen: set[fx.Node] = set()
+    todo = [n for n in roots if isinstance(n, fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not stop(node):
+            todo += node.all_input_nodes
+    return seen
+
+
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """Operands that are tensors, in argument order, each once."""
     return [n for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]

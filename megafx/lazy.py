@@ -18,7 +18,7 @@ from torch import fx
 
 from megafx.config import Config
 from megafx.dump import op_name
-from megafx.ir import MADE_BY, Program, is_floating
+from megafx.ir import MADE_BY, Program, ancestors, is_floating
 
 NAME = "lazy_outputs"
 
@@ -79,8 +79,8 @@ def copy_for_outputs(program: Program, chain: Sequence[fx.Node]) -> int:
 def only_for_lazy(program: Program) -> list[fx.Node]:
     """Nodes that nothing but lazy outputs depends on, in graph order."""
     pairs = list(zip(program.results(), program.outputs, strict=True))
-    eager = _ancestors([v for v, o in pairs if isinstance(v, fx.Node) and not o.lazy])
-    lazy = _ancestors([v for v, o in pairs if isinstance(v, fx.Node) and o.lazy])
+    eager = ancestors([v for v, o in pairs if isinstance(v, fx.Node) and not o.lazy])
+    lazy = ancestors([v for v, o in pairs if isinstance(v, fx.Node) and o.lazy])
     return [n for n in program.graph.nodes if n in lazy and n not in eager and n.op != "placeholder"]
 
 
@@ -97,14 +97,3 @@ def _user_outputs(program: Program) -> set[fx.Node]:
             fits = spec.kind == "user" and not spec.loss and is_floating(value)
             found[value] = found.get(value, True) and fits
     return {node for node, fits in found.items() if fits}
-
-
-def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes
-    return seen

@@ -34,7 +34,7 @@ from torch import fx
 
 from megafx.aliasing import shows_operand, storage_of
 from megafx.errors import SourceLine
-from megafx.ir import MADE_BY, PHASE, RECOMPUTE, VAL, Phase, Program, fqn_of, source_of
+from megafx.ir import MADE_BY, PHASE, RECOMPUTE, VAL, Phase, Program, ancestors, fqn_of, source_of
 from megafx.lazy import only_for_lazy
 from megafx.overlap import is_start, start_earlier
 from megafx.sizes import Sizes
@@ -223,7 +223,7 @@ class _Backward:
 
     def build(self, gradients: list[Any]) -> None:
         self.gradients = gradients
-        needed = _ancestors(gradients, stop=lambda n: not self.own(n))
+        needed = ancestors(gradients, stop=lambda n: not self.own(n))
         for node in self.program.graph.nodes:
             if node in needed and self.own(node):
                 self._place(node)
@@ -259,23 +259,9 @@ class _Backward:
         return graph
 
 
-def _ancestors(roots: list[Any], stop: Any = lambda n: False) -> set[fx.Node]:
-    """Nodes that the roots depend on, roots included; not looking behind nodes where `stop` holds."""
-    seen: set[fx.Node] = set()
-    todo = [n for n in roots if isinstance(n, fx.Node)]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if not stop(node):
-            todo += node.all_input_nodes
-    return seen
-
-
 def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any]) -> fx.Graph:
     """The part of the graph that computes `outputs`, with all of `inputs` as placeholders."""
-    needed, graph = _ancestors(outputs, stop={*inputs}.__contains__), fx.Graph()
+    needed, graph = ancestors(outputs, stop={*inputs}.__contains__), fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         new[node] = graph.node_copy(node) if node.op == "placeholder" else graph.placeholder(node.name)

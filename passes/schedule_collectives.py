@@ -28,7 +28,7 @@ from torch import fx
 from megafx.aliasing import shows_operand, storage_of
 from megafx.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
 from megafx.hardware import Hardware
-from megafx.ir import PHASE, VAL, Phase, Program
+from megafx.ir import PHASE, VAL, Phase, Program, ancestors
 from megafx.overlap import STARTS, is_product, is_start, is_wait
 from megafx.placements import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 
@@ -79,7 +79,7 @@ def schedule_collectives(program: Program, hardware: Hardware | None = None) -> 
 
 def _assign(program: Program, collectives: list[_Collective], position: dict[fx.Node, int], hardware: Hardware) -> None:
     backward = [c for c in collectives if _is_backward(c.start)]
-    depended_on = _ancestors([c.start for c in collectives])
+    depended_on = ancestors([c.start for c in collectives])
     free = [n for n in position if is_product(n) and _is_backward(n) and n not in depended_on]
     due = {n: _due(n, position) for n in free}
     free.sort(key=due.__getitem__)
@@ -116,17 +116,6 @@ def _is_waited_for(wait: fx.Node) -> bool:
             return True
         todo += node.users
     return False
-
-
-def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes
-    return seen
 
 
 def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:

@@ -1,8 +1,7 @@
 """megafx::attention forward on CUDA; attention.py has the formula, attention_reference.py the mask's bits.
 
 One program makes BM rows of one head: an online softmax in base 2 over tiles of BN keys, those that causality and the
-window let it see; tiles where every pair is visible and inside skip the comparisons. Dropout: attention_bits_triton.py
-(measured: H200, it costs 0.12 ms of 0.42 at [4, 32, 2048, 128], causal, bf16).
+window let it see; tiles where every pair is visible and inside skip the comparisons. Dropout: attention_bits_triton.py.
 
 Tiles come through 4-D tensor descriptors (TMA: any strides that are multiples of 16 bytes, bounds for free), else through
 pointers. An additive mask below -6e4 (a finfo.min) absorbs the score: it counts as -8192, so that a row that is masked so

@@ -19,9 +19,7 @@ from torch import Tensor
 from .op import wide
 
 CLASS_ALIGNMENT = 64
-CHUNK_BYTES = (
-    1 << 30
-)  # on an H200 larger ones are not faster, smaller ones a little slower (benchmarks/head_products.py)
+CHUNK_BYTES = 1 << 30  # benchmarks/head_products.py compares
 MOST_CHUNKS = 8
 FP16_FACTOR = 1024.0
 
