@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,28 @@ def prepared(mode: str, name: str, model: Any, call: dict[str, torch.Tensor]) ->
     return torch.compile(model) if mode.startswith("compile") else model
 
 
+class Stages:
+    """Host time until each stage of a step was queued, and device time from one mark to the next, in ms."""
+
+    def __init__(self, on_gpu: bool):
+        self.on_gpu = on_gpu
+        self.marks: list[tuple[str, float, Any]] = []
+        self.end("start")
+
+    def end(self, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
+        if event is not None:
+            event.record()
+        self.marks.append((name, time.perf_counter(), event))
+
+    def __str__(self) -> str:
+        parts = []
+        for (_, t0, e0), (name, t1, e1) in itertools.pairwise(self.marks):
+            device = f" device {e0.elapsed_time(e1):.1f}" if self.on_gpu else ""
+            parts.append(f"{name} host {1e3 * (t1 - t0):.1f}{device}")
+        return ", ".join(parts)
+
+
 def print_profile(step: Callable[[], Any], rows: int) -> None:
     """Where the time of one step goes: kernels by time, and where the device waited for the host."""
     torch.cuda.synchronize()
@@ -145,12 +168,18 @@ def run(name: str, mode: str, mask: str, shape: dict[str, int], args: argparse.N
         for step in range(args.warmup + args.steps):
             call = batch(shape, mask, device, step)
             begin = time.perf_counter()
+            stages = Stages(not args.tiny)
             loss = forward(**call).loss
+            stages.end("forward")
             loss.backward()
+            stages.end("backward")
             optimizer.step()
             optimizer.zero_grad()
+            stages.end("optimizer")
             losses.append(loss.item())  # waits for the device
             times.append(time.perf_counter() - begin)
+            if args.profile:
+                print(f"  step {step}: {1e3 * times[-1]:.1f} ms; {stages}")
             if step == 0:
                 first = time.perf_counter() - start
         if args.profile:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
 from megafx.ir import Input, Output, Program
+from megafx.meshes import Meshes
 from megafx.passes.call_directly import call_directly
 from megafx.placements import I, Layout, Placement, S
 from megafx.runtime import CompiledCall, CompileRequest, make_parallel
@@ -216,7 +217,7 @@ def measure_parameters(count: int) -> dict[str, float]:
     for label, sharded in (("plain parameters (t=1)", None), ("DTensor parameters", True)):
         placements = {n: S(0, Layout.contiguous(8, 1)) if sharded and i % 3 else I for i, n in enumerate(names)}
         model = Many(count)
-        make_parallel(model, compile_nothing(placements), mesh if sharded else None, check_inputs_every=0)
+        make_parallel(model, compile_nothing(placements), Meshes(mesh if sharded else None), check_inputs_every=0)
         for accumulate in (False, True):
             name = f"{label}, {'accumulating' if accumulate else 'grad set to None'}"
             result[name] = measure(model, accumulate) / count * 1e6

@@ -2,7 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py           # CPU (gloo), or GPUs (NCCL) where there are any
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --dtype bfloat16 --compile
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --dp 2    # the batch cut over two groups of two ranks
     python examples/train_gpt.py                                             # one process, no process group
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save runs/gpt --resume
 
 It first compares loss and every gradient with plain eager (dropout off), prints the plan, trains with dropout on, and then
 trains the same model in one process (`tensor_model_parallel_size=1`) to show that the two loss curves are one.
@@ -16,6 +18,7 @@ import os
 import sysconfig
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -42,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--embd", type=int, default=128)
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks; each takes its part of --batch")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=10, help="steps until the learning rate is reached")
@@ -50,6 +54,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--autocast", action="store_true", help="bfloat16 products on parameters of --dtype")
     parser.add_argument("--compile", action="store_true", help="lower the graphs through Inductor")
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--save", metavar="FOLDER", help="checkpoints of the parallel run, of every --save-every steps")
+    parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, of any number of ranks"
+    )
     return parser.parse_args()
 
 
@@ -75,6 +84,12 @@ def batches(data: Tensor, args: argparse.Namespace, device: torch.device) -> Ite
         yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
+def rows_of(x: Tensor, config: megafx.Config) -> Tensor:
+    """This data-parallel rank's part of a batch."""
+    parts, tensor_ranks = config.data_parallel_size or 1, config.tensor_model_parallel_size or 1
+    return x.chunk(parts)[dist.get_rank() // tensor_ranks] if parts > 1 else x
+
+
 def new_model(args: argparse.Namespace, device: torch.device, dropout: float) -> GPT:
     torch.manual_seed(args.seed)
     shape = {"n_layer": args.layers, "n_head": args.heads, "n_embd": args.embd, "block_size": args.seq}
@@ -98,9 +113,10 @@ def check_against_eager(args, config, batch, device, console) -> None:  # type: 
     """One step without dropout: the loss and every gradient are those of the plain model."""
     eager = new_model(args, device, dropout=0.0)
     with autocast(args, device):
-        parallel = megafx.parallelize(copy.deepcopy(eager), config, example_inputs=batch)
+        mine = tuple(rows_of(x, config) for x in batch)
+        parallel = megafx.parallelize(copy.deepcopy(eager), config, example_inputs=mine)
         _, expected = eager(*batch)
-        _, loss = parallel(*batch)
+        _, loss = parallel(*mine)
     expected.backward()
     loss.backward()
     gradients = megafx.full_gradients(parallel)
@@ -116,29 +132,40 @@ def check_against_eager(args, config, batch, device, console) -> None:  # type: 
     assert not wrong, f"the gradients of {', '.join(wrong)} are not eager's"
 
 
-def train(model, data, args, device, title: str, console: Console, comm_bytes: int) -> list[float]:  # type: ignore[no-untyped-def]
-    """The user's own loop: nothing in it knows that the model is parallel."""
+def train(  # type: ignore[no-untyped-def]
+    model, data, args, config, device, title: str, console: Console, comm_bytes: int, folder: str | None = None
+) -> list[float]:
+    """The user's own loop: nothing in it knows that the model is parallel. folder: where checkpoints are."""
     # fused where there is a GPU: otherwise torch picks one implementation for plain tensors and another for DTensors, and in
     # bf16 they round differently
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=device.type == "cuda")
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / args.warmup, total_iters=args.warmup)
     torch.manual_seed(args.seed)  # the dropout masks of every step follow from this, at any degree
     model.train()
-    losses = []
+    losses: list[float] = []
+    if folder and args.resume:
+        loaded = megafx.load_checkpoint(folder, model, optimizer, extra={"warmup": warmup}, missing_ok=True)
+        losses = loaded.extra["losses"] if loaded is not None else []
+    first = len(losses)
     columns = (TextColumn(title), BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=args.steps, state="")
+        task = progress.add_task(title, total=args.steps, completed=first, state="")
         start = time.perf_counter()
-        for step, (inputs, targets) in zip(range(args.steps), batches(data, args, device), strict=False):
+        for step, (inputs, targets) in enumerate(islice(batches(data, args, device), args.steps)):
+            if step < first:  # a batch that was trained on before the checkpoint
+                continue
             with autocast(args, device):
-                _, loss = model(inputs, targets)
+                _, loss = model(rows_of(inputs, config), rows_of(targets, config))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             warmup.step()
             losses.append(loss.item())
-            rate = (step + 1) * inputs.numel() / (time.perf_counter() - start)
+            if folder and (step + 1) % args.save_every == 0:
+                extra = {"warmup": warmup, "losses": losses}
+                megafx.save_checkpoint(folder, model, optimizer, step=step + 1, extra=extra, keep=2)
+            rate = (step + 1 - first) * inputs.numel() / (time.perf_counter() - start)
             state = f"loss {losses[-1]:.4f}  {rate:,.0f} tokens/s  {comm_bytes / 1e6:.2f} MB/step"
             progress.update(task, advance=1, state=state)
     return losses
@@ -167,7 +194,8 @@ def main() -> None:
     console = Console(quiet=rank != 0)
     sequence_parallel = {"auto": "auto", "on": True, "off": False}[args.sequence_parallel]
     config = megafx.Config(
-        tensor_model_parallel_size=ranks,
+        tensor_model_parallel_size=ranks // args.dp,
+        data_parallel_size=args.dp,
         sequence_parallel=sequence_parallel,
         micro_batch_size=args.batch,
         seq_length=args.seq,
@@ -185,12 +213,12 @@ def main() -> None:
     report = megafx.explain(model)
     sent_per_step = sum(count_and_bytes[1] for count_and_bytes in report.collectives().values())
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
-    parallel = train(model, data, args, device, f"{ranks} ranks", console, sent_per_step)
+    parallel = train(model, data, args, config, device, f"{ranks} ranks", console, sent_per_step, args.save)
 
     if rank == 0:  # the same run in this process alone; the other ranks wait
-        alone = config.replace(tensor_model_parallel_size=1)
+        alone = config.replace(tensor_model_parallel_size=1, data_parallel_size=1)
         model = megafx.parallelize(new_model(args, device, args.dropout), alone, example_inputs=first)
-        single = train(model, data, args, device, "one process", console, 0)
+        single = train(model, data, args, alone, device, "one process", console, 0)
         show_curves(parallel, single, ranks, console)
         allowed = tolerance(args)[1]
         differences = [abs(a - b) / abs(b) for a, b in zip(parallel, single, strict=True)]

@@ -12,60 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megafx.errors import AgreementError
+from megafx.errors import AgreementError, MegafxError
 from megafx.tp_tensor import TPTensor
 
 CHECKED_FIRST = 3  # steps at the beginning whose inputs are compared whatever `check_inputs_every` says
-
-
-def tensor_parallel_mesh(
-    size: int | None, mesh: DeviceMesh | None, device: torch.device, axis: str = "tp"
-) -> DeviceMesh | None:
-    """The 1-d mesh of the axis, or None for one rank. size: tensor_model_parallel_size; None: the mesh's or the world's."""
-    if mesh is not None:
-        return _axis_of(mesh, size, axis)
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
-    if size == 1 or (size is None and world is None):
-        return None
-    if world is None:
-        raise AgreementError(
-            f"tensor_model_parallel_size={size}, but there is no process group",
-            fix=f"start with `torchrun --standalone --nproc-per-node {size}` and call torch.distributed.init_process_group()",
-        )
-    size = world if size is None else size
-    if size != world:
-        raise AgreementError(
-            f"tensor_model_parallel_size={size}, but the world has {world} ranks",
-            fix=f"start {size} ranks, or pass mesh= with a dim named '{axis}' of size {size}: averaging gradients over "
-            "its other dims is then yours",
-        )
-    if size == 1:
-        return None
-    return init_device_mesh(
-        device.type if device.type != "meta" else _default_device(), (size,), mesh_dim_names=(axis,)
-    )
-
-
-def _axis_of(mesh: DeviceMesh, size: int | None, axis: str) -> DeviceMesh | None:
-    names = mesh.mesh_dim_names or ()
-    if axis in names and mesh.ndim > 1:
-        mesh = mesh[axis]
-    if mesh.ndim != 1:
-        raise AgreementError(
-            f"mesh {mesh} has {mesh.ndim} dims, none of them named '{axis}'", fix=f"name one dim '{axis}'"
-        )
-    if size is not None and size != mesh.size():
-        raise AgreementError(
-            f"tensor_model_parallel_size={size}, but dim '{axis}' of the mesh has {mesh.size()} ranks",
-            fix="make them equal",
-        )
-    return mesh if mesh.size() > 1 else None
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
@@ -86,6 +37,21 @@ def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str =
             f"rank {others[0]} and rank 0 differ in {what}: {_difference(digests[0][1], digests[others[0]][1])}",
             fix=fix,
         )
+
+
+def raise_together(error: MegafxError | None, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if any rank has an error: its own, or that of the first rank that has one."""
+    if group is None:
+        errors: list[Any] = [error]
+    else:
+        errors = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, None if error is None else (type(error), error.found, error.fix), group=group)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(errors):
+        if other is not None:
+            kind, found, fix = other
+            raise kind(f"on rank {rank}: {found}", fix=fix)
 
 
 def _difference(a: str, b: str) -> str:
@@ -154,7 +120,10 @@ def check_inputs(
     named: Sequence[tuple[str, torch.Tensor]], structure: str, step: int, group: dist.ProcessGroup | None
 ) -> None:
     """Raise on every rank unless all ranks were given the same inputs."""
-    fix = "give every rank of a tensor-parallel group the same batch: shard data by data-parallel rank only"
+    fix = (
+        "give every rank of a tensor-parallel group the same batch: shard data by data-parallel rank only "
+        "(PipelineStage probes shapes with tensors of no value unless it is given input_args= and output_args=)"
+    )
     described = "\n".join([structure, *(f"{n}: {tuple(x.shape)} {x.dtype}" for n, x in named)])
     check_same(f"the call of step {step}", described, group, fix=fix)
     if not named:
@@ -169,6 +138,16 @@ def check_inputs(
             f"(rank {', '.join(map(str, ranks))} against rank 0)",
             fix=fix,
         )
+
+
+def check_shapes(named: Sequence[tuple[str, torch.Tensor]], step: int, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank unless the batches of all data-parallel ranks have the same shapes."""
+    described = "\n".join(f"{n}: {tuple(x.shape)}" for n, x in named)
+    fix = (
+        "give each the same number of rows and pad them to the same length: this model averages over its batch, or drops out "
+        "by place in it; or use Config(data_parallel_loss='average')"
+    )
+    check_same(f"the shapes of their batches at step {step}", described, group, fix=fix)
 
 
 def draw_seed(device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megafx.agreement import tensor_parallel_mesh
 from megafx.capture import capture_call
 from megafx.capture_dims import max_length
 from megafx.compiler import Request, plan_only
@@ -17,6 +16,7 @@ from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.hardware import Hardware
 from megafx.hf import is_hf_model, synthesize_inputs
+from megafx.meshes import make_meshes
 from megafx.parallelizer import Parallelizer
 from megafx.plan import Plan
 from megafx.report import Report
@@ -36,10 +36,10 @@ def parallelize(
 ) -> nn.Module:
     """The same model object, sharded over the tensor-parallel ranks, its forward running compiled graphs.
 
-    Collective over the ranks of `mesh` (a 1-d DeviceMesh, or one with a dim named 'tp'; default: the world). One rank needs
-    no process group. example_inputs: a training call as (args, kwargs), a tuple of args or a dict of kwargs; Hugging Face
-    models need none, and any other model without one is planned at its first call. loss_fn(output, **loss_inputs): the loss
-    of the user's loop, computed in the graph for calls `model(..., loss_inputs={...})`, which return (loss, output).
+    Collective over the ranks of `mesh` (a 1-d DeviceMesh, or one with dims named 'tp' and 'dp'; default: the world). One rank
+    needs no process group. example_inputs: a training call as (args, kwargs), a tuple of args or a dict of kwargs; Hugging
+    Face models need none, and any other model without one is planned at its first call. loss_fn(output, **loss_inputs): the
+    loss of the user's loop, computed in the graph for calls `model(..., loss_inputs={...})`, which return (loss, output).
 
     Raises ConfigError, CaptureError, PlanError, AgreementError.
     """
@@ -48,15 +48,17 @@ def parallelize(
         model.to(getattr(torch, str(config.params_dtype)))
     config = resolve(config, model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    tp_mesh = tensor_parallel_mesh(config.tensor_model_parallel_size, mesh, device)
-    parallelizer = Parallelizer(config, tp_mesh, hardware_of(config, device), loss_fn)
+    meshes = make_meshes(config, mesh, device)
+    parallelizer = Parallelizer(config, meshes, hardware_of(config, device), loss_fn)
     runtime = make_parallel(
         model,
         parallelizer.compile_call,
-        tp_mesh,
+        meshes,
         check_inputs_every=config.check_inputs_every,
+        check_numbers=config.check_for_nan_in_loss_and_grad,
         gather_outputs=config.gather_outputs,
         loss_in_graph=loss_fn is not None,
+        eager_modules=config.eager_modules,
     )
     parallelizer.runtime = runtime
     runtime.parallelizer = parallelizer
@@ -85,7 +87,7 @@ def plan(
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
-    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
+    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
     t = config.tensor_model_parallel_size or 1
     return plan_only(program, Request(config, t, hardware_of(config, None), {}, None, lambda index, spec: True))
 

@@ -19,8 +19,10 @@ from megafx.caches import give_back
 from megafx.call_spec import CallSpec
 from megafx.errors import UsageError
 from megafx.graph_keys import Call, bind_sizes
+from megafx.held_gradients import HeldBack
 from megafx.ir import VAL, Program
 from megafx.later import Later, LazyOutput
+from megafx.lost_ranks import stopping_with_others
 from megafx.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
 from megafx.params import Slot, shard_like
 from megafx.placements import Placement
@@ -50,7 +52,7 @@ class CompiledCall:
     program: inputs and outputs in placeholder order (`program.call` is the CallSpec). executable: forward(inputs without
     tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one for each of `wrt` (indices of
     inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. joined: FQNs of parameters that
-    the graph reads as one. shards: as `outputs.output_shards`.
+    the graph reads as one. shards: as `outputs.output_shards`. holding: other backward graphs, where ranks reduce gradients.
     """
 
     program: Program
@@ -60,6 +62,7 @@ class CompiledCall:
     params: Mapping[str, Placement]
     joined: list[list[str]] = field(default_factory=list)
     shards: list[OutputShard | None] | None = None
+    holding: HeldBack | None = None
     spec: CallSpec = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +78,9 @@ class BoundGraph:
         self.runtime, self.compiled = runtime, compiled
         self.executable = compiled.executable
         program = compiled.program
+        batch = program.batch
+        self.equal_batches = batch is not None and batch.equal
+        self.one_mask = batch is not None and batch.whole
         self.tables = TableGuard(runtime.model, program.assumed)
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.outputs = [o for o in program.outputs if o.kind != "gradient"]
@@ -83,7 +89,9 @@ class BoundGraph:
         slots = runtime.slots
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
+        self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
         self.slot_of = {i: slots[x.name] for i, x in enumerate(self.inputs) if x.kind == "param"}
+        self.losses = [i for i, o in enumerate(self.outputs) if o.loss]
         self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
 
@@ -126,7 +134,7 @@ class BoundGraph:
             elif spec.kind == "constant":
                 inputs.append(self.compiled.program.constants[spec.name])
             else:
-                inputs.append(runtime.seed())
+                inputs.append(runtime.seed(one_mask=self.one_mask))
         return inputs, user
 
     def finish(self, outputs: list[Any], call: Call) -> list[Any]:
@@ -164,6 +172,21 @@ class BoundGraph:
             make = CacheShard if self.outputs[index].cache else make
             outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
 
+    def backward(self, kept: Any, tangents: list[Any], retain: bool) -> list[Any]:
+        """Gradients, one for each of `wrt`."""
+        holding, held = self.compiled.holding, self.runtime.held
+        if holding is not None and (held.now or held.sums):
+            found = holding.backward(held, self.wrt_names, kept, tangents, retain)
+            if found is not None:
+                return found
+        return self.executable.backward(kept, tangents, retain)
+
+    def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
+        names = [self.inputs[i].name for i in self.compiled.wrt]
+        pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
+        self.runtime.check_finite("gradients are", pairs)
+
     def watch_parameters(self, kept: Kept) -> None:
         """Parameters that backward reads and that are DTensors."""
         for i, saved in self.executable.read_in_backward:
@@ -199,6 +222,7 @@ class _Run(torch.autograd.Function):
         graph.watch_parameters(ctx.kept)
         step.inputs = []
         step.outputs = graph.finish(outputs, step.call)
+        graph.runtime.check_finite("the loss is", [(graph.outputs[i].name, step.outputs[i]) for i in graph.losses])
         results = tuple(step.outputs[i] for i in graph.compiled.differentiated)
         ctx.graph = graph
         ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
@@ -216,7 +240,9 @@ class _Run(torch.autograd.Function):
         graph: BoundGraph = ctx.graph
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         given = [_local_tangent(x, layout) for x, layout in zip(tangents, ctx.layouts, strict=True)]
-        gradients = graph.executable.backward(ctx.kept, given, retain)
+        with stopping_with_others("backward"):
+            gradients = graph.backward(ctx.kept, given, retain)
+            graph.check_gradients(gradients)
         specs = ctx.specs
         return (None, *[g if s is None or g is None else wrap(g, s) for g, s in zip(gradients, specs, strict=True)])
 

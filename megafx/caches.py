@@ -191,15 +191,6 @@ class Revived:
         return Updated(returned, tuple(state_of(c, known) for c in self.caches))
 
 
-def plain_lists(tree: Any) -> Any:
-    """Lists in the place of states: how torch.export wants the dims of a node of a tree that it does not know."""
-    return pytree.tree_map(
-        lambda x: [*x.tensors.values()] if isinstance(x, CacheState) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, CacheState),
-    )
-
-
 # -- after a call
 
 

@@ -29,14 +29,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from megafx.autocast import ambient_autocast, no_autocast
-from megafx.caches import CacheKey, Revived, growing_dims, plain_lists, states_for_caches
+from megafx.caches import CacheKey, Revived, growing_dims, states_for_caches
 from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name, violated
-from megafx.capture_dims import NamedDims, max_length, name_dims, suggested_fixes
+from megafx.capture_dims import NamedDims, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture_errors import translate, unsupported_leaf
 from megafx.capture_prepare import fake_like, prepared, target_device
-from megafx.errors import CaptureError
+from megafx.errors import CaptureError, MegafxError
 from megafx.hf import sequence_group
-from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Input, Output, Phase, Program, active_nodes
+from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Input, Note, Output, Phase, Program, active_nodes
 from megafx.sizes import Sizes
 from megafx.source_lines import fqn_of_stack, source_of_trace, strip_root
 from megafx.tables import read_table
@@ -57,6 +57,7 @@ def capture_call(
     forward: Callable[..., Any] | None = None,
     stand_ins: Mapping[str, torch.Tensor] | None = None,
     varying: frozenset[str] = frozenset(),
+    eager: Sequence[str] = (),
 ) -> Program:
     """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
 
@@ -65,16 +66,17 @@ def capture_call(
     forward: what to call as forward(model, *args, **kwargs) (default: the model itself).
     stand_ins: FQN -> tensor (meta will do) whose shape and dtype the parameter has in the graph.
     varying: names of Python numbers among the inputs (`kwargs[scale]`) that enter as 0-d tensors; all others are baked in.
+    eager: globs of submodules that are one node each (eager_modules.py).
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
     tree = call_tree(args, kwargs, loss_inputs)
     if loss_inputs and loss_fn is None:
         raise CaptureError("loss_inputs without a loss_fn", fix="pass loss_fn= to parallelize, or drop loss_inputs")
-    baked = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, frozenset()).run()
+    baked = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, frozenset(), eager).run()
     if not varying:
         return baked
     try:
-        program = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, varying).run()
+        program = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, varying, eager).run()
     except CaptureError as error:
         reason = error.found
     else:
@@ -132,8 +134,10 @@ class _Capture:
         forward: Callable[..., Any] | None,
         stand_ins: Mapping[str, torch.Tensor],
         varying: frozenset[str],
+        eager: Sequence[str],
     ) -> None:
-        self.model, self.stand_ins, self.varying = model, stand_ins, varying
+        self.model, self.stand_ins, self.varying, self.eager = model, stand_ins, varying, eager
+        self.eager_notes: dict[str, str] = {}
         paths, self.in_spec = pytree.tree_flatten_with_path(tree)
         self.names = [leaf_name(path) for path, _ in paths]
         self.leaves = [value for _, value in paths]
@@ -159,7 +163,11 @@ class _Capture:
         program.table = functools.cache(lambda name: read_table(self.model.get_buffer(name)))
         for message in dict.fromkeys(self.notes):
             program.note("capture", message)
+        program.notes += [Note("eager", text, fqn) for fqn, text in self.eager_notes.items()]
         return program
+
+    def _note_eager(self, text: str, fqn: str) -> None:
+        self.eager_notes[fqn] = text
 
     def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
         """The first attempt that works and that serves the call at hand.
@@ -180,12 +188,13 @@ class _Capture:
         failures: list[Exception] = []
         tried: list[tuple[dict[str, int], str]] = []
         for sizes, mode in plan:
-            if (sizes, mode) in tried or (mode == "deferred" and not _violates_constraints(failures[-1])):
+            unproven = bool(failures) and _violates_constraints(failures[-1])
+            if (sizes, mode) in tried or (mode == "deferred" and not unproven):
                 continue
             tried.append((sizes, mode))
             try:
                 exported = self._attempt_with_fixes(sizes, mode)
-            except CaptureError:
+            except MegafxError:
                 raise
             except Exception as error:
                 failures.append(error)
@@ -227,7 +236,7 @@ class _Capture:
         notes: list[str] = []
         with (
             _without_ambient_modes(),
-            prepared(self.model, fake_mode, self.device, self.stand_ins, notes.append),
+            prepared(self.model, fake_mode, self.device, self.stand_ins, notes.append, self.eager, self._note_eager),
             _quiet(notes.append),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)

@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 # Sizes to trace with where the call does not fix them. Above every tensor-parallel degree times 2, so that no local size is
 # 0 or 1 (which torch.export specialises), and distinct, so that two dims are never taken for one.
@@ -229,3 +230,16 @@ def suggested_fixes(message: str) -> Fixes | None:
         else:
             return None
     return Fixes(bounds, frozenset(constants))
+
+
+def plain_lists(tree: Any) -> Any:
+    """Lists in the place of states, of transformers' outputs and of every other node that is no list, tuple or dict: how
+    torch.export wants the dims of a node of a tree that it does not know."""
+
+    def is_other(value: Any) -> bool:
+        return type(value) in pytree.SUPPORTED_NODES and type(value) not in (list, tuple, dict)
+
+    def one(value: Any) -> Any:
+        return plain_lists(list(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])) if is_other(value) else value
+
+    return pytree.tree_map(one, tree, is_leaf=is_other)

@@ -29,7 +29,18 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError that stands for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
+    if (found, fix) in (_BRANCH, _ITEM, _SELECT):
+        fix = or_leave_eager(fix, module)
     return CaptureError(found, fix=fix, module=module, source=source)
+
+
+def or_leave_eager(fix: str, module: str | None) -> str:
+    """`fix`, and the other way out for code that depends on data."""
+    if not module:
+        return fix
+    return (
+        f'{fix}; or leave the module out of the graph, if it holds few parameters: Config(eager_modules=["{module}"])'
+    )
 
 
 def unsupported_leaf(name: str, value: Any) -> CaptureError:

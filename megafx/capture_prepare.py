@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from megafx.eager_modules import left_eager
 from megafx.hf import is_hf_model
 from megafx.hf_attention import attention_of_capture
 
@@ -27,8 +28,13 @@ def prepared(
     device: torch.device,
     stand_ins: Mapping[str, torch.Tensor],
     note: Note,
+    eager: Sequence[str] = (),
+    note_eager: Callable[[str, str], None] = lambda text, fqn: None,
 ) -> Iterator[None]:
-    """Within: parameters and buffers are fakes on `device`, caches and checkpointing are off. After: all as before."""
+    """Within: parameters and buffers are fakes on `device`, caches and checkpointing are off. After: all as before.
+
+    eager, note_eager: as `left_eager` has them.
+    """
     configs = _configs(model)
     modules = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
     saved_configs = [(c, dict(vars(c))) for c in configs]
@@ -36,8 +42,11 @@ def prepared(
         for config in configs:
             _prepare_config(config, model, note)
         _prepare_modules(model, note)
-        _make_fake(model, fake_mode, device, stand_ins)
-        with attention_of_capture() if is_hf_model(model) else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(left_eager(model, eager, note_eager))
+            _make_fake(model, fake_mode, device, stand_ins)
+            if is_hf_model(model):
+                stack.enter_context(attention_of_capture())
             yield
     finally:
         for module, attributes, contents in modules:
@@ -104,8 +113,8 @@ def _prepare_modules(model: nn.Module, note: Note) -> None:
             note(f"layerdrop={drop} of module '{path}': layers are not dropped in a captured graph (captured with 0)")
     if checkpointed and model.training:
         note(
-            "gradient checkpointing is on in the model: the graph is captured without it, and recomputing is megafx's own "
-            "(recompute_granularity)"
+            "gradient checkpointing is on in the model: it has no effect on a captured graph, which keeps what its backward "
+            "needs, but for what fused kernels compute again (recompute_activation_func)"
         )
 
 

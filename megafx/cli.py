@@ -5,6 +5,7 @@
     megafx check-rules                                                     brute-force every sharding rule of the table
     megafx profile-fusions --out mine.yaml                                 which fusions pay on this machine's device
     megafx models --jobs 2 --write docs/models.md                          the model matrix of a checkout, as a table
+    megafx convert runs/gpt hf/ --model gpt/config.json                    a checkpoint as Hugging Face files, or the reverse
     megafx diff before/ after/                                             two folders written by MEGAFX_DUMP
     megafx version                                                         versions, for bug reports
 
@@ -69,6 +70,14 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("check-rules", help="check every sharding rule against the real op")
     command.set_defaults(run=_check_rules)
     command.add_argument("ops", nargs="*", metavar="OP", help="only these, for example aten.linear.default")
+    command.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="where ops and rules of your own are made",
+    )
     command = commands.add_parser("profile-fusions", help="measure on this device which fusions pay")
     command.set_defaults(run=_profile_fusions)
     command.add_argument(
@@ -90,6 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     command.add_argument("--some", action="store_true", help="a tenth of the cells of each")
     command.add_argument("--write", type=Path, metavar="FILE", help="write the table as a page")
+    command = commands.add_parser(
+        "convert", help="a checkpoint folder to safetensors files, or such files to a checkpoint"
+    )
+    command.set_defaults(run=_convert)
+    command.add_argument("source", type=Path, help="of megafx or torch.distributed.checkpoint, or with safetensors")
+    command.add_argument("target", type=Path, help="folder to write")
+    command.add_argument("--model", help="Hugging Face config (.json or folder), or module:factory; default: in SOURCE")
+    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
     command = commands.add_parser("diff", help="compare two dump folders, graph by graph")
     command.set_defaults(run=_diff)
     command.add_argument("before", type=Path)
@@ -123,8 +140,13 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _check_rules(args: argparse.Namespace) -> int:
+    import importlib
+
     from megafx.check_rules import check_rules
 
+    sys.path.insert(0, os.getcwd())  # as for `python -m`
+    for name in args.imports:
+        importlib.import_module(name)
     report = check_rules(args.ops or None)
     print(report)
     return 0 if report.ok else 1
@@ -156,6 +178,15 @@ def _models(args: argparse.Namespace) -> int:
     from megafx.model_table import model_table
 
     return model_table(args.names, args.jobs, args.some, args.write)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from megafx.convert import convert
+
+    name = args.model or (str(args.source) if (args.source / "config.json").is_file() else None)
+    model = None if name is None else load_model(name)[0]
+    print(f"wrote {convert(args.source, args.target, model, max_shard_size=args.max_shard_size)}")
+    return 0
 
 
 def _diff(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@
     megafx::rank_select   [t, ...] -> [...]      backward: rank_place
     megafx::rank_place    [...] -> [t, ...]      backward: rank_select
     megafx::rank0_only    x on rank 0, zeros elsewhere; its own backward
+    megafx::batch_sum     summands -> their sum over the ranks of the axis; its own backward (P -> R)
 
 The graph is the same on every rank: which rank runs it is known only from `on_mesh`, inside which these ops (and dropout
 and cross entropy) must be executed:
@@ -28,6 +29,13 @@ from megafx.errors import UsageError
 from megafx.stacking import Ops, is_identity, move, moved_shape
 
 c10d = torch.ops._c10d_functional
+
+# The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
+# and those that share a copy together with their tensor-parallel ranks. An op that draws for rows of the batch names its axis
+# as 'dp+tp'.
+TENSOR_AXIS = "tp"
+BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
+DATA_AXES = (BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS)
 
 
 @dataclass(frozen=True)
@@ -62,18 +70,34 @@ def axis_context(axis: str) -> AxisContext:
     return _entered[-1][axis]
 
 
-def place_on(axis: str) -> tuple[int, int] | None:
-    """(rank, size) on the axis; None outside of `on_mesh`."""
-    context = _entered[-1].get(axis) if _entered else None
-    return None if context is None else (context.rank, context.size)
+def with_batch(axis: str) -> str:
+    """The axis of a draw, for rows that are one rank's part of the batch."""
+    return f"{BATCH_AXIS}+{axis}"
+
+
+def with_axis(told: str, axis: str) -> str:
+    """The axis of a draw on another tensor-parallel axis, for the same rows."""
+    return with_batch(axis) if told.startswith(f"{BATCH_AXIS}+") else axis
+
+
+def batch_rank(axis: str) -> int:
+    """Which part of the batch a draw on this axis is for."""
+    return axis_context(BATCH_AXIS).rank if axis.startswith(f"{BATCH_AXIS}+") else 0
+
+
+def place_on(axis: str) -> tuple[int, ...] | None:
+    """(rank, size, part of the batch) on the axis of a draw; None outside of `on_mesh`."""
+    plain = axis.rpartition("+")[2]
+    context = _entered[-1].get(plain) if _entered else None
+    return None if context is None else (context.rank, context.size, batch_rank(axis))
 
 
 def axis_rank(axis: str) -> int:
-    return axis_context(axis).rank
+    return axis_context(axis.rpartition("+")[2]).rank
 
 
 def axis_size(axis: str) -> int:
-    return axis_context(axis).size
+    return axis_context(axis.rpartition("+")[2]).size
 
 
 class _RankOps(Ops):
@@ -195,6 +219,26 @@ def rank0_only(x: Tensor, axis: str) -> Tensor:
 @rank0_only.register_fake
 def _(x, axis):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("megafx::batch_sum", mutates_args=())
+def batch_sum(x: Tensor, axis: str, size: int) -> Tensor:
+    """x: summands of the ranks -> their sum, on every rank."""
+    return torch.ops.megafx.transition(x, "P", "R", [], [], axis, size)
+
+
+@batch_sum.register_fake
+def _(x, axis, size):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.where = inputs[1:]
+
+
+batch_sum.register_autograd(
+    lambda ctx, grad: (torch.ops.megafx.batch_sum(grad, *ctx.where), None, None), setup_context=_sum_context
+)
 
 
 def _select_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,13 +32,15 @@ COLLECTIVES: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Communication:
-    """One collective. bytes_moved: what one rank sends (placements.payload) at the workload that the planner prices."""
+    """One collective. bytes_moved: what one rank sends (placements.payload) at the workload that the planner prices. axis: the
+    mesh axis."""
 
     collective: str
     direction: str  # 'forward' or 'backward'
     fqn: str
     bytes_moved: int
     node: str
+    axis: str = ""
 
 
 def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -44,17 +48,19 @@ def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function" and n.target in COLLECTIVES]
 
 
-def communication(program: Program, t: int) -> list[Communication]:
-    """Every collective of a LOWERED program on an axis of t ranks, in graph order."""
+def communication(program: Program, t: int, sizes: Mapping[str, int] = MappingProxyType({})) -> list[Communication]:
+    """Every collective of a LOWERED program, in graph order, on axes of t ranks, or of `sizes` (by name)."""
     found = []
     for node in collective_nodes(program.graph):
         name = COLLECTIVES[node.target]
         tensors = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
         values = [x.meta[VAL] for x in tensors]  # type: ignore[union-attr]
-        ranks = t if name in (ALL_GATHER, ALL_TO_ALL) else 1  # operands that are a rank's share of the tensor moved
-        bytes_moved = sum(payload(name, ranks * _numel(program, v), t) * v.dtype.itemsize for v in values)
+        axis = str(node.args[-1])
+        n = sizes.get(axis, t)
+        ranks = n if name in (ALL_GATHER, ALL_TO_ALL) else 1  # operands that are a rank's share of the tensor moved
+        bytes_moved = sum(payload(name, ranks * _numel(program, v), n) * v.dtype.itemsize for v in values)
         direction = "backward" if node.meta.get(PHASE) == "backward" else "forward"
-        found.append(Communication(name, direction, fqn_of(node), bytes_moved, node.name))
+        found.append(Communication(name, direction, fqn_of(node), bytes_moved, node.name, axis))
     return found
 
 

@@ -1,46 +1,56 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
-capture -> canonicalize -> share log-sum-exps -> fuse -> describe masks -> plan -> insert transitions -> localize shapes
+capture -> canonicalize -> share log-sum-exps -> fuse -> describe masks -> (place batch) -> plan -> insert transitions
+        -> localize shapes
         -> fuse linear + loss -> fuse what has several results -> merge linears -> joint graph -> postpone lazy outputs
         -> coalesce gradients -> check types -> join gradients of slices -> pack those of attention -> sum gradients in products
-        -> recompute activations -> merge and expand transitions -> schedule -> bind -> partition
+        -> recompute activations -> merge and expand transitions -> (data parallel) -> schedule -> bind -> partition
+(those in brackets where there is a data-parallel axis)
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from megafx.check_types import check_types
 from megafx.collectives import AxisContext, on_mesh
+from megafx.communication import Communication, collective_nodes, communication
 from megafx.config import Config
+from megafx.data_axis import DataAxis
 from megafx.debug import current
 from megafx.errors import PlacementError
 from megafx.executable import Executable
 from megafx.hardware import Hardware
-from megafx.ir import VAL, Note, Phase, Program, is_floating
+from megafx.ir import RECOMPUTE, VAL, Input, Note, Phase, Program, is_floating
 from megafx.pass_runner import Pass, insert_user_passes, run_passes
 from megafx.passes.accumulate_products import accumulate_products
 from megafx.passes.bind_mesh import bind_mesh
 from megafx.passes.build_joint_graph import build_joint_graph
 from megafx.passes.canonicalize import canonicalize, canonicalize_nodes
 from megafx.passes.coalesce_gradients import coalesce_gradients
+from megafx.passes.data_parallel import data_parallel
 from megafx.passes.describe_masks import describe_masks
 from megafx.passes.expand_transitions import expand_transitions
 from megafx.passes.fuse import fuse
 from megafx.passes.fuse_linear_loss import fuse_linear_loss
 from megafx.passes.fuse_local import fuse_local
+from megafx.passes.gather_parameters import gather_parameters
 from megafx.passes.insert_collectives import insert_collectives
+from megafx.passes.join_experts import join_experts
 from megafx.passes.join_slice_gradients import join_slice_gradients
 from megafx.passes.localize_shapes import localize_shapes
 from megafx.passes.merge_linears import merge_linears
 from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.native_attention import native_attention
 from megafx.passes.pack_attention_gradients import pack_attention_gradients
+from megafx.passes.partition import partition
+from megafx.passes.place_batch import place_batch
 from megafx.passes.plan_sharding import plan_sharding
 from megafx.passes.postpone_lazy_outputs import postpone_lazy_outputs
 from megafx.passes.recompute_activations import recompute_activations
@@ -64,12 +74,34 @@ class Compiled:
     wrt: list[int]
     differentiated: list[int]
 
-    def executable(self, axis: AxisContext | None) -> Executable:
-        """What this rank runs. axis: this rank's place on the axis; None without a process group (t = 1)."""
-        if axis is None:
+    def executable(self, axes: Mapping[str, AxisContext] | None) -> Executable:
+        """What this rank runs. axes: this rank's place on each axis; None without a process group (one rank)."""
+        if axes is None:
             return Executable.of(self.program)
-        bound = bind_mesh(self.program, {self.plan.axis: axis})
-        return Executable.of(bound, lambda: on_mesh({self.plan.axis: axis}))
+        return Executable.of(bind_mesh(self.program, axes), lambda: on_mesh(axes))
+
+    def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
+        """Every collective of one step, those that backward repeats included. sizes: of the axes besides the plan's."""
+        if not any(n.meta.get(RECOMPUTE) for n in collective_nodes(self.program.graph)):
+            return communication(self.program, self.plan.t, sizes)
+        parts = partition(self.program)
+        found = []
+        for direction, part in (("forward", parts.forward), ("backward", parts.backward)):
+            if part is not None:
+                made = communication(dataclasses.replace(self.program, gm=part), self.plan.t, sizes)
+                found += [dataclasses.replace(c, direction=direction) for c in made]
+        return found
+
+    def held_back(
+        self, gradients: Literal["hold", "add"], axes: Mapping[str, AxisContext], request: Request
+    ) -> tuple[Executable, list[Input]]:
+        """The same with another backward, which takes what this one's forward keeps (`data_parallel`); its pending inputs."""
+        assert self.program.unreduced is not None and request.data is not None
+        program = self.program.unreduced.copy()
+        data_parallel(program, request.data, request.t, self.plan.params, gradients=gradients)
+        schedule_collectives(program, request.hardware)
+        made = Executable.of(bind_mesh(program, axes), lambda: on_mesh(axes))
+        return made, [spec for spec in program.inputs if spec.kind == "pending"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +110,7 @@ class Request:
 
     fixed: storage of parameters that an earlier graph settled. given: a plan to apply. wants_grad: (index, Input) -> whether
     the gradient of that input is wanted; None: a graph without backward. agree: this rank's plan -> the plan of all ranks.
-    caches: by path in a key-value cache, the placement that it leaves graphs at.
+    caches: by path in a key-value cache, the placement that it leaves graphs at. data: the data-parallel axis, if there is one.
     """
 
     config: Config
@@ -89,6 +121,7 @@ class Request:
     wants_grad: Callable[[int, Any], bool] | None = None
     agree: Callable[[Plan], Plan] | None = None
     caches: Mapping[str, Placement] = field(default_factory=dict)
+    data: DataAxis | None = None
 
     def planning(self) -> Planning:
         training = self.wants_grad is not None
@@ -108,7 +141,7 @@ def compile_program(program: Program, request: Request) -> Compiled:
 def plan_only(program: Program, request: Request) -> Plan:
     """CAPTURED program -> its plan, with the report; the program is left PLACED."""
     planning = request.planning()
-    _run(program, planning_passes(planning), planning, request)
+    _run(program, planning_passes(planning, request.data), planning, request)
     return planning.solved
 
 
@@ -136,11 +169,16 @@ def compile_passes(planning: Planning, request: Request) -> list[Pass]:
         return 0
 
     passes = [
-        *planning_passes(planning),
+        *planning_passes(planning, request.data),
         Pass.of(localize_shapes, planning),
         Pass.of(fuse_linear_loss, planning),
         Pass.of(fuse_local, planning, canonicalize, canonicalize_nodes),
-        Pass.of(merge_linears, planning, request.wants_grad),
+        # merged linears read parameters that lie side by side, which gathered ones do not
+        *(
+            []
+            if request.data is not None and request.data.sharded
+            else [Pass.of(merge_linears, planning, request.wants_grad)]
+        ),
     ]
     if request.wants_grad is not None:
         passes += [
@@ -157,11 +195,26 @@ def compile_passes(planning: Planning, request: Request) -> list[Pass]:
         *passes,
         Pass.of(merge_transitions),
         Pass.of(expand_transitions),
+        *(_data_passes(planning, request.data) if request.data is not None else []),
         Pass.of(schedule_collectives, request.hardware),
     ]
 
 
-def planning_passes(planning: Planning) -> list[Pass]:
+def _data_passes(planning: Planning, data: DataAxis) -> list[Pass]:
+    """Collectives of the data-parallel axis. Where parameters are stored is known once the passes before have run."""
+
+    def gather(program: Program) -> int:
+        return gather_parameters(program, data, planning.t, planning.solved.params)
+
+    def reduce(program: Program) -> int:
+        program.unreduced = program.copy()
+        return data_parallel(program, data, planning.t, planning.solved.params)
+
+    gathers = [Pass("gather_parameters", gather, (Phase.LOWERED,))] if data.sharded else []
+    return [*gathers, Pass("data_parallel", reduce, (Phase.LOWERED,))]
+
+
+def planning_passes(planning: Planning, data: DataAxis | None = None) -> list[Pass]:
     """From capture to transitions in the graph, on global shapes; the plan and its report end up in `planning`."""
 
     def describe_plan(program: Program) -> int:
@@ -173,6 +226,12 @@ def planning_passes(planning: Planning) -> list[Pass]:
         Pass.of(share_logsumexp, planning.config),
         Pass.of(fuse, planning, canonicalize, canonicalize_nodes),
         Pass.of(describe_masks, planning.config),
+        *(
+            [Pass.of(place_batch, data.ranks, planning.config.data_parallel_loss == "batch")]
+            if data is not None
+            else []
+        ),
+        Pass.of(join_experts, planning),
         *([Pass.of(native_attention, planning)] if planning.config.attention_dropout_rng == "native" else []),
         Pass.of(plan_sharding, planning),
         Pass.of(insert_collectives, planning),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 STYLES: dict[str, tuple[str, ...]] = {
     "colwise": ("ColwiseParallel", "column", "column_parallel"),
     "rowwise": ("RowwiseParallel", "row", "row_parallel"),
+    "expert": ("ExpertParallel", "expert_parallel"),
     "replicate": ("ReplicateParallel", "replicated", "replicated_with_grad_allreduce"),
     "sequence": ("SequenceParallel", "sequence_parallel"),
 }
@@ -47,6 +48,13 @@ class Config:
     """Choices of one `megafx.parallelize` call.
 
     tensor_model_parallel_size  ranks of the tensor-parallel axis; None: the size of the mesh or of the world, else 1
+    data_parallel_size          groups of tensor-parallel ranks that share the work of a batch; None: the 'dp' dims of the mesh,
+                                else 1
+    data_parallel               "ddp": every one holds all parameters; "zero1", "fsdp": a shard of them (docs/data_parallel.md)
+    data_parallel_shard_size    ranks that hold one copy of sharded parameters together; None: all of data_parallel_size
+    data_parallel_loss          "batch": a loss in the graph is that of the whole batch, and dropout is one mask over it;
+                                "average": each rank's loss is of its own rows, and gradients are averaged
+    data_parallel_bucket_mib    gradients are reduced together until they are this many MiB
     sequence_parallel           True, False, or "auto": the planner decides by cost
     micro_batch_size            workload that the planner prices; never the batch of trace inputs
     seq_length                  workload that the planner prices; None: the model's maximum, else that of the inputs
@@ -73,10 +81,18 @@ class Config:
     attention_dropout_rng       "counter": masks by (seed, position), the same on any number of ranks; "native": library kernels
                                 with torch's generator where they can, on one rank only
     check_inputs_every          ranks compare input hashes on the first steps, then every so many steps; 0: then never
+    eager_modules               globs of submodules that are not captured: their code runs as it is, on whole tensors
+    check_for_nan_in_loss_and_grad  a loss or gradient that is not finite is an error on every rank, before the optimizer
+                                sees it; waits for the device each step
     passes                      users' own passes: pairs ("after <pass>" or "before <pass>", function of a Program)
     """
 
     tensor_model_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    data_parallel: Literal["ddp", "zero1", "fsdp"] = "ddp"
+    data_parallel_shard_size: int | None = None
+    data_parallel_loss: Literal["batch", "average"] = "batch"
+    data_parallel_bucket_mib: int = 25  # that of DistributedDataParallel
     sequence_parallel: bool | Literal["auto"] = "auto"
     micro_batch_size: int = 1
     seq_length: int | None = None
@@ -101,16 +117,24 @@ class Config:
     fusion_profile: str | None = None
     attention_dropout_rng: Literal["counter", "native"] = "counter"
     check_inputs_every: int = 100
+    eager_modules: tuple[str, ...] = ()
+    check_for_nan_in_loss_and_grad: bool = False
     passes: tuple[tuple[str, Callable[..., int]], ...] = ()
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalised once, here
         self._whole("tensor_model_parallel_size", least=1, optional=True)
+        self._whole("data_parallel_size", least=1, optional=True)
+        self._whole("data_parallel_shard_size", least=2, optional=True)
+        self._whole("data_parallel_bucket_mib", least=1)
+        self._one_of("data_parallel", ("ddp", "zero1", "fsdp"))
+        self._one_of("data_parallel_loss", ("batch", "average"))
+        self._data_parallel_sizes()
         self._whole("micro_batch_size", least=1)
         self._whole("seq_length", least=1, optional=True)
         self._whole("check_inputs_every", least=0)
         switches = ("gather_outputs", "differentiable_outputs", "lazy_outputs", "compile", "recompute_activation_func")
-        for name in (*switches, *FUSIONS):
+        for name in (*switches, "check_for_nan_in_loss_and_grad", *FUSIONS):
             self._one_of(name, (True, False))
         self._one_of("sequence_parallel", (True, False, "auto"))
         self._one_of("planner_policy", ("megatron", "free"))
@@ -122,7 +146,15 @@ class Config:
             raise _error("fusion_profile", self.fusion_profile, wanted)
         put("params_dtype", _dtype_name(self.params_dtype))
         put("overrides", _overrides(self.overrides))
+        put("eager_modules", _globs(self.eager_modules))
         put("passes", _passes(self.passes))
+
+    def _data_parallel_sizes(self) -> None:
+        size, shard = self.data_parallel_size, self.data_parallel_shard_size
+        if shard is not None and self.data_parallel == "ddp":
+            raise _error("data_parallel_shard_size", shard, "None where data_parallel is 'ddp', which shards nothing")
+        if shard is not None and size is not None and size % shard:
+            raise _error("data_parallel_shard_size", shard, f"a divisor of data_parallel_size={size}")
 
     def _whole(self, name: str, *, least: int, optional: bool = False) -> None:
         value = getattr(self, name)
@@ -144,6 +176,7 @@ class Config:
         """Plain data (JSON and YAML can hold it); `from_dict` is the inverse. Functions become 'module:name'."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         plain["overrides"] = dict(self.overrides)
+        plain["eager_modules"] = [*self.eager_modules]
         plain["passes"] = [[where, f"{f.__module__}:{f.__qualname__}"] for where, f in self.passes]
         return plain
 
@@ -198,6 +231,12 @@ def _overrides(value: object) -> dict[str, str]:
                 f"Config.overrides[{pattern!r}] = {style!r} is no style", fix=f"styles: {', '.join(STYLES)}{hint}"
             )
     return {pattern: _STYLE_OF[style] for pattern, style in value.items()}
+
+
+def _globs(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) and v for v in value):
+        raise _error("eager_modules", value, "a list of module names or globs of them")
+    return tuple(value)
 
 
 def _passes(value: object) -> tuple[tuple[str, Callable[..., int]], ...]:

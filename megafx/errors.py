@@ -58,3 +58,15 @@ class AgreementError(MegafxError):
 
 class UsageError(MegafxError):
     """The parallelized model is used in a way that would be silently wrong."""
+
+
+class CheckpointError(MegafxError):
+    """A checkpoint is damaged or incomplete, cannot be written, or does not fit the model."""
+
+
+class LostRankError(MegafxError, RuntimeError):
+    """Another rank ended, did not come to a call of all ranks, or made another call."""
+
+
+class NumericError(MegafxError, ArithmeticError):
+    """A loss or a gradient is not finite."""

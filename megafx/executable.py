@@ -7,7 +7,7 @@ Values are freed after their last use, kept ones too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,11 @@ class Executable:
             made._backward = made._last_backward = lambda arguments: run(*arguments)
         return made
 
+    def takes_what(self, other: Executable) -> bool:
+        """Whether backward can run on what the other one's forward keeps."""
+        mine, theirs = ([(s.kind, s.index, s.fqn, s.numel) for s in x.parts.saved] for x in (self, other))
+        return mine == theirs
+
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Kept | None]:
         given, inputs = inputs, [_contiguous(x) for x in inputs]
         with self._running():
@@ -131,9 +136,13 @@ class Executable:
             return list(self.parts.later(*(_contiguous(v) if s.kind == "input" else v for s, v in pairs)))
 
     def backward(
-        self, kept: Kept, tangents: list[torch.Tensor | None], retain: bool = False
+        self,
+        kept: Kept,
+        tangents: list[torch.Tensor | None],
+        retain: bool = False,
+        pending: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor | None]:
-        """retain: leave `kept` as it is for another backward."""
+        """retain: leave `kept` as it is for another backward. pending: for the program's inputs of that kind."""
         assert self._backward is not None, "this program was built without gradients"
         if self.parts.saved and not kept.values:
             raise UsageError(
@@ -149,7 +158,7 @@ class Executable:
                 source=saved.source,
             )
         seeds = [_tangent(t, like) for t, like in zip(tangents, kept.like, strict=True)]
-        arguments = [*kept.values, *seeds]
+        arguments = [*kept.values, *seeds, *pending]
         if not retain:
             kept.values = []
         del seeds

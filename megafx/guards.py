@@ -5,7 +5,7 @@ shards, new hooks on submodules, and wrapping in DDP or `fully_shard`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -14,8 +14,8 @@ from megafx.errors import UsageError
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DATA_PARALLEL = (
-    "a parallelized model runs one flat graph, which has no submodule calls to hook: do not wrap it; for data parallelism pass "
-    "mesh= with a data-parallel dim to megafx.parallelize, and average gradients over that dim's group"
+    "a parallelized model runs one flat graph, which has no submodule calls to hook: do not wrap it; data parallelism is "
+    "Config(data_parallel_size=...) with data_parallel='ddp', 'zero1' or 'fsdp' (docs/data_parallel.md)"
 )
 
 
@@ -78,13 +78,18 @@ class DirectCallGuard:
             )
 
 
-def guard_modules(model: nn.Module, open_now: Callable[[], bool], sharded: bool) -> list[str]:
+def guard_modules(
+    model: nn.Module, open_now: Callable[[], bool], sharded: bool, eager: Collection[str] = ()
+) -> list[str]:
     """Install the guards; returns FQNs of submodules that had hooks already (they run at capture only).
 
-    open_now: whether capture is going on. sharded: whether submodules hold shards (t > 1).
+    open_now: whether capture is going on. sharded: whether submodules hold shards (t > 1). eager: FQNs of submodules whose
+    code runs as it is: their hooks do too, and nothing is refused.
     """
     hooked = []
     for fqn, module in model.named_modules():
+        if any(f"{fqn}.".startswith(f"{name}.") for name in eager):
+            continue
         if any(vars(module).get(table) for table in _HOOK_TABLES) and fqn:
             hooked.append(fqn)
         kind = HookTable if fqn else RootHooks

@@ -50,9 +50,12 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder. name: FQN of the parameter or buffer, or the path of a user input such as `args[0]`."""
+    """One placeholder. name: FQN of the parameter or buffer, or the path of a user input such as `args[0]`.
 
-    kind: Literal["param", "buffer", "constant", "user", "seed", "tangent"]
+    A 'pending' one is a gradient of that parameter that earlier calls held back (`data_parallel`).
+    """
+
+    kind: Literal["param", "buffer", "constant", "user", "seed", "tangent", "pending"]
     name: str
     aliases: tuple[str, ...] = ()  # further FQNs of a tied parameter
 
@@ -99,6 +102,22 @@ class Fusion:
     elements: int = 0  # structural, as `Sizes` counts
 
 
+@dataclass(frozen=True)
+class Batch:
+    """How the batch is cut over the data-parallel ranks (`place_batch`).
+
+    outputs: placement of each forward result on that axis. summed: the loss is the mean over the batch of all ranks, so that
+    gradients are to be added; else each rank's loss is of its own rows, and gradients are averaged. equal: the graph relies on
+    batches of equal shapes. whole: values were typed, and draws are parts of one mask.
+    """
+
+    ranks: int
+    outputs: tuple[Placement, ...]
+    summed: bool
+    equal: bool
+    whole: bool = True
+
+
 @dataclass
 class Program:
     """A captured call of a model. inputs and outputs are in the order of placeholders and of the output tuple."""
@@ -115,6 +134,8 @@ class Program:
     fusions: list[Fusion] = field(default_factory=list)  # in the order in which they were made
     table: Callable[[str], Any] = lambda name: None  # FQN of a buffer -> what it holds (tables.py), where that is known
     assumed: dict[str, Any] = field(default_factory=dict)  # buffers whose numbers the graph relies on -> what they held
+    batch: Batch | None = None  # on the data-parallel axis, where there is one
+    unreduced: Program | None = None  # the same with each rank's own gradients (set by compiler.py, for no_sync)
     call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
 
     @property

@@ -20,7 +20,10 @@ def model_table(names: Sequence[str], jobs: int, some: bool, write: Path | None)
     table = _table()
     known = list(importlib.import_module("catalogue").rows())
     chosen = [_find(name, known) for name in names]
-    entries = table.run(chosen, jobs, some)
+    entries = []
+    for entry in table.run(chosen, jobs, some):
+        print(f"{entry.name}: {entry.exact} of {len(entry.results)} cells exact", file=sys.stderr, flush=True)
+        entries.append(entry)
     print(table.markdown(entries))
     failures = table.failures(entries)
     for line in failures:

@@ -33,7 +33,10 @@ def _einsum(call: Call) -> str:
     return f"lin: {', '.join(spaced(t) for t in left.split(','))} -> {spaced(out)}"
 
 
-@family("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution")
+@family(
+    "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution", "aten.conv1d.padding", "aten.conv2d.padding",
+    "aten.conv3d.padding",
+)  # fmt: skip
 def _conv(call: Call) -> Row | None:
     if call.get("transposed"):
         return None
@@ -57,6 +60,27 @@ def _conv_backward(call: Call) -> str | None:
     inside, kernel, out = (" ".join(f"{a}{i}!" for i in range(n)) for a in "xky")
     bias = "o" if len(call.results[2]) else "*"
     return f"lin[0]: b o {out}, b c! {inside}, o c! {kernel} -> b c! {inside}; o c! {kernel}; {bias}"
+
+
+# op -> dims that it pools, counted from the end
+_MEANS = {
+    "aten.avg_pool1d.default": 1,
+    "aten.avg_pool2d.default": 2,
+    "aten.avg_pool3d.default": 3,
+    "aten.adaptive_avg_pool1d.default": 1,
+    "aten.adaptive_avg_pool2d.default": 2,
+    "aten._adaptive_avg_pool2d.default": 2,
+}
+_MAXIMA = {"aten.max_pool1d.default": 1, "aten.max_pool2d.default": 2, "aten.max_pool3d.default": 3}
+
+
+@family(*_MEANS, *_MAXIMA)
+def _pool(call: Call) -> Row:
+    shape = call.first.shape
+    over = range(len(shape) - {**_MEANS, **_MAXIMA}[call.op], len(shape))
+    out = [f"y{i}!" if i in over else f"f{i}" for i in range(len(shape))]
+    why = {f"{a}{i}": "the pooling runs over the dim" for a in "fy" for i in over}
+    return Row(f"{'lin' if call.op in _MEANS else 'nl'}: {dims(shape, over)} -> {' '.join(out)}", why)
 
 
 # -- norms over several dims

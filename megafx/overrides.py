@@ -3,7 +3,8 @@
     Config(overrides={"model.layers.*.mlp.up_proj": "colwise", "lm_head": "replicate"})
 
 colwise shards a weight on its output features, rowwise on its input features (an embedding: colwise on the hidden dim,
-rowwise on the vocabulary), replicate stores it whole, sequence runs the ops of a module on a shard of the sequence.
+rowwise on the vocabulary), replicate stores it whole, sequence runs the ops of a module on a shard of the sequence. expert
+splits a stack of experts' weights [E, .., ..] over experts, for all weights of a mixture (expert parallelism).
 Names are those of PyTorch's ParallelStyle and Hugging Face's tp_plan. Where several patterns match, the last one holds.
 
 An override beats the default policies (but no plan shards the batch). One that matches nothing, or that nothing it matches
@@ -24,7 +25,7 @@ from megafx.op_rules import OpRule, Strategy
 from megafx.placements import P
 
 Filtered = tuple[list[Strategy], dict[str, int]]  # the strategies left, {reason: how many it took}
-ADJECTIVE = {"replicate": "replicated", "sequence": "on a shard of the sequence"}
+ADJECTIVE = {"replicate": "replicated", "expert": "split over experts", "sequence": "on a shard of the sequence"}
 
 
 class Overrides:
@@ -59,7 +60,7 @@ class Overrides:
         left, gone = domain, {}
         weighted = False
         for index, operand in enumerate(rule.operands):
-            names = self._weight_names(operand.node, node)
+            names = self.names_of(operand.node, node)
             pattern = self._pattern(names) if names else ""
             style = self.styles.get(pattern, "")
             weighted |= style != "" and style != "sequence"
@@ -67,6 +68,8 @@ class Overrides:
                 follow = [s for s in left if not s.ins[index].is_shard]
             elif style in ("colwise", "rowwise") and len(operand.factors) > 1:
                 follow = [s for s in left if s.ins[index].is_shard and (s.out == P) == (style == "rowwise")]
+            elif style == "expert" and len(operand.factors) > 2:
+                follow = [s for s in left if s.ins[index].is_shard and s.ins[index].dim == 0]
             else:
                 continue
             self._must(node, follow, names[0], style)
@@ -81,6 +84,10 @@ class Overrides:
                 gone[_reason(pattern, "sequence")] = len(left) - len(follow)
                 left = follow
         return left, {reason: count for reason, count in gone.items() if count}
+
+    def style_of(self, value: fx.Node, user: fx.Node) -> str:
+        """The style of the parameter that a weight value stems from, or ''."""
+        return self.styles.get(self._pattern(self.names_of(value, user)), "")
 
     def check_used(self) -> None:
         """Raise PlanError for the first pattern that matched no parameter and no module, or that nothing could follow."""
@@ -99,8 +106,8 @@ class Overrides:
                 raise PlanError(
                     f"override '{pattern}' is {style}, but nothing that it matches can be {ADJECTIVE.get(style, style)}: "
                     f"it matches {', '.join(matching[:3])}" + (", ..." if len(matching) > 3 else ""),
-                    fix="colwise and rowwise are for weights of linears and embeddings, sequence for modules whose values "
-                    "have a sequence dim",
+                    fix="colwise and rowwise are for weights of linears and embeddings, expert for stacks of experts' weights, "
+                    "sequence for modules whose values have a sequence dim",
                 )
 
     def _must(self, node: fx.Node, follow: list[Strategy], name: str, style: str) -> None:
@@ -112,7 +119,7 @@ class Overrides:
                 source=source_of(node),
             )
 
-    def _weight_names(self, value: fx.Node, user: fx.Node) -> tuple[str, ...]:
+    def names_of(self, value: fx.Node, user: fx.Node) -> tuple[str, ...]:
         """FQNs of the parameter that a weight value stems from; of a tied one that of the user's own module."""
         while value in self.weights and value.op == "call_function":
             value = next(a for a in value.all_input_nodes if a in self.weights)

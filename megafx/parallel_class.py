@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -50,6 +51,18 @@ class Parallel:
         # What FullyShardedDataParallel sets on every module before it flattens parameters.
         raise data_parallel_error("FullyShardedDataParallel")
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients without reducing them over data-parallel ranks: `backward` in here changes no `.grad`.
+
+        The first backward outside adds what was held and reduces the sums. `zero_grad()` of the model drops what is held.
+        """
+        return self.megafx.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's; gradients that `no_sync` holds are dropped too."""
+        self.megafx.held.sums.clear()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
     def print_readable(self, fqn: str = "") -> str:
         """Print (and return) the graph that runs under module path `fqn` as Python, with shapes, placements and origins."""
         text: str = self.megafx.parallelizer.readable(fqn)
@@ -62,7 +75,9 @@ class Parallel:
         if self.megafx.mesh is not None:
             prepare_loading(model, state_dict)
             assign = False
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+        self.megafx.memory_given()
+        return result
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)  # type: ignore[misc]
@@ -101,7 +116,7 @@ class _Pretrained:
             return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("state_dict") is None:
             kwargs["state_dict"] = full_state_dict(cast(nn.Module, self))
-        kwargs["is_main_process"] = kwargs.get("is_main_process", True) and runtime.rank == 0
+        kwargs["is_main_process"] = kwargs.get("is_main_process", True) and runtime.is_first
         tp_size, self._tp_size = vars(self).get("_tp_size"), None
         try:
             return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megafx import dump
 from megafx.agreement import broadcast_object
+from megafx.bound_graph import CompiledCall
 from megafx.cache_shard import CacheShard
 from megafx.capture import capture_call
-from megafx.collectives import AxisContext
-from megafx.communication import Communication, communication
+from megafx.collectives import TENSOR_AXIS, AxisContext
+from megafx.communication import Communication
 from megafx.compiler import Compiled, Request, compile_program, plan_only
 from megafx.config import Config
 from megafx.errors import UsageError
+from megafx.executable import Executable
 from megafx.graph_keys import Call
 from megafx.hardware import Hardware
+from megafx.held_gradients import HeldBack
 from megafx.ir import PLACEMENT, Program
+from megafx.meshes import Meshes
 from megafx.placements import I, Placement
 from megafx.plan import Plan
 from megafx.report import Report, fused, refresh_notes
-from megafx.runtime import CompiledCall, CompileRequest, Runtime
+from megafx.runtime import CompileRequest, Runtime
 
 
 class Parallelizer:
@@ -33,10 +37,11 @@ class Parallelizer:
     `readable` shows; caches: how key-value caches leave graphs, by path in the cache, from the first graph that has them."""
 
     def __init__(
-        self, config: Config, mesh: DeviceMesh | None, hardware: Hardware, loss_fn: Callable[..., torch.Tensor] | None
+        self, config: Config, meshes: Meshes, hardware: Hardware, loss_fn: Callable[..., torch.Tensor] | None
     ) -> None:
-        self.config, self.mesh, self.hardware, self.loss_fn = config, mesh, hardware, loss_fn
-        self.t = mesh.size() if mesh is not None else 1
+        self.config, self.meshes, self.hardware, self.loss_fn = config, meshes, hardware, loss_fn
+        self.mesh = meshes.tensor
+        self.t = self.mesh.size() if self.mesh is not None else 1
         self.plan: Plan | None = None
         self.last: Compiled | None = None
         self.runtime: Runtime | None = None
@@ -54,20 +59,33 @@ class Parallelizer:
         wanted = request.wants_grad
         wants = None if wanted is None else (lambda index, spec: bool(wanted & {spec.name, *spec.aliases}))
         if planned is not None and wanted is not None and all(m.training for m in request.model.modules()):
-            made = Request(self.config, self.t, self.hardware, dict(fixed), self.plan, wants)
+            made = Request(self.config, self.t, self.hardware, dict(fixed), self.plan, wants, data=self.meshes.data)
             compiled = compile_program(planned, made)  # this call is the one that was planned
         else:
             program = self.capture(request, wanted is not None)
             compiled = compile_program(program, self._request(dict(fixed) | _shards_of(request.call), wants))
         self._settle_caches(compiled.program)
-        executable = compiled.executable(self._axis())
+        executable = compiled.executable(self._axes())
         if self.config.compile:
             executable = executable.compiled()
         if wanted is not None or self.last is None:
             self.last = compiled
         names = [spec.name for spec in compiled.program.inputs]
         joined = [[names[i] for i in indices] for indices in executable.parts.joins]
-        return CompiledCall(compiled.program, executable, compiled.wrt, compiled.differentiated, dict(fixed), joined)
+        call = CompiledCall(compiled.program, executable, compiled.wrt, compiled.differentiated, dict(fixed), joined)
+        if compiled.program.unreduced is not None:
+            call.holding = HeldBack(functools.cache(lambda kind: self._held_back(compiled, executable, kind)))
+        return call
+
+    def _held_back(
+        self, compiled: Compiled, executable: Executable, gradients: Literal["hold", "add"]
+    ) -> tuple[Executable, list[str]]:
+        """Another backward of a compiled call, and the names of the gradients that it takes besides."""
+        axes = self._axes()
+        assert axes is not None
+        made, pending = compiled.held_back(gradients, axes, self._request({}, None))
+        assert made.takes_what(executable), "the backward graphs of one call keep the same"
+        return made.compiled() if self.config.compile else made, [spec.name for spec in pending]
 
     def settle(self, request: CompileRequest) -> dict[str, Placement]:
         """Storage of every parameter, from the plan of the training form of this call."""
@@ -97,6 +115,7 @@ class Parallelizer:
                 forward=type(model).forward,
                 stand_ins=_logical_shapes(model),
                 varying=request.varying,
+                eager=self.config.eager_modules,
             )
 
     def _settle_caches(self, program: Program) -> None:
@@ -111,7 +130,17 @@ class Parallelizer:
         return plan_only(program, self._request({}, lambda index, spec: True))
 
     def _request(self, fixed: dict[str, Placement], wants: Any) -> Request:
-        return Request(self.config, self.t, self.hardware, fixed, None, wants, self._from_rank_0, self.caches)
+        return Request(
+            self.config,
+            self.t,
+            self.hardware,
+            fixed,
+            None,
+            wants,
+            self._from_rank_0,
+            self.caches,
+            data=self.meshes.data,
+        )
 
     def _from_rank_0(self, plan: Plan) -> Plan:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""
@@ -120,10 +149,11 @@ class Parallelizer:
         text = broadcast_object(plan.to_json() if self.mesh.get_local_rank() == 0 else None, self.mesh.get_group())
         return Plan.from_json(text, plan.sizes)
 
-    def _axis(self) -> AxisContext | None:
+    def _axes(self) -> dict[str, AxisContext] | None:
         if self.mesh is None:
             return None
-        return AxisContext(self.mesh.get_local_rank(), self.t, self.mesh.get_group().group_name)
+        tensor = AxisContext(self.mesh.get_local_rank(), self.t, self.mesh.get_group().group_name)
+        return {TENSOR_AXIS: tensor, **self.meshes.axes}
 
     # -- what users ask for
 
@@ -135,7 +165,9 @@ class Parallelizer:
 
     def communication(self) -> list[Communication]:
         """Collectives of one step of the same call, with the bytes that a rank sends."""
-        return [] if self.last is None else communication(self.last.program, self.t)
+        if self.last is None:
+            return []
+        return self.last.communication({name: place.size for name, place in self.meshes.axes.items()})
 
     def report(self) -> Report:
         """Of the training plan, with the notes of everything since."""

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megafx.errors import PlanError, UsageError
 from megafx.joined import side_by_side
 from megafx.placements import I, Placement
+from megafx.placements_nested import Nested, nested
 from megafx.sharding import shard_tensor
 from megafx.tp_layout import make_spec, placement_of
 from megafx.tp_tensor import TPTensor, wrap
@@ -120,6 +121,35 @@ def shard_parameter(param: TPTensor, placement: Placement, fqn: str = "") -> boo
     if grad is not None:
         param.grad = wrap(shard_tensor(grad._local_tensor, placement, rank, t), spec)
     return True
+
+
+@torch.no_grad()
+def shard_over_data(model: nn.Module, mesh: DeviceMesh, ranks: int) -> int:
+    """Cut each parameter, and its gradient if it has one, again over `ranks` data-parallel ranks, in place; returns the number.
+
+    mesh: 1-d, of the ranks that hold one copy: those of one tensor-parallel group next to each other.
+    """
+    count = 0
+    for param in model.parameters():
+        assert isinstance(param, TPTensor)
+        t = param._spec.mesh.size()
+        placement = nested(placement_of(param), param.shape, t, ranks)
+        spec = make_spec(mesh, placement, param.shape, param.dtype)
+        grad, param.grad = cast("TPTensor | None", param.grad), None
+        param._local_tensor = _cut_again(param._local_tensor, placement, mesh)
+        param._spec = spec
+        if grad is not None:
+            param.grad = wrap(_cut_again(grad._local_tensor, placement, mesh), spec)
+        count += 1
+    return count
+
+
+def _cut_again(local: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> torch.Tensor:
+    """What this rank keeps of its tensor-parallel shard."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    if isinstance(placement, Nested):
+        return shard_tensor(local, placement.inner, rank // placement.t, placement.ranks)
+    return shard_tensor(local, placement, rank, size)
 
 
 @torch.no_grad()

@@ -169,7 +169,9 @@ def run_passes(
         if numbers is not None:
             numbers.after(step.name, program)
         if step.name == settings.stop_after:
+            program.gm.recompile()
             raise PipelineStopped(step.name, program)
+    program.gm.recompile()  # once: passes read graphs, not code, and writing the code of each is a tenth of a compile
     return records
 
 
@@ -186,7 +188,6 @@ def _run(step: Pass, index: int, program: Program) -> PassRecord:
             fix="set program.phase at the end of the pass, or correct ENSURES",
         )
     program.graph.lint()
-    program.gm.recompile()
     return PassRecord(index, step.name, changes, nodes, len(program.graph.nodes), duration_ms)
 
 

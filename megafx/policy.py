@@ -34,7 +34,7 @@ SEQUENCE_WANTED = "sequence_parallel=True: norms, dropouts and residuals run on 
 MATMULS = frozenset(
     f"aten.{name}"
     for name in ("linear.default", "mm.default", "matmul.default", "bmm.default", "addmm.default", "baddbmm.default")
-) | frozenset({"megafx.grouped_mm.default"})
+) | frozenset({"megafx.grouped_mm.default", "megafx.grouped_mlp.default"})
 VIEWS_OF_WEIGHTS = frozenset(
     f"aten.{name}"
     for name in [

@@ -170,7 +170,7 @@ def prepare(name: str, setting: Setting) -> Job:
     torch.manual_seed(0)
     module, last = case.build(setting.widths)
     module = module.to(device, setting.dtype)
-    inputs = _inputs(case, last, BATCH, FIRST, setting)
+    inputs = example_inputs(case, last, BATCH, FIRST, setting)
     runs: dict[tuple[bool, bool, bool], tuple[Executable, Program]] = {}
     for fused, training in itertools.product((True, False), repeat=2):
         with torch.set_grad_enabled(training):
@@ -188,9 +188,9 @@ def prepare(name: str, setting: Setting) -> Job:
         raise UsageError(f"none of {', '.join(case.patterns)} is found in the chain '{name}', which is to measure it")
     job = Job(name, case, last, dict(module.named_parameters()), program, runs)
     for batch, seq in [(BATCH, FIRST), *_shapes(case, setting.tokens)]:
-        user = [x.detach() for x in _inputs(case, last, batch, seq, setting)]
+        user = [x.detach() for x in example_inputs(case, last, batch, seq, setting)]
         for run, made in runs.values():
-            _step(run, _values(job, made, user, device))()
+            _step(run, call_values(job, made, user, device))()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return job
@@ -223,7 +223,7 @@ def _shapes(case: FusionCase, tokens: Sequence[int]) -> list[tuple[int, int]]:
     return [(b, min(s, LONGEST)) for b, s in found] if case.scores else found
 
 
-def _inputs(case: FusionCase, last: list[int], batch: int, seq: int, setting: Setting) -> list[Tensor]:
+def example_inputs(case: FusionCase, last: list[int], batch: int, seq: int, setting: Setting) -> list[Tensor]:
     how: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype}
     found = [torch.randn(batch, seq, n, **how).requires_grad_() for n in last]
     return [*found, torch.randint(last[0], (batch, seq), device=setting.device)] if case.ids else found
@@ -232,17 +232,17 @@ def _inputs(case: FusionCase, last: list[int], batch: int, seq: int, setting: Se
 def _measure(job: Job, batch: int, seq: int, setting: Setting) -> Iterator[tuple[str, tuple[float, float]]]:
     """(mode, (fused, unfused) milliseconds)."""
     device = setting.device
-    user = [x.detach() for x in _inputs(job.case, job.widths, batch, seq, setting)]
+    user = [x.detach() for x in example_inputs(job.case, job.widths, batch, seq, setting)]
     for way in setting.ways:
         for training in (True, False):
             steps = []
             for fused in (True, False):
                 run, program = job.runs[fused, training, way]
-                steps.append(_step(run, _values(job, program, user, device)))
+                steps.append(_step(run, call_values(job, program, user, device)))
             yield mode_of(way, training), _times(steps, way and device.type == "cuda", device)
 
 
-def _values(job: Job, program: Program, user: list[Tensor], device: torch.device) -> list[Tensor]:
+def call_values(job: Job, program: Program, user: list[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors of a call in the order of the program's inputs."""
     given, found = iter(user), []
     for spec in program.inputs:

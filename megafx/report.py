@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
+from megafx.collectives import DATA_AXES
 from megafx.communication import Communication
 from megafx.cost import collective_seconds
 from megafx.ir import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
@@ -118,7 +119,8 @@ class Report:
         return [(_named(key[0], rows), len(rows)) for key, rows in groups.items()]
 
     def collectives(self) -> dict[str, tuple[int, int]]:
-        """'forward all_reduce' -> (count, bytes a rank sends in one step): of the compiled graph, else of the plan.
+        """'forward all_reduce' -> (count, bytes a rank sends in one step): of the compiled graph, else of the plan. Those of
+        data parallelism, which the plan does not have, name their axis: 'backward all_reduce on dp'.
 
         The graph has fewer than its plan: the gradients of replicated parameters share all-reduces.
         """
@@ -130,7 +132,8 @@ class Report:
 
     def _sent(self) -> Iterator[tuple[str, int]]:
         if self.emitted is not None:
-            yield from ((f"{c.direction} {c.collective}", c.bytes_moved) for c in self.emitted)
+            for c in self.emitted:
+                yield f"{c.direction} {c.collective}" + (f" on {c.axis}" if c.axis in DATA_AXES else ""), c.bytes_moved
             return
         for move in (move for row in self.rows for move in row.moves):
             if move.forward != LOCAL:
@@ -197,6 +200,13 @@ def describe(program: Program, planning: Planning) -> Report:
         "modelled step": f"{plan.cost_us:.0f} us",
         "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
     }
+    if program.batch is not None:
+        how = (
+            "summed: the loss is of all their rows"
+            if program.batch.summed
+            else "averaged: each has a loss of its own rows"
+        )
+        header["data-parallel ranks"] = f"{program.batch.ranks} (gradients {how})"
     notes = [str(n) for n in program.notes]
     return Report(header, rows + entering, params, dict(removed), notes, fusions=fused(program.fusions))
 
@@ -284,6 +294,8 @@ def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
     lookup = "embedding" in str(node.target)
     if not sharded:
         return "on a shard of the sequence" if out.is_shard else "replicated"
+    if any(p.is_shard and p.dim == 0 for p in weights) and str(node.target) == "megafx.grouped_mlp.default":
+        return "expert-parallel"
     if out.kind == "P":
         return "vocab-parallel" if lookup else "row-parallel"
     return "hidden-parallel" if lookup or str(node.target) not in MATMULS else "column-parallel"

@@ -256,10 +256,11 @@ class Replacer:
 
 
 def _is_off(node: fx.Node) -> bool:
-    """Whether the op's dropout is off."""
+    """Whether the op's dropout is off. Tracing leaves out arguments that are at their defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {a.name: a.default_value for a in schema}
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
-    return given.get("dropout_p") == 0
+    return (defaults | given).get("dropout_p") == 0
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -16,15 +16,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megafx import agreement
 from megafx.bound_graph import BoundGraph, CompiledCall
+from megafx.eager_modules import matching
 from megafx.errors import CaptureError, UsageError
+from megafx.finite import check_finite
 from megafx.graph_keys import Call, KeyMaker, Normalizer, module_state, parameter_state
 from megafx.guards import guard_modules
+from megafx.held_gradients import HeldGradients
 from megafx.ir import Note
+from megafx.lost_ranks import stopping_with_others
+from megafx.meshes import Meshes
 from megafx.parallel_class import RUNTIME, announce, parallel_class
 from megafx.params import (
     Slot,
@@ -32,6 +37,7 @@ from megafx.params import (
     place_joined,
     refuse_stale_optimizers,
     replicate_parameters,
+    shard_over_data,
     shard_parameters,
 )
 from megafx.placements import Placement
@@ -67,32 +73,40 @@ class Runtime:
         self,
         model: nn.Module,
         compile_call: CompileCall,
-        mesh: DeviceMesh | None,
+        meshes: Meshes,
         *,
         check_inputs_every: int = 100,
+        check_numbers: bool = False,
         gather_outputs: bool = True,
         loss_in_graph: bool = False,
+        eager_modules: Sequence[str] = (),
     ) -> None:
-        """mesh: 1-d, of the tensor-parallel axis; None for one rank. loss_in_graph: `loss_fn=` was given, and calls may bring
-        `loss_inputs=`."""
-        self.model, self.compile_call, self.mesh = model, compile_call, mesh
+        """loss_in_graph: `loss_fn=` was given, and calls may bring `loss_inputs=`. eager_modules: of the Config."""
+        self.model, self.compile_call, self.meshes = model, compile_call, meshes
+        self.mesh = mesh = meshes.tensor
         self.group = mesh.get_group() if mesh is not None else None
         self.rank = mesh.get_local_rank() if mesh is not None else 0
         self.t = mesh.size() if mesh is not None else 1
         self.original: type[nn.Module] = type(model)
         self.check_inputs_every, self.gather_outputs = check_inputs_every, gather_outputs
+        self.check_numbers = check_numbers
         self.loss_in_graph = loss_in_graph
+        self.eager_modules = eager_modules
         self.captures = 0
         self.step = 0
         self.capturing = False
         self.notes: list[Note] = []
         self.params: Mapping[str, Placement] | None = None
         self.parallelizer: Any = None
+        self.held = HeldGradients()
         self.graphs: dict[Hashable, list[BoundGraph]] = {}
         self.keys = KeyMaker(model)
         self.normalize = Normalizer(self.original.forward)
         self.modules: list[nn.Module] = []
         self.slots: dict[str, Slot] = {}
+        self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
+        self.trees = 0  # how often submodules were replaced
+        self.unplaced: list[list[str]] = []
 
     # -- setting up
 
@@ -104,14 +118,15 @@ class Runtime:
         if self.mesh is not None:
             refuse_stale_optimizers(model)
             replicate_parameters(model, self.mesh)
-            for name in agreement.agree_on_weights(model, self.group):
-                self.note("agreement", f"'{name}' differed between tensor-parallel ranks: rank 0's value is used")
+            for name in agreement.agree_on_weights(model, self.meshes.everyone or self.group):
+                self.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")
         self._install()
         return model
 
     def _install(self) -> None:
         model = self.model
-        for fqn in guard_modules(model, lambda: self.capturing, self.mesh is not None):
+        eager = matching(model, self.eager_modules)
+        for fqn in guard_modules(model, lambda: self.capturing, self.mesh is not None, eager):
             self.note(
                 "hooks",
                 "hooks that were on this module run at capture only: what they compute is part of the graph",
@@ -121,21 +136,39 @@ class Runtime:
         model.__class__ = parallel_class(self.original)
         announce(model, self.t)
         self.parameters_changed()
+        self.known = frozenset(self.slots)
 
     def parameters_changed(self) -> None:
         """Look up modules and parameters again (keys say whether a graph still fits)."""
         self.modules = list(self.model.modules())
         self.slots = dict(parameter_slots(self.model))
+        self.children = [(m._modules, k, c) for m in self.modules for k, c in m._modules.items()]
+
+    def _check_tree(self) -> None:
+        """Submodules that were replaced since (adapters around linears) are captured anew, or refused once a plan is made."""
+        if all(table.get(key) is child for table, key, child in self.children):
+            return
+        new = [name for name, _ in parameter_slots(self.model) if name not in self.known]
+        if self.params is not None and new:
+            raise UsageError(
+                f"{len(new)} parameters were added after megafx.parallelize, the first of them '{new[0]}'",
+                module=new[0].rpartition(".")[0],
+                fix="put adapters and other modules into the model first (peft.get_peft_model), then parallelize it",
+            )
+        self.parameters_changed()
+        self.trees += 1
 
     def copy_for(self, model: nn.Module) -> nn.Module:
         """A parallel model made of a deep copy of this one's modules."""
         new = Runtime(
             model,
             self.compile_call,
-            self.mesh,
+            self.meshes,
             check_inputs_every=self.check_inputs_every,
+            check_numbers=self.check_numbers,
             gather_outputs=self.gather_outputs,
             loss_in_graph=self.loss_in_graph,
+            eager_modules=self.eager_modules,
         )
         new.params, new.notes, new.parallelizer = self.params, list(self.notes), self.parallelizer
         new._install()
@@ -165,12 +198,19 @@ class Runtime:
         """What the root forward does."""
         if self.capturing:
             return self.original.forward(self.model, *args, **kwargs)
+        with stopping_with_others(f"the forward of call {self.step}"):
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_in_graph else None
         call = self._call_of(args, kwargs, loss_inputs)
         if self.mesh is not None and self._checks_inputs():
             agreement.check_inputs(call.tensors(), str(self._describe(call)), self.step, self.group)
+        graph = self._graph(call)
+        if graph.equal_batches and self._checks_inputs():
+            agreement.check_shapes(call.tensors(), self.step, self.meshes.batch)
         self.step += 1
-        return self._graph(call).run(call)
+        return graph.run(call)
 
     def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: Mapping[str, Any] | None) -> Call:
         args, kwargs = self.normalize(args, kwargs)
@@ -187,9 +227,10 @@ class Runtime:
         return f"{call.names()}\n{values}\ngrad mode {torch.is_grad_enabled()}, train/eval of modules {training}"
 
     def _graph(self, call: Call) -> BoundGraph:
+        self._check_tree()
         present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
-        state = (module_state(self.modules), parameter_state(present))
+        state = (self.trees, module_state(self.modules), parameter_state(present))
         skeleton = self.keys.skeleton(call, state, grad)
         while True:
             key, varying = self.keys.key(skeleton, call)
@@ -226,18 +267,34 @@ class Runtime:
             compiled = self.compile_call(self._request(call, varying, grad))
         self.captures += 1
         if self.mesh is not None:
-            code = re.sub(r"index=\d+|cuda:\d+", "cuda", compiled.program.gm.code)  # each rank has its own device
+            # Each rank has its own device, and its own numbers of calls that stay eager (eager_modules.py).
+            code = re.sub(r"index=\d+|cuda:\d+|@\d+", "*", compiled.program.gm.code)
             agreement.check_same("the graph", code, self.group)
         self._adopt(compiled.params)
         for note in compiled.program.notes:
             if note not in self.notes:
                 self.notes.append(note)
+        self._place_joined(compiled.joined)
+        return BoundGraph(self, compiled)
+
+    def _place_joined(self, groups: Sequence[list[str]]) -> None:
+        """Put parameters that a graph reads as one tensor side by side; those without memory wait for `memory_given`."""
+
+        def waits(name: str) -> bool:
+            return (parameter := self.slots[name].get()) is not None and parameter.is_meta
+
+        self.unplaced += [names for names in groups if any(map(waits, names))]
         with torch.inference_mode(False):
-            apart = place_joined(self.model, self.slots, compiled.joined)
+            apart = place_joined(self.model, self.slots, [g for g in groups if not any(map(waits, g))])
         for names in apart:
             text = "their memory is shared or of a kind of its own, so they are copied together at each call"
             self.note("merge", f"{', '.join(names)}: {text}")
-        return BoundGraph(self, compiled)
+
+    def memory_given(self) -> None:
+        """To be called when parameters and buffers of a model on meta have got memory."""
+        self.parameters_changed()
+        groups, self.unplaced = self.unplaced, []
+        self._place_joined(groups)
 
     def _request(self, call: Call, varying: frozenset[int], grad: bool) -> CompileRequest:
         names = call.names()
@@ -263,8 +320,12 @@ class Runtime:
         if self.params is None:
             self.params = dict(params)
             if self.mesh is not None:
+                if self.meshes.data is not None:
+                    agreement.check_same("the plan", str(self.params), self.meshes.everyone)
                 with torch.inference_mode(False):
                     shard_parameters(self.model, self.params)
+                    if (shards := self.meshes.shards) is not None:
+                        shard_over_data(self.model, shards, shards.size() // self.t)
 
     def plain_parameter(self, name: str, param: torch.Tensor | None) -> torch.Tensor:
         """What graphs take of a parameter that is no TPTensor: there may be such on one rank only."""
@@ -275,14 +336,39 @@ class Runtime:
             )
         return param.detach()
 
-    def seed(self) -> torch.Tensor:
-        """The seed of this step."""
-        return agreement.draw_seed(self._device(), self.group)
+    def seed(self, *, one_mask: bool) -> torch.Tensor:
+        """The seed of this step. one_mask: the ranks of data parallelism draw parts of one mask."""
+        return agreement.draw_seed(self._device(), self.meshes.everyone if one_mask else self.group)
 
-    def same_generators(self) -> None:
-        """Rank 0's state of torch's default generators on every rank."""
-        if self.group is not None:
-            agreement.same_generators(self._device(), self.group)
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward in here keeps gradients to this rank; the first one outside reduces the sums over data-parallel ranks."""
+        before, self.held.now = self.held.now, True
+        try:
+            yield
+        finally:
+            self.held.now = before
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files: the first of all tensor- and data-parallel ranks."""
+        return self.rank == 0 and all(place.rank == 0 for place in self.meshes.axes.values())
+
+    def check_finite(self, what: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Raise on every rank where `Config.check_for_nan_in_loss_and_grad` is set and something is not finite."""
+        if self.check_numbers:
+            check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel and data-parallel ranks together."""
+        return self.meshes.everyone or self.group
+
+    def same_generators(self, everywhere: bool = False) -> None:
+        """Rank 0's state of torch's default generators on every tensor-parallel rank; everywhere: on every rank."""
+        group = self.everyone if everywhere else self.group
+        if group is not None:
+            agreement.same_generators(self._device(), group)
 
     def _device(self) -> torch.device:
         for param in self.model.parameters():
@@ -290,13 +376,11 @@ class Runtime:
         return torch.device("cpu")
 
 
-def make_parallel(
-    model: nn.Module, compile_call: CompileCall, mesh: DeviceMesh | None = None, **options: Any
-) -> Runtime:
+def make_parallel(model: nn.Module, compile_call: CompileCall, meshes: Meshes, **options: Any) -> Runtime:
     """The same model object, its forward now running compiled graphs; returns its Runtime (`model.megafx`).
 
-    options: of `Runtime`. Collective over `mesh`.
+    options: of `Runtime`. Collective over all ranks of `meshes`.
     """
-    runtime = Runtime(model, compile_call, mesh, **options)
+    runtime = Runtime(model, compile_call, meshes, **options)
     runtime.take_over()
     return runtime

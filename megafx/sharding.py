@@ -15,10 +15,14 @@ from torch import Tensor
 
 from megafx.errors import PlacementError
 from megafx.placements import Placement
+from megafx.placements_nested import Nested
 
 
 def shard_tensor(full: Tensor, placement: Placement, rank: int, t: int) -> Tensor:
     """The local tensor of `rank`: a slice for S, the value itself for I and R, the value on rank 0 for P."""
+    if isinstance(placement, Nested):
+        shard = shard_tensor(full, placement.tensor, rank % placement.t, placement.t)
+        return shard_tensor(shard, placement.inner, rank // placement.t, placement.ranks)
     if placement.kind in ("I", "R") or t == 1:
         return full
     if placement.kind == "P":
@@ -38,6 +42,10 @@ def unshard_tensors(locals_: Sequence[Tensor], placement: Placement, t: int) -> 
     """The logical tensor that `t` ranks hold together: padding dropped, partials summed, rank 0's where all hold it."""
     if len(locals_) != t:
         raise PlacementError(f"{len(locals_)} local tensors for {t} ranks")
+    if isinstance(placement, Nested):
+        columns = [locals_[k :: placement.t] for k in range(placement.t)]
+        shards = [unshard_tensors(c, placement.inner, placement.ranks) for c in columns]
+        return unshard_tensors(shards, placement.tensor, placement.t)
     if placement.kind in ("I", "R") or t == 1:
         return locals_[0]
     if placement.kind == "P":

@@ -1,6 +1,7 @@
 """All ranks of one graph in one process, in lockstep, node by node, without autograd and without a process group.
 
     simulate(program, [inputs of rank 0, inputs of rank 1, ..]) -> [outputs of rank 0, outputs of rank 1, ..]
+    simulate(program, inputs, mesh={"dp": 2, "tp": 3})             ranks in row-major order: the last axis varies fastest
 
 Ops run rank by rank (as that rank: collectives.on_mesh); a transition or a collective sees the values of all ranks at once,
 by definitions that share nothing with the code that runs on real ranks (`stacking`): transitions are put together and cut by
@@ -12,6 +13,8 @@ placements.Layout.pieces. What a joint graph computes is what its nodes say, so 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +24,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from megafx.collectives import AxisContext, on_mesh
+from megafx.collectives import (
+    BATCH_AXIS,
+    COPY_AXIS,
+    REPLICA_AXIS,
+    SHARD_AXIS,
+    TENSOR_AXIS,
+    AxisContext,
+    on_mesh,
+)
 from megafx.errors import PlacementError, SourceLine
 from megafx.ir import PLACEMENT, VAL, Program, fqn_of, source_of
 from megafx.placements import I, Placement, dual
@@ -40,18 +51,42 @@ def simulate(
     per_rank_inputs: Sequence[Sequence[Any]],
     *,
     axis: str = "tp",
+    mesh: Mapping[str, int] | None = None,
     watch: Callable[[fx.Node, Values], None] | None = None,
 ) -> list[list[Any]]:
-    """Run the graph on len(per_rank_inputs) ranks. watch: called with each node and its value on every rank."""
+    """Run the graph on len(per_rank_inputs) ranks. mesh: sizes of the axes by name; by default one, `axis`, has all ranks.
+    watch: called with each node and its value on every rank."""
     gm = program.gm if isinstance(program, Program) else program
+    mesh = {axis: len(per_rank_inputs)} if mesh is None else mesh
+    if math.prod(mesh.values()) != len(per_rank_inputs):
+        raise PlacementError(f"inputs of {len(per_rank_inputs)} ranks for a mesh of {dict(mesh)}")
     with torch.no_grad():
-        return _Lockstep(gm, len(per_rank_inputs), axis, watch).run(per_rank_inputs)
+        return _Lockstep(gm, mesh, watch).run(per_rank_inputs)
 
 
 class _Lockstep:
-    def __init__(self, gm: fx.GraphModule, t: int, axis: str, watch: Callable[[fx.Node, Values], None] | None) -> None:
-        self.gm, self.t, self.watch = gm, t, watch
-        self.ranks = [{axis: AxisContext(r, t)} for r in range(t)]
+    def __init__(
+        self, gm: fx.GraphModule, mesh: Mapping[str, int], watch: Callable[[fx.Node, Values], None] | None
+    ) -> None:
+        self.gm, self.t, self.watch = gm, math.prod(mesh.values()), watch
+        places = [dict(zip(mesh, at, strict=True)) for at in itertools.product(*map(range, mesh.values()))]
+        joined = [name for name in (REPLICA_AXIS, SHARD_AXIS) if name in mesh and BATCH_AXIS not in mesh]
+        sizes = {**mesh, **({BATCH_AXIS: math.prod(mesh[n] for n in joined)} if joined else {})}
+        for place in places if joined else ():
+            place[BATCH_AXIS] = functools.reduce(lambda at, name: at * mesh[name] + place[name], joined, 0)
+        parts = {BATCH_AXIS: joined} if joined else {}
+        if SHARD_AXIS in mesh and TENSOR_AXIS in mesh:
+            parts[COPY_AXIS], sizes[COPY_AXIS] = [SHARD_AXIS, TENSOR_AXIS], mesh[SHARD_AXIS] * mesh[TENSOR_AXIS]
+            for place in places:
+                place[COPY_AXIS] = place[SHARD_AXIS] * mesh[TENSOR_AXIS] + place[TENSOR_AXIS]
+        self.ranks = [{name: AxisContext(at, sizes[name]) for name, at in place.items()} for place in places]
+        self.groups: dict[str, list[list[int]]] = {}
+        for axis in sizes:
+            members: dict[Any, list[int]] = {}
+            moving = {axis, *parts.get(axis, ())}
+            for rank, place in enumerate(places):
+                members.setdefault(tuple(place[name] for name in mesh if name not in moving), []).append(rank)
+            self.groups[axis] = [*members.values()]
 
     def run(self, per_rank_inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
         last_use = {a: n for n in self.gm.graph.nodes for a in n.all_input_nodes}
@@ -86,14 +121,25 @@ class _Lockstep:
         if node.op != "call_function":
             raise PlacementError(f"%{node.name}: a {node.op} cannot be simulated", fix="simulate graphs of ATen calls")
         if node.target in CROSS_RANK:
-            self._check_agreement(node, args)
-            return CROSS_RANK[node.target]([a[0] for a in args], *args[0][1:], **kwargs[0])
+            return self._together(node, args, kwargs)
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional":
             raise PlacementError(f"the simulator does not know the collective {node.target}")
         results = []
         for rank in range(self.t):
             with on_mesh(self.ranks[rank]):
                 results.append(node.target(*args[rank], **kwargs[rank]))  # type: ignore[operator]
+        return results
+
+    def _together(self, node: fx.Node, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> Values:
+        """What the ranks of each group of the node's axis do."""
+        axis = next((a for a in args[0][1:] if isinstance(a, str) and a in self.groups), None)
+        results: Values = [None] * self.t
+        for group in self.groups[axis] if axis is not None else [list(range(self.t))]:
+            theirs = [args[r] for r in group]
+            self._check_agreement(node, theirs)
+            made = CROSS_RANK[node.target]([a[0] for a in theirs], *theirs[0][1:], **kwargs[group[0]])
+            for rank, value in zip(group, made, strict=True):
+                results[rank] = value
         return results
 
     def _check_agreement(self, node: fx.Node, args: Sequence[tuple[Any, ...]]) -> None:
@@ -154,6 +200,12 @@ def _reduced(xs: Values, op: str) -> Tensor:
     raise PlacementError(f"the simulator does not know the reduction '{op}'")
 
 
+def _batch_sum(xs: Values, axis: str, size: int) -> Values:
+    if size != len(xs):
+        raise PlacementError(f"a sum over {size} ranks runs on {len(xs)}")
+    return _all_reduce(xs, "sum", axis)
+
+
 def _all_reduce(xs: Values, op: str, group: str) -> Values:
     total = _reduced(xs, op)
     return [total.clone() for _ in xs]
@@ -190,6 +242,7 @@ def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
 
 CROSS_RANK: dict[Any, Callable[..., Values]] = {
     mfx.transition.default: move_reference,
+    mfx.batch_sum.default: _batch_sum,
     c10d.wait_tensor.default: lambda xs: xs,
     c10d.all_reduce.default: _all_reduce,
     c10d.all_reduce_.default: _all_reduce_in_place,

@@ -7,6 +7,7 @@ integer that factors in one way only. `Sizes` holds the correspondence, prices t
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -115,7 +116,7 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.SymInt)
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
 
 
 class SizeEmitter:
@@ -204,13 +205,37 @@ class _Emit:
         self.emitter, self.node = emitter, node
 
     def _binary(self, target: Any, a: Any, b: Any) -> _Emit:
-        a, b = (x.node if isinstance(x, _Emit) else int(x) for x in (a, b))
+        a, b = (x.node if isinstance(x, _Emit) else x if isinstance(x, float) else int(x) for x in (a, b))
         va, vb = (x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b))
         return _Emit(self.emitter, self.emitter._call((target, a, b), target, (a, b), target(va, vb)))
 
+    def unary(self, target: Any) -> _Emit:
+        value = target(self.node.meta["val"])
+        return _Emit(self.emitter, self.emitter._call((target, self.node), target, (self.node,), value))
+
 
 class _EmitAnalysis(PythonReferenceAnalysis):
-    """Max and Min have no operator: they are calls."""
+    """What has no operator is a call: Max and Min, and the roundings of ranges with a step (arange(n, -n, -1.5))."""
+
+    @staticmethod
+    def to_dtype(x: Any, dtype: torch.dtype) -> Any:
+        return x.unary(torch.sym_float) if isinstance(x, _Emit) else PythonReferenceAnalysis.to_dtype(x, dtype)
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return x.unary(math.ceil) if isinstance(x, _Emit) else math.ceil(x)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return x.unary(math.floor) if isinstance(x, _Emit) else math.floor(x)
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return x.unary(math.trunc) if isinstance(x, _Emit) else math.trunc(x)
 
     @staticmethod
     def maximum(a: Any, b: Any) -> Any:
@@ -230,6 +255,7 @@ for _name, _target in {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
+    "truediv": operator.truediv,
     "floordiv": operator.floordiv,
     "mod": operator.mod,
     "pow": operator.pow,

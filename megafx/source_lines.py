@@ -6,6 +6,7 @@ import functools
 import linecache
 import os
 import re
+import traceback
 from collections.abc import Mapping
 
 import torch
@@ -33,6 +34,11 @@ def source_of_trace(stack_trace: str) -> SourceLine | None:
         if is_user_file(file):
             return SourceLine(file, int(line), linecache.getline(file, int(line)).strip())
     return None
+
+
+def current_user_line() -> SourceLine | None:
+    """The user's line that is running now."""
+    return source_of_trace("".join(traceback.format_stack()))
 
 
 def is_user_file(file: str) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafx.params import as_parameter, parameter_slots
-from megafx.tp_tensor import TPTensor, wrap
+from megafx.lost_ranks import meet
+from megafx.materialize import give_memory
+from megafx.tp_tensor import TPTensor
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -23,6 +24,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Tied parameters are gathered once and stay one tensor; tensors that are whole already are not copied.
     """
+    _meet("megafx.full_state_dict", model)
     done: dict[int, torch.Tensor] = {}
 
     def full(value: Any) -> Any:
@@ -39,7 +41,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """FQN -> whole gradient in the original layout, on every rank, of each parameter that has one. Collective."""
+    _meet("megafx.full_gradients", model)
     return {n: full_tensor(p.grad).detach() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _meet(what: str, model: nn.Module) -> None:
+    """Ranks that gather alone would wait for others forever: they raise LostRankError."""
+    runtime = getattr(model, "megafx", None)
+    meet(what, getattr(runtime, "group", None))
 
 
 def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -47,23 +56,4 @@ def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     Meta parameters and buffers that `state` has values for get memory; parameters keep their identity.
     """
-    for fqn, slot in parameter_slots(model):
-        param = slot.get()
-        if isinstance(param, TPTensor) and param._local_tensor.is_meta and _has_value(state, fqn):
-            local = torch.zeros_like(param._local_tensor, device=_device_of(param))
-            torch.utils.swap_tensors(param, as_parameter(wrap(local, param._spec), like=param))
-    device = next((_device_of(p) for p in model.parameters() if isinstance(p, TPTensor)), torch.device("cpu"))
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and _has_value(state, f"{prefix}.{name}" if prefix else name):
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
-def _has_value(state: Mapping[str, Any], fqn: str) -> bool:
-    value = state.get(fqn)
-    return isinstance(value, torch.Tensor) and not value.is_meta
-
-
-def _device_of(param: TPTensor) -> torch.device:
-    kind = param._spec.mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    give_memory(model, lambda name: isinstance(value := state.get(name), torch.Tensor) and not value.is_meta)

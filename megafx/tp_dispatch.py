@@ -15,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import UsageError
 from megafx.sharding import shard_tensor
-from megafx.tp_layout import LayoutShard, is_permuted, make_spec, pads, physical_spec, placement_of
+from megafx.tp_layout import (
+    LayoutShard,
+    NestedShard,
+    is_permuted,
+    make_spec,
+    nested_padding,
+    pads,
+    physical_spec,
+    placement_of,
+)
 
 aten = torch.ops.aten
 _new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
@@ -220,6 +229,11 @@ def _rewrap(out: Any, like: DispatchedTensor, name: str, sources: dict[int, Any]
 def zero_pads(local: torch.Tensor, spec: DTensorSpec) -> None:
     """Zero, in place, what of a permuted shard is padding."""
     shard = cast(LayoutShard, spec.placements[0])
+    if isinstance(shard, NestedShard):
+        mask = nested_padding(spec.mesh, shard, spec.shape, local.device)
+        if mask is not None:
+            local.masked_fill_(mask, 0)
+        return
     for start, length in pads(spec.mesh, shard):
         local.narrow(shard.dim, start, length).zero_()
 

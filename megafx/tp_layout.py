@@ -13,6 +13,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megafx.errors import UsageError
 from megafx.placements import Layout, Placement, S
+from megafx.placements_nested import Nested
+from megafx.shard_slices import shard_slices
 from megafx.sharding import unshard_tensors
 
 
@@ -60,6 +62,35 @@ class LayoutShard(Shard):
     local_shard_size_and_offset = _local_shard_size_and_offset = _refuse
 
 
+class NestedShard(LayoutShard):
+    """A shard that data-parallel ranks cut again (placements_nested.py), on the mesh of all the ranks that do."""
+
+    def __init__(self, placement: Nested) -> None:
+        super().__init__(0, placement.cut)
+        object.__setattr__(self, "placement", placement)
+
+    placement: Nested
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NestedShard) and self.placement == other.placement
+
+    def __hash__(self) -> int:
+        return hash(self.placement)
+
+    def __repr__(self) -> str:
+        return f"NestedShard({self.placement})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NestedShard, (self.placement,)
+
+    def _to_replicate_tensor(
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any
+    ) -> torch.Tensor:
+        return gather_shards(local_tensor, self.placement, mesh.get_group(mesh_dim))
+
+
 def gather_shards(local: torch.Tensor, placement: Placement, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Physical shard -> logical tensor on every rank. Collective."""
     if not placement.is_shard:
@@ -76,7 +107,9 @@ def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: 
     where = Shard(placement.dim) if placement.is_shard else Replicate()
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, (where,), tensor_meta=TensorMeta(shape, stride, dtype))
-    if placement.is_shard and not placement.cut.contiguous_shards(mesh.size()):
+    if isinstance(placement, Nested):
+        spec.placements = (NestedShard(placement),)
+    elif placement.is_shard and not placement.cut.contiguous_shards(mesh.size()):
         spec.placements = (
             LayoutShard(placement.dim, placement.cut),
         )  # afterwards: DTensorSpec knows torch's kinds only
@@ -86,8 +119,12 @@ def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: 
 @cache
 def physical_spec(mesh: DeviceMesh, shard: LayoutShard, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     """What DTensor may think that a LayoutShard tensor is, for operations to which order is nothing."""
-    physical = list(shape)
-    physical[shard.dim] = shard.layout.local_size(mesh.size()) * mesh.size()
+    if isinstance(shard, NestedShard):
+        physical = shard.placement.local_shape(shape)
+        physical[0] *= mesh.size()
+    else:
+        physical = list(shape)
+        physical[shard.dim] = shard.layout.local_size(mesh.size()) * mesh.size()
     stride = torch.empty(physical, device="meta").stride()
     return DTensorSpec(mesh, (Shard(shard.dim),), tensor_meta=TensorMeta(torch.Size(physical), stride, dtype))
 
@@ -104,9 +141,22 @@ def pads(mesh: DeviceMesh, shard: LayoutShard) -> tuple[tuple[int, int], ...]:
     return (*ranges, (position, end - position)) if end > position else tuple(ranges)
 
 
+@cache
+def nested_padding(
+    mesh: DeviceMesh, shard: NestedShard, shape: torch.Size, device: torch.device
+) -> torch.Tensor | None:
+    """Bool mask of the padding in this rank's part of a parameter of logical `shape`; None where there is none."""
+    mask = torch.ones(shard.placement.local_shape(shape), dtype=torch.bool)
+    for box in shard_slices(shape, shard.placement, mesh.get_local_rank(), mesh.size()):
+        mask[box.local] = False
+    return mask.to(device) if bool(mask.any()) else None
+
+
 def placement_of(tensor: DTensor) -> Placement:
     """The megafx placement of a DTensor on a 1-d mesh."""
     (where,) = tensor._spec.placements
+    if isinstance(where, NestedShard):
+        return where.placement
     if isinstance(where, LayoutShard):
         return S(where.dim, where.layout)
     if isinstance(where, Shard):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megafx.errors import UsageError
+from megafx.shard_slices import ShardSlice, shard_slices
 from megafx.sharding import shard_tensor
 from megafx.tp_dispatch import DispatchedTensor
 from megafx.tp_layout import gather_shards, is_permuted, placement_of
@@ -69,22 +70,16 @@ class TPTensor(DispatchedTensor):
 
     # -- torch.distributed.checkpoint: chunks in logical coordinates
 
-    def _chunks(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-        """(logical offsets, sizes, start in the shard, dim) of each piece of this rank."""
-        placement = placement_of(self)
-        chunks = []
-        for piece in placement.cut.pieces(self._spec.mesh.get_local_rank(), self._spec.mesh.size()):
-            offsets, sizes = [0] * self.ndim, list(self.shape)
-            offsets[placement.dim], sizes[placement.dim] = piece.global_start, piece.length
-            chunks.append((tuple(offsets), tuple(sizes), piece.local_start, placement.dim))
-        return chunks
+    def _slices(self) -> list[ShardSlice]:
+        mesh = self._spec.mesh
+        return shard_slices(self.shape, placement_of(self), mesh.get_local_rank(), mesh.size())
 
     def __create_chunk_list__(self) -> list[Any]:
         if not is_permuted(self):
             return super().__create_chunk_list__()
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s, _, _ in self._chunks()]
+        return [ChunkStorageMetadata(torch.Size(x.offsets), torch.Size(x.sizes)) for x in self._slices()]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         if not is_permuted(self):
@@ -105,9 +100,9 @@ class TPTensor(DispatchedTensor):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         if not is_permuted(self):
             return super().__get_tensor_shard__(index)
-        for offsets, sizes, start, dim in self._chunks():
-            if index.offset is not None and tuple(index.offset) == offsets:
-                return self._local_tensor.narrow(dim, start, sizes[dim])
+        for box in self._slices():
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                return self._local_tensor[box.local]
         raise UsageError(f"this rank holds no chunk of '{index.fqn}' at {index.offset}")
 
 

@@ -15,7 +15,7 @@ from megafx.compiler import Compiled, Request, compile_program
 from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.hardware import Hardware
-from megafx.ir import VAL
+from megafx.ir import VAL, Program
 from megafx.simulate import TOLERANCE, Divergence, first_divergence, local_inputs, relative_error, run_logical
 
 GRADIENT_FLOOR = 1e-6  # a gradient this much smaller than all of them together is zero but for rounding
@@ -72,13 +72,15 @@ def verify_call(
         raise UsageError("verify computes, so it needs real weights and inputs", fix="materialise the model first")
 
     def compiled(ranks: int) -> Compiled:
-        program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
+        program = capture_call(
+            model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules
+        )
         request = Request(config, ranks, hardware, {}, None, lambda index, spec: spec.kind == "param")
         return compile_program(program, request)
 
     sharded, single = compiled(t), compiled(1)
     plain = _plain(model)
-    eager = _eager_outputs(plain, args, kwargs, loss_fn, loss_inputs)
+    eager = _eager_outputs(plain, single.program, args, kwargs, loss_fn, loss_inputs)
     values = _values(sharded, model, args, kwargs, loss_inputs)
     tangents = {name: torch.ones_like(eager[name]) for name in _differentiated(single)}
     values |= tangents
@@ -141,9 +143,10 @@ def _plain(model: nn.Module) -> nn.Module:
     return plain
 
 
-def _eager_outputs(plain: nn.Module, args: Any, kwargs: Any, loss_fn: Any, loss_inputs: Any) -> dict[str, Tensor]:
+def _eager_outputs(
+    plain: nn.Module, program: Program, args: Any, kwargs: Any, loss_fn: Any, loss_inputs: Any
+) -> dict[str, Tensor]:
     """Tensor outputs of the plain model, with autograd's graph, by the names that the graph gives them."""
-    program = capture_call(plain, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs)
     output = plain(*args, **kwargs)
     if loss_fn is not None and loss_inputs:
         output = (loss_fn(output, **loss_inputs), output)

@@ -272,13 +272,13 @@ def _same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 def _reroot_sizes(program: Program) -> None:
     """Every size is computed once, at the top, from the sizes of inputs."""
     graph, known = program.graph, set(symbol_sources(program.graph))
-    found = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get(VAL), torch.SymInt)]
+    found = {n: None for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get(VAL), torch.SymInt)}
     emit = SizeEmitter(graph, program.sizes)
     for node in found:
         if not node.meta[VAL].node.expr.free_symbols <= known:
             continue  # depends on data
         size = emit(program.sizes.of(node.meta[VAL]))
-        for user in list(node.users):
+        for user in [u for u in node.users if u not in found]:  # a size at the top may stand before `size`
             user.args = _replaced(user.args, node, size)
             user.kwargs = _replaced(user.kwargs, node, size)
 

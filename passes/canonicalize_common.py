@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Builder, Program
+from megafx.capture_errors import or_leave_eager
+from megafx.errors import CaptureError
+from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Builder, Program, fqn_of, source_of
 from megafx.sizes import SizeEmitter, symbol_sources
 
 BY = "canonicalize"
@@ -29,8 +31,28 @@ class Editor:
         return Builder(self.program, node, node, BY)
 
     def arg(self, size: int | torch.SymInt) -> int | fx.Node:
-        """A size as a graph argument."""
-        return size if isinstance(size, int) else self.size_node(self.program.sizes.of(size))
+        """A size as a graph argument. Raises CaptureError for one that no input has."""
+        if isinstance(size, int):
+            return size
+        try:
+            return self.size_node(self.program.sizes.of(size))
+        except KeyError:
+            raise self._of_data(size.node.expr.free_symbols - self.input_symbols) from None
+
+    def _of_data(self, symbols: set[Any]) -> CaptureError:
+        """These are sizes of no input. Names the first node that makes one, by its shape or as a number."""
+        maker = next((n for n in self.graph.nodes if n.op == "call_function" and symbols & _symbols(n)), None)
+        shape = maker is None or isinstance(maker.meta[VAL], torch.Tensor)
+        what = f"the {'shape of the result' if shape else 'size that is the result'} of {maker.target if maker else 'an op'}"
+        return CaptureError(
+            f"{what} depends on the data of a tensor",
+            fix=or_leave_eager(
+                "compute with masks (torch.where) instead of selecting by data (nonzero, x[mask], .item())",
+                fqn_of(maker) if maker else None,
+            ),
+            module=fqn_of(maker) if maker else None,
+            source=source_of(maker) if maker else None,
+        )
 
     def shape(self, value: torch.Tensor) -> list[int | fx.Node]:
         return [self.arg(n) for n in value.shape]
@@ -43,6 +65,13 @@ class Editor:
 
     def same_shape(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         return a.dim() == b.dim() and all(self.same(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def _symbols(node: fx.Node) -> set[Any]:
+    """The symbols in a node's value: those of a number, or of a tensor's shape."""
+    value = node.meta.get(VAL)
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return {s for n in sizes if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
 
 
 def respell(node: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:

@@ -33,7 +33,7 @@ def product_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> b
         (x, weight), bias = node.args, None
     else:
         return False
-    if weight not in weights or not is_tensor(x) or x.meta[VAL].dim() < 2:  # type: ignore[union-attr]
+    if weight not in weights or weight.meta[VAL].dim() != 2 or not is_tensor(x) or x.meta[VAL].dim() < 2:  # type: ignore[union-attr]
         return False
     return respell(
         node, aten.linear.default, (x, _transposed(editor, node, weight), *([bias] if bias is not None else []))

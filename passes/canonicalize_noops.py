@@ -105,6 +105,18 @@ def erase_identity(editor: Editor, node: fx.Node) -> bool:
     return replace(node, node.args[0])
 
 
+def expand_of_broadcast(editor: Editor, node: fx.Node) -> bool:
+    """broadcast_tensors(x, y)[i] -> expand of the one operand, or the operand where it has that shape."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or source.target is not aten.broadcast_tensors.default:
+        return False
+    operands: Any = source.args[0]
+    operand, value = operands[node.args[1]], node.meta[VAL]
+    if editor.same_shape(operand.meta[VAL], value):
+        return replace(node, operand)
+    return replace(node, editor.at(node)(aten.expand.default, operand, editor.shape(value)))
+
+
 def cat_of_what_is_there(editor: Editor, node: fx.Node) -> bool:
     """cat leaves out operands without elements; of one operand that is left it is the operand itself."""
     if node.target is not aten.cat.default:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import megafx.eager_modules
 import megafx.kernels.attention
 import megafx.kernels.dropout  # noqa: F401  registers megafx::dropout
 from megafx.errors import CaptureError
@@ -86,8 +87,8 @@ def number_dropouts(editor: Editor) -> int:
         return 0
     seed = _seed_input(editor)
     for op_id, node in enumerate(nodes):
-        if node.target is torch.ops.megafx.attention.default:
-            _number_attention(node, seed, op_id)
+        if node.target in (torch.ops.megafx.attention.default, torch.ops.megafx.eager_call.default):
+            _number_in_place(node, seed, op_id)
             continue
         x, p = node.args[0], argument(node, "p")
         new = editor.at(node)(torch.ops.megafx.dropout.default, x, seed, float(p), op_id, -1, [], AXIS)
@@ -96,13 +97,15 @@ def number_dropouts(editor: Editor) -> int:
 
 
 def _awaits_number(node: fx.Node) -> bool:
-    """Dropout as torch has it; attention that drops and was given no seed."""
+    """Dropout as torch has it; attention that drops, and modules left eager that draw, which were given no seed."""
+    if node.target is torch.ops.megafx.eager_call.default:
+        return argument(node, "op_id") >= 0 and argument(node, "seed") is None
     if node.target is torch.ops.megafx.attention.default:
         return bool(argument(node, "p")) and argument(node, "seed") is None
     return node.target is aten.dropout.default
 
 
-def _number_attention(node: fx.Node, seed: fx.Node, op_id: int) -> None:
+def _number_in_place(node: fx.Node, seed: fx.Node, op_id: int) -> None:
     places = {a.name: i for i, a in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
     node.update_arg(places["seed"], seed)
     node.update_arg(places["op_id"], op_id)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from megafx.capture_errors import or_leave_eager
 from megafx.errors import CaptureError
 from megafx.ir import VAL, fqn_of, source_of
 from megafx.passes.canonicalize_common import Editor
@@ -51,7 +52,7 @@ def refuse_numbers_from_data(editor: Editor) -> None:
         if node.op == "call_function" and node.target in (aten.item.default, aten._local_scalar_dense.default):
             raise CaptureError(
                 "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
-                fix="keep it a tensor, or pass the number as an argument of the call",
+                fix=or_leave_eager("keep it a tensor, or pass the number as an argument of the call", fqn_of(node)),
                 module=fqn_of(node),
                 source=source_of(node),
             )
@@ -67,24 +68,4 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
 
 def _rooted(editor: Editor, size: fx.Node) -> Any:
     value = size.meta[VAL]
-    try:
-        return editor.arg(value if isinstance(value, int) or not value.node.expr.is_Integer else int(value.node.expr))
-    except KeyError:
-        maker = _maker(editor, value.node.expr.free_symbols) or size
-        raise CaptureError(
-            f"the shape of the result of {maker.target} depends on the data of a tensor",
-            fix="compute with masks (torch.where) instead of selecting by data (nonzero, x[mask], .item())",
-            module=fqn_of(maker),
-            source=source_of(maker),
-        ) from None
-
-
-def _maker(editor: Editor, symbols: set[Any]) -> fx.Node | None:
-    """The first node whose value has a size that is no size of an input."""
-    for node in editor.graph.nodes:
-        value = node.meta.get(VAL)
-        if node.op == "call_function" and isinstance(value, torch.Tensor):
-            for n in value.shape:
-                if isinstance(n, torch.SymInt) and n.node.expr.free_symbols & (symbols - editor.input_symbols):
-                    return node  # type: ignore[no-any-return]
-    return None
+    return editor.arg(value if isinstance(value, int) or not value.node.expr.is_Integer else int(value.node.expr))

@@ -85,6 +85,17 @@ def one_spelling_of_transpose(editor: Editor, node: fx.Node) -> bool:
     return respell(node, aten.permute.default, (node.args[0], order))
 
 
+def memory_of_complex(editor: Editor, node: fx.Node) -> bool:
+    """view_as_complex(x) -> view_as_complex(clone(x)): it wants pairs that lie evenly; x may come to be part of a product."""
+    if node.target is not aten.view_as_complex.default:
+        return False
+    pairs: Any = node.args[0]
+    if pairs.target is aten.clone.default:
+        return False
+    own = editor.at(node)(aten.clone.default, pairs, memory_format=torch.contiguous_format)
+    return respell(node, node.target, (own,))
+
+
 def _order(node: fx.Node, rank: int) -> list[int]:
     """order[d]: the operand's dim that becomes dim d. Found by applying the op to a tensor whose sizes tell its dims."""
     probe = torch.empty([d + 2 for d in range(rank)], device="meta")

@@ -27,9 +27,10 @@ aten = torch.ops.aten
 def native_attention(program: Program, planning: Planning) -> int:
     """Returns the number of attentions that were given to the library."""
     nodes = [n for n in program.graph.nodes if n.target is torch.ops.megafx.attention.default and drawn(n)["p"]]
-    if nodes and planning.t > 1:
+    ranks = planning.t * (program.batch.ranks if program.batch is not None else 1)
+    if nodes and ranks > 1:
         raise ConfigError(
-            f"attention_dropout_rng='native' on {planning.t} ranks: each would draw masks of its own",
+            f"attention_dropout_rng='native' on {ranks} ranks: each would draw masks of its own",
             fix="leave it at 'counter', whose masks do not depend on the number of ranks",
         )
     return sum(_to_library(program, node) for node in nodes)

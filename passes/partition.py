@@ -64,7 +64,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Partition:
-    """forward(*inputs) -> (*outputs, *kept, *kept for later); backward([*saved, *tangents]) -> gradients;
+    """forward(*inputs) -> (*outputs, *kept, *kept for later); backward([*saved, *tangents, *pending]) -> gradients;
     later(*saved_later) -> lazy outputs.
 
     forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`, which
@@ -112,8 +112,9 @@ def partition(program: Program) -> Partition:
     is_gradient = [o.kind == "gradient" for o in program.outputs]
     outputs = [r for r, g in zip(results, is_gradient, strict=True) if not g]
     gradients = [r for r, g in zip(results, is_gradient, strict=True) if g]
-    inputs = [n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind != "tangent"]
-    tangents = [n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "tangent"]
+    given = [(n, i.kind in ("tangent", "pending")) for n, i in zip(program.placeholders(), program.inputs, strict=True)]
+    inputs = [n for n, of_backward in given if not of_backward]
+    tangents = [n for n, of_backward in given if of_backward]
     index = {n: i for i, n in enumerate(inputs)}
     joined = [n for n in program.graph.nodes if _is_join(n)]
     joins = tuple(tuple(index[p] for p in n.args[0]) for n in joined)

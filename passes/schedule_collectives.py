@@ -15,6 +15,9 @@ attention and MLP). In backward the products that no collective depends on (grad
 collective, the last first, takes the latest such product that was due before it; then, in the same order, takes more until
 its time is covered. Those whose result is a gradient and nothing else choose last. A product passes MOST_PASSED other
 collectives at most, because it keeps its operands alive. Nothing moves in forward otherwise.
+
+Sums of gradients over data-parallel ranks are of another group, and nothing waits for them: they start once their last
+gradient is there, wherever that went, and are waited for at the end.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from megafx.aliasing import shows_operand, storage_of
+from megafx.collectives import DATA_AXES
 from megafx.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
 from megafx.hardware import Hardware
 from megafx.ir import PHASE, VAL, Phase, Program, ancestors
@@ -59,13 +63,17 @@ def schedule_collectives(program: Program, hardware: Hardware | None = None) -> 
     hardware = hardware or Hardware.load("h100-nvlink")
     nodes = [n for n in program.graph.nodes if n.op not in ("placeholder", "output")]
     position = {n: i for i, n in enumerate(nodes)}
+    waits = {
+        n: next(iter(n.users)) for n in nodes if is_start(n) and len(n.users) == 1 and is_wait(next(iter(n.users)))
+    }
+    apart = {wait for n, wait in waits.items() if _sums_gradients(n, wait)}
     collectives = [
-        _Collective(n, next(iter(n.users)), _due(n, position), _collective_seconds(program, n, hardware))
-        for n in nodes
-        if is_start(n) and len(n.users) == 1 and is_wait(next(iter(n.users)))
+        _Collective(n, wait, _due(n, position), _collective_seconds(program, n, hardware))
+        for n, wait in waits.items()
+        if wait not in apart
     ]
     _assign(program, collectives, position, hardware)
-    order = _Order(nodes, collectives).run()
+    order = _Order(nodes, collectives, apart).run()
     output = program.output_node()
     for node in order:
         output.prepend(node)
@@ -96,6 +104,11 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
                     free.remove(product)
                     collective.fillers.append(product)
                     collective.covered += _product_seconds(program, product, hardware)
+
+
+def _sums_gradients(start: fx.Node, wait: fx.Node) -> bool:
+    """Whether this is a sum over data-parallel ranks for which nothing waits."""
+    return start.args[-1] in DATA_AXES and _is_backward(start) and not _is_waited_for(wait)
 
 
 def _is_backward(node: fx.Node) -> bool:
@@ -146,8 +159,8 @@ class _Order:
     """Nodes in their own order, except: a collective starts once its operands are there, its fillers follow it at once, what
     depends on a filler follows that, and a wait comes when asked for."""
 
-    def __init__(self, nodes: list[fx.Node], collectives: list[_Collective]) -> None:
-        self.nodes, self.collectives = nodes, collectives
+    def __init__(self, nodes: list[fx.Node], collectives: list[_Collective], apart: set[fx.Node]) -> None:
+        self.nodes, self.collectives, self.apart = nodes, collectives, apart
         self.index = {c.start: i for i, c in enumerate(collectives)}
         self.earliest = _earliest(nodes, collectives)
         self.started = 0
@@ -158,7 +171,7 @@ class _Order:
         for node in nodes:
             if any(a in self.late for a in node.all_input_nodes):
                 self.late.add(node)
-        self.on_demand = {c.wait for c in collectives} | set(self.index) | self.late
+        self.on_demand = {c.wait for c in collectives} | set(self.index) | self.late | apart
 
     def run(self) -> list[fx.Node]:
         for now, node in enumerate(self.nodes):
@@ -192,18 +205,19 @@ class _Order:
             for filler in self.collectives[self.index[node]].fillers:
                 self._place(filler)
         for user in list(node.users):
-            if user in self.late and user not in self.fillers and self._ready(user):
+            if user in self.late and user not in self.fillers | self.apart and self._ready(user):
                 self._place(user)
 
 
 def _earliest(nodes: list[fx.Node], collectives: list[_Collective]) -> list[int]:
     """The position in `nodes` before which a start does not come: one product before its own, where its operands were
-    ready long before (a gathered parameter). Its result would take memory for nothing."""
+    ready long before. Its result would take memory for nothing. Parameters gathered from data-parallel ranks always were."""
     position = {n: i for i, n in enumerate(nodes)}
     products = [i for i, n in enumerate(nodes) if is_product(n)]
     earliest = []
     for c in collectives:
         end = bisect.bisect(products, position[c.start])
         passed = end - bisect.bisect(products, c.due)
-        earliest.append(products[end - 1] - 1 if passed > MOST_HOISTED else 0)
+        most = 0 if c.start.args[-1] in DATA_AXES else MOST_HOISTED
+        earliest.append(products[end - 1] - 1 if passed > most else 0)
     return earliest

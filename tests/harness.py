@@ -53,6 +53,25 @@ def promote_casts(program: Program) -> int:
     return changed
 
 
+def values_of(program: Program, model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Logical values of the program's inputs by name."""
+    state = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    assert program.call is not None
+    user = iter(program.call.flatten((), call))
+    values: dict[str, Any] = {}
+    for spec in program.inputs:
+        if spec.kind in ("param", "buffer"):
+            values[spec.name] = state[spec.name].detach()
+        elif spec.kind == "user":
+            values[spec.name] = next(user)
+        elif spec.kind == "seed":
+            values[spec.name] = torch.tensor(SEED)
+    return values
+
+
 @dataclass
 class Case:
     """One model, captured once. inputs(batch, seq): kwargs of a call."""
@@ -79,26 +98,13 @@ class Case:
         return compile_program(self.program.copy(), request)
 
     def run(self, compiled: Compiled, inputs: Mapping[str, Any]) -> Logical:
-        values = self.values(compiled.program, inputs)
+        return self.run_values(compiled, self.values(compiled.program, inputs))
+
+    def run_values(self, compiled: Compiled, values: Mapping[str, Any]) -> Logical:
         return run_logical(compiled.program, values, compiled.plan.params, compiled.plan.t)
 
     def values(self, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Logical values of the program's inputs by name."""
-        state = {
-            **dict(self.model.named_parameters(remove_duplicate=False)),
-            **dict(self.model.named_buffers(remove_duplicate=False)),
-        }
-        assert program.call is not None
-        user = iter(program.call.flatten((), inputs))
-        values: dict[str, Any] = {}
-        for spec in program.inputs:
-            if spec.kind in ("param", "buffer"):
-                values[spec.name] = state[spec.name].detach()
-            elif spec.kind == "user":
-                values[spec.name] = next(user)
-            elif spec.kind == "seed":
-                values[spec.name] = torch.tensor(SEED)
-        return values
+        return values_of(program, self.model, inputs)
 
     def reference(self, inputs: Mapping[str, Any]) -> Logical:
         """Loss and gradients of the canonical graph under plain autograd (dropout must be off)."""

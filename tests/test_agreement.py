@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megafx import agreement
-from megafx.agreement import draw_seed, tensor_hash, tensor_parallel_mesh
+from megafx.agreement import draw_seed, tensor_hash
+from megafx.config import Config
 from megafx.errors import AgreementError
+from megafx.meshes import make_meshes
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,21 @@ def test_seeds_follow_the_default_generator():
 
 
 def test_one_rank_needs_no_process_group_and_more_do():
-    assert tensor_parallel_mesh(None, None, torch.device("cpu")) is None
-    assert tensor_parallel_mesh(1, None, torch.device("cpu")) is None
-    with pytest.raises(AgreementError) as error:
-        tensor_parallel_mesh(2, None, torch.device("cpu"))
-    assert str(error.value) == (
-        "tensor_model_parallel_size=2, but there is no process group\n"
-        "  fix: start with `torchrun --standalone --nproc-per-node 2` and call torch.distributed.init_process_group()"
-    )
+    cpu = torch.device("cpu")
+    assert make_meshes(Config(), None, cpu).tensor is None
+    assert make_meshes(Config(tensor_model_parallel_size=1, data_parallel_size=1), None, cpu).tensor is None
+    for sizes, ranks in (
+        ({"tensor_model_parallel_size": 2}, 2),
+        (
+            {"tensor_model_parallel_size": 2, "data_parallel_size": 3},
+            6,
+        ),
+    ):
+        with pytest.raises(AgreementError) as error:
+            make_meshes(Config(**sizes), None, cpu)
+        asked = ", ".join(f"{name}={n}" for name, n in sizes.items())
+        assert str(error.value) == (
+            f"{asked}, but there is no process group\n"
+            f"  fix: start with `torchrun --standalone --nproc-per-node {ranks}` and call "
+            "torch.distributed.init_process_group()"
+        )

@@ -316,6 +316,19 @@ def test_condition_that_is_no_range() -> None:
     assert "the trace assumed" in str(program.call.mismatch(*_x(3, 8)))
 
 
+def test_condition_between_inputs_that_the_hints_do_not_meet() -> None:
+    """The first trace works, but is of the branch that this call does not take: it is traced with the call's own sizes."""
+
+    def fn(m: Any, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return m.lin(x) if x.shape[1] + y.shape[1] > z.shape[1] else -m.lin(x)
+
+    call = tuple(torch.randn(2, n, 16) for n in (4, 9, 20))
+    program = capture_call(Lambda(fn), call)
+    assert program.call is not None and "neg" in text(program)
+    assert program.call.mismatch(call) is None
+    assert "the trace assumed" in str(program.call.mismatch((call[2], *call[1:])))
+
+
 def test_asserted_length_becomes_a_bound() -> None:
     def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1] <= 32, "too long"
@@ -437,6 +450,9 @@ def _line(fn: Callable[..., Any], offset: int = 1) -> int:
     return fn.__code__.co_firstlineno + offset
 
 
+WAY_OUT = '; or leave the module out of the graph, if it holds few parameters: Config(eager_modules=["block"])'
+
+
 def test_error_branch_on_data(capfd: Any) -> None:
     def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:
@@ -446,7 +462,7 @@ def test_error_branch_on_data(capfd: Any) -> None:
     assert _error(fn, capfd) == (
         "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor\n"
         f"  in module 'block' at FILE:{_line(fn)} `if x.sum() > 0:`\n"
-        "  fix: use torch.where or a mask, or decide by a Python value that is known before the call"
+        f"  fix: use torch.where or a mask, or decide by a Python value that is known before the call{WAY_OUT}"
     )
 
 
@@ -457,7 +473,7 @@ def test_error_item(capfd: Any) -> None:
     assert _error(fn, capfd) == (
         "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)\n"
         f"  in module 'block' at FILE:{_line(fn)} `return x[: int(x.max().item())]`\n"
-        "  fix: keep it a tensor, or pass the number as an argument of the call"
+        f"  fix: keep it a tensor, or pass the number as an argument of the call{WAY_OUT}"
     )
 
 

@@ -18,8 +18,9 @@ NO_CPU = {
     "aten._scaled_dot_product_flash_attention_backward.default",
     "aten._fused_rms_norm_backward.default",
 }
-# Complex or without elements that are defined.
+# Complex or without elements that are defined; a sum over another axis.
 NO_SAMPLE = {
+    "megafx.batch_sum.default",
     "aten._conj.default",
     "aten._reshape_alias.default",
     "aten.argsort.default",
@@ -27,6 +28,7 @@ NO_SAMPLE = {
     "aten.mode.default",
     "aten.new_empty.default",
     "aten.new_empty_strided.default",
+    "aten.view_as_real.default",
 }
 
 

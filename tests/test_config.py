@@ -83,7 +83,7 @@ def test_unknown_style_names_the_nearest():
         Config(overrides={"h.*.fc": "colwize"})
     assert str(error.value) == (
         "Config.overrides['h.*.fc'] = 'colwize' is no style\n"
-        "  fix: styles: colwise, rowwise, replicate, sequence; did you mean 'colwise'?"
+        "  fix: styles: colwise, rowwise, expert, replicate, sequence; did you mean 'colwise'?"
     )
 
 

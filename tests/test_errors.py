@@ -72,7 +72,8 @@ def test_capture_failure_names_the_users_line(when: str) -> None:
     assert text_of(CaptureError, calls[when]) == (
         "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor\n"
         f"  in module '1' at FILE:{BRANCH} `if self.lin(x).sum() > 0:`\n"
-        "  fix: use torch.where or a mask, or decide by a Python value that is known before the call"
+        "  fix: use torch.where or a mask, or decide by a Python value that is known before the call; or leave the module "
+        'out of the graph, if it holds few parameters: Config(eager_modules=["1"])'
     )
 
 

@@ -7,6 +7,8 @@ Run as a script, this file is one rank of a gloo group.
 from __future__ import annotations
 
 import copy
+import os
+import re
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from harness import promote_casts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 T = 2
 VOCAB = 61
@@ -36,6 +39,27 @@ MODELS: dict[str, Any] = {
         transformers.MistralConfig(**BASE, num_attention_heads=4, num_key_value_heads=2, sliding_window=11)
     ),
 }
+MODELS["bart"] = lambda: transformers.BartForConditionalGeneration(
+    transformers.BartConfig(
+        d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=34, decoder_ffn_dim=34, vocab_size=VOCAB, max_position_embeddings=64, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+    )
+)  # fmt: skip
+MODELS["t5"] = lambda: transformers.T5ForConditionalGeneration(
+    transformers.T5Config(
+        num_layers=1, d_model=24, num_heads=4, d_kv=6, vocab_size=VOCAB, d_ff=34, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=2,
+    )
+)  # fmt: skip
+MODELS["whisper"] = lambda: transformers.WhisperForConditionalGeneration(
+    transformers.WhisperConfig(
+        d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=34, decoder_ffn_dim=34, vocab_size=VOCAB, num_mel_bins=8, max_source_positions=20,
+        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    )
+)  # fmt: skip
 CALLS: dict[str, Any] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 20},
@@ -84,6 +108,42 @@ def test_two_graphs_give_eagers_tokens(name: str) -> None:
     options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(model.generate(**longer, **options), eager.generate(**longer, **options))
     assert model.megafx.captures == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_encoder_and_decoder(name: str) -> None:
+    """One graph makes the memory's keys and values beside the first token, one all other tokens."""
+    import megafx
+
+    model = build(name)
+    eager = copy.deepcopy(model)
+    megafx.parallelize(model)
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))
+    given = {"input_features": features} if name == "whisper" else prompt(padded=True)
+    options = {"max_new_tokens": 9, "eos_token_id": None, "pad_token_id": 0}
+    for call in CALLS:
+        tokens = []
+        for m in (model, eager):
+            torch.manual_seed(5)
+            tokens.append(m.generate(**given, **CALLS[call], **options))
+        assert torch.equal(*tokens), call
+        assert model.megafx.captures == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [{"cache_implementation": "static"}, {"prefill_chunk_size": 3}, {"use_cache": False}])
+def test_other_caches(form: dict[str, Any]) -> None:
+    """Static caches, prompts in chunks, none: eager's tokens, and no graph a token."""
+    import megafx
+
+    model = build("llama")
+    eager = copy.deepcopy(model)
+    megafx.parallelize(model)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **prompt(padded=True), **form}
+    for tokens in (8, 12):
+        assert torch.equal(*(m.generate(**options, max_new_tokens=tokens) for m in (model, eager)))
+    assert model.megafx.captures <= 4
 
 
 def test_padding_is_masked_in_every_step() -> None:
@@ -204,6 +264,81 @@ def test_on_two_processes(tmp_path: Path) -> None:
     processes.run_ranks(__file__, tmp_path, T, timeout=240)
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+def test_other_forms_on_processes(tmp_path: Path) -> None:
+    """Static caches, prompts in chunks, padding, no cache; and what a step of one token sends is what its graph says."""
+    texts = processes.run_ranks(__file__, tmp_path, T, timeout=900, environment={"FORMS": "1"})
+    assert all(re.search(r"a token moves (\d+) bytes, as its graph says", text) for text in texts), texts
+
+
+class Bytes(TorchDispatchMode):
+    """What this rank sends in the collectives within, by the ring algorithm. sent: (collective, bytes)."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.sent: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and "wait" not in str(func):
+            name = str(func).split(".")[1].replace("_into_tensor", "").replace("_tensor", "").rstrip("_")
+            share = (self.ranks - 1) * {
+                "all_reduce": 2 / self.ranks,
+                "all_gather": 1,
+                "reduce_scatter": 1 / self.ranks,
+            }[name]
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.sent.append((name, round(sum(x.numel() * x.element_size() for x in tensors) * share)))
+        return func(*args, **(kwargs or {}))
+
+
+def other_forms(folder: Path, rank: int, ranks: int) -> None:
+    import megafx
+    from megafx.cache_shard import CacheShard
+    from megafx.communication import communication
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=600))
+    options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    forms: dict[str, Any] = {
+        "padded": {},
+        "static": {"cache_implementation": "static"},
+        "chunks": {"prefill_chunk_size": 3},
+        "no cache": {"use_cache": False},
+        "sampled": {"do_sample": True},
+        "beams": {"num_beams": 2},
+    }
+    model = build("llama")
+    eager = copy.deepcopy(model)
+    megafx.parallelize(model)
+    for form, extra in forms.items():
+        given = {**prompt(padded=True), **options, "do_sample": False, **extra}
+        tokens = []
+        for m in (model, eager):
+            torch.manual_seed(5 + rank * (m is model))
+            tokens.append(m.generate(**given))
+        assert torch.equal(*tokens), form
+    model = megafx.parallelize(build("llama"))
+    ids = prompt()["input_ids"][:1]
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        assert isinstance(cache.layers[0].keys, CacheShard)
+        model(ids[:, :1], past_key_values=cache)
+        seen = []
+        for _ in range(2):  # one token later, as much is sent: nothing of the cache is
+            with Bytes(ranks) as moved:
+                model(ids[:, :1], past_key_values=cache)
+            seen.append(moved.sent)
+    graphs = [g for found in model.megafx.graphs.values() for g in found]
+    assert len(graphs) == model.megafx.captures == 2
+    planned = [(c.collective, c.bytes_moved) for c in communication(graphs[-1].compiled.program, ranks)]
+    assert seen[0] == seen[1] and sum(n for _, n in seen[0]) == sum(n for _, n in planned), (seen, planned)
+    print(f"a token moves {sum(n for _, n in planned)} bytes, as its graph says: {planned}")
+    dist.destroy_process_group()
+
+
 def main(folder: Path, rank: int, ranks: int = T, names: tuple[str, ...] = ("llama",)) -> None:
     import megafx
     from megafx.cache_shard import CacheShard
@@ -243,4 +378,7 @@ def main(folder: Path, rank: int, ranks: int = T, names: tuple[str, ...] = ("lla
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    if os.environ.get("FORMS"):
+        other_forms(Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["WORLD_SIZE"]))
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -157,7 +157,7 @@ def weights_that_differ_are_rank_0s_with_a_note() -> None:
             mine.up.weight.add_(1)
     model = parallel(mine, example_inputs=(IDS, LABELS))
     notes = [n.message for n in model.megafx.notes if n.topic == "agreement"]
-    assert notes == ["'up.weight' differed between tensor-parallel ranks: rank 0's value is used"], notes
+    assert notes == ["'up.weight' differed between ranks: rank 0's value is used"], notes
     torch.testing.assert_close(model(IDS, LABELS)["loss"], reference(IDS, LABELS)["loss"])
 
 

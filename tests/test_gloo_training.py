@@ -1,6 +1,7 @@
 """Covers the real path: gloo processes train nanoGPT, GPT-2 and Llama as one eager process does, and are called in every form.
 
-Two ranks and three; dist/train_models.py and dist/call_forms.py are what runs on each, and say there what a check does.
+Two ranks and three; train_models.py, call_forms.py and call_structures.py of dist/ are what runs on each, and say there what a
+check does.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +47,13 @@ TWO_RANKS = {
         "autocast_has_a_graph_of_its_own",
         "a_run_is_saved_and_resumed",
     ),
+    "call_structures": (
+        "forms_of_one_object",
+        "without_gradients",
+        "encoder_outputs_with_gradients",
+        "adapters_train_on_shards",
+        "a_module_left_eager",
+    ),
 }
 THREE_RANKS = ("nanogpt_sequence_parallel", "dropout_of_nanogpt_sequence_parallel")
 
@@ -66,8 +76,15 @@ def results(script: str, ranks: int) -> dict[str, tuple[str, str]]:
     return {name: (verdict, text) for verdict, name, text in lines}
 
 
+def on_two_ranks() -> Iterator[Any]:
+    """(script, check); one script is run with the slow tests alone."""
+    for script, names in TWO_RANKS.items():
+        for name in names:
+            yield pytest.param(script, name, marks=pytest.mark.slow if script == "call_structures" else [])
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(("script", "name"), [(script, name) for script, names in TWO_RANKS.items() for name in names])
+@pytest.mark.parametrize(("script", "name"), list(on_two_ranks()))
 def test_on_two_ranks(script: str, name: str) -> None:
     verdict, text = results(script, 2)[name]
     assert verdict == "PASS", text

@@ -1,7 +1,6 @@
 """Covers: kernels/bias_dropout_add.py, kernels/bias_dropout_add_triton.py."""
 
 import importlib.util
-import math
 import os
 import subprocess
 import sys
@@ -222,6 +221,9 @@ def test_cuda_is_the_cpu(dtype, shape):
         inputs = [v.detach().to(device).requires_grad_() for v in (x, bias, residual)]
         y = bda(*inputs)
         results.append([v.cpu() for v in (y, *torch.autograd.grad(y, inputs, grad.to(device)))])
-    eps = math.sqrt(shape[0]) * torch.finfo(dtype).eps
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2 * eps, atol=2 * eps)
+    eps = torch.finfo(dtype).eps
+    # the bias' gradient is a sum over rows, where signs cancel: what rounding can do goes with the sum of the magnitudes
+    summed = grad.abs().double().flatten(0, -2).sum(0)
+    for name, ours, theirs in zip(("y", "x", "bias", "residual"), *results, strict=True):
+        bound = 2 * eps * (summed if name == "bias" else 1 + theirs.abs().double())
+        assert ((ours.double() - theirs.double()).abs() <= bound).all(), name

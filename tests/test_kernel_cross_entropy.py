@@ -9,7 +9,7 @@ from triton_process import assert_same_values
 import megafx.kernels.cross_entropy  # noqa: F401  registers the ops
 import megafx.kernels.cross_entropy_reference as module
 from megafx import collectives
-from megafx.placements import Layout
+from megafx.placements import Layout, Piece
 
 ops = torch.ops.megafx
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
@@ -344,6 +344,34 @@ def test_under_compile():
     compiled.backward(g)
     step(b).backward(g)
     assert torch.equal(compiled, step(b)) and torch.equal(a.grad, b.grad)
+
+
+def test_inductor_knows_what_is_written(monkeypatch):
+    """An input that it takes for written is copied, and copied back, at every call."""
+    pytest.importorskip("triton")
+    from fake_triton import Driver
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+    from triton.runtime import driver
+
+    from megafx.kernels import cross_entropy_triton
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    written = {}
+
+    def launched(kernel, grid, like, *args, num_warps, **constants):
+        tensors = dict(zip(kernel.arg_names, args, strict=False))
+        which = wrap.kernel_side_table.add_kernel(kernel), wrap.kernel_side_table.add_constant_args(constants)
+        written[kernel.fn.__name__] = set(wrap.get_mutated_tensors(*which, tensors, {}))
+
+    monkeypatch.setattr(cross_entropy_triton, "launch", launched)
+    x, y, norm = torch.randn(5, 1001).bfloat16(), torch.zeros(5, dtype=torch.long), torch.randn(5, 2)
+    monkeypatch.setattr(cross_entropy_triton, "check_async", lambda ok, classes: None)
+    cross_entropy_triton.forward(x, y, -100, 0.1)
+    cross_entropy_triton.stats(x, y, Piece(0, 0, 1001))
+    cross_entropy_triton.combine(torch.randn(2, 5, 4), y, -100, 0.1, 1001, True)
+    cross_entropy_triton.backward(torch.ones(5), x, y, norm, torch.ones(5), -100, 0.1)
+    expected = {"_forward": {"loss", "norm", "ok"}, "_stats": {"out"}, "_combine": {"loss", "norm", "ok"}}
+    assert written == expected | {"_gradient": {"out"}}
 
 
 def test_opcheck():

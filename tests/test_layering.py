@@ -16,6 +16,7 @@ LAYERS = [
     {
         "errors",
         "placements",
+        "placements_nested",
         "sizes",
         "hardware",
         "draws",
@@ -26,8 +27,9 @@ LAYERS = [
         "kernels.philox_triton",
     },
     # settings; the intermediate form; plain algebra
-    {"config", "debug", "ir", "plan", "rules", "views", "solver", "cost", "sharding", "stacking", "overlap"}
-    | {"op_families", "joined", "source_lines", "call_spec", "guards", "tables", "kernels.runs"},
+    {"safetensors_writer", "data_axis", "lost_ranks", "finite"}
+    | {"config", "debug", "ir", "plan", "rules", "views", "solver", "cost", "sharding", "stacking", "overlap"}
+    | {"shard_slices", "op_families", "joined", "source_lines", "call_spec", "guards", "tables", "kernels.runs"},
     # what reads one graph, or one tensor
     {
         "collectives",
@@ -41,29 +43,35 @@ LAYERS = [
         "mask_algebra",
         "mask_reader",
         "caches",
+        "eager_modules",
         "pattern",
         "fusion_profile",
         "fusion_cases",
         "tp_*",
+        "safetensors_files",
         "kernels.dropout_triton",
     },
     # kernels, capture, the planner's parts, the runtime's parts
     {"kernels.*", "capture*", "simulate", "communication", "lazy", "later"}
     | {"rewrite_arguments", "rewrite_found", "rewrite_trace"}
     | {"candidates", "overrides", "planning", "policy", "rule_samples"}
-    | {"params", "outputs", "agreement", "inference", "cache_shard"},
-    {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report", "state"}
+    | {"init_replay"}
+    | {"params", "stored", "outputs", "agreement", "meshes", "held_gradients", "inference", "cache_shard"},
+    {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report"}
+    | {"materialize", "weight_names"}
     | {"graph_keys"},
-    {"alternatives"},
+    {"state", "alternatives", "index_random", "init_log"},
+    {"checkpoint_*", "data"},
     {"passes.*", "pass_runner", "check_rules", "check_types", "parallel_class"},
     {"executable", "testing", "bound_graph"},
-    {"runtime", "testing_patterns"},
-    {"compiler"},
-    {"parallelizer", "verification"},
-    {"api", "profile_fusions", "model_table"},
+    {"runtime", "testing_patterns", "initialize"},
+    {"compiler", "load_weights", "save_weights", "checkpoint"},
+    {"convert", "parallelizer", "verification"},
+    {"api", "profile_fusions", "model_table", "hf_trainer"},
     {"cli"},
 ]
-TORCH_FREE = ("errors", "config", "debug", "placements", "rules", "views", "solver", "cost", "hardware", "aten_rules")
+TORCH_FREE = ("errors", "config", "debug", "placements", "shard_slices", "rules", "views", "solver", "cost")
+TORCH_FREE += ("hardware", "aten_rules")
 
 
 def modules() -> dict[str, Path]:

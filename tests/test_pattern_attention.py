@@ -181,14 +181,16 @@ def test_scores_in_fp32(where, p):
     assert f"0.5, False, 0, 0.0, {p}, 0," in fused.text
 
 
-def test_repeated_heads_of_the_library():
-    """scaled_dot_product_attention shares heads itself."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_repeated_heads_of_the_library(masked):
+    """scaled_dot_product_attention shares heads itself. A mask leaves dropout and causality at their defaults."""
 
-    def function(q, k, v):
+    def function(q, k, v, m=None):
         k, v = repeat_kv(k, 2), repeat_kv(v, 2)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+        return F.scaled_dot_product_attention(q, k, v, m, is_causal=m is None, scale=0.5)
 
-    fused = fuse_with(FAMILY, function, **CROSS | {"v": "f32[b m=2 t e=4]"})
+    mask = {"m": "f32[b 1 s t]"} if masked else {}
+    fused = fuse_with(FAMILY, function, **CROSS | {"v": "f32[b m=2 t e=4]"} | mask)
     assert fused.counts["sdpa_groups"] == 1 and fused.ops == ["scaled_dot_product_attention"]
     assert_same(fused.before, fused.program)
 

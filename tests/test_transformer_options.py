@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from calls import compare
 from harness import Case, assert_equal
 from torch.nn import functional as F
 
+import megafx
 from megafx.capture import capture_call
+from megafx.ir import VAL
 
 sys.path.append(str(zoo.EXAMPLES))
 
@@ -125,3 +128,39 @@ def test_dropout_and_jitter_do_not_depend_on_the_number_of_ranks(options: dict[s
     made, inputs = case(DROPOUT | options, moe)
     wanted = made.run(made.compile(1), inputs)
     assert_equal(made.run(made.compile(3), inputs), wanted)
+
+
+@pytest.mark.parametrize("t", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_autocast(t: int) -> None:
+    """enable_autocast: the call is captured with its casts, and differs from eager's by rounding alone."""
+    made, inputs = case({"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu})
+    model = made.model.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        off, compiled = compare(model, inputs, t, promoted=False)
+    whole, _ = compare(model, inputs, t, promoted=False)
+    assert max(whole.values()) < 1e-4 and 1e-4 < max(off.values()) < 5e-2, (whole, off)
+    products = [n for n in compiled.program.graph.nodes if str(n.target) in ("aten.linear.default", "aten.mm.default")]
+    assert products and {n.meta[VAL].dtype for n in products} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_init_methods(layers: int) -> None:
+    """What writes into the residual stream is smaller by sqrt(2 layers); plans are made of weights that stay as they are."""
+    import transformer
+
+    torch.manual_seed(0)
+    config = transformer.TransformerConfig(num_layers=layers, hidden_size=96, init_method_std=0.03)
+    model = transformer.Transformer(config)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            assert float(p.detach().std()) == pytest.approx(
+                0.03 / (2 * layers) ** 0.5 if residual else 0.03, rel=0.05
+            ), name
+        elif "bias" in name:
+            assert not p.any()
+    megafx.parallelize(model)
+    ids = torch.arange(20).view(2, 10)
+    model(ids, ids).backward()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

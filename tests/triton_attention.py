@@ -1,6 +1,11 @@
-"""Attention's Triton kernels against the reference in fp64; run by test_kernel_attention.py in a process of its own."""
+"""Attention's Triton kernels against the reference in fp64; run by test_kernel_attention.py in a process of its own.
 
+python tests/triton_attention.py 0/8    # one in eight of the checks: on CUDA kernels take long to compile
+"""
+
+import itertools
 import math
+import sys
 import warnings
 
 import torch
@@ -13,6 +18,8 @@ from megafx.kernels.attention_reference import Options
 warnings.simplefilter("ignore")  # the interpreter's numpy: overflow in rows and columns that are out of bounds
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEED = torch.tensor(-(7 << 40) + 99, device=DEVICE)
+PART, PARTS = (int(n) for n in (sys.argv[1] if len(sys.argv) > 1 else "0/1").split("/"))
+COUNT = itertools.count()
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
@@ -21,6 +28,8 @@ def check(
     tma=True, turned=False,
 ):  # fmt: skip
     """Results, row statistics and every gradient; the backward twice, bit for bit."""
+    if next(COUNT) % PARTS != PART:
+        return
     shapes = (b, h, s, e), (b, n, t, e), (b, n, t, f), (b, h, s, f)
     q, k, v, grad = (torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes)
     if turned:  # heads inside, as projections make them

@@ -238,6 +238,8 @@ class Transformer(nn.Module):
             if p.dim() > 1:
                 residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
                 nn.init.normal_(p, std=std / math.sqrt(2 * self.config.num_layers) if residual else std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
 
     def forward(self, idx: Tensor, targets: Tensor, memory: Tensor | None = None) -> Tensor:
         """idx, targets [batch, seq]; memory [batch, keys, cross_attention_size] -> the loss."""

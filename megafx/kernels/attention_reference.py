@@ -47,20 +47,21 @@ def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
 
 def positions(size: int, dim: int, options: Options, device: torch.device) -> Tensor | None:
     """Global indices [size] of this rank's elements of result dim `dim`; None where they are 0, 1, 2, ..."""
+    before = collectives.batch_rank(options.axis) if dim == 0 and options.p else 0
     if options.shard_dim != dim:
-        return None
+        return _positions(size, (1, size, 1), 0, 1, before * size, str(device)) if before else None
     rank, t = collectives.axis_rank(options.axis), collectives.axis_size(options.axis)
-    return _positions(size, options.layout, rank, t, str(device))
+    return _positions(size, options.layout, rank, t, before * Layout.from_flat(options.layout).size, str(device))
 
 
 @lru_cache(maxsize=256)
-def _positions(size: int, layout: tuple[int, ...], rank: int, t: int, device: str) -> Tensor:
+def _positions(size: int, layout: tuple[int, ...], rank: int, t: int, before: int, device: str) -> Tensor:
     cut = Layout.from_flat(layout)
     if cut.local_size(t) != size:
         raise ValueError(f"a dim of {size} elements is no shard of layout {cut} on {t} ranks")
     found = torch.zeros(size, dtype=torch.int32)  # pads: position 0
     for start, local, length in cut.pieces(rank, t):
-        found[local : local + length] = torch.arange(start, start + length)
+        found[local : local + length] = torch.arange(before + start, before + start + length)
     return found.to(device)
 
 

@@ -30,7 +30,7 @@ def runs_here(shape: Sequence[int], shard_dim: int, layout: Sequence[int], axis:
     rank, t = 0, 1
     if shard_dim >= 0:
         rank, t = collectives.axis_rank(axis), collectives.axis_size(axis)
-    return runs_of(shape, shard_dim, layout, rank, t)
+    return runs_of(shape, shard_dim, layout, rank, t, collectives.batch_rank(axis))
 
 
 def check_draw(name: str, seed: Tensor | None, p: float, op_id: int) -> None:

@@ -28,14 +28,17 @@ GRADIENT_TILE = 2048  # likewise
 
 
 @triton.jit
-def _edges(x, start, end, first, last):
-    """What a row has outside of [first, last): less than 8 elements on either side. fp32, -inf elsewhere; where. [16]"""
+def _edges(start, end, first, last):
+    """Where a row lies outside of [first, last): less than 8 elements on either side; which of them there are. [16]
+
+    It takes no pointer: Inductor would think that one is written to, because stores go to what this returns.
+    """
     lane = tl.arange(0, 16)
     low = start + lane
     high = tl.maximum(first, last) + lane - 8
     at = tl.where(lane < 8, low, high)
     inside = tl.where(lane < 8, low < tl.minimum(first, end), (lane >= 8) & (high < end))
-    return tl.load(x + at, mask=inside, other=-float("inf")).to(tl.float32), at, inside
+    return at, inside
 
 
 @triton.jit
@@ -65,7 +68,8 @@ def row_statistics(x, start, V, SUM: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.
         total = total * exp(high - safe) + tl.sum(exp(v - safe[None, :]), 0)
         summed += tl.sum(tl.where(inside, v, 0.0), 0)
         high = top
-    edge, _, inside = _edges(x, start, end, first, last)
+    at, inside = _edges(start, end, first, last)
+    edge = tl.load(x + at, mask=inside, other=-float("inf")).to(tl.float32)
     row_high = tl.maximum(tl.max(high, 0), tl.max(edge, 0))
     safe_high = tl.where(row_high == -float("inf"), 0.0, row_high)
     row_total = tl.sum(total * exp(high - safe_high), 0) + tl.sum(exp(edge - safe_high), 0)
@@ -223,7 +227,8 @@ def _gradient(
         value += p * h
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     if first == 0:
-        edge, edge_at, rest = _edges(logits + shift, start, start + V, begin, end)
+        edge_at, rest = _edges(start, start + V, begin, end)
+        edge = tl.load(logits + shift + edge_at, mask=rest, other=-float("inf")).to(tl.float32)
         edge_p = exp((edge - high) - log_total)
         edge_z = edge_p - cold - tl.where(edge_at == hot, warm, 0.0)
         edge_value = tl.where(ignored, 0.0, edge_z * g)

@@ -96,7 +96,7 @@ def dropout(x: Tensor, seed: Tensor, p: float, op_id: int, shard_dim: int, layou
     rank, t = 0, 1
     if shard_dim >= 0:
         rank, t = collectives.axis_rank(axis), collectives.axis_size(axis)
-    runs = runs_of(x.shape, shard_dim, layout, rank, t)
+    runs = runs_of(x.shape, shard_dim, layout, rank, t, collectives.batch_rank(axis))
     x = x.contiguous()
     if x.device.type == "cuda" and HAVE_TRITON:
         from .dropout_triton import launch

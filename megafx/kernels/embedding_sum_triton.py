@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import collectives
 from . import embedding_sum as reference
 from . import philox
 from .bias_dropout_add import runs_here
@@ -204,8 +205,8 @@ def embedding_sum_backward(
     grad = grad.contiguous()
     B, S, H = grad.shape
     d = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-    if shard_dim >= 0 or not grad.numel() or seed is None:
-        # A shard is not one range of elements: the mask by runs, then the sum.
+    if shard_dim >= 0 or collectives.batch_rank(axis) or not grad.numel() or seed is None:
+        # A shard is not one range of elements from 0 on: the mask by runs, then the sum.
         d = torch.ops.megafx.dropout_add_backward(grad, dtype, seed, p, op_id, shard_dim, layout, axis)
         return d, d.sum(0, keepdim=True, dtype=torch.float32).to(dtype)
     over_batch = torch.empty((1, S, H), dtype=dtype, device=grad.device)

@@ -51,11 +51,14 @@ def check_scores(scores: Tensor, mask: Tensor | None, p: float, op_id: int) -> N
 
 def runs_of_scores(shape: Sequence[int], p: float, shard_dim: int, layout: Sequence[int], axis: str) -> list[Run]:
     """Where the local scores lie in the whole tensor; one run of all where nothing is drawn."""
-    if shard_dim < 0 or philox.threshold(p) == 0:
+    if philox.threshold(p) == 0:
         return runs_of(shape, -1, [], 0, 1)
+    before = collectives.batch_rank(axis)
+    if shard_dim < 0:
+        return runs_of(shape, -1, [], 0, 1, before)
     if shard_dim >= len(shape) - 2:
         raise ValueError(f"scale_mask_softmax is sharded in leading dims only, not in dim {shard_dim} of {shape}")
-    return runs_of(shape, shard_dim, layout, collectives.axis_rank(axis), collectives.axis_size(axis))
+    return runs_of(shape, shard_dim, layout, collectives.axis_rank(axis), collectives.axis_size(axis), before)
 
 
 def hidden_keys(s: int, t: int, causal: bool, window: int, device: torch.device) -> Tensor | None:

@@ -23,11 +23,16 @@ class Run(NamedTuple):
     global_stride: int
 
 
-def runs_of(shape: Sequence[int], shard_dim: int, layout: Sequence[int], rank: int, t: int) -> list[Run]:
-    """Local shape, cut along shard_dim (-1: whole) by a flat layout over t ranks -> runs that cover it."""
+def runs_of(
+    shape: Sequence[int], shard_dim: int, layout: Sequence[int], rank: int, t: int, before: int = 0
+) -> list[Run]:
+    """Local shape, cut along shard_dim (-1: whole) by a flat layout over t ranks -> runs that cover it.
+
+    before: tensors like the whole one that precede it in memory (the batches of other data-parallel ranks).
+    """
     numel = math.prod(shape)
     if shard_dim < 0 or numel == 0:
-        return [Run(1, numel, 0, numel, 0, numel)] if numel else []
+        return [Run(1, numel, 0, numel, before * numel, numel)] if numel else []
     cut = Layout.from_flat(layout)
     if shape[shard_dim] != cut.local_size(t):
         raise ValueError(
@@ -37,7 +42,7 @@ def runs_of(shape: Sequence[int], shard_dim: int, layout: Sequence[int], rank: i
     inner = math.prod(shape[shard_dim + 1 :])
     rows = math.prod(shape[:shard_dim]) * cut.rep
     local_stride, global_stride = cut.local_size(t) // cut.rep * inner, cut.pattern_size * inner
-    runs, local, start = [], 0, 0
+    runs, local, start = [], 0, before * global_stride * rows
     for count, unit in cut.blocks:
         length = -(-count // t) * unit * inner
         if length == local_stride == global_stride:

@@ -165,13 +165,12 @@ def misuse_is_refused() -> str:
     )
     raises(UsageError, text, lambda: model.h[0].mlp.fc(torch.ones(2, 24, dtype=torch.float64)))
     raises(UsageError, "direct call of 'h.0' ", lambda: model.h[0](torch.ones(1, 2, 24, dtype=torch.float64)))
-    text = (
-        "DistributedDataParallel around a model that megafx has parallelized\n  fix: .*for data parallelism pass mesh="
-    )
+    advice = r"\n  fix: .*data parallelism is Config\(data_parallel_size="
+    text = "DistributedDataParallel around a model that megafx has parallelized" + advice
     raises(UsageError, text, lambda: nn.parallel.DistributedDataParallel(model))
-    text = "fully_shard around a model that megafx has parallelized\n  fix: .*for data parallelism pass mesh="
+    text = "fully_shard around a model that megafx has parallelized" + advice
     raises(UsageError, text, lambda: torch.distributed.fsdp.fully_shard(model))
-    text = "tensor_model_parallel_size=3, but the world has 2 ranks\n  fix: start 3 ranks, or pass mesh="
+    text = "tensor_model_parallel_size=3, but the world has 2 ranks\n  fix: start 3 ranks, or set data_parallel_size"
     raises(AgreementError, text, lambda: megafx.parallelize(copy.deepcopy(pair.plain), config(t=3)))
     raises(UsageError, "parallelized already", lambda: megafx.parallelize(model, config()))
     (loss,) = (loss_of(model(**pair.inputs(2, 16))),)

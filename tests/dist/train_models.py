@@ -89,7 +89,7 @@ def gpt2_whole_sequence() -> str:
     pair.parallelize()
     notes = [n.message for n in pair.model.megafx.notes if n.topic == "agreement"]
     name = "transformer.h.0.mlp.c_fc.weight"
-    assert notes == [f"'{name}' differed between tensor-parallel ranks: rank 0's value is used"], notes
+    assert notes == [f"'{name}' differed between ranks: rank 0's value is used"], notes
     assert notes[0] in str(megafx.explain(pair.model))
     seen = pair.train(torch.optim.AdamW, foreach=True, **ADAMW)
     return seen + "; rank 0's weights taken"

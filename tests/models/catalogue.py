@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 
-VOCAB, BATCH, SEQ, TARGET_SEQ = 67, 3, 13, 11
+VOCAB, BATCH, SEQ, TARGET_SEQ, SHORT = 67, 3, 13, 11, 5
 DROPOUT = 0.2
 PADDED = 4  # positions of the second sequence that are padding
 
@@ -28,7 +28,7 @@ class Architecture:
     """One row. config, model: names of transformers' classes; fields: of the config; kind: as the table says.
 
     attention: implementations that the architecture has. least_sharded: of its parameters, at least this fraction is stored in
-    shards. inputs: model -> kwargs of a call.
+    shards. tried: run in a few modes only. inputs: model -> kwargs of a call.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Architecture:
     inputs: Inputs
     attention: tuple[str, ...] = ("eager", "sdpa")
     least_sharded: float = 0.9
+    tried: bool = False
     nested: Mapping[str, str] = field(default_factory=dict)  # field -> config class of the dict given for it
 
     def build(self, *, attention: str, dropout: float = 0.0) -> nn.Module:
@@ -105,6 +106,11 @@ def text(model: nn.Module) -> dict[str, Any]:
     if "attention_mask" in inspect.signature(model.forward).parameters:
         call["attention_mask"] = padding(BATCH, SEQ)
     return call
+
+
+def short_text(model: nn.Module) -> dict[str, Any]:
+    """A call of few tokens, for models whose graph has a part for each token."""
+    return {"input_ids": ids(BATCH, SHORT), "labels": ids(BATCH, SHORT, seed=1)}
 
 
 def rows() -> dict[str, Architecture]:

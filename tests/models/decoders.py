@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from catalogue import VOCAB, Architecture, text
+from catalogue import VOCAB, Architecture, short_text, text
 
 LLAMA = {  # fields of Llama and of the many that name theirs alike
     "hidden_size": 36,
@@ -18,9 +18,10 @@ TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_
 
 def decoder(name: str, prefix: str, kind: str = "dense decoder", **fields: Any) -> Architecture:
     """A causal LM with classes <prefix>Config and <prefix>ForCausalLM."""
-    options = {k: fields.pop(k) for k in ("attention", "least_sharded", "nested") if k in fields}
+    options = {k: fields.pop(k) for k in ("attention", "least_sharded", "nested", "tried") if k in fields}
+    inputs = fields.pop("inputs", text)
     model = fields.pop("model", f"{prefix}ForCausalLM")
-    return Architecture(name, kind, fields.pop("config", f"{prefix}Config"), model, TOKENS | fields, text, **options)
+    return Architecture(name, kind, fields.pop("config", f"{prefix}Config"), model, TOKENS | fields, inputs, **options)
 
 
 def llama_like(name: str, prefix: str, kind: str = "dense decoder", **fields: Any) -> Architecture:
@@ -32,7 +33,7 @@ def moe(name: str, prefix: str, **fields: Any) -> Architecture:
 
 
 ROWS = (
-    decoder("GPT-2", "GPT2", model="GPT2LMHeadModel", n_embd=30, n_head=5, n_layer=2, n_inner=53, n_positions=31),
+    decoder("GPT-2", "GPT2", model="GPT2LMHeadModel", n_embd=30, n_head=5, n_layer=1, n_inner=53, n_positions=31),
     decoder(
         "GPT-Neo", "GPTNeo", hidden_size=30, num_heads=5, num_layers=2, intermediate_size=53, window_size=5,
         max_position_embeddings=31, attention_types=[[["global", "local"], 1]], attention=("eager",),
@@ -75,8 +76,8 @@ ROWS = (
     moe("Mixtral", "Mixtral", num_local_experts=5, num_experts_per_tok=2, output_router_logits=True),
     llama_like("Qwen2", "Qwen2"),
     moe(
-        "Qwen2-MoE", "Qwen2Moe", num_hidden_layers=2, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=23,
-        shared_expert_intermediate_size=29, output_router_logits=True, mlp_only_layers=[0],
+        "Qwen2-MoE", "Qwen2Moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=23,
+        shared_expert_intermediate_size=29, output_router_logits=True,
     ),
     llama_like("Qwen3", "Qwen3", head_dim=8),
     moe(
@@ -116,7 +117,20 @@ ROWS = (
     ),
     decoder(
         "Mamba", "Mamba", "state space", hidden_size=30, state_size=5, num_hidden_layers=1, time_step_rank=3,
-        expand=2,
+        expand=2, inputs=short_text, attention=("eager",),
+    ),
+    decoder(
+        "XLNet", "XLNet", model="XLNetLMHeadModel", d_model=30, n_layer=1, n_head=5, d_inner=53, attention=("eager",),
+        tried=True,
+    ),
+    decoder(
+        "XGLM", "XGLM", d_model=30, ffn_dim=53, num_layers=1, attention_heads=5, max_position_embeddings=31, tried=True,
         attention=("eager",),
     ),
+    moe(
+        "DeepSeek-V2", "DeepseekV2", num_hidden_layers=2, num_key_value_heads=6, n_routed_experts=6, n_group=3,
+        topk_group=2, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, moe_intermediate_size=23,
+        kv_lora_rank=12, q_lora_rank=13, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=7, tried=True,
+    ),
+    llama_like("Apertus", "Apertus", tried=True),
 )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,17 @@ class Promoted(TorchDispatchMode):
         return func(*tree_map(promoted, args), **tree_map(promoted, kwargs or {}))
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within: numbers that a model makes tensors of are of this dtype, as its parameters are."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def eager(model: nn.Module, program: Program, call: Mapping[str, Any]) -> Logical:
     """Outputs and gradients of one call of a copy of the model, by the names that its graph gives them."""
     plain = copy.deepcopy(model)
@@ -33,7 +45,7 @@ def eager(model: nn.Module, program: Program, call: Mapping[str, Any]) -> Logica
             config.use_cache = False
         if getattr(config, "_experts_implementation", None) == "grouped_mm":  # has no fp64 kernel
             config._experts_implementation = "eager"
-    with Promoted():
+    with Promoted(), default_dtype(torch.float64):
         leaves = tree_leaves(plain(**call))
         assert program.call is not None
         order = [leaf.index for leaf in program.call.out_leaves]

@@ -1,0 +1,117 @@
+"""The Hugging Face Trainer with a parallelized model: everything but two lines is what it is without megafx.
+
+    torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --output runs/trainer          # CPU (gloo) or GPUs
+    torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --output runs/trainer --steps 40 --resume
+    python examples/hf_trainer.py                                                                  # one process
+
+A small Llama learns synthetic sequences: with gradient clipping and accumulation, evaluation, a scheduler, checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import megafx
+from megafx.hf_trainer import attach
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="runs/trainer", help="folder of checkpoints")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save-steps", type=int, default=10)
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of attention")
+    parser.add_argument("--eager", action="store_true", help="do not parallelize: the plain Trainer, to compare with")
+    return parser.parse_args()
+
+
+def sequences(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Arithmetic sequences modulo 61: the next token follows from the two before."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, 61, (count, 2), generator=generator)
+    ids = [(start + step * torch.arange(16)) % 61 for start, step in starts]
+    return [{"input_ids": x, "labels": x} for x in ids]
+
+
+def new_model(dropout: float) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        attention_dropout=dropout,
+    )
+    return LlamaForCausalLM(config)
+
+
+def allow_cpu() -> None:
+    """accelerate refuses tensor parallelism on CPUs; this is the check that does, and it checks nothing else here."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not on_gpu:
+        allow_cpu()
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    model = new_model(args.dropout)
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        model.cuda()
+    if not args.eager:
+        model = megafx.parallelize(model)
+    training = TrainingArguments(
+        output_dir=args.output,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=2,
+        max_steps=args.steps,
+        max_grad_norm=0.5,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        lr_scheduler_kwargs={"num_cycles": 0.25},
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=5,
+        save_strategy="steps",
+        save_steps=args.save_steps,
+        save_only_model=True,  # what the Trainer cannot save of a sharded model, `attach` does
+        bf16=args.bf16,
+        use_cpu=not on_gpu,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=sequences(48, seed=3),
+        eval_dataset=sequences(10, seed=4),  # 3 + 3 + 3 + 1
+    )
+    attach(trainer)  # resumable checkpoints; every sample once in what is evaluated
+    trainer.train(resume_from_checkpoint=args.resume or None)
+    trainer.save_model(os.path.join(args.output, "final"))
+    if int(os.environ.get("RANK", "0")) == 0:
+        print("log", json.dumps([{k: float(v) for k, v in entry.items()} for entry in trainer.state.log_history]))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""Data parallelism times tensor parallelism on real gloo ranks: losses, gradients and three steps of a stock optimizer with
+clipping are those of one process on the whole batch, in fp64 and with dropout. Run as a script, this file is one of the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+RANKS, RTOL = 4, 1e-10
+ROWS, LENGTH, VOCAB = 3, 7, 67
+DDP = {"tensor_model_parallel_size": 2, "data_parallel_size": 2}
+
+
+@pytest.mark.dist
+def test_on_four_processes(tmp_path: Path) -> None:
+    processes.run_ranks(__file__, tmp_path, RANKS, timeout=240, environment={"CASES": "quick"})
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_more_on_four_processes(tmp_path: Path) -> None:
+    processes.run_ranks(__file__, tmp_path, RANKS, timeout=900, environment={"CASES": "more"})
+
+
+class Block(nn.Module):
+    """3 heads and 19 features: neither divides by 2."""
+
+    def __init__(self, h: int, heads: int, p: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.proj, self.up, self.down = (nn.Linear(*s) for s in ((h, 3 * h), (h, h), (h, 19), (19, h)))
+        self.drop, self.heads, self.p = nn.Dropout(p), heads, p
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = [y.view(b, s, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1)]
+        p = self.p if self.training else 0.0
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        x = x + self.drop(self.proj(a.transpose(1, 2).reshape(b, s, h)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Model(nn.Module):
+    """Without labels it returns logits: the loss is then the user's, of each rank's own rows."""
+
+    def __init__(self, p: float = 0.0, layers: int = 1) -> None:
+        super().__init__()
+        self.embed, self.positions, self.drop = nn.Embedding(VOCAB, 12), nn.Embedding(32, 12), nn.Dropout(p)
+        self.blocks = nn.ModuleList([Block(12, 3, p) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.drop(self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def base(p: float = 0.0) -> Model:
+    torch.manual_seed(0)
+    return Model(p).double()
+
+
+def batch(step: int, parts: int) -> tuple[Tensor, Tensor]:
+    """ids and labels of all ranks; the parts have unequal numbers of labels."""
+    draw = torch.Generator().manual_seed(step)
+    ids, labels = (torch.randint(0, VOCAB, (parts * ROWS, LENGTH), generator=draw) for _ in range(2))
+    labels[0, : LENGTH - 2] = -100
+    return ids, labels
+
+
+def mine(x: Tensor, parts: int, tensor_ranks: int) -> Tensor:
+    return x.chunk(parts)[dist.get_rank() // tensor_ranks]
+
+
+def parallel(model: nn.Module, **options: Any) -> nn.Module:
+    import megafx
+
+    return megafx.parallelize(model, megafx.Config(**options))
+
+
+def same_state(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
+    assert found.keys() == wanted.keys()
+    scale = 1e-6 * sum(float(v.norm()) ** 2 for v in wanted.values()) ** 0.5
+    for name, value in wanted.items():
+        close(found[name], value, f"{what} '{name}'", scale)
+
+
+class Alone:
+    """One process on the whole batch, beside the ranks, on rank 0; the others wait for what it says."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import megafx
+
+        self.model = model
+        if dist.get_rank() == 0:
+            config = megafx.Config(tensor_model_parallel_size=1, data_parallel_size=1)
+            self.model = megafx.parallelize(model, config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, eps=1e-4)
+
+    def check(self, loss: Any, found: dict[str, Tensor], calls: list[tuple[Tensor, Tensor]], seed: int) -> None:
+        """Loss of the last call and gradients of all."""
+        if dist.get_rank():
+            return
+        torch.manual_seed(seed)
+        for ids, labels in calls:
+            wanted = self.model(ids, labels)
+            wanted.backward()
+        close(loss, wanted.detach(), "loss")
+        same_state(found, {n: p.grad for n, p in self.model.named_parameters()}, "gradient of")
+
+    def step(self, norm: Any, state: dict[str, Tensor], what: str) -> None:
+        if dist.get_rank():
+            return
+        close(norm, torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5), "norm of the gradients")
+        self.optimizer.step(), self.optimizer.zero_grad()
+        same_state(state, dict(self.model.state_dict()), what)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def close(found: Any, wanted: Tensor, what: str, scale: float = 0.0) -> None:
+    error = float((found - wanted).norm()) / max(float(wanted.norm()), scale, 1e-300)
+    assert error <= RTOL, f"{what} is off by {error:.1e}"
+
+
+def trains_like_one_process(options: dict[str, Any]) -> None:
+    import megafx
+
+    start = base(0.3)
+    one = Alone(copy.deepcopy(start))
+    model = parallel(start, **options)
+    d, t = options["data_parallel_size"], options["tensor_model_parallel_size"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
+    for step in range(3):
+        ids, labels = batch(step, d)
+        torch.manual_seed(7 + step)
+        loss = model(mine(ids, d, t), mine(labels, d, t))
+        loss.backward()
+        one.check(loss.detach(), megafx.full_gradients(model), [(ids, labels)], 7 + step)
+        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step(), optimizer.zero_grad()
+        one.step(norm, megafx.full_state_dict(model), f"after step {step}:")
+
+
+def ddp() -> None:
+    trains_like_one_process(DDP)
+
+
+def parameters_sharded_over_both_axes() -> None:
+    trains_like_one_process({**DDP, "data_parallel": "fsdp"})
+
+
+def optimizer_sharded() -> None:
+    import megafx
+
+    trains_like_one_process({**DDP, "data_parallel": "zero1"})
+    model = parallel(base(), tensor_model_parallel_size=1, data_parallel_size=4, data_parallel="zero1")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    ids, labels = batch(0, 4)
+    model(mine(ids, 4, 1), mine(labels, 4, 1)).backward()
+    optimizer.step()
+    held = sum(s["exp_avg"].to_local().numel() for s in optimizer.state.values())
+    every = sum(p.numel() for p in model.parameters())
+    assert every / 4 <= held < every / 3, (held, every)
+    assert len(megafx.full_gradients(model)) == len(list(model.parameters()))
+
+
+def shards_and_copies() -> None:
+    sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 4, "data_parallel_shard_size": 2}
+    trains_like_one_process({**sizes, "data_parallel": "fsdp"})
+
+
+def accumulates_without_reducing(options: dict[str, Any]) -> None:
+    import megafx
+
+    start = base()
+    one, model = Alone(copy.deepcopy(start)), parallel(start, **options)
+    for again in range(2):
+        calls = [batch(10 * again + k, 2) for k in range(3)]
+        for k, (ids, labels) in enumerate(calls):
+            with model.no_sync() if k < 2 else contextlib.nullcontext():
+                loss = model(mine(ids, 2, 2), mine(labels, 2, 2))
+                loss.backward()
+            assert k == 2 or all(p.grad is None for p in model.parameters())
+        one.check(loss.detach(), megafx.full_gradients(model), calls, 0)
+        model.zero_grad(), one.model.zero_grad()
+    with model.no_sync():
+        model(mine(ids, 2, 2), mine(labels, 2, 2)).backward()
+    model.zero_grad()  # drops what is held
+    model(mine(ids, 2, 2), mine(labels, 2, 2)).backward()
+    one.check(loss.detach(), megafx.full_gradients(model), calls[-1:], 0)
+
+
+def accumulates() -> None:
+    accumulates_without_reducing(DDP)
+    accumulates_without_reducing({**DDP, "data_parallel": "fsdp"})
+
+
+def a_checkpoint_of_shards_goes_on_elsewhere(folder: Path) -> None:
+    """Saved with parameters sharded over both axes, loaded by ranks that hold copies: the same bits, and the same next step."""
+    import megafx
+
+    start, (ids, labels) = base(), batch(0, 2)
+    call = (mine(ids, 2, 2), mine(labels, 2, 2))
+    models = [parallel(copy.deepcopy(start), **DDP, data_parallel="fsdp"), parallel(start, **DDP)]
+    for model in models:
+        model(*call)  # settles how parameters are stored
+    sharded, copies = [(model, torch.optim.AdamW(model.parameters(), lr=0.05)) for model in models]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        model(*call).backward()
+        optimizer.step(), optimizer.zero_grad()
+        return megafx.full_state_dict(model)
+
+    step(*sharded)
+    megafx.save_checkpoint(folder, *sharded, step=1)
+    megafx.load_checkpoint(folder, *copies)
+    found, wanted = (megafx.full_state_dict(model) for model in models)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+    same_state(step(*sharded), step(*copies), "one step later:")
+
+
+def wrapping_is_the_error_that_names_the_options() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    from megafx.errors import UsageError
+
+    model = parallel(base(), **DDP)
+    for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
+        with pytest.raises(UsageError, match="data_parallel='ddp', 'zero1' or 'fsdp'"):
+            wrap(model)
+
+
+def the_report_lists_bytes_by_axis() -> None:
+    import megafx
+
+    model = parallel(base(), **DDP)
+    ids, labels = batch(0, 2)
+    model(mine(ids, 2, 2), mine(labels, 2, 2)).backward()
+    report = megafx.explain(model)
+    local = sum(p.to_local().numel() for p in model.parameters())
+    assert report.collectives()["backward all_reduce on dp"] == (1, local * 8)
+    assert "2 (gradients summed" in str(report) and "backward all_reduce on dp" in str(report)
+
+
+def ddp_without_tensor_parallelism() -> None:
+    trains_like_one_process({"tensor_model_parallel_size": 1, "data_parallel_size": 4})
+
+
+def a_loss_of_the_user_is_of_each_ranks_rows() -> None:
+    """Gradients are averaged, as DistributedDataParallel does."""
+    import megafx
+
+    start = base()
+    model, one = parallel(copy.deepcopy(start), **DDP), copy.deepcopy(start)
+    ids, labels = batch(0, 2)
+    F.cross_entropy(model(mine(ids, 2, 2)).flatten(0, 1), mine(labels, 2, 2).flatten()).backward()
+    losses = [
+        F.cross_entropy(one(i).flatten(0, 1), y.flatten()) for i, y in zip(ids.chunk(2), labels.chunk(2), strict=True)
+    ]
+    (sum(losses) / 2).backward()
+    wanted = {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
+    same_state(megafx.full_gradients(model), wanted, "gradient of")
+
+
+def what_ranks_differ_in_is_said() -> None:
+    from megafx.errors import AgreementError
+
+    model = parallel(base(0.3), **DDP)
+    part = dist.get_rank() // 2
+    ids, labels = batch(0, 2)
+    model(mine(ids, 2, 2), mine(labels, 2, 2))
+    with pytest.raises(AgreementError, match="shapes of their batches"):
+        model(ids[: 2 + part], labels[: 2 + part])
+    with pytest.raises(AgreementError, match="the mesh has 2 data-parallel ranks"):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        import megafx
+
+        megafx.parallelize(base(), megafx.Config(data_parallel_size=4), mesh=mesh)
+
+
+def weights_of_all_ranks_become_those_of_the_first() -> None:
+    import megafx
+
+    start = base()
+    with torch.no_grad():
+        start.norm.weight.fill_(dist.get_rank())
+    model = parallel(start, **DDP)
+    assert any("differed between ranks" in str(n) for n in model.megafx.notes)
+    assert float(megafx.full_state_dict(model)["norm.weight"].sum()) == 0.0
+
+
+CASES: dict[str, list[Callable[..., None]]] = {
+    "quick": [parameters_sharded_over_both_axes],
+    "more": [
+        ddp,
+        ddp_without_tensor_parallelism,
+        optimizer_sharded,
+        shards_and_copies,
+        accumulates,
+        a_loss_of_the_user_is_of_each_ranks_rows,
+        what_ranks_differ_in_is_said,
+        weights_of_all_ranks_become_those_of_the_first,
+        wrapping_is_the_error_that_names_the_options,
+        the_report_lists_bytes_by_axis,
+        a_checkpoint_of_shards_goes_on_elsewhere,
+    ],
+}
+
+
+def main(folder: str, rank: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    for case in CASES[os.environ["CASES"]]:
+        case(*([Path(folder) / "checkpoint"] if inspect.signature(case).parameters else []))
+        if rank == 0:
+            print(case.__name__, "ok", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,182 @@
+"""Parameters that data-parallel ranks hold shards of (ZeRO-1, FSDP, HSDP), in the simulator: results are those of one process,
+bytes are those of the formula, and of gathered parameters no more is there at once than one layer's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from data_mesh import compile_on, inputs_on, mesh_of, run_on, seeded, storage
+from harness import Case, errors
+from torch import fx
+
+from megafx.collectives import COPY_AXIS, REPLICA_AXIS, SHARD_AXIS
+from megafx.compiler import Compiled
+from megafx.data_axis import DataAxis
+from megafx.ir import VAL
+from megafx.overlap import is_start
+from megafx.passes.gather_parameters import region_of
+from megafx.passes.partition import partition
+from megafx.placements import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, I, Layout, S, payload
+from megafx.placements_nested import Nested, nested
+from megafx.shard_slices import shard_slices
+from megafx.sharding import shard_tensor, unshard_tensors
+from megafx.simulate import Logical, simulate
+
+RTOL, ROWS = 1e-10, 12
+GPT2 = Case.of("gpt2", dropout=0.2, layers=2)
+FORMS = {"fsdp": DataAxis(3, "fsdp", 3, 6000), "zero1": DataAxis(2, "zero1", 2), "hsdp": DataAxis(4, "fsdp", 2)}
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_of_shards_cover_a_parameter_once(t, ranks, dim):
+    shape = (7, 19)
+    full = torch.arange(1.0, 7 * 19 + 1).view(shape)
+    blocks = [(shape[dim], 1)] if dim else [(2, 2), (3, 1)]
+    for tensor in (I, S(dim, Layout.of(blocks, t))):
+        placement = nested(tensor, shape, t, ranks)
+        assert isinstance(placement, Nested) == (tensor.is_shard and t > 1)
+        locals_ = [shard_tensor(full, placement, r, t * ranks) for r in range(t * ranks)]
+        assert len({x.shape for x in locals_}) == 1
+        assert torch.equal(unshard_tensors(locals_, placement, t * ranks), full)
+        seen = torch.zeros(shape)
+        for rank, local in enumerate(locals_):
+            kept = torch.zeros_like(local)
+            for box in shard_slices(shape, placement, rank, t * ranks):
+                assert torch.equal(local[box.local], full[box.original])
+                kept[box.local] = local[box.local]
+                seen[box.original] += 1
+            assert torch.equal(kept, local)  # what is in no box is zero
+        assert bool((seen == 1).all())
+
+
+@cache
+def wanted() -> Logical:
+    return GPT2.run(GPT2.compile(1), seeded(GPT2, ROWS))
+
+
+def worst(compiled: Compiled, data: DataAxis) -> float:
+    found = run_on(GPT2, compiled, data, seeded(GPT2, ROWS))
+    one = dataclasses.replace(wanted(), outputs={n: wanted().outputs[n] for n in found[0].outputs})
+    assert one.outputs and one.gradients
+    return max(max(errors(copy, one).values()) for copy in found)
+
+
+@pytest.mark.parametrize(
+    ("form", "t"),
+    [
+        ("fsdp", 2),
+        pytest.param("zero1", 3, marks=pytest.mark.slow),
+        ("hsdp", 1),
+        pytest.param("hsdp", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_compute_what_one_process_does(form, t):
+    data = FORMS[form]
+    compiled = compile_on(GPT2, data, t, sequence_parallel=t > 1)
+    assert worst(compiled, data) <= RTOL
+    # what comes of the last sum of gradients, lost on the way
+    axis = REPLICA_AXIS if form == "hsdp" else SHARD_AXIS
+    start = [
+        n for n in compiled.program.graph.nodes if is_start(n) and n.args[-1] == axis and "reduce" in str(n.target)
+    ][-1]
+    (wait,) = start.users
+    users = list(wait.users)
+    with compiled.program.graph.inserting_after(wait):
+        lost = compiled.program.graph.call_function(torch.ops.aten.zeros_like.default, (wait,))
+    for user in users:
+        user.replace_input_with(wait, lost)
+    compiled.program.gm.recompile()
+    assert worst(compiled, data) > 1e-3
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_a_step_sends_what_the_formula_says(t):
+    """FSDP: a gather in forward, one in backward of what that needs, and a reduce-scatter, n (d - 1) / d bytes each."""
+    data = DataAxis(4, "fsdp", 2)
+    compiled = compile_on(GPT2, data, t)
+    sent = compiled.communication(mesh_of(data, t) | {"dp": 4, COPY_AXIS: 2 * t})
+    stored, program = storage(compiled, data, GPT2), compiled.program
+    nodes = dict(zip(program.placeholders(), program.inputs, strict=True))
+    gathers = scatters = forward_only = head = 0
+    for node, spec in nodes.items():
+        if spec.kind == "param":
+            n = 2 if isinstance(stored[spec.name], Nested) or t == 1 else 2 * t
+            value = node.meta[VAL]
+            once = payload(ALL_GATHER, value.numel() * n, n) * 8
+            tied = spec.name == "transformer.wte.weight"  # gathered for the embedding, and for the head
+            gathers += once * (1 + tied)
+            head += (
+                once if tied and t == 1 else 0
+            )  # the fused head and loss of one rank make their gradients in forward
+            looked_up = spec.name in ("transformer.wte.weight", "transformer.wpe.weight")
+            added = spec.name.endswith("bias") and "c_fc" not in spec.name  # that one is inside of an activation
+            forward_only += once if looked_up or added else 0
+            scatters += value.numel() * 8  # half of the two ranks' rows
+
+    def total(direction: str, collective: str) -> int:
+        axes = (SHARD_AXIS, COPY_AXIS, REPLICA_AXIS)
+        return sum(
+            c.bytes_moved for c in sent if (c.direction, c.collective) == (direction, collective) and c.axis in axes
+        )
+
+    assert total("forward", ALL_GATHER) == gathers
+    assert total("backward", ALL_GATHER) == gathers - forward_only - head
+    assert total("backward", REDUCE_SCATTER) == scatters
+    assert total("backward", ALL_REDUCE) == payload(ALL_REDUCE, scatters // 8, 2) * 8
+
+
+class Gathered:
+    """Watches a simulated run: bytes of gathered parameters that rank 0 has at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def __call__(self, node: fx.Node, values: list[Any]) -> None:
+        if is_start(node) and node.args[-1] in (SHARD_AXIS, COPY_AXIS) and "gather" in str(node.target):
+            size = values[0].numel() * values[0].element_size()
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(values[0], self.freed, size)
+
+    def freed(self, size: int) -> None:
+        self.now -= size
+
+
+def most_gathered(form: str) -> tuple[int, int, int]:
+    """(bytes of the largest region, of all gathers, most that was there at once in forward or backward), measured."""
+    data = DataAxis(2, form, 2)
+    compiled = compile_on(GPT2, data, 1)
+    regions: dict[str, int] = {}
+    for node in compiled.program.graph.nodes:
+        if is_start(node) and "gather" in str(node.target):
+            name = region_of(node.meta["fqn"])
+            regions[name] = regions.get(name, 0) + node.meta[VAL].numel() * node.meta[VAL].element_size()
+    parts = partition(compiled.program)
+    per_rank = inputs_on(GPT2, compiled, data, seeded(GPT2, 4))
+    count = len(parts.forward.graph.find_nodes(op="placeholder"))
+    forward, backward = Gathered(), Gathered()
+    mesh = mesh_of(data, 1)
+    made = simulate(parts.forward, [mine[:count] for mine in per_rank], mesh=mesh, watch=forward)
+    outputs = sum(o.kind != "gradient" for o in compiled.program.outputs)
+    given = []
+    for mine, results in zip(per_rank, made, strict=True):
+        values = iter(results[outputs:])
+        given.append([mine[s.index] if s.kind == "input" else next(values) for s in parts.saved] + mine[count:])
+    del made
+    assert parts.backward is not None
+    simulate(parts.backward, given, mesh=mesh, watch=backward)
+    return max(regions.values()), sum(regions.values()), max(forward.most, backward.most)
+
+
+def test_of_gathered_parameters_no_more_than_a_region_is_there_at_once():
+    region, every, most = most_gathered("fsdp")
+    assert 0 < most <= region < every / 2
+    assert most_gathered("zero1")[2] > every / 2  # all that backward needs

@@ -1,0 +1,105 @@
+"""What models outside of the matrix's list brought up, each as the smallest model that shows it.
+
+Covers: sizes.py (ranges with a step), canonicalize_fills.py and canonicalize_views.py (dtypes and memory that eager decides),
+canonicalize_common.py (sizes that depend on data).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megafx
+from megafx.capture import capture_call
+from megafx.errors import CaptureError
+from megafx.interpret import run_program
+from megafx.passes.canonicalize import canonicalize
+
+TWO = megafx.Config(tensor_model_parallel_size=2)
+
+
+def floats(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class RelativeShift(nn.Module):
+    """Scores by distance, shifted into place as XLNet does it: distances count down from seq to -seq."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.r = nn.Linear(6, 12), nn.Linear(6, 12, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        distance = torch.arange(s, -s, -1.0, dtype=x.dtype)[:, None] * torch.ones(6, dtype=x.dtype)
+        q, r = self.q(x).view(b, s, 2, 6), self.r(distance).view(-1, 2, 6)
+        scores = torch.einsum("bind,jnd->bnij", q, r)
+        b, n, i, j = scores.shape
+        shifted = scores.reshape(b, n, j, i)[:, :, 1:, :].reshape(b, n, i, j - 1)
+        loss: torch.Tensor = shifted[..., :s].softmax(-1).square().sum()
+        return loss
+
+
+def test_range_with_a_step() -> None:
+    """Its length is a rounded quotient, which is computed from the inputs' sizes as all others are."""
+    found = megafx.verify(RelativeShift().double(), TWO, example_inputs=(floats(3, 5, 6),))
+    assert found.ok, str(found)
+
+
+class LargeNumber(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(x, torch.full((), torch.finfo(x.dtype).min))
+
+
+def test_new_tensors_keep_the_default_dtype_of_the_capture() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        program = capture_call(LargeNumber(), (floats(2, 3),))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    canonicalize(program)
+    outputs = run_program(program, LargeNumber(), (floats(2, 3),), {})
+    torch.testing.assert_close(outputs, floats(2, 3))  # in fp32 the number is none
+
+
+class Rotated(nn.Module):
+    """Queries turned as complex numbers, beside another linear of the same input, of odd width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent, self.q, self.out = nn.Linear(6, 5), nn.Linear(6, 4), nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = torch.view_as_complex(self.q(x).unflatten(-1, (2, 2)))
+        turned = torch.view_as_real(q * torch.polar(torch.ones_like(q.real), torch.ones_like(q.real)))
+        loss: torch.Tensor = self.out(torch.cat([self.latent(x), turned.flatten(-2)], -1)).square().sum()
+        return loss
+
+
+def test_complex_rotation_of_a_part_of_a_joint_product() -> None:
+    found = megafx.verify(Rotated().double(), TWO, example_inputs=(floats(3, 5, 6),))
+    assert found.ok, str(found)
+
+
+class SpanOfData(nn.Module):
+    """Relative positions as DeBERTa has them: the span, a size, has been through a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(floats(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        span = torch.min(torch.tensor(x.shape[1]), torch.tensor(4))
+        near = self.positions[4 - span : 4 + span, :].unsqueeze(0)
+        return torch.matmul(x, near.transpose(1, 2)).sum()
+
+
+def test_slice_by_a_tensor_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError) as caught:
+        canonicalize(capture_call(SpanOfData(), (floats(2, 5, 6),)))
+    assert "depends on the data of a tensor" in caught.value.found
+    source: Any = caught.value.source
+    assert "self.positions[4 - span" in source.code
