@@ -16,6 +16,7 @@ from megafx.collectives import BATCH_AXIS, COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, 
 from megafx.config import Config
 from megafx.data_axis import DDP, DataAxis
 from megafx.errors import AgreementError
+from megafx.gloo_exit import wait_at_exit
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -
         mesh = _world(config, device)
         if mesh is None:
             return Meshes(None)
+    wait_at_exit()
     tensor = tensor_mesh(mesh, config.tensor_model_parallel_size)
     names = [n for n in (REPLICA_AXIS, SHARD_AXIS, BATCH_AXIS) if n in (mesh.mesh_dim_names or ())]
     ranks = 1

@@ -65,7 +65,9 @@ def assert_equal(found, wanted) -> None:
 def main(folder: Path, rank: int) -> None:
     import megafx
     from megafx.errors import AgreementError
+    from megafx.gloo_exit import wait_at_exit
 
+    wait_at_exit()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=timedelta(seconds=60)
     )

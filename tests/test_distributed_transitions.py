@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megafx.collectives import AxisContext, on_mesh
+from megafx.gloo_exit import wait_at_exit
 from megafx.ir import Program
 from megafx.placements import TRANSITIONS, Layout, Placement, S, dual
 from megafx.sharding import shard_tensor, unshard_tensors
@@ -68,6 +69,7 @@ def expanded(src: Placement, dst: Placement, shape: torch.Size, mesh: dict[str, 
 
 
 def rank_main(store: str, rank: int) -> None:
+    wait_at_exit()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=T)
     assert dist.group.WORLD is not None
     mesh = {"tp": AxisContext(rank, T, dist.group.WORLD.group_name)}

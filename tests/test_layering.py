@@ -27,7 +27,7 @@ LAYERS = [
         "kernels.philox_triton",
     },
     # settings; the intermediate form; plain algebra
-    {"safetensors_writer", "data_axis", "lost_ranks", "finite"}
+    {"safetensors_writer", "data_axis", "lost_ranks", "finite", "gloo_exit"}
     | {"config", "debug", "ir", "plan", "rules", "views", "solver", "cost", "sharding", "stacking", "overlap"}
     | {"shard_slices", "op_families", "joined", "source_lines", "call_spec", "guards", "tables", "kernels.runs"},
     # what reads one graph, or one tensor
