@@ -129,8 +129,8 @@ def load_checkpoint(
     """Fill model, optimizer and generators from a checkpoint that was saved on any number of ranks.
 
     Collective over all ranks. folder: of one checkpoint, or a root of several, of which the newest valid one is taken (files
-    are compared with their digests; damaged ones are named in a warning). A folder of torch.distributed.checkpoint's own
-    format gives the model only. Each rank reads its own slices. extra: objects with `load_state_dict()`, by the names under
+    are compared with their digests; damaged ones are named in a warning); or one of torch.distributed.checkpoint's own format,
+    with model and optimizer. Each rank reads its own slices. extra: objects with `load_state_dict()`, by the names under
     which they were saved; what else was saved is in the result. missing_ok: None where there is no checkpoint yet.
 
     A model on meta gets memory for what this rank holds; buffers that are not persistent get the constructor's values, as
@@ -144,13 +144,8 @@ def load_checkpoint(
     root = Path(folder)
     stock = root / checkpoint_folder.STOCK
     if _same(stock.exists(), group):
-        if several_of(optimizer):
-            raise UsageError(
-                f"{root} was written by torch.distributed.checkpoint itself: of it the model is read, not the optimizer",
-                fix="load_checkpoint(folder, model), then save_checkpoint(...)",
-            )
         rest = _rest(model, factory, group)
-        load_stock(root, model, group)
+        load_stock(root, model, several_of(optimizer), group)
         _fill(model, rest)
         return LoadedCheckpoint(root, 0)
     found = _newest_valid(root, group)

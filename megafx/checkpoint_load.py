@@ -22,8 +22,10 @@ from megafx.checkpoint_state import (
     model_targets,
     optimizer_misfit,
     optimizer_targets,
+    state_misfits,
 )
 from megafx.checkpoint_stock import StockReader, stock_names, stock_tensors
+from megafx.checkpoint_stock_optimizer import stock_optimizers
 from megafx.checkpoint_storage import FolderReader, read_slices
 from megafx.checkpoint_tree import decode, encode, tensor_names
 from megafx.errors import CheckpointError
@@ -138,16 +140,27 @@ def refuse(wrong: list[str], path: Path) -> None:
         )
 
 
-def load_stock(path: Path, model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Fill the model from a checkpoint of torch.distributed.checkpoint's own format. Collective over the group."""
+def load_stock(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], group: dist.ProcessGroup | None
+) -> None:
+    """Fill model and optimizers from a checkpoint of torch.distributed.checkpoint's own format. Collective over the group."""
     about = stock_tensors(path)
     names = stock_names(about, [n for stored in stored_tensors(model) for n in stored.names])
     there = {name: (tuple(about[t].size), about[t].properties.dtype) for name, t in names.items()}
-    refuse(misfits(model, there, f"checkpoint {path}"), path)
+    wrong = misfits(model, there, f"checkpoint {path}")
+    saved = stock_optimizers(path, model, optimizers, names.values()) if optimizers and not wrong else []
+    shapes = {name: (tuple(t.size), t.properties.dtype) for name, t in about.items()}
+    wrong += [text for data in saved for text in state_misfits(model, data, shapes)]
+    refuse(wrong, path)
     _give_memory(model)
-    targets = model_targets(model, names)
+    tensors: dict[str, torch.Tensor] = {}
+    for data in saved:
+        tensors |= optimizer_targets(model, data, shapes)
+    targets = {name: Slices.of(tensor) for name, tensor in tensors.items()} | model_targets(model, names)
     read_slices(targets, StockReader(path, {*targets}), group)
     finish_model(model, {})
+    for optimizer, data in zip(optimizers, saved, strict=True):
+        finish_optimizer(optimizer, model, data, tensors)
 
 
 def _give_memory(model: nn.Module) -> None:

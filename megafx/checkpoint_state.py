@@ -98,7 +98,7 @@ def several_of(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
     return list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
 
 
-def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """FQNs of each group's parameters."""
     names = {id(p): name for name, p in model.named_parameters()}
     found = []
@@ -115,7 +115,7 @@ def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[s
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """Its state dict by FQN: {"groups": [{"names": FQNs, option: value}], "state": {FQN: {key: value}}}."""
-    names, state = _names_of(optimizer, model), optimizer.state_dict()
+    names, state = names_of(optimizer, model), optimizer.state_dict()
     packed = {
         index: name
         for group, known in zip(state["param_groups"], names, strict=True)
@@ -130,13 +130,25 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str
 
 def optimizer_misfit(optimizer: torch.optim.Optimizer, model: nn.Module, data: Any) -> str | None:
     """How the parameter groups of a saved optimizer are not those of this one; None: they are."""
-    mine, theirs = _names_of(optimizer, model), [group["names"] for group in data["groups"]]
+    mine, theirs = names_of(optimizer, model), [group["names"] for group in data["groups"]]
     if sorted(map(sorted, mine)) == sorted(map(sorted, theirs)):
         return None
     a, b = {n for names in theirs for n in names}, {n for names in mine for n in names}
     if a != b:
         return f"its optimizer has parameters {sorted(a - b)[:3]} that this one has not, and lacks {sorted(b - a)[:3]}"
     return f"its optimizer has {len(theirs)} groups of parameters, this one {len(mine)}, or they are otherwise grouped"
+
+
+def state_misfits(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> list[str]:
+    """Tensors of a saved optimizer that cannot be kept of the parameter they are said to be of (sizes of 1 are sums)."""
+    parameters, wrong = dict(model.named_parameters()), []
+    for fqn, kept in data["state"].items():
+        mine = tuple(parameters[fqn].shape)
+        for name in tensor_names(kept):
+            shape = tuple(shapes[name][0])
+            if len(shape) == len(mine) and any(n not in (1, m) for n, m in zip(shape, mine, strict=True)):
+                wrong.append(f"'{name}' is {shape} there, '{fqn}' is {mine} in the model")
+    return wrong
 
 
 def optimizer_targets(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -165,7 +177,7 @@ def finish_optimizer(
 ) -> None:
     """Give the optimizer its saved state, through its own `load_state_dict`."""
     whole = decode(data, tensors.__getitem__)
-    names = _names_of(optimizer, model)
+    names = names_of(optimizer, model)
     saved = {frozenset(group["names"]): group for group in whole["groups"]}
     now = optimizer.state_dict()
     groups, state = [], {}

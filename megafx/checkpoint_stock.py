@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +88,13 @@ def stock_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {name: t for name, t in about.items() if isinstance(t, TensorStorageMetadata)}
 
 
-def stock_names(about: dict[str, TensorStorageMetadata], names: list[str]) -> dict[str, str]:
+def stock_names(about: Mapping[str, Any], names: list[str]) -> dict[str, str]:
     """Name of ours -> name in the checkpoint, where all of ours have one prefix there ('', 'model.', ...)."""
-    best: dict[str, str] = {}
-    prefixes = {there.removesuffix(names[0]) for there in about if there.endswith(names[0])} if names else set()
-    for prefix in sorted(prefixes, key=len):
-        found = {name: prefix + name for name in names if prefix + name in about}
-        if len(found) > len(best):
-            best = found
-    return best
+    known, counts = {*names}, Counter[str]()
+    for there in about:
+        parts = there.split(".")
+        for i in range(len(parts)):
+            if ".".join(parts[i:]) in known:
+                counts["".join(f"{part}." for part in parts[:i])] += 1
+    prefix = min(counts, key=lambda p: (-counts[p], len(p), p), default="")
+    return {name: prefix + name for name in names if prefix + name in about}

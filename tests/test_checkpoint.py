@@ -1,4 +1,4 @@
-"""Covers: checkpoint files of one process: what they hold, damage, crashes, misfits, plain data, stock checkpoints."""
+"""Covers: checkpoint files of one process: what they hold, damage, crashes, misfits, plain data, pickles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
@@ -404,22 +403,7 @@ def test_an_asynchronous_save_that_failed_is_raised_by_the_next(
     assert megafx.save_checkpoint(tmp_path, model, optimizer, step=2).name == "step_00000002"
 
 
-# -- torch's own checkpoints
-
-
-@pytest.mark.parametrize("key", [None, "model"])
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_stock_checkpoints_give_the_model(key: str | None, tmp_path: Path) -> None:
-    model, optimizer = trained()
-    state = {key: model.state_dict(), "optim": optimizer.state_dict()} if key else model.state_dict()
-    dcp.save(state, checkpoint_id=tmp_path / "stock")
-    other, theirs = trained(seed=1)
-    megafx.load_checkpoint(tmp_path / "stock", other)
-    assert same(model, other)
-    with pytest.raises(CheckpointError, match=r"\(7, 5\) torch.float32 there, \(6, 5\)"):
-        megafx.load_checkpoint(tmp_path / "stock", Net(width=6))
-    with pytest.raises(UsageError, match="of it the model is read, not the optimizer"):
-        megafx.load_checkpoint(tmp_path / "stock", other, theirs)
+# -- pickles (tests/test_stock_checkpoint.py reads those of torch)
 
 
 class Bomb:
