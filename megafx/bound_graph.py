@@ -39,6 +39,7 @@ class Runs(Protocol):
     """What runs a compiled graph (executable.Executable)."""
 
     read_in_backward: list[tuple[int, Saved]]
+    see: Callable[[DTensor], None] | None
 
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Any]: ...
 
@@ -114,7 +115,7 @@ class BoundGraph:
 
     def _inputs(self, call: Call) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """(local tensors in placeholder order, position -> the user's own tensor)."""
-        runtime = self.runtime
+        runtime, see = self.runtime, self.executable.see
         given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs))
         slots = iter(self.slots)
         inputs: list[Any] = []
@@ -123,6 +124,8 @@ class BoundGraph:
             if spec.kind == "param":
                 slot = next(slots)
                 param = slot.module._parameters[slot.key]
+                if see is not None and isinstance(param, TPTensor):
+                    see(param)
                 inputs.append(
                     param._local_tensor if isinstance(param, TPTensor) else runtime.plain_parameter(spec.name, param)
                 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import megafx.collectives  # noqa: F401  gives _c10d_functional its fake implementations
+import megafx.region_gather  # noqa: F401  registers the op; collectives, which it imports, gives _c10d_functional its fakes
 from megafx.ir import PHASE, VAL, Program, fqn_of
 from megafx.placements import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, payload
 
@@ -27,6 +27,7 @@ COLLECTIVES: dict[Any, str] = {
     c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
     c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
     c10d.all_to_all_single.default: ALL_TO_ALL,
+    torch.ops.megafx.gather_region.default: ALL_GATHER,
 }
 
 

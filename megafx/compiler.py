@@ -26,6 +26,7 @@ from megafx.data_axis import DataAxis
 from megafx.debug import current
 from megafx.errors import PlacementError
 from megafx.executable import Executable
+from megafx.gathered import GatheredParameters
 from megafx.hardware import Hardware
 from megafx.ir import RECOMPUTE, VAL, Input, Note, Phase, Program, is_floating
 from megafx.pass_runner import Pass, insert_user_passes, run_passes
@@ -74,11 +75,14 @@ class Compiled:
     wrt: list[int]
     differentiated: list[int]
 
-    def executable(self, axes: Mapping[str, AxisContext] | None) -> Executable:
-        """What this rank runs. axes: this rank's place on each axis; None without a process group (one rank)."""
+    def executable(
+        self, axes: Mapping[str, AxisContext] | None, gathered: GatheredParameters | None = None
+    ) -> Executable:
+        """What this rank runs. axes: this rank's place on each axis; None without a process group (one rank). gathered:
+        parameters of the model that its graphs have gathered and keep."""
         if axes is None:
             return Executable.of(self.program)
-        return Executable.of(bind_mesh(self.program, axes), lambda: on_mesh(axes))
+        return Executable.of(bind_mesh(self.program, axes), lambda: on_mesh(axes), gathered)
 
     def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
         """Every collective of one step, those that backward repeats included. sizes: of the axes besides the plan's."""

@@ -1,8 +1,8 @@
 """How many ranks share the work of a batch, and how they hold parameters. No torch import.
 
     ddp     every rank holds all parameters; gradients are all-reduced
-    zero1   ranks hold shards of parameters (so that their optimizer has the state of a shard), gathered at each forward and
-            kept for its backward; gradients are reduce-scattered. Source: Rajbhandari et al. 2020 (ZeRO)
+    zero1   ranks hold shards of parameters (so that their optimizer has the state of a shard), gathered at the first forward
+            after a step and kept until the next; gradients are reduce-scattered. Source: Rajbhandari et al. 2020 (ZeRO)
     fsdp    the same, but gathered a region at a time, freed after use and gathered again in backward. Source: Zhao et al. 2023
 
 With `shard_ranks` less than `ranks`, shards are of that many ranks, and groups of them hold copies (HSDP): gradients are

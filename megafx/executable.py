@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from megafx.autocast import no_autocast
 from megafx.errors import UsageError
+from megafx.gathered import Gathered, GatheredParameters
 from megafx.ir import VAL, Program
 from megafx.joined import Joined
 from megafx.later import Later, LazyOutput
@@ -51,6 +53,7 @@ class Executable:
     inputs: tensors (and ints) in the order of `program.inputs` without the tangents. outputs: in the order of
     `program.outputs` without the gradients, with a LazyOutput for each lazy one. kept is None where there is no backward.
     tangents: one per differentiated output. context: entered around each run, such as `lambda: on_mesh(...)`.
+    gathered: what the graphs of one model have gathered. see: to be called with each parameter before forward.
     """
 
     def __init__(
@@ -59,8 +62,11 @@ class Executable:
         outputs: int,
         differentiated: list[int],
         context: Context = contextlib.nullcontext,
+        gathered: GatheredParameters | None = None,
     ) -> None:
         self.parts, self.outputs, self.differentiated, self.context = parts, outputs, differentiated, context
+        self.gathered = gathered or GatheredParameters()
+        self.see: Callable[[DTensor], None] | None = self.gathered.see if parts.gathered else None
         self._forward: Callable[..., Any] = call_directly(reuse_buffers(parts.forward)).forward
         self._backward: Callable[[list[Any]], Any] | None = None
         self._last_backward = self._backward
@@ -71,7 +77,10 @@ class Executable:
                 self._last_backward = call_directly(reusing).forward
         self._given = [s.index for s in parts.saved if s.kind == "input"]
         self._values = sum(s.kind != "input" for s in parts.saved)
-        self._joins = [Joined(indices) for indices in parts.joins]
+        self._joins = [
+            Gathered(indices, *parts.gathered[k], self.gathered) if k in parts.gathered else Joined(indices)
+            for k, indices in enumerate(parts.joins)
+        ]
         count = len(parts.forward.graph.find_nodes(op="placeholder")) - len(self._joins)
         self._watched = [i for i, s in enumerate(parts.saved) if s.shared and s.index < count]
         joined = [s for s in parts.saved if s.index >= count]
@@ -80,11 +89,13 @@ class Executable:
         self.read_in_backward = own + self._watched_parts  # (index of an input, what is kept of it)
 
     @staticmethod
-    def of(program: Program, context: Context = contextlib.nullcontext) -> Executable:
+    def of(
+        program: Program, context: Context = contextlib.nullcontext, gathered: GatheredParameters | None = None
+    ) -> Executable:
         """Partition a program (lowered and bound; a program without gradients gets a forward only) and make it runnable."""
         names = [o.name for o in program.outputs if o.kind != "gradient"]
         differentiated = [names.index(i.name) for i in program.inputs if i.kind == "tangent"]
-        return Executable(partition(program), len(names), differentiated, context)
+        return Executable(partition(program), len(names), differentiated, context, gathered)
 
     def compiled(self, **options: Any) -> Executable:
         """The same through `torch.compile`, sizes that the program knows as dynamic being so. options: of torch.compile.
@@ -92,7 +103,7 @@ class Executable:
         Each graph is compiled by itself: compiled around autograd, Inductor would
         partition again, by rules that know neither our collectives nor our tags. Kept values live until backward ends.
         """
-        made = Executable(self.parts, self.outputs, self.differentiated, self.context)
+        made = Executable(self.parts, self.outputs, self.differentiated, self.context, self.gathered)
         made._forward = _compiled(self.parts.forward, options)
         if self.parts.backward is not None:
             run = _compiled(_unboxed(self.parts.backward), options)

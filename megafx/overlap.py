@@ -8,6 +8,7 @@ import torch
 import torch.distributed._functional_collectives  # defines _c10d_functional
 from torch import fx
 
+import megafx.region_gather  # noqa: F401  registers the op
 from megafx.placements import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -17,12 +18,18 @@ STARTS: dict[Any, str] = {
     c10d.all_gather_into_tensor.default: ALL_GATHER,
     c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
     c10d.all_to_all_single.default: ALL_TO_ALL,
+    torch.ops.megafx.gather_region.default: ALL_GATHER,
 }
 
 
 def is_start(node: fx.Node) -> bool:
     """Whether the node starts a collective, which a wait_tensor ends."""
     return node.target in STARTS
+
+
+def is_region_gather(node: fx.Node) -> bool:
+    """Whether it starts the gather of the parameters of a region (passes/gather_parameters.py)."""
+    return node.target is torch.ops.megafx.gather_region.default
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from megafx.compiler import Compiled, Request, compile_program, plan_only
 from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.executable import Executable
+from megafx.gathered import GatheredParameters
 from megafx.graph_keys import Call
 from megafx.hardware import Hardware
 from megafx.held_gradients import HeldBack
@@ -46,6 +47,7 @@ class Parallelizer:
         self.last: Compiled | None = None
         self.runtime: Runtime | None = None
         self.caches: dict[str, Placement] = {}
+        self.gathered = GatheredParameters()
 
     # -- what the runtime asks for
 
@@ -65,13 +67,14 @@ class Parallelizer:
             program = self.capture(request, wanted is not None)
             compiled = compile_program(program, self._request(dict(fixed) | _shards_of(request.call), wants))
         self._settle_caches(compiled.program)
-        executable = compiled.executable(self._axes())
+        executable = compiled.executable(self._axes(), self.gathered)
         if self.config.compile:
             executable = executable.compiled()
         if wanted is not None or self.last is None:
             self.last = compiled
         names = [spec.name for spec in compiled.program.inputs]
-        joined = [[names[i] for i in indices] for indices in executable.parts.joins]
+        parts = executable.parts
+        joined = [[names[i] for i in indices] for k, indices in enumerate(parts.joins) if k not in parts.gathered]
         call = CompiledCall(compiled.program, executable, compiled.wrt, compiled.differentiated, dict(fixed), joined)
         if compiled.program.unreduced is not None:
             call.holding = HeldBack(functools.cache(lambda kind: self._held_back(compiled, executable, kind)))

@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+import megafx.region_gather  # noqa: F401  registers the op
 from megafx.collectives import (
     BATCH_AXIS,
     COPY_AXIS,
@@ -230,6 +232,13 @@ def _all_to_all(xs: Values, received: Sequence[int], sent: Sequence[int], group:
     return [torch.cat([parts[q][r] for q in range(len(xs))]) for r in range(len(xs))]
 
 
+def _gather_region(lists: Values, size: int, axis: str) -> Values:
+    """Tensor after tensor, each with the rows of all ranks, from the next multiple of 128 elements on."""
+    wholes = [torch.cat([*xs]).flatten() for xs in zip(*lists, strict=True)]
+    flat = torch.cat([F.pad(whole, (0, -whole.numel() % 128)) for whole in wholes])
+    return [flat.clone() for _ in lists]
+
+
 def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
     """The coalesced form: a list of tensors on every rank."""
 
@@ -243,6 +252,7 @@ def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
 CROSS_RANK: dict[Any, Callable[..., Values]] = {
     mfx.transition.default: move_reference,
     mfx.batch_sum.default: _batch_sum,
+    mfx.gather_region.default: _gather_region,
     c10d.wait_tensor.default: lambda xs: xs,
     c10d.all_reduce.default: _all_reduce,
     c10d.all_reduce_.default: _all_reduce_in_place,

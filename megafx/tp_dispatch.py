@@ -41,13 +41,30 @@ class DispatchedTensor(DTensor):
             return _new(type(args[0]), args[0]._local_tensor, args[0]._spec, requires_grad=False)
         if func is aten.add_.Tensor and not kwargs and _same_spec(*args):  # gradient accumulation
             args[0]._local_tensor.add_(args[1]._local_tensor)
+            _count_write(args[0])
             return args[0]
         kwargs = kwargs or {}
-        if _order_free(func):
-            done, result = _on_locals(func, args, kwargs)
-            if done:
-                return result
-        return _on_dtensors(func, args, kwargs)
+        done, result = _on_locals(func, args, kwargs) if _order_free(func) else (False, None)
+        if not done:
+            result = _on_dtensors(func, args, kwargs)
+        for written in _written(func):
+            _count_write(args[written] if isinstance(written, int) and written < len(args) else kwargs.get(written))
+        return result
+
+
+@cache
+def _written(func: Any) -> tuple[int | str, ...]:
+    """Positions (of keyword arguments: names) of what the operation writes into."""
+    arguments = func._schema.arguments
+    writes = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(arguments[i].name if arguments[i].kwarg_only else i for i in writes)
+
+
+def _count_write(x: Any) -> None:
+    """What is written through a DTensor counts as written into its local tensor, which below autograd nobody sees to."""
+    for tensor in x if isinstance(x, (list, tuple)) else (x,):
+        if isinstance(tensor, DTensor) and not tensor._local_tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor._local_tensor)
 
 
 class _Dispatching(TorchDispatchMode):

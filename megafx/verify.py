@@ -307,7 +307,7 @@ def check_collectives(program: Program) -> None:
         if str(node.target) == WAIT:
             if not _is_started(node.args[0]):
                 raise fail(node, f"waits for %{node.args[0]}, which starts no collective")
-        elif node.target.namespace == COLLECTIVE_NAMESPACE:
+        elif _starts(node.target):
             for started in _started(node):
                 waits = [u for u in started.users if str(u.target) == WAIT]
                 readers = [u for u in started.users if u not in waits]
@@ -326,7 +326,11 @@ def _is_started(node: Any) -> bool:
     if isinstance(node, fx.Node) and node.target is operator.getitem:
         node = node.args[0]
     target = node.target if isinstance(node, fx.Node) else None
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == COLLECTIVE_NAMESPACE
+    return isinstance(target, torch._ops.OpOverload) and _starts(target)
+
+
+def _starts(target: torch._ops.OpOverload) -> bool:
+    return target.namespace == COLLECTIVE_NAMESPACE or target._schema.name == "megafx::gather_region"
 
 
 Check = Callable[[Program], None]

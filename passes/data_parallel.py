@@ -10,7 +10,7 @@ of theirs; where the loss is not in the graph it is divided by their number, as 
 
 Of a parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of all-reduce; where groups of
 ranks hold copies of the shards, these sum them in a second all-reduce. A tensor-parallel rank that holds whole rows too first
-takes those of the rows that it is to keep.
+takes those of the rows that it is to keep. The gradients of a region (megafx/regions.py) are scattered in one collective.
 
 A bucket is reduced as soon as the last of its gradients is there, in the order in which backward makes them
 (`schedule_collectives` lets it run until the end). Source: Li et al. 2020, PyTorch Distributed.
@@ -19,6 +19,7 @@ A bucket is reduced as soon as the last of its gradients is there, in the order 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from megafx.data_axis import DataAxis, rows_of
 from megafx.ir import FQN, PHASE, PLACEMENT, SOURCE, VAL, Builder, Input, Phase, Program
 from megafx.passes.expand_common import NodeOps
 from megafx.placements import P, Placement
+from megafx.regions import Layers
 from megafx.sizes import SizeEmitter
 from megafx.stacking import move, to_stacked
 
@@ -150,14 +152,28 @@ class _Adder:
             found.setdefault(base, _Gradients(base)).results.append(i)
         order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         buckets: list[list[_Gradients]] = []
-        for gradients in sorted(found.values(), key=lambda g: order[g.base]):
+        for together in self._regions(sorted(found.values(), key=lambda g: order[g.base])):
             last = buckets[-1] if buckets else []
-            size = sum(g.bytes for g in last) + gradients.bytes
-            if last and size <= self.data.bucket_bytes and self._kind(last[0]) == self._kind(gradients):
-                last.append(gradients)
+            size = sum(g.bytes for g in (*last, *together))
+            if last and size <= self.data.bucket_bytes and self._kind(last[0]) == self._kind(together[0]):
+                last += together
             else:
-                buckets.append([gradients])
+                buckets.append(together)
+        for bucket in buckets:
+            bucket.sort(key=lambda g: order[g.base])
         return buckets
+
+    def _regions(self, gradients: list[_Gradients]) -> list[list[_Gradients]]:
+        """What is not to be split: the gradients of one kind of a region, where they are scattered, else each."""
+        if not self.data.sharded:
+            return [[g] for g in gradients]
+        nodes = zip(self.program.placeholders(), self.program.inputs, strict=True)
+        layers = Layers.of({spec.name: n.meta[VAL].shape for n, spec in nodes if spec.kind == "param"})
+        names = layers.regions(self.program.outputs[g.results[0]].name for g in gradients)
+        found: dict[Any, list[_Gradients]] = defaultdict(list)
+        for name, g in zip(names, gradients, strict=True):
+            found[name, self._kind(g)].append(g)
+        return [*found.values()]
 
     def _sharded(self, gradients: _Gradients) -> bool:
         return self.data.sharded and gradients.base.meta[VAL].ndim > 0

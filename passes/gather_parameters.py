@@ -1,21 +1,31 @@
-"""Gather parameters that data-parallel ranks hold shards of, where they are used.
+"""Gather parameters that data-parallel ranks hold shards of, a region at a time, the next region's while this one computes.
 
-Before:  %w (a parameter);            %y = mm(%x, t(%w))
-After:   %w (this rank's rows of it); %s = all_gather_into_tensor(%w, 2, 'dp_shard'); %g = wait_tensor(%s)
-         %y = mm(%x, t(view(%g)))
+Before:  %a, %b (parameters of one region), %c (of the next)
+         %y = mm(%x, t(%a)); %z = add(%y, %b); %u = mm(%z, t(%c))
+After:   %a, %b, %c (this rank's rows of them)
+         %s = gather_region([%a, %b], 2, 'dp_shard'); %w = wait_tensor(%s)
+         %s2 = gather_region([%c], 2, 'dp_shard')                            # runs beside the products
+         %y = mm(%x, t(view(%w[:n]))); %z = add(%y, view(%w[n:]))
+         %w2 = wait_tensor(%s2); %u = mm(%z, t(view(%w2)))
 Legal because: ranks hold consecutive rows of one value, padded to be of equal number; put together they are the value.
 
-A parameter is gathered once a region: the modules of one layer (the path up to its first number), or one module outside of
-layers. In the form 'fsdp' nothing of it is kept: backward gathers again (ir.RECOMPUTE), each where it needs it.
-`schedule_collectives` and `partition` start a gather a product before its use. In the form 'zero1' what forward gathered is
-kept for backward.
+A region is a layer, or what is used before, between or after layers (megafx/regions.py). Where a parameter is used says to
+which it belongs: one that is used in two regions is gathered in both. A region takes one collective for each dtype and group
+of ranks (parameters that tensor-parallel ranks hold whole are shared among them too).
+
+In the form 'fsdp' nothing of it is kept: backward gathers again what it needs (ir.RECOMPUTE; passes/regather.py). In the form
+'zero1' the gather itself is made by whoever runs the graph, once for each change of the shards (`partition`), and only waited
+for here.
 """
 
 from __future__ import annotations
 
-import re
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,25 +33,32 @@ from torch import fx
 from megafx.aliasing import storage_of
 from megafx.collectives import COPY_AXIS, SHARD_AXIS
 from megafx.data_axis import FSDP, DataAxis, rows_of
-from megafx.ir import PHASE, PLACEMENT, RECOMPUTE, VAL, Phase, Program, fqn_of
-from megafx.passes.expand_common import NodeOps
+from megafx.ir import FQN, PHASE, PLACEMENT, RECOMPUTE, SOURCE, VAL, Builder, Phase, Program, fqn_of
 from megafx.placements import Placement
-from megafx.sizes import SizeEmitter
-from megafx.stacking import move
+from megafx.region_gather import starts
+from megafx.regions import Layers
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "gather_parameters"
-aten = torch.ops.aten
-_REGION = re.compile(r"(.*?\.\d+)(\.|$)")
+aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
 def gather_parameters(program: Program, data: DataAxis, t: int, stored: Mapping[str, Placement]) -> int:
     """Return the number of gathers added. stored: placement of each parameter on the t tensor-parallel ranks."""
-    sizes = SizeEmitter(program.graph, program.sizes)
-    count = 0
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
-        if spec.kind == "param" and node.meta[VAL].ndim:
-            count += _gather(program, node, data, t, stored[spec.name].is_shard, sizes)
+    params = {
+        node: _Parameter(node, spec.name, node.meta[VAL].shape, stored[spec.name].is_shard)
+        for node, spec in zip(program.placeholders(), program.inputs, strict=True)
+        if spec.kind == "param" and node.meta[VAL].ndim
+    }
+    regions = _regions(program, params)
+    for param in params.values():
+        _keep_rows(program, param, data, t)
+    count, before = 0, None
+    for region in regions:
+        for uses in region.groups(params).values():
+            _gather(program, region, uses, params, before or region.first, data.form == FSDP)
+            count += 1
+        before = region.first
     if data.form == FSDP:
         _repeat_casts(program)
     program.graph.lint()
@@ -49,35 +66,105 @@ def gather_parameters(program: Program, data: DataAxis, t: int, stored: Mapping[
     return count
 
 
-def region_of(fqn: str) -> str:
-    """'model.layers.3.mlp.up' -> 'model.layers.3'; outside of layers the module itself."""
-    found = _REGION.match(fqn)
-    return found[1] if found else fqn
+@dataclass
+class _Parameter:
+    """shape: of one tensor-parallel rank's part of it. cut: whether these hold shards. axis, ranks: who shares its rows."""
+
+    node: fx.Node
+    name: str
+    shape: torch.Size
+    cut: bool
+    placement: Placement | None = None
+    axis: str = ""
+    ranks: int = 1
 
 
-def _gather(program: Program, param: fx.Node, data: DataAxis, t: int, cut: bool, sizes: SizeEmitter) -> int:
-    whole = param.meta[VAL]
-    alone, ranks, layout = rows_of(whole.shape[0], data, t, cut)
+@dataclass
+class _Region:
+    """first: the node that first uses one of its parameters; uses: what uses each of them here."""
+
+    name: str
+    first: fx.Node
+    uses: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+
+    def groups(self, params: Mapping[fx.Node, _Parameter]) -> dict[Any, dict[fx.Node, list[fx.Node]]]:
+        """What can be gathered in one collective."""
+        found: dict[Any, dict[fx.Node, list[fx.Node]]] = defaultdict(dict)
+        for node, users in self.uses.items():
+            value, param = node.meta[VAL], params[node]
+            found[value.dtype, value.device, param.axis, param.ranks][node] = users
+        return found
+
+
+def _regions(program: Program, params: Mapping[fx.Node, _Parameter]) -> list[_Region]:
+    """In the order of first use. What backward uses is of the region of that use in forward whose module is nearest."""
+    layers = Layers.of({param.name: param.shape for param in params.values()})
+    uses = [(param, user) for user in program.graph.nodes for param in user.all_input_nodes if param in params]
+    uses.sort(key=lambda use: _is_backward(use[1]))  # stable: forward first, else as in the graph
+    paths = [fqn_of(user) or params[param].name for param, user in uses]
+    found: dict[str, _Region] = {}
+    seen: dict[fx.Node, list[tuple[str, str]]] = defaultdict(list)
+    for (param, user), path, name in zip(uses, paths, layers.regions(paths), strict=True):
+        if _is_backward(user) and seen[param]:
+            name = max(seen[param], key=lambda use: _common(use[0], path))[1]
+        else:
+            seen[param].append((path, name))
+        found.setdefault(name, _Region(name, user)).uses[param].append(user)
+    return [*found.values()]
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get(PHASE) == "backward"
+
+
+def _common(a: str, b: str) -> int:
+    """Number of modules that two paths begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a.split("."), b.split("."), strict=False)))
+
+
+def _keep_rows(program: Program, param: _Parameter, data: DataAxis, t: int) -> None:
+    """The parameter becomes this rank's rows."""
+    node = param.node
+    alone, param.ranks, layout = rows_of(int(param.shape[0]), data, t, param.cut)
+    param.axis = SHARD_AXIS if alone else COPY_AXIS
+    param.placement = node.meta.pop(PLACEMENT, None)
     with program.fake_mode:
-        param.meta[VAL] = whole.new_empty([layout.local_size(ranks), *whole.shape[1:]])
-    placement = param.meta.pop(PLACEMENT, None)
-    regions: dict[str, list[fx.Node]] = defaultdict(list)
-    order = {n: i for i, n in enumerate(program.graph.nodes)}
-    for user in sorted(param.users, key=order.__getitem__):
-        regions[region_of(fqn_of(user))].append(user)
-    for users in regions.values():
-        forward = [u for u in users if u.meta.get(PHASE) != "backward" and u.op != "output"]
-        ops = NodeOps(program, (forward or users)[0], sizes, SHARD_AXIS if alone else COPY_AXIS, NAME)
-        gathered = move(param, "S0", "R", layout.flat(), [], ranks, ops)
-        if placement is not None:
-            gathered.meta[PLACEMENT] = placement
+        node.meta[VAL] = node.meta[VAL].new_empty([layout.local_size(param.ranks), *param.shape[1:]])
+
+
+def _gather(
+    program: Program,
+    region: _Region,
+    uses: Mapping[fx.Node, list[fx.Node]],
+    params: Mapping[fx.Node, _Parameter],
+    start_at: fx.Node,
+    again: bool,
+) -> None:
+    """Gather the parameters that `uses` has from `start_at` on. again: backward gathers them again."""
+    nodes = [*uses]
+    ranks, axis = params[nodes[0]].ranks, params[nodes[0]].axis
+    start = Builder(program, start_at, region.first, NAME)(mfx.gather_region.default, nodes, ranks, axis)
+    wait = Builder(program, region.first, region.first, NAME)(torch.ops._c10d_functional.wait_tensor.default, start)
+    for made in (start, wait):
+        made.meta[FQN] = region.name
+        made.meta.pop(SOURCE, None)  # of many modules
+    made_here = [wait] if not again else [start, wait]
+    places = starts([n.meta[VAL].shape for n in nodes], ranks)
+    for (node, users), at in zip(uses.items(), places, strict=False):
+        param = params[node]
+        build = Builder(program, region.first, users[0], NAME)
+        part = build(aten.slice.Tensor, wait, 0, at, at + math.prod(param.shape))
+        whole = build(aten.view.default, part, list(param.shape))
+        made_here += [part, whole]
+        if param.placement is not None:
+            whole.meta[PLACEMENT] = param.placement
         for user in users:
-            user.replace_input_with(param, gathered)
-        for made in ops.emitted:
-            made.meta.pop(PHASE, None)  # backward's own uses repeat it, or read what forward kept
-            if data.form == FSDP:
-                made.meta[RECOMPUTE] = True
-    return len(regions)
+            user.replace_input_with(node, whole)
+    for made in [start, *made_here]:
+        made.meta.pop(PHASE, None)
+        made.meta.pop(RECOMPUTE, None)
+    for made in made_here:
+        made.meta[RECOMPUTE] = True
 
 
 def _repeat_casts(program: Program) -> None:
@@ -85,3 +172,8 @@ def _repeat_casts(program: Program) -> None:
     for node in program.graph.find_nodes(op="call_function", target=aten._to_copy.default):
         if storage_of(node.args[0]).meta.get(RECOMPUTE) and node.meta.get(PHASE) != "backward":
             node.meta[RECOMPUTE] = True
+
+
+def gathers(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The gathers of a graph, in order."""
+    yield from graph.find_nodes(op="call_function", target=mfx.gather_region.default)

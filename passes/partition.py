@@ -7,7 +7,8 @@ Legal because: backward gets the same values, kept, given again (inputs), or com
 Kept is what eager keeps, less what costs nothing to have again:
 
     input      parameters, buffers and user inputs are handed over by reference, never copied and never as a view; so are
-               joined parameters, which become inputs of both graphs, after the program's own (`Partition.joins`)
+               joined parameters, which become inputs of both graphs, after the program's own (`Partition.joins`);
+               and so do gathers of parameters that are not tagged for repetition
     size       sizes are kept as integers; arithmetic on them is repeated
     view       views of one storage are repeated from the value they show
     cast       of parameters, as autocast makes them, are repeated: a low-precision copy of the weights is not kept
@@ -25,8 +26,8 @@ layer, t ranks): kept, 8 N(t-1)/t bytes move and 4sbh(1 - 1/t) bytes more stay; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,8 @@ from megafx.aliasing import shows_operand, storage_of
 from megafx.errors import SourceLine
 from megafx.ir import MADE_BY, PHASE, RECOMPUTE, VAL, Phase, Program, ancestors, fqn_of, source_of
 from megafx.lazy import only_for_lazy
-from megafx.overlap import is_start, start_earlier
+from megafx.overlap import is_region_gather, is_start, start_earlier
+from megafx.passes.regather import gather_what_is_read, start_next_region
 from megafx.sizes import Sizes
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
@@ -70,7 +72,8 @@ class Partition:
     forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`, which
     backward takes as a list and clears. backward is None where the program has no gradients; later is None where no output
     is lazy: forward gives None in their places (`lazy`) otherwise. joins: further inputs of forward, after the program's:
-    each the join of those of its inputs.
+    each the join of those of its inputs. gathered: joins (by place) that are not rows as the inputs have them, but
+    `gather_region`s of the inputs: (ranks, axis).
     """
 
     forward: fx.GraphModule
@@ -80,6 +83,7 @@ class Partition:
     saved_later: tuple[Saved, ...] = ()
     lazy: tuple[int, ...] = ()
     joins: tuple[tuple[int, ...], ...] = ()
+    gathered: Mapping[int, tuple[int, str]] = field(default_factory=dict)
 
     def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
         """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
@@ -118,10 +122,11 @@ def partition(program: Program) -> Partition:
     index = {n: i for i, n in enumerate(inputs)}
     joined = [n for n in program.graph.nodes if _is_join(n)]
     joins = tuple(tuple(index[p] for p in n.args[0]) for n in joined)
+    gathered = {k: (n.args[1], n.args[2]) for k, n in enumerate(joined) if is_region_gather(n)}
     inputs += joined
     index |= {n: i for i, n in enumerate(inputs)}
     if not gradients:
-        return Partition(_module(program, _extract(program, inputs, outputs)), None, (), joins=joins)
+        return Partition(_module(program, _extract(program, inputs, outputs)), None, (), joins=joins, gathered=gathered)
     backward = _Backward(program, tangents, _is_backward)
     backward.build(gradients)
     saved = _in_order(program, backward.saved)
@@ -134,7 +139,7 @@ def partition(program: Program) -> Partition:
     forward = _module(program, _extract(program, inputs, [*present, *values]))
     shared = {storage_of(n) for n in (*present, *saved_later) if isinstance(n, fx.Node)}
     described = [tuple(_describe(program, n, index, shared) for n in each) for each in (saved, saved_later)]
-    return Partition(forward, gm, described[0], later, described[1], lazy, joins)
+    return Partition(forward, gm, described[0], later, described[1], lazy, joins, gathered)
 
 
 def _in_order(program: Program, saved: set[fx.Node]) -> list[fx.Node]:
@@ -184,7 +189,9 @@ def _describe(program: Program, node: fx.Node, index: dict[fx.Node, int], output
 
 
 def _is_join(node: fx.Node) -> bool:
-    """Whether the node is parameters that are inputs, joined."""
+    """Whether the node is parameters that are inputs, joined, or gathered and kept."""
+    if is_region_gather(node):
+        return not node.meta.get(RECOMPUTE)
     if node.target is not torch.ops.megafx.join_parameters.default:
         return False
     return all(p.op == "placeholder" for p in node.args[0])  # type: ignore[union-attr]
@@ -231,8 +238,9 @@ class _Backward:
         for node in gradients:
             if isinstance(node, fx.Node):
                 self._require(node)
-        for node in [n for n in self.order if is_start(n) and not _is_backward(n)]:
+        for node in [n for n in self.order if is_start(n) and not (_is_backward(n) or is_region_gather(n))]:
             self.order = start_earlier(self.order, node)
+        self.order = start_next_region(self.order)
 
     def _place(self, node: fx.Node) -> None:
         for operand in node.all_input_nodes:
@@ -257,6 +265,7 @@ class _Backward:
         for node in self.order:
             new[node] = graph.node_copy(node, new.__getitem__)
         graph.output(tuple(new[g] if isinstance(g, fx.Node) else g for g in self.gradients))
+        gather_what_is_read(graph)
         return graph
 
 

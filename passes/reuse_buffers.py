@@ -18,6 +18,7 @@ from torch import fx
 import megafx.kernels.linear_cross_entropy  # noqa: F401  registers the ops
 from megafx.aliasing import shows_operand, storage_of
 from megafx.ir import VAL
+from megafx.overlap import is_wait
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
@@ -61,7 +62,8 @@ def _may_write(node: fx.Node, operand: Any, given: Container[str]) -> bool:
         return False
     base = storage_of(operand)
     old, new = operand.meta[VAL], node.meta[VAL]
-    owned = base.name in given if base.op == "placeholder" else base.op == "call_function"
+    source: Any = base.args[0] if is_wait(base) else base  # what was waited for may be an input that others have too
+    owned = source.name in given if source.op == "placeholder" else source.op == "call_function"
     alike = old.dtype == new.dtype and list(map(str, old.shape)) == list(map(str, new.shape))
     alike = alike and old.is_contiguous() and new.is_contiguous()
     others = [x for x in node.all_input_nodes if x is not operand and storage_of(x) is base]

@@ -33,7 +33,7 @@ from megafx.collectives import DATA_AXES
 from megafx.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
 from megafx.hardware import Hardware
 from megafx.ir import PHASE, VAL, Phase, Program, ancestors
-from megafx.overlap import STARTS, is_product, is_start, is_wait
+from megafx.overlap import STARTS, is_product, is_region_gather, is_start, is_wait
 from megafx.placements import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
@@ -132,12 +132,13 @@ def _is_waited_for(wait: fx.Node) -> bool:
 
 
 def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
-    kind, args, operand = STARTS[node.target], node.args, node.all_input_nodes[0]
+    kind, args, operands = STARTS[node.target], node.args, node.all_input_nodes
     t = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}.get(  # type: ignore[arg-type]
         kind, lambda: RANKS_ASSUMED
     )()
-    whole = _numel(program, operand) * (t if kind in (ALL_GATHER, ALL_TO_ALL) else 1)  # type: ignore[operator]
-    return collective_seconds(kind, whole, operand.meta[VAL].element_size(), hardware, t)  # type: ignore[arg-type]
+    itemsize = operands[0].meta[VAL].element_size()
+    whole = sum(_numel(program, n) for n in operands) * (t if kind in (ALL_GATHER, ALL_TO_ALL) else 1)  # type: ignore[operator]
+    return collective_seconds(kind, whole, itemsize, hardware, t)  # type: ignore[arg-type]
 
 
 def _product_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
@@ -211,13 +212,13 @@ class _Order:
 
 def _earliest(nodes: list[fx.Node], collectives: list[_Collective]) -> list[int]:
     """The position in `nodes` before which a start does not come: one product before its own, where its operands were
-    ready long before. Its result would take memory for nothing. Parameters gathered from data-parallel ranks always were."""
+    ready long before. Its result would take memory for nothing. Gathers of parameters stand where they are to start."""
     position = {n: i for i, n in enumerate(nodes)}
     products = [i for i, n in enumerate(nodes) if is_product(n)]
     earliest = []
     for c in collectives:
         end = bisect.bisect(products, position[c.start])
         passed = end - bisect.bisect(products, c.due)
-        most = 0 if c.start.args[-1] in DATA_AXES else MOST_HOISTED
-        earliest.append(products[end - 1] - 1 if passed > most else 0)
+        first = products[end - 1] - 1 if passed > MOST_HOISTED else 0
+        earliest.append(position[c.start] if is_region_gather(c.start) else first)
     return earliest

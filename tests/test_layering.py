@@ -27,8 +27,8 @@ LAYERS = [
         "kernels.philox_triton",
     },
     # settings; the intermediate form; plain algebra
-    {"safetensors_writer", "data_axis", "lost_ranks", "finite", "gloo_exit"}
-    | {"config", "debug", "ir", "plan", "rules", "views", "solver", "cost", "sharding", "stacking", "overlap"}
+    {"safetensors_writer", "data_axis", "regions", "lost_ranks", "finite", "gloo_exit"}
+    | {"config", "debug", "ir", "plan", "rules", "views", "solver", "cost", "sharding", "stacking"}
     | {"shard_slices", "op_families", "joined", "source_lines", "call_spec", "guards", "tables", "kernels.runs"},
     # what reads one graph, or one tensor
     {
@@ -52,6 +52,8 @@ LAYERS = [
         "kernels.dropout_triton",
     },
     # kernels, capture, the planner's parts, the runtime's parts
+    {"region_gather"},
+    {"overlap", "gathered"},
     {"kernels.*", "capture*", "simulate", "communication", "lazy", "later"}
     | {"rewrite_arguments", "rewrite_found", "rewrite_trace"}
     | {"candidates", "overrides", "planning", "policy", "rule_samples"}
@@ -70,7 +72,7 @@ LAYERS = [
     {"api", "profile_fusions", "model_table", "hf_trainer"},
     {"cli"},
 ]
-TORCH_FREE = ("errors", "config", "debug", "placements", "shard_slices", "rules", "views", "solver", "cost")
+TORCH_FREE = ("errors", "config", "debug", "placements", "shard_slices", "rules", "views", "solver", "cost", "regions")
 TORCH_FREE += ("hardware", "aten_rules")
 
 
