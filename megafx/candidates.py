@@ -67,6 +67,8 @@ def find_candidates(
     work: deque[tuple[fx.Node, int, Layout]] = deque()
 
     def add(node: fx.Node, dim: int, layout: Layout) -> None:
+        if node in shapes and sizes.from_data(shapes[node][dim]):
+            return  # rows that data selects: how many a rank would hold, no other rank's share tells
         cuts = found.values.setdefault(node, {})
         if (dim, layout) not in cuts:
             cuts[dim, layout] = None

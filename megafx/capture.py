@@ -31,9 +31,11 @@ from torch.utils import _pytree as pytree
 from megafx.autocast import ambient_autocast, no_autocast
 from megafx.caches import CacheKey, Revived, growing_dims, states_for_caches
 from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name, violated
+from megafx.capture_conditions import conditions, ranges, taken_for_granted
 from megafx.capture_dims import NamedDims, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture_errors import translate, unsupported_leaf
 from megafx.capture_prepare import fake_like, prepared, target_device
+from megafx.data_sizes import naming_row_counts
 from megafx.errors import CaptureError, MegafxError
 from megafx.hf import sequence_group
 from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Input, Note, Output, Phase, Program, active_nodes
@@ -42,7 +44,6 @@ from megafx.source_lines import fqn_of_stack, source_of_trace, strip_root
 from megafx.tables import read_table
 
 _ROOT = "model"
-_GREATEST = 2**31 - 1  # a dim without an upper bound
 
 
 def capture_call(
@@ -227,17 +228,18 @@ class _Capture:
                 for want, size in zip(nodes[spec.arg.name].meta[VAL].shape, leaf.shape, strict=True):
                     if isinstance(want, torch.SymInt) and isinstance(want.node.expr, sympy.Symbol):
                         bound[want.node.expr] = size
-        return violated(_conditions(exported), bound) is None and all(
-            least <= bound.get(s, least) <= greatest for s, (least, greatest) in _ranges(exported).items()
+        return violated(conditions(exported), bound) is None and all(
+            least <= bound.get(s, least) <= greatest for s, (least, greatest) in ranges(exported).items()
         )
 
     def _attempt(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
-        fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
         notes: list[str] = []
+        fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
         with (
             _without_ambient_modes(),
             prepared(self.model, fake_mode, self.device, self.stand_ins, notes.append, self.eager, self._note_eager),
             _quiet(notes.append),
+            naming_row_counts(lambda: notes.append(taken_for_granted())),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)
             exported = torch.export.export(
@@ -284,7 +286,7 @@ class _Capture:
         spec = exported.call_spec.out_spec
         assert spec is not None
         program.call = CallSpec(
-            self.in_spec, self._call_leaves(program), spec, out_leaves, _ranges(exported), _conditions(exported)
+            self.in_spec, self._call_leaves(program), spec, out_leaves, ranges(exported), conditions(exported)
         )
         _mark_losses(program)
         program.phase = Phase.CAPTURED
@@ -442,24 +444,6 @@ def _mark_losses(program: Program) -> None:
     named = [i for i in scalars if program.outputs[i].name == "loss"]
     for i in named or scalars:
         program.outputs[i] = Output("user", program.outputs[i].name, loss=True)
-
-
-def _conditions(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
-    """What export assumed of the sizes while it traced, over the symbols of the inputs."""
-    shape_env = next(n.meta[VAL] for n in exported.graph.find_nodes(op="placeholder")).fake_mode.shape_env
-    assumed = [g.expr for g in shape_env.guards]
-    assumed += [a.expr for asserts in shape_env.deferred_runtime_asserts.values() for a in asserts]
-    return tuple(dict.fromkeys(e for e in map(shape_env.replace, assumed) if e.free_symbols))
-
-
-def _ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
-    """Sizes that the graph is valid for. A least size of 2 is export's assumption, not the model's: 1 is allowed."""
-    ranges = {}
-    for symbol, bounds in exported.range_constraints.items():
-        least = int(bounds.lower) if bounds.lower.is_Integer else 0
-        greatest = int(bounds.upper) if bounds.upper.is_Integer else _GREATEST
-        ranges[symbol] = (least if least > 2 else 0, greatest)
-    return ranges
 
 
 # -- calling the export

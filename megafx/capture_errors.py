@@ -15,6 +15,15 @@ _BRANCH = (
     "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor",
     "use torch.where or a mask, or decide by a Python value that is known before the call",
 )
+_COUNT = (
+    "a Python decision (`if`, `while`, `assert`, `len()`) depends on how many rows the data of a tensor selects",
+    "ask nothing, for work on no rows gives nothing; or only whether there are any, by `rows.numel() == 0`",
+)
+_COUNTS = ("len(", ".any()", ".numel()", ".shape[", ".size(")  # what asks for a number of rows
+_LOOP = (
+    "a Python loop runs over a tensor whose length the data decides",
+    "loop over all that there may be (`for e, expert in enumerate(self.experts)`): work on no rows gives nothing",
+)
 _ITEM = (
     "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
     "keep it a tensor, or pass the number as an argument of the call",
@@ -29,7 +38,7 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError that stands for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
-    if (found, fix) in (_BRANCH, _ITEM, _SELECT):
+    if (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT):
         fix = or_leave_eager(fix, module)
     return CaptureError(found, fix=fix, module=module, source=source)
 
@@ -62,7 +71,9 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
             return _ITEM
         if "nonzero" in code or "unique" in code:
             return _SELECT
-        return _BRANCH
+        if code.startswith("for "):
+            return _LOOP
+        return _COUNT if any(text in code for text in _COUNTS) else _BRANCH
     if "DynamicOutputShape" in name or "dynamic shape operator" in message:
         return _SELECT
     if "DataDependentOutput" in name:

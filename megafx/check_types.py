@@ -27,7 +27,8 @@ from torch import fx
 
 from megafx.draws import drawn, draws
 from megafx.errors import PlacementError
-from megafx.inference import VARYING, infer, is_uniform, is_zero
+from megafx.fills import is_zero
+from megafx.inference import VARYING, infer, is_uniform
 from megafx.ir import PHASE, PLACEMENT, VAL, Program
 from megafx.lookups import Facts, Lookups
 from megafx.op_families import VIEWS, Shape

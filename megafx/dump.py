@@ -78,7 +78,9 @@ class Shapes:
     def __init__(self, program: Program, t: int | None = None) -> None:
         self.program = program
         self.t = t if t is not None else axis_size(program)
-        self._names = {symbol: name for name, symbol in program.sizes.symbols.items()}
+        sizes = program.sizes
+        self._names = {symbol: name for name, symbol in sizes.symbols.items()}
+        self._names |= {symbol: count.name for symbol, count in sizes.row_counts.items()}
         self._unnamed = 0
 
     def size(self, size: int | torch.SymInt) -> str:

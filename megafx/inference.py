@@ -24,6 +24,7 @@ from torch import fx
 
 from megafx.draws import draws
 from megafx.errors import PlacementError
+from megafx.fills import FILLS, FILLS_BY_ARGUMENT, is_zero, op_name
 from megafx.ir import PLACEMENT, VAL, fqn_of, source_of
 from megafx.op_families import Shape
 from megafx.op_rules import Template, place, read_call, template_of
@@ -205,33 +206,6 @@ def _is_tensor(n: fx.Node) -> bool:
 
 # -- what a value is, apart from who holds it
 
-_FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0}
-_FILLS_BY_ARGUMENT = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
-_SAME_ELEMENTS = ("view", "reshape", "expand", "unsqueeze", "squeeze", "detach", "clone", "alias", "to", "_to_copy")
-
-
-def _name(node: Any) -> str:
-    """'view' for aten.view.default; '' for what is no operator."""
-    parts = str(node.target).split(".") if isinstance(node, fx.Node) and node.op == "call_function" else []
-    return parts[1] if len(parts) == 3 else ""
-
-
-def _stripped(node: Any) -> Any:
-    """The value under views, copies and casts."""
-    while _name(node) in _SAME_ELEMENTS:
-        node = node.args[0]
-    return node
-
-
-def is_zero(node: Any) -> bool:
-    """Whether a value is 0 in all elements by construction."""
-    node = _stripped(node)
-    name = _name(node)
-    if name in _FILLS_BY_ARGUMENT:
-        value = node.args[_FILLS_BY_ARGUMENT[name]]
-        return isinstance(value, (int, float)) and value == 0
-    return name in _FILLS or (isinstance(node, (int, float)) and node == 0)
-
 
 def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None) -> bool:
     """Whether a value is constant along a dim by construction: a piece of it is then a shard, whichever piece it is.
@@ -244,7 +218,7 @@ def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None)
     call, tensors = read_call(node, sizes, set(node.all_input_nodes), {})
     template = template_of(call, tuple(x is not None for x in tensors), registered_rule(call.op))
     if template.kind == "none" or template.several:
-        return not tensors and _name(node) in {*_FILLS, *_FILLS_BY_ARGUMENT, "ones"}
+        return not tensors and op_name(node) in {*FILLS, *FILLS_BY_ARGUMENT, "ones"}
     nodes = [tensors[s.slot][1] for s in template.operands]  # type: ignore[index]
     if template.kind == "view":
         before, after = template.operands[0].shape, template.shapes[0]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.inference import is_zero
+from megafx.fills import is_zero
 from megafx.ir import VAL, Program
 from megafx.placements import Layout, P, Placement, R, S
 from megafx.verify import fail, is_transition, layout_of

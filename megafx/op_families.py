@@ -14,11 +14,12 @@ Shape = tuple[int, ...]
 
 
 class Arg(NamedTuple):
-    """A tensor argument. cut: the dim known to be sharded (type checking on local shapes), or -1."""
+    """A tensor argument. cut: the dim known to be sharded (type checking on local shapes), or -1. zero: 0 by construction."""
 
     shape: Shape
     active: bool = True
     cut: int = -1
+    zero: bool = False
 
 
 class Call(NamedTuple):

@@ -23,6 +23,7 @@ from torch import fx
 import megafx.op_families_dims
 import megafx.op_families_math  # noqa: F401  registers its families, as does the line above
 from megafx.aten_rules import RULES
+from megafx.fills import is_zero
 from megafx.ir import VAL, Program
 from megafx.op_families import FAMILIES, VIEWS, Arg, Call, Part, Row, Shape
 from megafx.placements import I, Layout, P, Placement, R, S
@@ -45,13 +46,14 @@ SPECIAL = {
 
 @dataclass(frozen=True)
 class Spec:
-    """One operand of a template. slot: its place among the op's tensor arguments."""
+    """One operand of a template. slot: its place among the op's tensor arguments. zero: every rank may add it to summands."""
 
     slot: int
     factors: Entries
     role: str
     active: bool
     shape: Shape
+    zero: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +178,7 @@ class _Reader:
             val = a.meta.get(VAL)
             if isinstance(val, torch.Tensor):
                 self.tensors.append((path, a))
-                return Arg(self.sizes.shape(val), a in self.active, self.cuts.get(a, -1))
+                return Arg(self.sizes.shape(val), a in self.active, self.cuts.get(a, -1), is_zero(a))
             return self.sizes.of(val) if isinstance(val, (int, torch.SymInt)) else "symbolic"
         if isinstance(a, (list, tuple)):
             return tuple(self.value(x, (*path, i)) for i, x in enumerate(a))
@@ -290,7 +292,7 @@ def _bound(call: Call, args: list[Arg | None], row: Row) -> Template:
     for slot in slots:
         arg = args[slot]
         assert arg is not None
-        specs.append(Spec(slot, bound.operands[slot] or (), rule.operands[slot].role, arg.active, arg.shape))
+        specs.append(Spec(slot, bound.operands[slot] or (), rule.operands[slot].role, arg.active, arg.shape, arg.zero))
     kept = "".join("R" if p.role in "~*" else "P" for p in rule.results[: len(call.results)])
     groups = [(g, kept) for g in rule.groups] + list(row.partials)
     special = SPECIAL.get(call.op)
@@ -349,7 +351,7 @@ def place(template: Template, i: int, f: str, layout: Layout, t: int, result: in
         return P if template.summed(f, result) else R if template.untouched(f, result) else None
     spec = template.operands[i]
     if spec.role == "+" and template.summed(f, result):
-        return P if spec.active else None
+        return P if spec.active else I if spec.zero else None
     return R if spec.active else I
 
 
@@ -399,8 +401,9 @@ def _rows(template: Template, layouts: tuple[tuple[str, Layout], ...], t: int) -
     if template.kind == "none" or template.several:
         return tuple(rows)
     for group, _ in template.groups:
-        if group and all(specs[i].active for i in group):
-            ins = tuple(P if i in group else R if s.active else I for i, s in enumerate(specs))
+        added = [i for i in group if specs[i].active]
+        if added and all(specs[i].active or specs[i].zero for i in group):
+            ins = tuple(P if i in added else R if s.active else I for i, s in enumerate(specs))
             rows.append(Strategy(ins, P, note="linear"))
     for f, layout in layouts:
         made = row(template, f, layout, t)

@@ -313,6 +313,7 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("megafx.cross_entropy_backward.default", (x(4), x(4, 6), ids(6, 4), plain(4, 2), None, -100, 0.1), {}),
     ("megafx.cross_entropy_lse.default", (x(4, 6), ids(6, 4), -100, 0.1), {}),
     ("megafx.cross_entropy_forward.default", (x(4, 6), ids(6, 4), -100, 0.1), {}),
+    ("megafx.rows.default", (mask(4, 6), "u0"), {}),
     ("megafx.rope.default", (x(2, 4, 6, 8), plain(1, 1, 6, 6), plain(1, 1, 6, 6), False, False), {}),
     ("megafx.rope.default", (x(4, 6, 6), plain(6, 2), plain(6, 2), True, True), {}),
     ("megafx.rope_backward.default", (x(2, 4, 6, 8), plain(1, 1, 6, 6), plain(1, 1, 6, 6), False, False), {}),

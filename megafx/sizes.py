@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -18,6 +19,15 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 FIRST_PRIME = 2**31  # above every static dim that a model may have
+
+
+@dataclass(frozen=True)
+class RowCount:
+    """A size that data decides. Priced as an equal share of `among` (structural): a token's choices over the experts."""
+
+    name: str
+    among: int
+    shares: int
 
 
 class Sizes:
@@ -30,6 +40,7 @@ class Sizes:
         self._last = FIRST_PRIME
         self.symbols: dict[str, sympy.Symbol] = {}
         self.workload_of: dict[sympy.Symbol, int] = {}
+        self.row_counts: dict[sympy.Symbol, RowCount] = {}  # sizes that data decides (data_sizes.py)
 
     # -- symbolic -> structural
 
@@ -88,11 +99,21 @@ class Sizes:
         symbol = self.symbols.get(name)
         return symbol is not None and any(symbol in a.free_symbols for a in self.factors(structural)[1])
 
+    def from_data(self, structural: int) -> bool:
+        """Whether data decides this size."""
+        if not self.row_counts or structural < FIRST_PRIME:
+            return False
+        return any(not self.row_counts.keys().isdisjoint(a.free_symbols) for a in self.factors(structural)[1])
+
     def workload(self, structural: int) -> int:
         """The size at the workload that the planner prices (`micro_batch_size`, `seq_length`, else the traced hint)."""
         coefficient, powers = self.factors(structural)
         for atom, power in powers.items():
-            coefficient *= int(atom.xreplace({s: sympy.Integer(v) for s, v in self.workload_of.items()})) ** power
+            known = {s: sympy.Integer(v) for s, v in self.workload_of.items()}
+            for symbol in atom.free_symbols & self.row_counts.keys():
+                count = self.row_counts[symbol]
+                known[symbol] = sympy.Integer(-(-self.workload(count.among) // count.shares))
+            coefficient *= int(atom.xreplace(known)) ** power
         return coefficient
 
     def text(self, structural: int) -> str:
@@ -115,22 +136,45 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     return sources
 
 
+def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
+    """For each symbol of a size that data decides (data_sizes.py) the first `megafx.rows` whose result is so long."""
+    op = getattr(torch.ops.megafx, "rows", None)
+    found: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
+    for node in graph.find_nodes(op="call_function", target=op.default) if op is not None else ():
+        size = node.meta["val"].shape[0]
+        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+            found.setdefault(size.node.expr, (node, 0))
+    return found
+
+
+def size_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
+    """The dims that sizes are computed from: of placeholders, and of `megafx.rows`."""
+    return {**row_sources(graph), **symbol_sources(graph)}
+
+
 def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
 
 
 class SizeEmitter:
-    """Emits structural sizes as nodes at the top of one graph, each once, rooted on its placeholders."""
+    """Emits structural sizes as nodes, each once: at the top of one graph, rooted on its placeholders; those that data
+    decides right behind the `megafx.rows` that they are sizes of."""
 
     def __init__(self, graph: fx.Graph, sizes: Sizes) -> None:
         self.graph, self.sizes = graph, sizes
         self._nodes: dict[Any, fx.Node] = {}
-        self._sources = symbol_sources(graph)
+        rows = row_sources(graph)
+        self._sources = {**rows, **symbol_sources(graph)}
+        self._late = {node for node, _ in rows.values()}  # rows, and the sizes that stem from them
         self.anchor = next(n for n in graph.nodes if n.op != "placeholder" and not _is_size(n))
         for node in graph.nodes:  # sizes that an earlier pass emitted
             if node is self.anchor:
                 break
             if node.op != "placeholder":
+                self._nodes.setdefault(node.meta["val"].node.expr, node)
+        for node in graph.nodes if rows else ():
+            if _is_size(node) and self._late.intersection(node.all_input_nodes):
+                self._late.add(node)
                 self._nodes.setdefault(node.meta["val"].node.expr, node)
 
     def __call__(self, structural: int) -> int | fx.Node:
@@ -174,8 +218,11 @@ class SizeEmitter:
         if key not in self._nodes:
             if self.anchor._erased:
                 self.anchor = next(n for n in self.graph.nodes if n.op != "placeholder" and not _is_size(n))
-            with self.graph.inserting_before(self.anchor):
+            late = [a for a in args if isinstance(a, fx.Node) and a in self._late]
+            with self.graph.inserting_after(max(late)) if late else self.graph.inserting_before(self.anchor):
                 node = self.graph.call_function(target, args)
+            if late:
+                self._late.add(node)
             node.meta["val"] = value
             self._nodes[key] = node
         return self._nodes[key]
@@ -185,7 +232,7 @@ class SizeEmitter:
             return self._nodes[expr]
         if isinstance(expr, sympy.Symbol):
             if expr not in self._sources:
-                raise KeyError(f"size symbol {expr} is the size of no graph input")
+                raise KeyError(f"size symbol {expr} is the size of no input and of no rows")
             source, dim = self._sources[expr]
             if dim < 0:
                 self._nodes[expr] = source

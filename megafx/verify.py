@@ -26,7 +26,7 @@ from torch.utils._sympy.functions import FloorDiv
 from megafx.errors import PlacementError
 from megafx.ir import PLACEMENT, VAL, Phase, Program, fqn_of, source_of
 from megafx.placements import TRANSITIONS, Layout, Placement
-from megafx.sizes import symbol_sources
+from megafx.sizes import size_sources
 
 TRANSITION = "megafx.transition.default"
 # Ops that localize_shapes writes out with collectives of their own: an invariant result of a shard (the loss of a sharded
@@ -99,16 +99,20 @@ def _is_assert(target: torch._ops.OpOverload) -> bool:
 
 
 def check_sizes_rooted(program: Program) -> None:
-    known = set(symbol_sources(program.graph))
+    known = set(size_sources(program.graph))
     for node in program.graph.nodes:
         if any(isinstance(a, torch.SymInt) for a in _leaves((node.args, node.kwargs))):
             raise fail(node, "has a symbolic size that no node computes", "emit it with sizes.SizeEmitter")
-        if str(node.target) == "aten.sym_size.int" and node.args[0].op != "placeholder":
+        if str(node.target) == "aten.sym_size.int" and not _has_sizes(node.args[0]):
             raise fail(node, "reads the size of an intermediate value", "emit the size with sizes.SizeEmitter")
         for size in _sizes(node.meta.get(VAL)):
             for symbol in size.node.expr.free_symbols - known:
                 if not size.node.shape_env.is_unbacked_symint(symbol):  # a size that data decides has no root
                     raise fail(node, f"its size {size} is made of {symbol}, which is the size of no graph input")
+
+
+def _has_sizes(node: Any) -> bool:
+    return node.op == "placeholder" or str(node.target) == "megafx.rows.default"
 
 
 def _leaves(args: Any) -> Iterator[Any]:

@@ -42,7 +42,7 @@ from megafx.ir import (
     source_of,
 )
 from megafx.passes.canonicalize_noops import ASSERTS
-from megafx.sizes import SizeEmitter, symbol_sources
+from megafx.sizes import SizeEmitter, size_sources
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
 NAME = "build_joint_graph"
@@ -60,7 +60,7 @@ def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int
     _check_floating(program, wrt, differentiated)
     primals = [_traced_input(program, i, i in set(wrt)) for i in range(len(program.inputs))]
     tangents = [_tangent(program, i) for i in differentiated]
-    symbols = set(symbol_sources(program.graph))
+    symbols = set(size_sources(program.graph))
     origins: _Origins | None = None
 
     def joint(*args: Any) -> tuple[Any, ...]:
@@ -221,7 +221,7 @@ def _node_of(tensor: torch.Tensor) -> fx.Node | None:
 
 def _check_symbols(program: Program, before: set[Any], node: fx.Node | None) -> None:
     """Tracing must not have fixed a size that varies. node: where it happened, as far as is known."""
-    fixed = before - set(symbol_sources(program.graph))
+    fixed = before - set(size_sources(program.graph))
     if fixed:
         raise MegafxError(
             f"differentiating the model fixes the sizes {sorted(map(str, fixed))} to the traced ones"
@@ -271,7 +271,7 @@ def _same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
 def _reroot_sizes(program: Program) -> None:
     """Every size is computed once, at the top, from the sizes of inputs."""
-    graph, known = program.graph, set(symbol_sources(program.graph))
+    graph, known = program.graph, set(size_sources(program.graph))
     found = {n: None for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get(VAL), torch.SymInt)}
     emit = SizeEmitter(graph, program.sizes)
     for node in found:

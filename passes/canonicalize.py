@@ -27,6 +27,7 @@ from megafx.passes import canonicalize_norms as norms
 from megafx.passes import canonicalize_random as random
 from megafx.passes import canonicalize_regions as regions
 from megafx.passes import canonicalize_rows as rows
+from megafx.passes import canonicalize_rows_of_data as rows_of_data
 from megafx.passes import canonicalize_sizes as sizes
 from megafx.passes import canonicalize_views as views
 from megafx.passes.canonicalize_common import Editor
@@ -73,6 +74,7 @@ def canonicalize(program: Program) -> int:
     editor = Editor(program)
     changes = regions.inline_regions(editor)
     changes += noops.erase_asserts(editor)
+    changes += rows_of_data.name_rows_of_data(editor)
     changes += _each(editor, VIEWS)
     changes += inplace.functionalize(editor)
     changes += _each(editor, VALUES)

@@ -11,7 +11,7 @@ from torch import fx
 from megafx.capture_errors import or_leave_eager
 from megafx.errors import CaptureError
 from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Builder, Program, fqn_of, source_of
-from megafx.sizes import SizeEmitter, symbol_sources
+from megafx.sizes import SizeEmitter, size_sources
 
 BY = "canonicalize"
 Rewrite = Callable[["Editor", fx.Node], bool]
@@ -22,22 +22,26 @@ class Editor:
 
     def __init__(self, program: Program) -> None:
         self.program, self.graph = program, program.graph
-        self.size_node = SizeEmitter(program.graph, program.sizes)
-        self.input_symbols = set(symbol_sources(program.graph))
+        self.know_sizes()
         self.without_grad: set[fx.Node] = set()  # nodes that the model computes under no_grad
+
+    def know_sizes(self) -> None:
+        """Learn what sizes the graph has: those of its inputs, and those of `megafx.rows`."""
+        self.size_node = SizeEmitter(self.program.graph, self.program.sizes)
+        self.known_symbols = set(size_sources(self.program.graph))
 
     def at(self, node: fx.Node) -> Builder:
         """A builder of nodes before `node`, which they stem from."""
         return Builder(self.program, node, node, BY)
 
     def arg(self, size: int | torch.SymInt) -> int | fx.Node:
-        """A size as a graph argument. Raises CaptureError for one that no input has."""
+        """A size as a graph argument. Raises CaptureError for one that has no source."""
         if isinstance(size, int):
             return size
         try:
             return self.size_node(self.program.sizes.of(size))
         except KeyError:
-            raise self._of_data(size.node.expr.free_symbols - self.input_symbols) from None
+            raise self._of_data(size.node.expr.free_symbols - self.known_symbols) from None
 
     def _of_data(self, symbols: set[Any]) -> CaptureError:
         """These are sizes of no input. Names the first node that makes one, by its shape or as a number."""

@@ -53,6 +53,7 @@ TWO_RANKS = {
         "encoder_outputs_with_gradients",
         "adapters_train_on_shards",
         "a_module_left_eager",
+        "experts_that_take_their_tokens_by_index",
     ),
 }
 THREE_RANKS = ("nanogpt_sequence_parallel", "dropout_of_nanogpt_sequence_parallel")

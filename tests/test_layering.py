@@ -20,6 +20,8 @@ LAYERS = [
         "sizes",
         "hardware",
         "draws",
+        "data_sizes",
+        "fills",
         "aten_rules",
         "aliasing",
         "autocast",

@@ -135,5 +135,23 @@ def a_module_left_eager() -> str:
     return same_gradients(model, gradients(plain))
 
 
+@check(2)
+def experts_that_take_their_tokens_by_index() -> str:
+    """The number of rows of each expert differs by call; one expert gets none."""
+    import index_dispatch as moe
+
+    plain = moe.Model(moe.where_add_in_place).double()
+    moe.turn_off(plain, [2])
+    model = megafx.parallelize(copy.deepcopy(plain), config())
+    for batch, seq in ((2, 5), (3, 4), (1, 1)):
+        x = torch.randn(batch, seq, moe.HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seq))
+        found, wanted = model(x), plain(x)
+        near(found["loss"].detach(), wanted["loss"].detach(), "the loss")
+        for result in (found, wanted):
+            result["loss"].backward()
+    assert model.megafx.captures == 1
+    return same_gradients(model, gradients(plain))
+
+
 if __name__ == "__main__":
     main()
