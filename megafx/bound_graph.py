@@ -179,7 +179,8 @@ class BoundGraph:
         """Gradients, one for each of `wrt`."""
         holding, held = self.compiled.holding, self.runtime.held
         if holding is not None and (held.now or held.sums):
-            found = holding.backward(held, self.wrt_names, kept, tangents, retain)
+            parameters = {n: p for n, slot in self.runtime.slots.items() if (p := slot.get()) is not None}
+            found = holding.backward(held, parameters, self.wrt_names, kept, tangents, retain)
             if found is not None:
                 return found
         return self.executable.backward(kept, tangents, retain)

@@ -52,15 +52,17 @@ class Parallel:
         raise data_parallel_error("FullyShardedDataParallel")
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Accumulate gradients without reducing them over data-parallel ranks: `backward` in here changes no `.grad`.
+        """Accumulate gradients without reducing them over data-parallel ranks: `backward` in here holds them back.
 
-        The first backward outside adds what was held and reduces the sums. `zero_grad()` of the model drops what is held.
+        The first backward outside adds what was held and reduces the sums. `zero_grad()`, of the model or of an optimizer,
+        drops what is held.
         """
         return self.megafx.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module's; gradients that `no_sync` holds are dropped too."""
-        self.megafx.held.sums.clear()
+        for name in [*self.megafx.held.sums]:
+            self.megafx.held.drop(name, self.megafx.slots[name].get())
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def print_readable(self, fqn: str = "") -> str:

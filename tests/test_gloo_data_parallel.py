@@ -224,6 +224,8 @@ def shards_and_copies() -> None:
 
 def accumulates_without_reducing(options: dict[str, Any]) -> None:
     import megafx
+    from megafx.errors import UsageError
+    from megafx.held_gradients import HeldGradient
 
     start = base()
     one, model = Alone(copy.deepcopy(start)), parallel(start, **options)
@@ -233,14 +235,52 @@ def accumulates_without_reducing(options: dict[str, Any]) -> None:
             with model.no_sync() if k < 2 else contextlib.nullcontext():
                 loss = model(mine(ids, 2, 2), mine(labels, 2, 2))
                 loss.backward()
-            assert k == 2 or all(p.grad is None for p in model.parameters())
+            assert k == 2 or all(isinstance(p.grad, HeldGradient) for p in model.parameters())
         one.check(loss.detach(), megafx.full_gradients(model), calls, 0)
         model.zero_grad(), one.model.zero_grad()
-    with model.no_sync():
-        model(mine(ids, 2, 2), mine(labels, 2, 2)).backward()
-    model.zero_grad()  # drops what is held
-    model(mine(ids, 2, 2), mine(labels, 2, 2)).backward()
-    one.check(loss.detach(), megafx.full_gradients(model), calls[-1:], 0)
+    call = mine(ids, 2, 2), mine(labels, 2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def hold() -> None:
+        with model.no_sync():
+            model(*call).backward()
+
+    def a_step_ago() -> None:
+        """Gradients of before, to which what is held was to be added."""
+        optimizer.zero_grad()
+        model(*call).backward()
+        hold()
+        optimizer.zero_grad()
+
+    drops = (
+        model.zero_grad,
+        optimizer.zero_grad,
+        lambda: optimizer.zero_grad(set_to_none=False),
+        lambda: model.zero_grad(set_to_none=False),
+        lambda: torch.optim.SGD(model.parameters(), foreach=False).zero_grad(set_to_none=False),
+        a_step_ago,
+    )
+    for drop in drops if options.get("data_parallel") != "zero1" else drops[1:2]:
+        hold()
+        drop()  # with it, what is held
+        model(*call).backward()
+        one.check(loss.detach(), megafx.full_gradients(model), calls[-1:], 0)
+        model.zero_grad(), one.model.zero_grad()
+    hold()
+    before = megafx.full_state_dict(model)
+    reads = (optimizer.step, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    for read in (*reads, lambda: megafx.full_gradients(model)):
+        with pytest.raises(UsageError, match="reads a gradient that `no_sync` holds"):
+            read()
+    assert all(torch.equal(v, before[n]) for n, v in megafx.full_state_dict(model).items())
+    assert all(p.grad is None for p in copy.deepcopy(model).parameters())
+    model.zero_grad()
+    model(*call).backward()
+    hold()
+    model.embed.weight.grad.mul_(2.0)
+    with pytest.raises(UsageError, match="changed in place while no_sync holds"):
+        model(*call).backward()
+    model.zero_grad(), one.model.zero_grad()
 
 
 def accumulates() -> None:
