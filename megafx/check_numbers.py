@@ -1,8 +1,8 @@
 """MEGAFX_CHECK=2: run the program before and after each pass, and name the first pass that changed its numbers.
 
 The inputs are made up from the graph's own shapes. Until shapes are local the graph runs on one rank; afterwards on all of
-them, in the simulator. Gradients, which appear when the joint graph is built, are first compared with autograd's on the
-last graph of global shapes.
+them, in the simulator. Data-parallel ranks join in from `place_batch` on, with the parts of one longer batch. Gradients, which
+appear when the joint graph is built, are first compared with autograd's on the last graph of global shapes and one batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from megafx.check_numbers_data import rows_dim, run_on_data
 from megafx.collectives import AxisContext, on_mesh
+from megafx.data_axis import DataAxis
 from megafx.errors import MegafxError, PlacementError
 from megafx.ir import PLACEMENT, VAL, Input, Phase, Program
 from megafx.placements import Placement
@@ -25,10 +27,11 @@ AXIS = "tp"
 
 
 class NumberCheck:
-    """What a program computes on made-up inputs. ranks: size of the axis once shapes are local."""
+    """What a program computes on made-up inputs. ranks: size of the axis once shapes are local. data: of data parallelism."""
 
-    def __init__(self, program: Program, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, program: Program, ranks: int, data: DataAxis | None = None) -> None:
+        self.ranks, self.data = ranks, data
+        self.parts = 1  # in which a batch is cut by now
         self.values: dict[str, Any] = {}
         self.storage: dict[str, Placement] = {}
         self.expected = self._run(program)
@@ -37,6 +40,8 @@ class NumberCheck:
 
     def after(self, name: str, program: Program) -> None:
         """Compare with what the program computed before pass `name`; raises MegafxError where it differs."""
+        if program.batch is not None and program.batch.whole and self.parts == 1:
+            self._lengthen(program, program.batch.ranks)
         try:
             found = self._run(program)
             if found.gradients and not self.expected.gradients:
@@ -55,7 +60,7 @@ class NumberCheck:
             )
         self.expected = found
         self.random = self._is_random(program)
-        if program.phase <= Phase.PLACED:
+        if program.phase <= Phase.PLACED and program.batch is None:
             self.before = _snapshot(program)
 
     def _is_random(self, program: Program) -> bool:
@@ -64,10 +69,24 @@ class NumberCheck:
 
     def _run(self, program: Program) -> Logical:
         self._make_up_inputs(program)
+        if program.batch is not None:
+            assert self.data is not None
+            local = program.phase > Phase.PLACED
+            self.storage.update(_storage(program) if local else {})
+            return run_on_data(program, self.values, self.storage, self.data, self.ranks if local else 1)
         if program.phase <= Phase.PLACED:
             return run_logical(program, self.values, {}, 1)
         self.storage.update(_storage(program))  # kept: later passes need not carry placements on
         return run_logical(program, self.values, self.storage, self.ranks)
+
+    def _lengthen(self, program: Program, parts: int) -> None:
+        """From now on the batch is that of all data-parallel ranks."""
+        self.parts = parts
+        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+            dim = rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
+            if dim is not None:
+                self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, parts)
+        self.expected = run_logical(self.before, self.values, {}, 1)
 
     def _make_up_inputs(self, program: Program) -> None:
         """A value for each input that has none yet, by its name alone: passes may add inputs, never change one."""
@@ -122,11 +141,14 @@ def _may_draw(program: Program) -> bool:
     )
 
 
-def _made_up(spec: Input, value: Any) -> Any:
-    """A value like the placeholder's: 0 or 1 for whole numbers, which are ids, labels, masks or token types."""
+def _made_up(spec: Input, value: Any, dim: int = 0, times: int = 1) -> Any:
+    """A value like the placeholder's: 0 or 1 for whole numbers, which are ids, labels, masks or token types.
+
+    times: as often the rows in `dim`.
+    """
     if not isinstance(value, Tensor):
         return _hint(value)
-    shape = [_hint(n) for n in value.shape]
+    shape = [_hint(n) * (times if i == dim else 1) for i, n in enumerate(value.shape)]
     like = torch.empty(shape, dtype=value.dtype)
     if spec.kind == "seed":
         return torch.tensor(1234)

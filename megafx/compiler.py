@@ -152,7 +152,9 @@ def plan_only(program: Program, request: Request) -> Plan:
 def _run(program: Program, passes: list[Pass], planning: Planning, request: Request) -> None:
     """Users' passes and flags may name any pass of a training graph, also where this graph has no need of it."""
     known = [p.name for p in compile_passes(planning, replace(request, wants_grad=lambda index, spec: True))]
-    run_passes(program, insert_user_passes(passes, request.config, known), ranks=request.t, known=known)
+    run_passes(
+        program, insert_user_passes(passes, request.config, known), ranks=request.t, data=request.data, known=known
+    )
 
 
 def compile_passes(planning: Planning, request: Request) -> list[Pass]:

@@ -17,6 +17,7 @@ from megafx import dump
 from megafx.autocast import no_autocast
 from megafx.check_numbers import NumberCheck
 from megafx.config import Config
+from megafx.data_axis import DataAxis
 from megafx.debug import Debug, current, is_reporting_rank, say
 from megafx.errors import ConfigError, MegafxError, PlacementError
 from megafx.ir import Phase, Program
@@ -132,13 +133,14 @@ def run_passes(
     passes: Sequence[Pass],
     *,
     ranks: int = 1,
+    data: DataAxis | None = None,
     settings: Debug | None = None,
     known: Sequence[str] = (),
 ) -> list[PassRecord]:
     """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says.
 
-    ranks: size of the axis, on which MEGAFX_CHECK=2 runs the program once its shapes are local. known: passes that other graphs
-    go through, which flags may name too.
+    ranks: size of the axis, on which MEGAFX_CHECK=2 runs the program once its shapes are local; data: of data parallelism.
+    known: passes that other graphs go through, which flags may name too.
     """
     settings = current() if settings is None else settings
     _check_names([*(step.name for step in passes), *known], settings)
@@ -146,7 +148,7 @@ def run_passes(
     wants_text = dumps.folder is not None or settings.level >= 2
     before_text = dump.text(program, details=True) if wants_text else ""
     dumps.write("capture", before_text)
-    numbers = NumberCheck(program, ranks) if settings.check >= 2 else None
+    numbers = NumberCheck(program, ranks, data) if settings.check >= 2 else None
     records: list[PassRecord] = []
     for index, step in enumerate(passes, 1):
         if step.name in settings.skip:

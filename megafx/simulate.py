@@ -333,9 +333,22 @@ def run_logical(
     should hold the same result differ, or a gradient has something in its padding.
     """
     inputs = local_inputs(program, values, placements, t)
-    results = simulate(program, inputs, axis=axis)
+    return logical_of(program, simulate(program, inputs, axis=axis), inputs[0], placements, t)
+
+
+def logical_of(
+    program: Program,
+    results: Sequence[Sequence[Any]],
+    inputs: Sequence[Any],
+    placements: Mapping[str, Placement],
+    t: int,
+    skipped: str = "",
+) -> Logical:
+    """Results of the t ranks put together, without outputs of kind `skipped`. inputs: of the first rank."""
     logical = Logical()
     for i, spec in enumerate(program.outputs):
+        if spec.kind == skipped:
+            continue
         locals_ = [r[i] for r in results]
         if spec.kind == "gradient":
             what, into = "the gradient of", logical.gradients
@@ -343,7 +356,7 @@ def run_logical(
         else:
             what, into = spec.kind, logical.outputs if spec.kind == "user" else logical.mutations  # type: ignore[assignment]
             placement = _result_placement(program, spec.name) if spec.kind == "user" else I
-            placement = _at_run_time(program, placement, inputs[0])
+            placement = _at_run_time(program, placement, inputs)
         if isinstance(locals_[0], Tensor):
             into[spec.name] = _together(locals_, placement, t, f"{what} '{spec.name}'", spec.kind == "gradient")
         else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -34,6 +34,7 @@ TRANSITION = "megafx.transition.default"
 WRITTEN_OUT = frozenset({"megafx.cross_entropy.default", "megafx.cross_entropy_lse.default"})
 WAIT = "_c10d_functional.wait_tensor.default"
 COLLECTIVE_NAMESPACE = "_c10d_functional"
+GATHER = "megafx.gather_region.default"
 _SYMBOLIC = frozenset(
     f for name in dir(torch) if name.startswith("sym_") and callable(f := getattr(torch, name))
 ) | frozenset({math.ceil, math.floor, math.trunc, round, max, min, int, float})
@@ -287,11 +288,19 @@ def check_gradients(program: Program) -> None:
         if spec.name not in inputs:
             raise fail(node, f"is returned as the gradient of '{spec.name}', which is no input")
         have, want = node.meta[VAL].shape, inputs[spec.name].meta[VAL].shape
-        if len(have) != len(want) or not all(map(_same, have, want)):
+        alike = len(have) == len(want) and all(map(_same, have, want))
+        if not alike and not _is_unreduced(have, inputs[spec.name]):
             raise fail(node, f"the gradient of '{spec.name}' is {tuple(have)}, its input {tuple(want)}")
     for tangent in program.inputs:
         if tangent.kind == "tangent" and tangent.name not in outputs:
             raise PlacementError(f"the graph takes a tangent of '{tangent.name}', which is no output")
+
+
+def _is_unreduced(have: Sequence[Any], parameter: fx.Node) -> bool:
+    """Whether this is the shape of a whole gradient, of which data-parallel ranks are to keep the rows of the parameter."""
+    ranks: list[Any] = [u.args[1] for u in parameter.users if str(u.target) == GATHER]
+    first, *rest = parameter.meta[VAL].shape
+    return bool(ranks) and list(have[1:]) == rest and -(-have[0] // ranks[0]) == first
 
 
 def _same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
@@ -334,7 +343,7 @@ def _is_started(node: Any) -> bool:
 
 
 def _starts(target: torch._ops.OpOverload) -> bool:
-    return target.namespace == COLLECTIVE_NAMESPACE or target._schema.name == "megafx::gather_region"
+    return target.namespace == COLLECTIVE_NAMESPACE or str(target) == GATHER
 
 
 Check = Callable[[Program], None]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import megafx
 from megafx.capture import capture_call
 from megafx.compiler import Request, compile_program
+from megafx.data_axis import DataAxis
 from megafx.debug import debug
 from megafx.errors import MegafxError
 from megafx.hardware import Hardware
@@ -28,13 +30,15 @@ def example(name):
     return module
 
 
-def compile_gpt(*passes, t=2, **options):
+def compile_gpt(*passes, t=2, data=None, **options):
     gpt = example("gpt")
     model = gpt.GPT(gpt.GPTConfig(n_layer=1, n_embd=32, vocab_size=64, dropout=options.pop("dropout", 0.0)))
     ids = torch.zeros(2, 8, dtype=torch.long)
     program = capture_call(model, (ids, ids), {})
     config = megafx.Config(tensor_model_parallel_size=t, passes=passes, **options)
-    request = Request(config, t, Hardware.load("cpu-gloo"), {}, None, lambda index, spec: spec.kind == "param")
+    request = Request(
+        config, t, Hardware.load("cpu-gloo"), {}, None, lambda index, spec: spec.kind == "param", data=data
+    )
     with debug(check=2):
         return compile_program(program, request)
 
@@ -72,3 +76,37 @@ def test_the_faulty_pass_is_named(place, fault, found):
     with pytest.raises(MegafxError) as error:
         compile_gpt((place, fault))
     assert found in "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+
+
+@pytest.mark.parametrize(
+    ("data", "t", "options"),
+    [
+        (DataAxis(2), 1, {"dropout": 0.2}),
+        (DataAxis(3, "fsdp", 3, 4000), 2, {}),
+        pytest.param(DataAxis(4, "zero1", 2), 1, {}, marks=pytest.mark.slow),
+        pytest.param(DataAxis(2, "fsdp", 2), 1, {"data_parallel_loss": "average"}, marks=pytest.mark.slow),
+    ],
+)
+def test_data_parallel_passes_keep_numbers(data, t, options):
+    compiled = compile_gpt(t=t, data=data, **options)
+    assert compiled.program.unreduced is not None
+
+
+def lose(op: str, place: int) -> Callable[[Program], int]:
+    """A pass that takes one rank's value for what the op makes of all."""
+
+    def lose_a_sum(program: Program) -> int:
+        node = [n for n in program.graph.nodes if op in str(n.target)][place]
+        (node if op == "batch_sum" else next(iter(node.users))).replace_all_uses_with(node.args[0])
+        return 1
+
+    return lose_a_sum
+
+
+@pytest.mark.parametrize(
+    ("where", "op", "place"), [("place_batch", "batch_sum", 0), ("data_parallel", "all_reduce", -1)]
+)
+def test_a_lost_sum_over_data_parallel_ranks_is_named(where, op, place):
+    with pytest.raises(MegafxError, match="pass 'lose_a_sum' changed numbers|'lose_a_sum' left this program") as caught:
+        compile_gpt((f"after {where}", lose(op, place)), t=1, data=DataAxis(2))
+    assert "lose_a_sum" in str(caught.value) + str(getattr(caught.value, "__notes__", ""))

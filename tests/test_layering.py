@@ -61,6 +61,7 @@ LAYERS = [
     | {"candidates", "overrides", "planning", "policy", "rule_samples"}
     | {"init_replay"}
     | {"params", "stored", "outputs", "agreement", "meshes", "held_gradients", "inference", "cache_shard"},
+    {"check_numbers_data"},
     {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report"}
     | {"materialize", "weight_names"}
     | {"graph_keys"},
