@@ -313,6 +313,56 @@ def a_checkpoint_of_shards_goes_on_elsewhere(folder: Path) -> None:
     same_state(step(*sharded), step(*copies), "one step later:")
 
 
+def a_checkpoint_of_optimizer_shards_goes_elsewhere(folder: Path) -> None:
+    """ZeRO-1 on 2 x 2 ranks, after two steps: loaded as copies, as shards and by one process, the same bits of everything."""
+    import megafx
+
+    start, (ids, labels) = base(), batch(0, 2)
+
+    def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = parallel(copy.deepcopy(start), **options)
+        if options["tensor_model_parallel_size"] > 1:
+            model(mine(ids, 2, 2), mine(labels, 2, 2))  # settles how parameters are stored
+        return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    model, optimizer = made(**DDP, data_parallel="zero1")
+    for _ in range(2):
+        model(mine(ids, 2, 2), mine(labels, 2, 2)).backward()
+        optimizer.step(), optimizer.zero_grad()
+    megafx.save_checkpoint(folder, model, optimizer, step=2)
+    wanted = bits(model, optimizer)
+    assert len(wanted) == 4 * len(list(model.parameters())) + 1  # values, two moments, steps; the tied name
+    for options in (DDP, {**DDP, "data_parallel": "fsdp"}):
+        other = made(**options)
+        megafx.load_checkpoint(folder, *other)
+        same_bits(bits(*other), wanted)
+        model(mine(ids, 2, 2), mine(labels, 2, 2)).backward()
+        other[0](mine(ids, 2, 2), mine(labels, 2, 2)).backward()
+        same_state(megafx.full_gradients(other[0]), megafx.full_gradients(model), "gradient of")
+        model.zero_grad()
+    if dist.get_rank() == 0:
+        alone = made(tensor_model_parallel_size=1, data_parallel_size=1)
+        megafx.load_checkpoint(folder, *alone)
+        same_bits(bits(*alone), wanted)
+    dist.barrier()
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters and optimizer state, whole, by name."""
+    import megafx
+
+    found = dict(megafx.full_state_dict(model))
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}: {key}"] = whole(value)
+    return found
+
+
+def same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
+
+
 def wrapping_is_the_error_that_names_the_options() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -398,6 +448,7 @@ CASES: dict[str, list[Callable[..., None]]] = {
         wrapping_is_the_error_that_names_the_options,
         the_report_lists_bytes_by_axis,
         a_checkpoint_of_shards_goes_on_elsewhere,
+        a_checkpoint_of_optimizer_shards_goes_elsewhere,
     ],
 }
 
@@ -408,7 +459,7 @@ def main(folder: str, rank: int) -> None:
     )
     wanted = os.environ["CASES"]
     for case in CASES.get(wanted) or [c for c in CASES["more"] if c.__name__ == wanted]:
-        case(*([Path(folder) / "checkpoint"] if inspect.signature(case).parameters else []))
+        case(*([Path(folder) / case.__name__] if inspect.signature(case).parameters else []))
         if rank == 0:
             print(case.__name__, "ok", flush=True)
     dist.destroy_process_group()
