@@ -163,14 +163,17 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
                 position_bias=position_bias, **extra, **kwargs,
             )  # fmt: skip
-        mask = shape.padding
+        mask, key_mask = shape.padding, None
         if position_bias is not None:
             mask = position_bias
             if shape.padding is not None:
                 hidden = torch.finfo(position_bias.dtype).min
-                mask = torch.where(shape.padding[:, None, None, :], position_bias, hidden)
+                key_mask = torch.zeros_like(shape.padding, dtype=position_bias.dtype).masked_fill(
+                    ~shape.padding, hidden
+                )
         scale = scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1])
         rest: tuple[Any, ...] = (
+            key_mask,
             None,
             float(scale),
             shape.causal,

@@ -1,14 +1,15 @@
 """Masks of attention that are causal, windows or padding are said, not made: flags and a [b, t] tensor for a [s, t] one.
 
-Before:  %c = le(%keys, %queries); %m = where(%c, 0, finfo.min); %o = megafx.attention(%q, %k, %v, %m, ..., False, 0, ...)
-After:   %o = megafx.attention(%q, %k, %v, None, ..., True, 0, ...)
+Before:  %c = le(%keys, %queries); %m = where(%c, 0, finfo.min); %o = megafx.attention(%q, %k, %v, %m, None, ..., False, 0, ...)
+After:   %o = megafx.attention(%q, %k, %v, None, None, ..., True, 0, ...)
 Legal because: mask_reader.py reads what the mask is from the ops that make it; anything that it does not know stays a tensor.
 
 Of attention, scale_mask_softmax and scaled_dot_product_attention. A bias (T5's, ALiBi) that was added to a causal mask is
-what is left of it. Rows that see no key: where the mask's fill is finite, softmax makes them uniform. Padding alone keeps
-that, as an additive [b, 1, 1, t]; with a causal mask such rows get the mean of v over all keys, as eager gives them without
-dropout. That mean does not depend on q and k: they get no gradient of it (autograd gives them one, through finfo.min +
-score). Where the fill is -inf such rows are zeros in place of nan, as attention has it.
+what is left of it; padding beside it is attention's key_mask. Rows that see no key: where the mask's fill is finite,
+softmax makes them uniform. Padding without a causal mask keeps that, as an additive [b, t]; with one such rows get the mean
+of v over all keys, as eager gives them without dropout. That mean does not depend on q and k: they get no gradient of it
+(autograd gives them one, through finfo.min + score). Where the fill is -inf such rows are zeros in place of nan, as
+attention has it.
 """
 
 from __future__ import annotations
@@ -175,7 +176,13 @@ def _rest(emit: Builder, rest: tuple[Leaf, ...], rank: int = 4) -> fx.Node | Non
 
 def _attention(program: Program, reader: MaskReader, node: fx.Node) -> bool:
     mask = _argument(node, "mask")
-    if not isinstance(mask, fx.Node) or mask.meta[VAL].dim() != 4 or _argument(node, "window"):
+    if not isinstance(mask, fx.Node) or mask.meta[VAL].dim() != 4:
+        return False
+    value = reader.value_of(mask)
+    if isinstance(value, Choice) and value.on == value.off == 0 and not isinstance(value.on, bool):
+        _set(node, mask=_argument(node, "key_mask"), key_mask=None)  # T5's cross attention adds a bias of zeros
+        return True
+    if _argument(node, "window") or _argument(node, "key_mask") is not None:
         return False
     seen = _read(reader, mask, visible=True, symmetric=True)
     if seen is None:
@@ -194,18 +201,17 @@ def _attention(program: Program, reader: MaskReader, node: fx.Node) -> bool:
         new = _rest(emit, seen.rest)
         if new is None:
             return False
-        if seen.padding:
-            hidden = emit(aten.logical_not.default, _four(emit, _padding(emit, seen)))
-            new = emit(aten.masked_fill.Scalar, new, hidden, seen.fill)
-    elif seen.padding:
-        new = _padding(emit, seen)
+    keys: fx.Node | None = None
+    if seen.padding:
+        keys = _padding(emit, seen)
         if dark and not by_position:
-            zeros = emit(aten.zeros_like.default, _four(emit, new), dtype=mask.meta[VAL].dtype)
-            hidden = emit(aten.logical_not.default, _four(emit, new))
-            new = emit(aten.masked_fill.Scalar, zeros, hidden, seen.fill)
+            zeros = emit(aten.zeros_like.default, keys, dtype=mask.meta[VAL].dtype)
+            keys = emit(aten.masked_fill.Scalar, zeros, emit(aten.logical_not.default, keys), seen.fill)
+    if new is None:
+        new, keys = keys, None
     if new is not None and not by_position and not _smaller(program, new, mask):
         return False
-    _set(node, mask=new, causal=causal, window=seen.window)
+    _set(node, mask=new, key_mask=keys, causal=causal, window=seen.window)
     if dark and by_position:
         _uniform_where_dark(program, node, seen)
     return True
@@ -278,7 +284,7 @@ def _library(program: Program, reader: MaskReader, node: fx.Node) -> bool:
         mask = emit(aten.unsqueeze.default, mask, 0)
     scale = _argument(node, "scale")
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])  # type: ignore[union-attr]
-    new = emit(ops.attention.default, q, k, v, mask, None, factor, False, 0, 0.0, 0.0, 0, -1, [], "tp")
+    new = emit(ops.attention.default, q, k, v, mask, None, None, factor, False, 0, 0.0, 0.0, 0, -1, [], "tp")
     if not _attention(program, reader, new):
         program.graph.erase_node(new)
         return False

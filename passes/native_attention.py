@@ -1,6 +1,6 @@
 """Give attention with dropout to the library's kernels, with torch's own random numbers: attention_dropout_rng="native".
 
-Before:  %y = megafx.attention(%q, %k, %v, None, %seed, 0.125, True, 0, 0.0, 0.1, 3, -1, [], "tp")
+Before:  %y = megafx.attention(%q, %k, %v, None, None, %seed, 0.125, True, 0, 0.0, 0.1, 3, -1, [], "tp")
 After:   %y = scaled_dot_product_attention(%q, %k, %v, None, 0.1, True, scale=0.125)
 Legal because: the user asked for it. The bits come from the generator of each process, so the pass is for one rank only:
 more would draw other masks for the same heads on each. What the library cannot do (window, soft-cap, causality together
@@ -37,9 +37,10 @@ def native_attention(program: Program, planning: Planning) -> int:
 
 
 def _to_library(program: Program, node: fx.Node) -> bool:
-    q, k, v, mask, _, scale, causal, window, softcap, p = node.args[:10]
-    if window or softcap or (causal and mask is not None):
-        what = "a window" if window else "a soft-cap" if softcap else "a causal and another mask together"
+    q, k, v, mask, key_mask, _, scale, causal, window, softcap, p = node.args[:11]
+    if window or softcap or key_mask is not None or (causal and mask is not None):
+        two = "a bias and a padding mask together" if key_mask is not None else "a causal and another mask together"
+        what = "a window" if window else "a soft-cap" if softcap else two
         program.note("fuse", f"attention with {what} has no library kernel: its dropout stays megafx's", node)
         return False
     emit = Builder(program, node, node, NAME)

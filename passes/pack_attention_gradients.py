@@ -21,7 +21,7 @@ REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "pack_attention_gradients"
 aten, ops = torch.ops.aten, torch.ops.megafx
 VIEWS = (aten.view.default, aten._unsafe_view.default)
-OPERANDS = 8  # of attention_backward before its options: grad, q, k, v, mask, seed, out, lse
+OPERANDS = 9  # of attention_backward before its options: grad, q, k, v, mask, key_mask, seed, out, lse
 
 
 def pack_attention_gradients(program: Program) -> int:

@@ -52,7 +52,7 @@ def _fused(
 ) -> Tensor:
     where = (drop.op_id, drop.shard_dim, list(drop.layout), drop.axis)
     seen = _mask_for(mask, fill, q.dtype)
-    made: Tensor = ops.attention(q, k, v, seen, drop.seed, scale, False, 0, cap, drop.p, *where)
+    made: Tensor = ops.attention(q, k, v, seen, None, drop.seed, scale, False, 0, cap, drop.p, *where)
     return made
 
 
@@ -247,11 +247,11 @@ class AttentionOfGroups(_Groups):
 
     def match(q, k, v, drop, mask=None, *, repeat, masked, scale, cap, p):
         k, v = _repeated(k, q, repeat), _repeated(v, q, repeat)
-        return ops.attention(q, k, v, mask, drop.seed, scale, masked == "causal", 0, cap, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, drop.seed, scale, masked == "causal", 0, cap, *drop.args[1:])
 
     def make(q, k, v, drop, mask=None, *, repeat, masked, scale, cap):
         k, v = _of_heads(k, repeat), _of_heads(v, repeat)
-        return ops.attention(q, k, v, mask, drop.seed, scale, masked == "causal", 0, cap, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, drop.seed, scale, masked == "causal", 0, cap, *drop.args[1:])
 
 
 @register
@@ -298,7 +298,7 @@ class AttentionOfScaledQuery(_Attention):
     def match(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n):
         q = q * inner if by == "mul" else q / inner
         q = q.view(q.shape[0], q.shape[1], n, -1).transpose(1, 2) if shape == "flat" else q
-        return ops.attention(q, k, v, mask, drop.seed, scale, causal, 0, cap, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, drop.seed, scale, causal, 0, cap, *drop.args[1:])
 
     def where(m):
         return "the number of heads is not known" if m["shape"] == "flat" and m["n"] >= FIRST_PRIME else None
@@ -306,4 +306,4 @@ class AttentionOfScaledQuery(_Attention):
     def make(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n):
         q = q.view(q.shape[0], q.shape[1], n, q.shape[2] // n).transpose(1, 2) if shape == "flat" else q
         factor = scale * inner if by == "mul" else scale / inner
-        return ops.attention(q, k, v, mask, drop.seed, factor, causal, 0, cap, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, drop.seed, factor, causal, 0, cap, *drop.args[1:])

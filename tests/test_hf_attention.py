@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from megafx.capture import capture_call
+from megafx.config import Config
 from megafx.draws import drawn, draws
 from megafx.interpret import run_program
 from megafx.passes.canonicalize import canonicalize
+from megafx.passes.describe_masks import describe_masks
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -49,7 +51,7 @@ def _attentions(program: Any) -> list[Any]:
 def _flags(node: Any) -> tuple[Any, ...]:
     """(shape of the mask, causal, window)."""
     mask = node.args[3]
-    return None if mask is None else mask.meta["val"].dim(), node.args[6], node.args[7]
+    return None if mask is None else mask.meta["val"].dim(), node.args[7], node.args[8]
 
 
 # model, config, (dims of the mask, causal, window) without and with a padding mask
@@ -95,6 +97,22 @@ def test_no_square_of_the_sequence_is_left() -> None:
         if isinstance(value, torch.Tensor):
             dynamic = [str(n) for n in value.shape if not isinstance(n, int)]
             assert len(dynamic) == len(set(dynamic)), f"{node} {tuple(value.shape)}"
+
+
+def test_t5_keeps_one_bias_for_the_batch() -> None:
+    """With padding the mask is the bias of [1, n, s, t], and the key_mask is [b, t]: nothing of [b, n, s, t] is made."""
+    program = capture_call(_model("T5ForConditionalGeneration", T5), (), _inputs(2, 16, True))
+    canonicalize(program)
+    describe_masks(program, Config())
+    found = [n for n in _attentions(program) if n.target is torch.ops.megafx.attention.default]
+    masks = [tuple(None if a is None else a.meta["val"].dim() for a in node.args[3:5]) for node in found]
+    assert masks == [(4, 2), (4, None), (2, None)]  # the decoder's own is causal; cross attention's bias is all zeros
+    assert all(node.args[3].meta["val"].shape[0] == 1 for node in found[:2])
+    lengths = {str(node.args[i].meta["val"].shape[2]) for node in found for i in (0, 1)}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dim() == 4:
+            assert value.shape[0] == 1 or str(value.shape[2]) not in lengths or str(value.shape[3]) not in lengths, node
 
 
 def test_a_users_own_positions_and_masks_stay() -> None:

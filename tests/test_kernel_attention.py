@@ -69,7 +69,7 @@ def test_is_the_formula(name, p, options):
         inputs = (mask,)
     where = tuple(torch.arange(n) for n in q.shape[:3])
     keep = keep_mask(where, 9, subkey(SEED, 4), p) if p else None
-    found = attention(q, k, v, mask, SEED, 0.4, *options, p, 4, *WHOLE)
+    found = attention(q, k, v, mask, None, SEED, 0.4, *options, p, 4, *WHOLE)
     wanted = written_out(q, k, v, mask, 0.4, *options, keep, p)
     torch.testing.assert_close(found, wanted)
     grad = torch.randn(found.shape, dtype=found.dtype)
@@ -77,19 +77,53 @@ def test_is_the_formula(name, p, options):
         torch.testing.assert_close(a, b)
 
 
+KEY_MASKS = {
+    "bool": MASKS["padding"],
+    "additive": torch.tensor([[0.0] * 6 + [-1e300] * 3, [0.0] * 9], dtype=torch.float64),
+    "of one row": MASKS["padding"][:1],
+}
+
+
+@pytest.mark.parametrize("name", ["bool", "bias", "bias of keys"])
+@pytest.mark.parametrize("kind", KEY_MASKS)
+def test_two_masks_are_their_sum(kind, name):
+    """A key_mask beside a mask: output, and every gradient."""
+    (q, k, v), mask, keys, inputs = tensors(), MASKS[name], KEY_MASKS[kind], ()
+    whole = keys[:, None, None].expand(2, 6, 7, 9)
+    added = (
+        torch.zeros_like(whole, dtype=q.dtype).masked_fill(~whole, -math.inf) if whole.dtype == torch.bool else whole
+    )
+    one = mask[:, None, None] if mask.dim() == 2 else mask
+    if mask.dtype == torch.bool:
+        both = added.masked_fill(~one, -math.inf)
+    else:
+        mask = mask.clone().requires_grad_()
+        both, inputs = added + (mask[:, None, None] if mask.dim() == 2 else mask), (mask,)
+    results = []
+    for masks in ((mask, keys), (both, None)):
+        out = attention(q, k, v, *masks, SEED, 0.4, True, 0, 0.0, 0.3, 4, *WHOLE)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, *inputs))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    alone = [
+        attention(q, k, v, *masks, SEED, 0.4, True, 0, 0.0, 0.3, 4, *WHOLE) for masks in ((None, keys), (keys, None))
+    ]
+    assert torch.equal(*alone)
+
+
 def test_without_extras_it_is_the_librarys():
     q, k, v = tensors(s=9)
-    gm = make_fx(lambda *a: attention(*a, None, None, 0.3, True, 0, 0.0, 0.0, 0, *WHOLE))(q, k, v)
+    gm = make_fx(lambda *a: attention(*a, None, None, None, 0.3, True, 0, 0.0, 0.0, 0, *WHOLE))(q, k, v)
     names = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
     assert not any("megafx" in n for n in names) and any("scaled_dot_product" in n or "softmax" in n for n in names)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(attention(q, k, v, None, None, 0.3, True, 0, 0.0, 0.0, 0, *WHOLE), wanted)
+    torch.testing.assert_close(attention(q, k, v, None, None, None, 0.3, True, 0, 0.0, 0.0, 0, *WHOLE), wanted)
 
 
 def test_gradcheck():
     q, k, v = tensors(1, 2, 1, 4, 5, 3, 2)
     bias = torch.randn(1, 1, 4, 5, dtype=torch.float64, requires_grad=True)
-    call = lambda q, k, v, bias: attention(q, k, v, bias, SEED, 0.4, True, 3, 2.0, 0.3, 4, *WHOLE)  # noqa: E731
+    call = lambda q, k, v, bias: attention(q, k, v, bias, None, SEED, 0.4, True, 3, 2.0, 0.3, 4, *WHOLE)  # noqa: E731
     assert torch.autograd.gradcheck(call, (q, k, v, bias))
 
 
@@ -106,7 +140,7 @@ def test_shards_draw_their_slice(dim, flat, t):
 
     def run(q, k, v, grad, where):
         q = q.requires_grad_()
-        out = attention(q, k, v, None, *options, *where)
+        out = attention(q, k, v, None, None, *options, *where)
         return out, *torch.autograd.grad(out, q, grad)
 
     whole = run(q.clone(), k, v, grad, WHOLE)
@@ -133,7 +167,7 @@ def _cut(x, dim, layout, rank, t):
 def test_shared_kv_heads_under_cut_query_heads():
     """Two KV heads of four queries each on 4 ranks: every rank has one query head of each, and both KV heads."""
     q, k, v = tensors(1, 8, 2, 5, 6, 4, 4)
-    options = (None, SEED, 0.4, True, 0, 0.0, 0.4, 3)
+    options = (None, None, SEED, 0.4, True, 0, 0.0, 0.4, 3)
     whole = attention(q, k, v, *options, *WHOLE)
     for rank in range(4):
         with collectives.on_mesh({"tp": collectives.AxisContext(rank, 4, "")}):
@@ -180,7 +214,7 @@ def test_statistics(seed, op_id):
 
 def test_traces_with_symbolic_shapes():
     def step(q, k, v, grad, seed):
-        out = attention(q, k, v, None, seed, 0.3, True, 0, 0.0, 0.2, 5, *WHOLE)
+        out = attention(q, k, v, None, None, seed, 0.3, True, 0, 0.0, 0.2, 5, *WHOLE)
         return out, *torch.autograd.grad(out, (q, k, v), grad)
 
     q, k, v = tensors()
@@ -196,14 +230,14 @@ def test_traces_with_symbolic_shapes():
 def test_opcheck():
     q, k, v = tensors()
     torch.library.opcheck(
-        torch.ops.megafx.attention_forward.default, (q, k, v, None, SEED, 0.4, True, 0, 0.0, 0.3, 3, *WHOLE)
+        torch.ops.megafx.attention_forward.default, (q, k, v, None, None, SEED, 0.4, True, 0, 0.0, 0.3, 3, *WHOLE)
     )
 
 
 def test_edges_and_errors():
     q, k, v = tensors()
-    assert not attention(q, k, v, None, SEED, 0.4, False, 0, 0.0, 1.0, 0, *WHOLE).any()
-    call = lambda q, k, v, *rest: attention(q, k, v, *rest, *WHOLE)  # noqa: E731
+    assert not attention(q, k, v, None, None, SEED, 0.4, False, 0, 0.0, 1.0, 0, *WHOLE).any()
+    call = lambda q, k, v, mask, *rest: attention(q, k, v, mask, None, *rest, *WHOLE)  # noqa: E731
     assert call(q[:0], k[:0], v[:0], None, SEED, 0.4, False, 0, 0.0, 0.5, 0).shape == (0, 6, 7, 5)
     assert not call(q, k[:, :, :0], v[:, :, :0], None, SEED, 0.4, False, 0, 1.0, 0.0, 0).any()
     torch.manual_seed(5)
@@ -214,6 +248,11 @@ def test_edges_and_errors():
         call(q, k[:, [0, 0, 0, 0]], v[:, [0, 0, 0, 0]], None, SEED, 0.4, False, 0, 0.0, 0.5, 0)
     with pytest.raises(ValueError, match="neither"):
         call(q, k, v, torch.ones(3, 9, dtype=torch.bool), SEED, 0.4, False, 0, 0.0, 0.5, 0)
+    bias, keys = MASKS["bias"], torch.ones(2, 9, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"not broadcastable to \[b, t\] \(2, 9\)"):
+        attention(q, k, v, bias, keys[:, :5], SEED, 0.4, False, 0, 0.0, 0.5, 0, *WHOLE)
+    with pytest.raises(ValueError, match="gets no gradient"):
+        attention(q, k, v, bias, keys.requires_grad_(), SEED, 0.4, False, 0, 0.0, 0.5, 0, *WHOLE)
     with pytest.raises(ValueError, match="between 0 and 1"):
         call(q, k, v, None, SEED, 0.4, False, 0, 0.0, 1.5, 0)
 

@@ -87,7 +87,7 @@ def chain(mask):
 @pytest.mark.parametrize("form", CAUSAL)
 def test_causal_masks_are_flags(form):
     before, after, node = described(chain(CAUSAL[form]))
-    assert node.args[3] is None and node.args[6:8] == (True, 0)
+    assert node.args[3] is None and node.args[7:9] == (True, 0)
     assert not {"tril", "triu", "full", "ones", "where", "arange"} & {op_name(n.target) for n in after.graph.nodes}
     assert_same(before, after)
 
@@ -96,7 +96,7 @@ def test_causal_masks_are_flags(form):
 def test_windows_are_numbers(form):
     function, flags = WINDOWS[form]
     before, after, node = described(chain(function))
-    assert node.args[3] is None and node.args[6:8] == flags
+    assert node.args[3] is None and node.args[7:9] == flags
     assert_same(before, after)
 
 
@@ -122,24 +122,26 @@ def test_padding_is_a_row_of_keys(causal, fill):
         and mask.shape[-1] == node.args[1].meta["val"].shape[2]
         and mask[0].numel() == mask.shape[-1]
     )
-    assert node.args[6] == causal
+    assert node.args[7] == causal
     said = [n for n in after.notes if "see no key" in n.message]
     assert len(said) == (causal and not math.isinf(fill))
     if not math.isinf(fill):
         run_with_padding(before, after)
 
 
-def run_with_padding(before, after, window=5):
+def run_with_padding(before, after, window=5, bias=False):
     """Left and right padding, and a row without any key: the same numbers, and gradients from rows that see a key."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    more = [torch.randn(1, 2, 5, 5, dtype=torch.float64, requires_grad=True)] if bias else []
     m = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]])
     results = []
     for program in (before, after):
-        out = torch.fx.Interpreter(program.gm).run(q, k, v, m)[0]
+        out = torch.fx.Interpreter(program.gm).run(q, k, v, m, *more)[0]
         seeing = (F.pad(m, (window - 1, 0)).unfold(1, window, 1).sum(-1) > 0)[:, None, :, None]
         results.append((out, *torch.autograd.grad((out.square() * seeing).sum() + out.sum(), (q, k, v))[2:]))
-        results[-1] += torch.autograd.grad((torch.fx.Interpreter(program.gm).run(q, k, v, m)[0] * seeing).sum(), (q, k))
+        out = torch.fx.Interpreter(program.gm).run(q, k, v, m, *more)[0]
+        results[-1] += torch.autograd.grad((out.square() * seeing).sum(), (q, k, *more))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
@@ -153,7 +155,7 @@ def test_a_window_with_padding():
         return chain(mask)(q, k, v)
 
     before, after, node = described(function, m="i64[b s]")
-    assert node.args[6:8] == (True, 2) and node.args[3].meta["val"].dim() == 2
+    assert node.args[7:9] == (True, 2) and node.args[3].meta["val"].dim() == 2
     run_with_padding(before, after, window=2)
 
 
@@ -163,8 +165,27 @@ def test_a_bias_under_a_causal_mask_is_what_is_left():
         return chain(lambda q, z: z + bias)(q, k, v)
 
     before, after, node = described(function, a="f32[1 n=2 s s]")
-    assert node.args[3].op == "placeholder" and node.args[6] is True
+    assert node.args[3].op == "placeholder" and node.args[7] is True
     assert_same(before, after)
+
+
+@pytest.mark.parametrize("fill", [-math.inf, LOWEST])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_bias_with_padding_stays_one_for_the_batch(causal, fill):
+    """T5's: the bias is the mask, padding the key_mask, and nothing has the size of batch, heads and both sequences."""
+
+    def function(q, k, v, m, a):
+        mask = padded(q, torch.zeros(q.shape[0], 1, q.shape[2], q.shape[2]), m, causal, fill)
+        return chain(lambda q, z: z + (a + mask))(q, k, v)
+
+    before, after, node = described(function, m="i64[b s]", a="f32[1 n=2 s s]")
+    assert node.args[3].op == "placeholder" and node.args[4].meta["val"].dim() == 2 and node.args[7] == causal
+    assert node.args[4].meta["val"].is_floating_point() == (not causal and not math.isinf(fill))
+    sizes = [tuple(n.meta["val"].shape) for n in after.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    scores = (*node.args[0].meta["val"].shape[:3], node.args[1].meta["val"].shape[2])
+    assert scores not in sizes
+    if not math.isinf(fill):
+        run_with_padding(before, after, bias=True)
 
 
 def test_the_library_takes_flags_too():
@@ -172,7 +193,7 @@ def test_the_library_takes_flags_too():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=square(q).tril().bool())
 
     before, after, node = described(function)
-    assert op_name(node.target) == "attention" and node.args[3] is None and node.args[6] is True
+    assert op_name(node.target) == "attention" and node.args[3] is None and node.args[7] is True
     assert_same(before, after)
 
 
@@ -210,7 +231,7 @@ STAY = {
 def test_other_masks_stay_tensors(case):
     function, more = STAY[case]
     _, _, node = described(lambda q, k, v, **m: chain(lambda q, z: function(q, z, **m))(q, k, v), **more)
-    assert node.args[3] is not None and node.args[6:8] == (False, 0)
+    assert node.args[3] is not None and node.args[7:9] == (False, 0)
 
 
 # -- buffers
@@ -271,7 +292,7 @@ def test_padded_batches_of_an_eager_model(t):
     case = harness.Case(model, inputs, capture_call(model, (), inputs(2, 16)))
     compiled = case.compile(t)
     forward = [n for n in compiled.program.graph.nodes if "attention_forward" in str(n.target)]
-    assert len(forward) == 1 and forward[0].args[3].meta["val"].dim() == 2 and forward[0].args[6] is True
+    assert len(forward) == 1 and forward[0].args[3].meta["val"].dim() == 2 and forward[0].args[7] is True
     call = inputs(3, 13)
     harness.assert_equal(case.run(compiled, call), case.reference(call))
 

@@ -139,7 +139,7 @@ def test_no_mask_has_queries_and_keys(name):
     program = fused(name)
     calls = [n for n in program.graph.nodes if n.op == "call_function"]
     attention = next(n for n in calls if dump.op_name(n.target) == "attention")
-    assert attention.args[3] is None and attention.args[6:8] == MASKED[name]
+    assert attention.args[3] is None and attention.args[7:9] == MASKED[name]
     values = (n.meta[VAL] for n in calls)
     twice = [
         v for v in values if isinstance(v, torch.Tensor) and v.dim() > 1 and repr(v.shape[-1]) == repr(v.shape[-2])

@@ -25,7 +25,7 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 def check(
     b, h, n, s, t, e, f, *, dtype=torch.float32, mask=None, causal=False, window=0, softcap=0.0, p=0.0, cut=None,
-    tma=True, turned=False,
+    tma=True, turned=False, keys=None,
 ):  # fmt: skip
     """Results, row statistics and every gradient; the backward twice, bit for bit."""
     if next(COUNT) % PARTS != PART:
@@ -37,20 +37,21 @@ def check(
     dim, layout = cut or (-1, ())
     o = Options(e**-0.5, causal, window, softcap, p, 5, dim, layout, "tp")
     mask = None if mask is None else mask.to(DEVICE)
-    wide = [x.double() for x in (q, k, v)] + [mask if mask is None or mask.dtype == torch.bool else mask.double()]
+    keys = None if keys is None else keys.to(DEVICE)
+    wide = [x if x is None or x.dtype == torch.bool else x.double() for x in (q, k, v, mask, keys)]
     tuning = {"TMA": tma}
-    out, lse = attention_triton.forward(q, k, v, mask, SEED, o, **tuning)
+    out, lse = attention_triton.forward(q, k, v, mask, keys, SEED, o, **tuning)
     wanted, statistics = attention_reference.forward(*wide, SEED, o)
     backward = attention_backward_triton.backward
-    grads = [backward(grad, q, k, v, mask, SEED, out, lse, o, tuning, tuning) for _ in range(2)]
+    grads = [backward(grad, q, k, v, mask, keys, SEED, out, lse, o, tuning, tuning) for _ in range(2)]
     if s == t and e == f:  # side by side, as the gradient of a fused projection
         packed = torch.empty(b, s, h + 2 * n, e, dtype=dtype, device=DEVICE).transpose(1, 2)
-        backward(grad, q, k, v, mask, SEED, out, lse, o, tuning, tuning, into=packed.split([h, n, n], 1))
+        backward(grad, q, k, v, mask, keys, SEED, out, lse, o, tuning, tuning, into=packed.split([h, n, n], 1))
         assert torch.equal(packed, torch.cat(grads[0], 1))
     found = [out, *grads[0]]
     expected = [wanted, *attention_reference.backward(grad.double(), *wide, SEED, o)]
     if mask is not None and mask.dtype != torch.bool:
-        found.append(attention_mask_triton.mask_backward(grad, q, k, v, mask, SEED, out, lse, o))
+        found.append(attention_mask_triton.mask_backward(grad, q, k, v, mask, keys, SEED, out, lse, o))
         expected.append(attention_reference.mask_backward(grad.double(), *wide, SEED, o))
     case = (b, h, n, s, t, e, f, dtype, causal, window, softcap, p, cut, tma)
     for name, a, w in zip(("out", "dq", "dk", "dv", "dmask"), found, expected, strict=False):
@@ -62,7 +63,21 @@ def check(
     assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True)), case
     for separate in (False, True) if not window else (False,):  # dq from ds in memory; head by head
         apart = backward(
-            grad, q, k, v, mask, SEED, out, lse, o, tuning, tuning, workspace=1, separate=separate, by_product=tuning
+            grad,
+            q,
+            k,
+            v,
+            mask,
+            keys,
+            SEED,
+            out,
+            lse,
+            o,
+            tuning,
+            tuning,
+            workspace=1,
+            separate=separate,
+            by_product=tuning,
         )
         for name, a, w in zip(("dq", "dk", "dv"), apart, grads[0], strict=True):
             error = float((a.double() - w.double()).norm() / w.double().norm().clamp(min=1e-9))
@@ -87,6 +102,12 @@ def main():
     check(2, 2, 1, 70, 70, 16, 16, mask=bias, dtype=torch.float16)
     check(1, 2, 2, 70, 70, 16, 16, mask=torch.randn(1, 2, 70, 70), causal=True, p=0.2)
     check(2, 1, 1, 65, 70, 16, 16, mask=torch.randn(2, 70))
+    dark = torch.full((2, 70), 0.5)
+    dark[0, 40:] = dark[1] = torch.finfo(torch.float32).min  # hides some keys of one element, and all of the other
+    seen = torch.rand(2, 130) < 0.7
+    check(2, 4, 2, 70, 70, 16, 16, mask=torch.randn(1, 4, 70, 70), keys=dark, p=0.3)
+    check(2, 2, 2, 65, 130, 16, 16, mask=torch.randn(1, 2, 1, 130), keys=seen, causal=True, tma=False, turned=True)
+    check(2, 2, 1, 65, 130, 16, 16, mask=torch.rand(65, 130)[None, None] < 0.7, keys=dark[:, :1] * 0, softcap=3.0)
     for dim, layout in ((1, (2, 2, 1)), (2, (1, 130, 1)), (0, (1, 3, 1))):  # a rank's part of a larger call
         with collectives.on_mesh({"tp": collectives.AxisContext(1, 2, "")}):
             b, h, s = (2, 2, 65)

@@ -1,12 +1,13 @@
 """megafx::attention: softmax attention with counter-based dropout, grouped heads, causal, window, soft-cap and masks.
 
-    s = scale q k^T;  s = c tanh(s / c) where c = softcap > 0;  s += mask, or -inf where a bool mask is False
+    s = scale q k^T;  s = c tanh(s / c) where c = softcap > 0;  s += masks, or -inf where a bool mask is False
     s = -inf where causal and key > query, or where |query - key| >= window > 0 (both counted from 0 in the whole sequence)
     w = softmax over keys;  out = (w * keep / (1 - p)) v;  a row that sees no key gives zeros, and zero gradients
 
 q [b, nq, s, e], k [b, n, t, e], v [b, n, t, f], nq a multiple of n: query heads i * nq / n onwards share KV head i, which is
-not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. Causal and window masks
-are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
+not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], the same
+beside a mask that the batch shares (a relative bias, ALiBi), so that nothing of [b, nq, s, t] is made; it gets no gradient.
+Causal and window masks are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
 
 Arithmetic: products of the inputs' dtype accumulated in fp32, softmax in fp32 (fp64 for fp64), results rounded once.
 Saved: q, k, v, out and one number a row; the weights and their dropout are computed again in backward.
@@ -35,20 +36,26 @@ from .op import define_composite, define_gradient, define_op, runs_triton
 _OPTIONS = (
     "float scale, bool causal, int window, float softcap, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
 )
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed"
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, Tensor? seed"
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *rest: Any) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, *rest: Any
+) -> Tensor:
     scale, causal, window, softcap, p = rest[:5]
+    if mask is None:
+        mask, key_mask = key_mask, None
     if mask is None and not (window or softcap or p):
         grouped = q.shape[1] != k.shape[1]
         return torch.ops.aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
     if p and seed is None:
         seed = torch.randint(2**63 - 1, (), device=q.device)
-    return torch.ops.megafx.attention_forward(q, k, v, mask, seed, *rest)[0]
+    return torch.ops.megafx.attention_forward(q, k, v, mask, key_mask, seed, *rest)[0]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, o: Options) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, o: Options
+) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"attention takes 4 dims, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1] or q.shape[0] != k.shape[0]:
@@ -66,31 +73,39 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | 
         wanted = whole if mask.dim() == 4 else (whole[0], whole[3])
         if mask.dim() not in (2, 4) or any(m not in (1, n) for m, n in zip(mask.shape, wanted, strict=True)):
             raise ValueError(f"mask {tuple(mask.shape)} is neither [b, t] nor broadcastable to {whole}")
+    if key_mask is not None:
+        if mask is None:
+            raise ValueError("a key_mask without a mask is the mask")
+        wanted = (q.shape[0], k.shape[2])
+        if key_mask.dim() != 2 or any(m not in (1, n) for m, n in zip(key_mask.shape, wanted, strict=True)):
+            raise ValueError(f"key_mask {tuple(key_mask.shape)} is not broadcastable to [b, t] {wanted}")
+        if key_mask.requires_grad:
+            raise ValueError("a key_mask gets no gradient: add it to the mask")
 
 
 def _options(rest: Sequence[Any]) -> Options:
     return Options(*rest[:-2], tuple(rest[-2]), rest[-1])  # type: ignore[misc, arg-type, call-arg]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Any, seed: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Any, key_mask: Any, seed: Any, *rest: Any) -> tuple[Tensor, Tensor]:
     o = _options(rest)
-    _check(q, k, v, mask, seed, o)
+    _check(q, k, v, mask, key_mask, seed, o)
     if runs_triton(q):
         from . import attention_triton
 
-        return attention_triton.forward(q, k, v, mask, seed, o)
-    return reference.forward(q, k, v, mask, seed, o)
+        return attention_triton.forward(q, k, v, mask, key_mask, seed, o)
+    return reference.forward(q, k, v, mask, key_mask, seed, o)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, seed: Any, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, key_mask: Any, seed: Any, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     o = _options(rest)
     if runs_triton(q):
         from . import attention_backward_triton
 
-        return attention_backward_triton.backward(grad, q, k, v, mask, seed, out, lse, o)
-    return reference.backward(grad, q, k, v, mask, seed, o)
+        return attention_backward_triton.backward(grad, q, k, v, mask, key_mask, seed, out, lse, o)
+    return reference.backward(grad, q, k, v, mask, key_mask, seed, o)
 
 
 def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:
@@ -105,8 +120,9 @@ def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequen
 
 
 def _packed_shape(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, seed: Any, out: Tensor, lse: Tensor, order: Any, *_: Any
-) -> Tensor:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, key_mask: Any, seed: Any, out: Tensor, lse: Tensor, order: Any,
+    *_: Any,
+) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], sum(x.shape[1] * x.shape[3] for x in (q, k, v)))
 
 
@@ -116,48 +132,50 @@ def _backward_packed(
     k: Tensor,
     v: Tensor,
     mask: Any,
+    key_mask: Any,
     seed: Any,
     out: Tensor,
     lse: Tensor,
     order: Any,
     *rest: Any,
 ) -> Tensor:
-    packed, o = _packed_shape(grad, q, k, v, mask, seed, out, lse, order), _options(rest)
+    packed, o = _packed_shape(grad, q, k, v, mask, key_mask, seed, out, lse, order), _options(rest)
     into = _packed_views(packed, q, k, v, order)
     if runs_triton(q):
         from . import attention_backward_triton
 
-        attention_backward_triton.backward(grad, q, k, v, mask, seed, out, lse, o, into=into)
+        attention_backward_triton.backward(grad, q, k, v, mask, key_mask, seed, out, lse, o, into=into)
     else:
-        reference.backward(grad, q, k, v, mask, seed, o, into=into)
+        reference.backward(grad, q, k, v, mask, key_mask, seed, o, into=into)
     return packed
 
 
 def _mask_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, seed: Any, out: Tensor, lse: Tensor, *rest: Any
-) -> Tensor:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key_mask: Any, seed: Any, out: Tensor, lse: Tensor,
+    *rest: Any,
+) -> Tensor:  # fmt: skip
     o = _options(rest)
     if runs_triton(q):
         from . import attention_mask_triton
 
-        return attention_mask_triton.mask_backward(grad, q, k, v, mask, seed, out, lse, o)
-    return reference.mask_backward(grad, q, k, v, mask, seed, o)
+        return attention_mask_triton.mask_backward(grad, q, k, v, mask, key_mask, seed, out, lse, o)
+    return reference.mask_backward(grad, q, k, v, mask, key_mask, seed, o)
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, mask, seed, *ctx.rest = inputs
+    q, k, v, mask, key_mask, seed, *ctx.rest = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, mask, seed, *output)
+    ctx.save_for_backward(q, k, v, mask, key_mask, seed, *output)
 
 
 def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * (5 + len(ctx.rest))
+        return (None,) * (6 + len(ctx.rest))
     arguments = (grad, *ctx.saved_tensors, *ctx.rest)
     dq, dk, dv = torch.ops.megafx.attention_backward(*arguments)
     dmask = torch.ops.megafx.attention_mask_backward(*arguments) if ctx.needs_input_grad[3] else None
-    return dq, dk, dv, dmask, None, *[None] * len(ctx.rest)
+    return dq, dk, dv, dmask, None, None, *[None] * len(ctx.rest)
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -212,7 +230,7 @@ define_gradient("attention_forward", _gradient, _saves)
 def _forward_rule(call: Call) -> Row:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
-    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, ~ -> b (n g) t f{statistics}"
+    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, ~ -> b (n g) t f{statistics}"
     return _row(call, text)
 
 
@@ -222,12 +240,12 @@ def _backward_rule(call: Call) -> Row:
 
     They are sums over v's width f: of the products of gradient and v, and of gradient and output.
     """
-    operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, ~, b (n g) t f, b (n g) t"
+    operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, b s!, ~, b (n g) t f, b (n g) t"
     if call.op == "megafx.attention_mask_backward.default":
         mask = call.get("mask")
-        return _row(call, f"nl[0]: {operands} -> {_mask_gradient_dims(mask)}", partials=(((3, 6), "P"),))
+        return _row(call, f"nl[0]: {operands} -> {_mask_gradient_dims(mask)}", partials=(((3, 7), "P"),))
     results = "b (n g) t e!; b n s! e!; b n s! f"
-    return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 6), "PPR"),))
+    return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 7), "PPR"),))
 
 
 def _operand_dims(call: Call, e: str, f: str) -> str:

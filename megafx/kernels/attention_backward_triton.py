@@ -46,7 +46,7 @@ WORKSPACE = 2**29  # bytes for ds, or else for the dropout's bits (s * t / 8 byt
 
 @triton.jit
 def _query_tiles(
-    dq, q, do, lse, delta, K, V, MASK, mask_at, b, kv, q0, qi, qp, lo, hi,
+    dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, b, kv, q0, qi, qp, lo, hi,
     kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, KEPT, head, batch, k0, k1, below,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
@@ -60,7 +60,8 @@ def _query_tiles(
         dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ki = n0 + tl.arange(0, BN)[None, :]
         x, slope = score_tile(
-            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, S, T, window, factor, cap,
+            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T,
+            window, factor, cap,
             CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
         )  # fmt: skip
         w = tl.math.exp2(x - lse[:, None]) if SOFTCAP or KIND > 0 else tl.math.exp2(x * factor - lse[:, None])
@@ -84,9 +85,9 @@ def _query_gradient(
     LSE,  # [b, H, S] fp32 IN
     STATS,  # [2, b, H, S to multiples of 64] fp32 OUT: the statistic in base 2, delta
     KEPT,  # decisions, int32, OUT with DROP
-    MASK, SEED, BATCHES, HEADS, QUERIES,
+    MASK, KEYS, SEED, BATCHES, HEADS, QUERIES,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, gb, gh, gs, ob, oh, os, mask_b, mask_h, mask_q, mask_k,
-    H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale, first_head, stats_apart,
+    keys_b, H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
@@ -105,6 +106,7 @@ def _query_gradient(
         SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP
     )  # fmt: skip
     mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+    keys_at = b.to(tl.int64) * keys_b
     q = tile(Q, b, h, q0, qb, qh, qs, S, E, EP, BM, TMA)
     do = tile(DO, b, h, q0, db, dh, ds, S, F, FP, BM, TMA)
     o = tile(OUT, b, h, q0, ob, oh, os, S, F, FP, BM, TMA)
@@ -123,12 +125,12 @@ def _query_gradient(
     else:
         dq = tl.zeros([BM, EP], tl.float32)
         dq = _query_tiles(
-            dq, q, do, lse, delta, K, V, MASK, mask_at, b, kv, q0, qi, qp, first, whole,
+            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, b, kv, q0, qi, qp, first, whole,
             kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
         dq = _query_tiles(
-            dq, q, do, lse, delta, K, V, MASK, mask_at, b, kv, q0, qi, qp, tl.maximum(first, whole), last,
+            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, b, kv, q0, qi, qp, tl.maximum(first, whole), last,
             kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
@@ -174,7 +176,7 @@ def _query_product(
 
 @triton.jit
 def _key_tiles(
-    dk, dv, k, v, Q, DO, STATS, stats_apart, MASK, QUERIES, mask_at, b, h, n0, lo, hi,
+    dk, dv, k, v, Q, DO, STATS, stats_apart, MASK, KEYS, QUERIES, mask_at, keys_at, b, h, n0, lo, hi,
     qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, KEPT, DS,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
@@ -193,7 +195,8 @@ def _key_tiles(
         delta = tl.load(STATS + stats_apart + q0 + tl.arange(0, BM))
         x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         x, slope = score_tile(
-            x, qi[None, :], qp[None, :], ki[:, None], MASK, mask_at, mask_q, mask_k, S, T, window, factor, cap,
+            x, qi[None, :], qp[None, :], ki[:, None], MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T,
+            window, factor, cap,
             CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
         )  # fmt: skip
         w = tl.math.exp2(x - lse[None, :]) if SOFTCAP or KIND > 0 else tl.math.exp2(x * factor - lse[None, :])
@@ -220,9 +223,9 @@ def _key_gradient(
     STATS,  # of _query_gradient IN
     KEPT,  # decisions, as _query_gradient left them, int32 IN
     DS,  # [heads, T, S to multiples of 64] OUT, or None
-    MASK, QUERIES,
+    MASK, KEYS, QUERIES,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, eb, eh, es, fb, fh, fs, mask_b, mask_h, mask_q, mask_k,
-    H, G, S, T, window, rescale, factor, cap, scale, first_head, stats_apart,
+    keys_b, H, G, S, T, window, rescale, factor, cap, scale, first_head, stats_apart,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
@@ -260,14 +263,15 @@ def _key_gradient(
             ds_at = DS + (bh - first_head * G).to(tl.int64) * (tl.cdiv(T, 64) * 64) * (tl.cdiv(S, 64) * 64)
         kept = KEPT + (bh - first_head * G).to(tl.int64) * kept_words(S, T)
         mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+        keys_at = b.to(tl.int64) * keys_b
         dk, dv = _key_tiles(
-            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, QUERIES, mask_at, b, h, n0, lo, whole,
+            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, QUERIES, mask_at, keys_at, b, h, n0, lo, whole,
             qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
         dk, dv = _key_tiles(
-            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, QUERIES, mask_at, b, h, n0, tl.maximum(lo, whole), hi,
-            qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
+            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, QUERIES, mask_at, keys_at, b, h, n0,
+            tl.maximum(lo, whole), hi, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
             E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
         )  # fmt: skip
     ki = n0 + tl.arange(0, BN)
@@ -301,15 +305,16 @@ def product_config() -> dict[str, Any]:
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor,
-    o: Options, by_query: dict[str, Any] | None = None, by_key: dict[str, Any] | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None,
+    seed: Tensor | None, out: Tensor, lse: Tensor, o: Options, by_query: dict[str, Any] | None = None,
+    by_key: dict[str, Any] | None = None,
     into: Sequence[Tensor] | None = None, workspace: int = WORKSPACE, separate: bool | None = None,
     by_product: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """by_query, by_key, by_product: overrides of the configurations. into: memory for the results. separate: ds by memory;
     None: where that is faster."""
     dq, dk, dv = into or (heads_inside(q), heads_inside(k), heads_inside(v))
-    c = Call(q, k, v, mask, seed, o)
+    c = Call(q, k, v, mask, key_mask, seed, o)
     if c.empty:
         return dq.zero_(), dk.zero_(), dv.zero_()
     grad, out = c.rows(grad), c.rows(out)
@@ -333,18 +338,20 @@ def backward(
         launch(
             _query_gradient, (triton.cdiv(c.s, bm) * heads * groups,), q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
-            described(grad, bm, fp, tma), dq, described(out, bm, fp, tma), lse, stats, kept, c.mask, c.seed, *c.maps,
+            described(grad, bm, fp, tma), dq, described(out, bm, fp, tma), lse, stats, kept, c.mask, c.keys,
+            c.seed, *c.maps,
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
-            *out.stride()[:3], *c.mask_strides, *c.sizes, *c.factors, c.share, o.scale, head * groups,
+            *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes, *c.factors, c.share, o.scale, head * groups,
             padded, **c.flags, **first | {"GROUP": math.gcd(first["GROUP"], heads * groups)}, PRODUCT=not apart,
         )  # fmt: skip
         bm, bn, tma = then["BM"], then["BN"], then["TMA"]
         launch(
             _key_gradient, (triton.cdiv(c.t, bn) * heads,), q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
-            described(grad, bm, fp, tma), dk, dv, stats, kept, ds, c.mask, c.maps[2],
+            described(grad, bm, fp, tma), dk, dv, stats, kept, ds, c.mask, c.keys,
+            c.maps[2],
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dk.stride()[:3],
-            *dv.stride()[:3], *c.mask_strides, *c.sizes[:5], c.rescale, *c.factors, o.scale, head,
+            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes[:5], c.rescale, *c.factors, o.scale, head,
             padded, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
         )  # fmt: skip
         if ds is not None:

@@ -106,9 +106,15 @@ class _Part(NamedTuple):
 
 
 def _part(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, o: Options, where: tuple[Tensor, ...]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: tuple[Tensor, ...],
+    seed: Tensor | None,
+    o: Options,
+    where: tuple[Tensor, ...],
 ) -> _Part:
-    """q [nq, s, e], k [n, t, e], v [n, t, f], mask broadcastable to [nq, s, t]; where: batch [1], heads, queries."""
+    """q [nq, s, e], k [n, t, e], v [n, t, f], masks broadcastable to [nq, s, t]; where: batch [1], heads, queries."""
     (heads, s, _), (n, t, _) = q.shape, k.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     split = (n, heads // n, s)
@@ -117,7 +123,7 @@ def _part(
     if o.softcap:
         tanh = (scores / o.softcap).tanh()
         scores, slope = tanh * o.softcap, 1 - tanh * tanh
-    if mask is not None:
+    for mask in masks:
         mask = mask.expand(heads, s, t).view(*split, t)
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(dtype)
     distance = where[2][:, None] - torch.arange(t, device=q.device)
@@ -140,23 +146,22 @@ def _part(
 
 
 def _parts(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, o: Options
-) -> list[tuple[int, Tensor | None, tuple[Tensor, ...]]]:
-    """For each batch element: its index, its mask and its global positions."""
+    q: Tensor, given: tuple[Tensor | None, Tensor | None], o: Options
+) -> list[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """For each batch element: its index, its masks and its global positions."""
     batch, heads, s, _ = q.shape
     where = [_index(size, dim, o, q.device) for dim, size in enumerate((batch, heads, s))]
-    if mask is not None and mask.dim() == 2:
-        mask = mask[:, None, None]
-    masks = [None] * batch if mask is None else mask.expand(batch, *mask.shape[1:]).unbind(0)
-    return [(i, masks[i], (where[0][i : i + 1], where[1], where[2])) for i in range(batch)]
+    masks = [m[:, None, None] if m.dim() == 2 else m for m in given if m is not None]
+    masks = [m.expand(batch, *m.shape[1:]) for m in masks]
+    return [(i, tuple(m[i] for m in masks), (where[0][i : i + 1], where[1], where[2])) for i in range(batch)]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, o: Options
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, o: Options
 ) -> tuple[Tensor, Tensor]:
     """-> (out [b, nq, s, f], lse [b, nq, s]: log sum exp of each row's scores, infinite where it sees nothing)."""
     out, lse = empty_results(q, v)
-    for i, m, where in _parts(q, k, v, mask, seed, o):
+    for i, m, where in _parts(q, (mask, key_mask), o):
         part = _part(q[i], k[i], v[i], m, seed, o, where)
         weights = part.weights if part.kept is None else part.weights * part.kept
         out[i] = (weights @ part.v).flatten(0, 1)
@@ -165,12 +170,12 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, o: Options,
-    into: Sequence[Tensor] | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None,
+    o: Options, into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """-> gradients of q, k, v; into: memory for them."""
     dq, dk, dv = into or (heads_inside(q), heads_inside(k), heads_inside(v))
-    for i, m, where in _parts(q, k, v, mask, seed, o):
+    for i, m, where in _parts(q, (mask, key_mask), o):
         part = _part(q[i], k[i], v[i], m, seed, o, where)
         ds, weights, wide = _scores_gradient(part, grad[i])
         ds = ds if part.slope is None else ds * part.slope
@@ -181,13 +186,20 @@ def backward(
 
 
 def mask_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, seed: Tensor | None, o: Options
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    o: Options,
 ) -> Tensor:
     """-> gradient of an additive mask, summed over the dims along which it is broadcast."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     whole = mask[:, None, None] if mask.dim() == 2 else mask
     total = torch.zeros(whole.shape, dtype=dtype, device=mask.device)
-    for i, m, where in _parts(q, k, v, mask, seed, o):
+    for i, m, where in _parts(q, (mask, key_mask), o):
         ds, *_ = _scores_gradient(_part(q[i], k[i], v[i], m, seed, o, where), grad[i])
         total[i if whole.shape[0] > 1 else 0] += ds.flatten(0, 1).sum_to_size(whole.shape[1:])
     return total.view(mask.shape).to(mask.dtype)

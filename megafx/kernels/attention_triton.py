@@ -59,15 +59,26 @@ def tile(
 
 
 @triton.jit
+def _masked(x, given, BOOL: tl.constexpr):
+    if BOOL:
+        return tl.where(given != 0, x, float("-inf"))
+    else:
+        bias = given.to(tl.float32)
+        hidden = tl.where(bias == float("-inf"), float("-inf"), ABSORBED)
+        return tl.where(bias > ABSORBS, x + bias * LOG2E, hidden)
+
+
+@triton.jit
 def score_tile(
-    x, qi, qp, ki, MASK, mask_at, mask_q, mask_k, S, T, window, factor, cap,
+    x, qi, qp, ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T, window, factor, cap,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
     """x = q k^T -> (scores in base 2, slope of the soft-cap). qi, qp: query (here, in the whole sequence), ki: key.
 
     Without soft-cap and mask (KIND 0) the scores are still to be multiplied by `factor`.
-    KIND: 1 a bool mask, 2 an additive one; ROWS: it depends on the query. EDGE: pairs may be out of sight or of bounds.
+    KIND: 1 a bool mask, 2 an additive one; ROWS: it depends on the query. KEYS: one more, of keys, bool (uint8) or additive.
+    EDGE: pairs may be out of sight or of bounds.
     """
     slope = x
     if SOFTCAP:
@@ -82,12 +93,10 @@ def score_tile(
             given = tl.load(at, mask=(qi < S) & (ki < T), other=0)
         else:
             given = tl.load(MASK + mask_at + ki.to(tl.int64) * mask_k, mask=ki < T, other=0)
-        if KIND == 1:
-            x = tl.where(given != 0, x, float("-inf"))
-        else:
-            bias = given.to(tl.float32)
-            hidden = tl.where(bias == float("-inf"), float("-inf"), ABSORBED)
-            x = tl.where(bias > ABSORBS, x + bias * LOG2E, hidden)
+        x = _masked(x, given, KIND == 1)
+    if KEYS is not None:
+        given = tl.load(KEYS + keys_at + ki, mask=ki < T, other=0)
+        x = tl.where(x == float("-inf"), x, _masked(x, given, KEYS.dtype.element_ty == tl.uint8))
     if EDGE:
         seen = ki < T
         if CAUSAL:
@@ -125,7 +134,7 @@ def key_range(
 
 @triton.jit
 def _forward_tiles(
-    acc, total, high, q, K, V, MASK, mask_at, b, kv, qi, qp, lo, hi,
+    acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, b, kv, qi, qp, lo, hi,
     kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
@@ -137,7 +146,8 @@ def _forward_tiles(
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         ki = n0 + tl.arange(0, BN)[None, :]
         x, _ = score_tile(
-            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, S, T, window, factor, cap,
+            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T,
+            window, factor, cap,
             CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
         )  # fmt: skip
         new = tl.maximum(high, tl.max(x, 1)) if SOFTCAP or KIND > 0 else tl.maximum(high, tl.max(x, 1) * factor)
@@ -164,9 +174,10 @@ def _forward(
     OUT,  # [b, H, S, F] OUT
     LSE,  # [b, H, S] fp32 OUT, natural logarithm
     MASK,  # [b, H, S, T] by strides, bool as uint8 or additive, IN
+    KEYS,  # [b, T] by a stride, bool as uint8 or additive, IN, or None
     SEED,  # [] int64 IN
     BATCHES, HEADS, QUERIES,  # [b], [H], [S] int32 IN: indices in the whole, or None
-    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, mask_b, mask_h, mask_q, mask_k,
+    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, mask_b, mask_h, mask_q, mask_k, keys_b,
     H, G, S, T, window, op_id, threshold, rescale, factor, cap,
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
@@ -183,18 +194,19 @@ def _forward(
         SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP
     )  # fmt: skip
     mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+    keys_at = b.to(tl.int64) * keys_b
     q = tile(Q, b, h, q0, qb, qh, qs, S, E, EP, BM, TMA)
     acc = tl.zeros([BM, FP], tl.float32)
     total = tl.zeros([BM], tl.float32)
     high = tl.full([BM], float("-inf"), tl.float32)
     first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
     acc, total, high = _forward_tiles(
-        acc, total, high, q, K, V, MASK, mask_at, b, kv, qi, qp, first, whole,
+        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, b, kv, qi, qp, first, whole,
         kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
         E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
     )  # fmt: skip
     acc, total, high = _forward_tiles(
-        acc, total, high, q, K, V, MASK, mask_at, b, kv, qi, qp, tl.maximum(first, whole), last,
+        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, b, kv, qi, qp, tl.maximum(first, whole), last,
         kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
         E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
     )  # fmt: skip
@@ -235,7 +247,16 @@ def coordinates(SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DR
 class Call:
     """What the launchers of one call share: geometry, flags and arguments by name."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, o: Options) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        key_mask: Tensor | None,
+        seed: Tensor | None,
+        o: Options,
+    ) -> None:
         self.q, self.k, self.v = (self.rows(x) for x in (q, k, v))
         self.b, self.h, self.s, self.e = q.shape
         self.n, self.t, self.f = k.shape[1], k.shape[2], v.shape[3]
@@ -253,6 +274,8 @@ class Call:
         self.mask = whole
         strides = whole.stride() if whole is not None else (0, 0, 0, 0)
         self.mask_strides = strides
+        self.keys = None if key_mask is None else self._of_keys(key_mask)
+        self.keys_stride = 0 if self.keys is None else self.keys.stride(0)
         kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
         factor = 2 * o.scale / o.softcap if softcap else o.scale
         device = q.device
@@ -267,6 +290,12 @@ class Call:
             CAUSAL=o.causal, WINDOW=o.window > 0, SOFTCAP=softcap, KIND=kind, ROWS=strides[2] != 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
+
+    def _of_keys(self, mask: Tensor) -> Tensor:
+        mask = mask.expand(mask.shape[0], self.t)
+        mask = mask if mask.stride(1) == 1 or self.t == 1 else mask.contiguous()
+        mask = as_bytes(mask) if mask.dtype == torch.bool else mask
+        return mask.expand(self.b, self.t)
 
     @staticmethod
     def rows(x: Tensor) -> Tensor:
@@ -316,11 +345,12 @@ def forward_config(c: Call) -> dict[str, Any]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, o: Options, **config: Any
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, o: Options,
+    **config: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """config: overrides of `forward_config`, for tuning; TMA=bool."""
     out, lse = empty_results(q, v)
-    c = Call(q, k, v, mask, seed, o)
+    c = Call(q, k, v, mask, key_mask, seed, o)
     if c.empty:
         return out.zero_(), lse.fill_(math.inf)
     config = {**forward_config(c), "TMA": takes_descriptors(c.q, c.k, c.v), **config}
@@ -329,8 +359,8 @@ def forward(
     launch(
         _forward, (triton.cdiv(c.s, bm) * c.b * c.h,), q,
         described(c.q, bm, c.flags["EP"], tma), described(c.k, bn, c.flags["EP"], tma),
-        described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.seed, *c.maps,
+        described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.seed, *c.maps,
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *out.stride()[:3], *c.mask_strides,
-        *c.sizes, *c.factors, DROP=c.dropped, **c.flags, **config,
+        c.keys_stride, *c.sizes, *c.factors, DROP=c.dropped, **c.flags, **config,
     )  # fmt: skip
     return out, lse
