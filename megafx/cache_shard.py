@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.errors import UsageError
-from megafx.placements import Placement
+from megafx.placements import Placement, S
 from megafx.tp_layout import gather_shards
 
 aten = torch.ops.aten
@@ -83,7 +83,9 @@ class CacheShard(torch.Tensor):
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
             return first
-        return CacheShard(out, first.placement, first.mesh) if isinstance(out, torch.Tensor) else out
+        moved = _MOVED.get(func.overloadpacket)
+        placement = first.placement if moved is None else S(moved(first, args), first.placement.cut)
+        return CacheShard(out, placement, first.mesh) if isinstance(out, torch.Tensor) else out
 
 
 def _local(x: Any) -> Any:
@@ -112,14 +114,22 @@ def _always(x: CacheShard, args: Any) -> bool:
 
 
 def _all_shards(x: CacheShard, args: Any) -> bool:
-    return all(isinstance(a, CacheShard) for a in args[0]) and _dim_of(1)(x, args)
+    """Beside shards, tensors without elements: what a cache starts from."""
+    return all(isinstance(a, CacheShard) or a.shape == (0,) for a in args[0]) and _dim_of(1)(x, args)
 
 
 def _copied(x: CacheShard, args: Any) -> bool:
     return all(isinstance(a, CacheShard) for a in args[:2])
 
 
+# The sharded dim of the result, where that is another.
+_MOVED: dict[Any, Callable[[CacheShard, Any], int]] = {
+    aten.select: lambda x, args: x.placement.dim - (args[1] % x.dim() < x.placement.dim),
+    aten.unsqueeze: lambda x, args: x.placement.dim + (args[1] % (x.dim() + 1) <= x.placement.dim),
+}
 _LOCAL: dict[Any, Callable[[CacheShard, Any], bool]] = {
+    aten.select: _dim_of(1),
+    aten.unsqueeze: _always,
     aten.index_select: _dim_of(1),
     aten.slice: _dim_of(1),
     aten.index: _indexed,

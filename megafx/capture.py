@@ -37,7 +37,8 @@ from megafx.capture_errors import translate, unsupported_leaf
 from megafx.capture_prepare import fake_like, prepared, target_device
 from megafx.data_sizes import naming_row_counts
 from megafx.errors import CaptureError, MegafxError
-from megafx.hf import sequence_group
+from megafx.guards import without_hooks
+from megafx.hf import part_group, sequence_group
 from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Input, Note, Output, Phase, Program, active_nodes
 from megafx.sizes import Sizes
 from megafx.source_lines import fqn_of_stack, source_of_trace, strip_root
@@ -59,6 +60,7 @@ def capture_call(
     stand_ins: Mapping[str, torch.Tensor] | None = None,
     varying: frozenset[str] = frozenset(),
     eager: Sequence[str] = (),
+    part: str = "",
 ) -> Program:
     """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
 
@@ -68,16 +70,18 @@ def capture_call(
     stand_ins: FQN -> tensor (meta will do) whose shape and dtype the parameter has in the graph.
     varying: names of Python numbers among the inputs (`kwargs[scale]`) that enter as 0-d tensors; all others are baked in.
     eager: globs of submodules that are one node each (eager_modules.py).
+    part: FQN of the submodule that is called instead of the model (its own hooks are not: they run when it is called). The
+    graph has no other parameters and buffers than those that it reads, under their names in the model, and no loss.
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
     tree = call_tree(args, kwargs, loss_inputs)
     if loss_inputs and loss_fn is None:
         raise CaptureError("loss_inputs without a loss_fn", fix="pass loss_fn= to parallelize, or drop loss_inputs")
-    baked = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, frozenset(), eager).run()
+    baked = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, frozenset(), eager, part).run()
     if not varying:
         return baked
     try:
-        program = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, varying, eager).run()
+        program = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, varying, eager, part).run()
     except CaptureError as error:
         reason = error.found
     else:
@@ -136,8 +140,10 @@ class _Capture:
         stand_ins: Mapping[str, torch.Tensor],
         varying: frozenset[str],
         eager: Sequence[str],
+        part: str,
     ) -> None:
-        self.model, self.stand_ins, self.varying, self.eager = model, stand_ins, varying, eager
+        self.model, self.stand_ins, self.varying, self.eager, self.part = model, stand_ins, varying, eager, part
+        module = model.get_submodule(part)
         self.eager_notes: dict[str, str] = {}
         paths, self.in_spec = pytree.tree_flatten_with_path(tree)
         self.names = [leaf_name(path) for path, _ in paths]
@@ -148,11 +154,12 @@ class _Capture:
             ):
                 raise unsupported_leaf(name, value)
         self.device = device or target_device(model, self.leaves)
-        self.root = _Call(model, loss_fn, forward)
+        self.root = _Call(model, loss_fn, _part_forward(module) if part else forward)
         self.notes: list[str] = []
         tensors = [(n, v) for n, v in zip(self.names, self.leaves, strict=True) if isinstance(v, torch.Tensor)]
         if dynamic:
-            self.dims = name_dims(tensors, max_length(model), sequence_group(model), growing_dims(tree))
+            group_of = part_group if part else sequence_group(model)
+            self.dims = name_dims(tensors, max_length(module) or max_length(model), group_of, growing_dims(tree))
         else:
             self.dims = NamedDims([{} for _ in tensors])
 
@@ -168,7 +175,8 @@ class _Capture:
         return program
 
     def _note_eager(self, text: str, fqn: str) -> None:
-        self.eager_notes[fqn] = text
+        if not self.part or f"{fqn}.".startswith(f"{self.part}."):
+            self.eager_notes[fqn] = text
 
     def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
         """The first attempt that works and that serves the call at hand.
@@ -288,7 +296,10 @@ class _Capture:
         program.call = CallSpec(
             self.in_spec, self._call_leaves(program), spec, out_leaves, ranges(exported), conditions(exported)
         )
-        _mark_losses(program)
+        if self.part:
+            _drop_unread(program)
+        else:
+            _mark_losses(program)
         program.phase = Phase.CAPTURED
         gm.graph.lint()
         gm.recompile()
@@ -431,6 +442,17 @@ def _output_path(path: Sequence[Any]) -> str:
     return text
 
 
+def _drop_unread(program: Program) -> None:
+    """Without the parameters and buffers that the graph does not read: those of the rest of the model."""
+    kept = []
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        if spec.kind in ("param", "buffer") and not node.users:
+            program.graph.erase_node(node)
+        else:
+            kept.append(spec)
+    program.inputs = kept
+
+
 def _mark_losses(program: Program) -> None:
     """A field called `loss`; else the first element of what loss_fn made a pair; else every 0-d floating active output."""
     active = active_nodes(program)
@@ -447,6 +469,16 @@ def _mark_losses(program: Program) -> None:
 
 
 # -- calling the export
+
+
+def _part_forward(module: nn.Module) -> Callable[..., Any]:
+    """forward(model, ...) that calls this submodule of it."""
+
+    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with without_hooks(module):
+            return module(*args, **kwargs)
+
+    return forward
 
 
 def _scalar_dtype(value: int | float) -> torch.dtype:

@@ -26,7 +26,10 @@ from megafx.call_spec import CallSpec, call_tree, leaf_name
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model, normalised; names, leaves and spec of `call_spec.call_tree`; the caches that it was given."""
+    """One call of the model, normalised; names, leaves and spec of `call_spec.call_tree`; the caches that it was given.
+
+    part: the FQN of the submodule that is called, '' for the whole model.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -34,13 +37,16 @@ class Call:
     leaves: list[Any]
     spec: pytree.TreeSpec
     caches: list[Any]
+    part: str = ""
 
     @staticmethod
-    def of(args: Sequence[Any], kwargs: Mapping[str, Any], loss_inputs: Mapping[str, Any] | None = None) -> Call:
+    def of(
+        args: Sequence[Any], kwargs: Mapping[str, Any], loss_inputs: Mapping[str, Any] | None = None, part: str = ""
+    ) -> Call:
         args, kwargs, caches = states_for_caches(args, kwargs)
         tree = call_tree(args, kwargs, loss_inputs)
         leaves, spec = pytree.tree_flatten(tree)
-        return Call(*tree, leaves, spec, caches)
+        return Call(*tree, leaves, spec, caches, part)
 
     def names(self) -> list[str]:
         paths, _ = pytree.tree_flatten_with_path((self.args, self.kwargs, self.loss_inputs))
@@ -66,11 +72,11 @@ def bind_sizes(spec: CallSpec, call: Call) -> dict[sympy.Symbol, int]:
 class Normalizer:
     """Spellings of one call become one: positional arguments by name, arguments left at None as if not given.
 
-    forward: the function of the class, `self` included.
+    forward: bound, so that `self` is none of its arguments.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        parameters = list(inspect.signature(forward).parameters.values())
         kinds = {p.kind for p in parameters}
         self.by_name = inspect.Parameter.VAR_POSITIONAL not in kinds and inspect.Parameter.POSITIONAL_ONLY not in kinds
         self.positional = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -140,7 +146,7 @@ class KeyMaker:
     def skeleton(self, call: Call, state: Hashable, grad: bool) -> Hashable:
         """The key without the values of numbers."""
         kinds = tuple(type(v) if _is_number(v) else _leaf_kind(v, grad) for v in call.leaves)
-        return call.spec, kinds, grad, self.intern(state), autocast_state()
+        return call.part, call.spec, kinds, grad, self.intern(state), autocast_state()
 
     def key(self, skeleton: Hashable, call: Call) -> tuple[Hashable, frozenset[int]]:
         """(key, positions of leaves that enter as 0-d tensors)."""

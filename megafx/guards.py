@@ -1,11 +1,13 @@
-"""What a parallelized module tree refuses, because a flat graph has no submodule calls: direct calls of submodules that hold
-shards, new hooks on submodules, and wrapping in DDP or `fully_shard`.
+"""What becomes of the submodules of a parallelized model, whose flat graph has no submodule calls: direct calls of those that
+hold shards run graphs of their own; new hooks on them, and wrapping in DDP or `fully_shard`, are refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -62,29 +64,66 @@ class RootHooks(HookTable):
         OrderedDict.__setitem__(self, key, hook)
 
 
-class DirectCallGuard:
-    """A forward pre-hook that refuses a call of a submodule that holds shards."""
+class DirectCall:
+    """The forward of a submodule that holds shards: its own while capture goes on, else a graph of its own.
 
-    def __init__(self, fqn: str, open_now: Callable[[], bool]) -> None:
-        self.fqn, self.open_now = fqn, open_now
+    run(fqn, args, kwargs): calls that graph. replaced: the forward that the user had put on this instance, if any.
+    """
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not self.open_now():
-            raise UsageError(
-                f"a direct call of '{self.fqn}' ({type(module).__name__}), a submodule of a parallelized model: "
-                f"its parameters are shards",
-                module=self.fqn,
-                fix="call the whole model, or keep an eager copy of the submodule made before megafx.parallelize",
-            )
+    def __init__(
+        self,
+        fqn: str,
+        module: nn.Module,
+        open_now: Callable[[], bool],
+        run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any],
+    ) -> None:
+        functools.update_wrapper(self, module.forward)  # its signature is asked for (generate does)
+        self.fqn, self.open_now, self.run = fqn, open_now, run
+        self.own, self.replaced = module.forward, vars(module).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own(*args, **kwargs) if self.open_now() else self.run(self.fqn, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedApart:
+        return CopiedApart(self.fqn, self.replaced)
+
+
+class CopiedApart:
+    """The forward of a copy of a submodule that holds shards, made apart from its model."""
+
+    def __init__(self, fqn: str, replaced: Any) -> None:
+        self.fqn, self.replaced = fqn, replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(
+            f"a call of a copy of '{self.fqn}', a submodule of a parallelized model: its parameters are shards",
+            module=self.fqn,
+            fix="copy the whole model, or call the submodule of the model itself",
+        )
+
+
+@contextlib.contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Within, calls of the module run none of its own hooks."""
+    tables = {name: vars(module)[name] for name in _HOOK_TABLES}
+    vars(module).update({name: OrderedDict() for name in tables})
+    try:
+        yield
+    finally:
+        vars(module).update(tables)
 
 
 def guard_modules(
-    model: nn.Module, open_now: Callable[[], bool], sharded: bool, eager: Collection[str] = ()
+    model: nn.Module,
+    open_now: Callable[[], bool],
+    run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None,
+    eager: Collection[str] = (),
 ) -> list[str]:
     """Install the guards; returns FQNs of submodules that had hooks already (they run at capture only).
 
-    open_now: whether capture is going on. sharded: whether submodules hold shards (t > 1). eager: FQNs of submodules whose
-    code runs as it is: their hooks do too, and nothing is refused.
+    open_now: whether capture is going on. run(fqn, args, kwargs): what a direct call of a submodule does where submodules hold
+    shards; None where they hold none. eager: FQNs of submodules whose code runs as it is: their hooks do too, and nothing is
+    refused.
     """
     hooked = []
     for fqn, module in model.named_modules():
@@ -95,16 +134,23 @@ def guard_modules(
         kind = HookTable if fqn else RootHooks
         for table in _HOOK_TABLES:
             setattr(module, table, kind(fqn, open_now, vars(module).get(table, {})))
-        if fqn and sharded and any(True for _ in module.parameters()):
-            guard = DirectCallGuard(fqn, open_now)
-            OrderedDict.__setitem__(module._forward_pre_hooks, -1, guard)
-            OrderedDict.move_to_end(module._forward_pre_hooks, -1, last=False)
+        if fqn and run is not None and _is_callable(module) and any(True for _ in module.parameters()):
+            vars(module)["forward"] = DirectCall(fqn, module, open_now, run)
     return hooked
 
 
+def _is_callable(module: nn.Module) -> bool:
+    """Whether a module has a forward: lists and dicts of modules have none."""
+    return getattr(module.forward, "__name__", "") != "_forward_unimplemented"
+
+
 def remove_guards(model: nn.Module) -> None:
-    """Plain hook tables again, without our own hooks (for copies of the model)."""
+    """Plain hook tables and forwards again (for copies of the model)."""
     for module in model.modules():
         for table in _HOOK_TABLES:
-            hooks = {k: h for k, h in vars(module).get(table, {}).items() if not isinstance(h, DirectCallGuard)}
-            setattr(module, table, OrderedDict(hooks))
+            setattr(module, table, OrderedDict(vars(module).get(table, {})))
+        forward = vars(module).get("forward")
+        if isinstance(forward, (DirectCall, CopiedApart)):
+            del vars(module)["forward"]
+            if forward.replaced is not None:
+                vars(module)["forward"] = forward.replaced

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafx.errors import CaptureError
+from megafx.errors import CaptureError, UsageError
 
 BATCH, SEQ, TARGET_SEQ = 2, 64, 48  # trace sizes, never the workload; the two sides of an encoder-decoder differ
 
@@ -28,6 +28,33 @@ def sequence_group(model: nn.Module) -> Callable[[str], str]:
     if not is_encoder_decoder(model):
         return lambda name: ""
     return lambda name: "target" if "decoder" in name or "labels" in name else ""
+
+
+def part_group(name: str) -> str:
+    """As `sequence_group`'s, for a direct call of a submodule: what a decoder gets of the encoder is apart."""
+    return "memory" if "encoder_" in name and "decoder_" not in name else ""
+
+
+def check_generation(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a `generate()` that transformers gets wrong: chunks of a decoder's prompt beside a mask of the encoder's tokens.
+
+    It cuts `attention_mask` to the length of each chunk, whichever side that mask is of.
+    """
+    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+    size = kwargs.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
+    if size is None or not is_encoder_decoder(model) or getattr(model, "main_input_name", "") != "input_ids":
+        return
+    pad = kwargs.get("pad_token_id", getattr(config, "pad_token_id", None))
+    ids = next(
+        (x for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if isinstance(x, torch.Tensor)), None
+    )
+    padded = isinstance(pad, int) and ids is not None and bool((ids == pad).any())  # generate makes a mask of it
+    if kwargs.get("attention_mask") is not None or padded:
+        raise UsageError(
+            f"generate(prefill_chunk_size={size}) of a model with an encoder, with padding or an attention_mask: transformers "
+            f"cuts that mask, which is of the encoder's tokens, to the length of each chunk of the decoder's",
+            fix="leave out prefill_chunk_size: only the decoder's prompt would be split",
+        )
 
 
 def synthesize_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from megafx.errors import UsageError
 from megafx.guards import data_parallel_error, remove_guards
+from megafx.hf import check_generation
 from megafx.state import full_state_dict, prepare_loading
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class _Pretrained:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's own. Tokens are drawn on every rank: from rank 0's generator state, so that they are the same."""
+        check_generation(cast(nn.Module, self), args, kwargs)
         cast(Parallel, self).megafx.same_generators()
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 

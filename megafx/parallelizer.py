@@ -70,7 +70,7 @@ class Parallelizer:
         executable = compiled.executable(self._axes(), self.gathered)
         if self.config.compile:
             executable = executable.compiled()
-        if wanted is not None or self.last is None:
+        if (wanted is not None and not request.call.part) or self.last is None:
             self.last = compiled
         names = [spec.name for spec in compiled.program.inputs]
         parts = executable.parts
@@ -119,6 +119,7 @@ class Parallelizer:
                 stand_ins=_logical_shapes(model),
                 varying=request.varying,
                 eager=self.config.eager_modules,
+                part=call.part,
             )
 
     def _settle_caches(self, program: Program) -> None:

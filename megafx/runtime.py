@@ -101,7 +101,7 @@ class Runtime:
         self.held = HeldGradients()
         self.graphs: dict[Hashable, list[BoundGraph]] = {}
         self.keys = KeyMaker(model)
-        self.normalize = Normalizer(self.original.forward)
+        self.normalizers: dict[str, Normalizer] = {}
         self.modules: list[nn.Module] = []
         self.slots: dict[str, Slot] = {}
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
@@ -126,7 +126,8 @@ class Runtime:
     def _install(self) -> None:
         model = self.model
         eager = matching(model, self.eager_modules)
-        for fqn in guard_modules(model, lambda: self.capturing, self.mesh is not None, eager):
+        run = self.call_part if self.mesh is not None else None
+        for fqn in guard_modules(model, lambda: self.capturing, run, eager):
             self.note(
                 "hooks",
                 "hooks that were on this module run at capture only: what they compute is part of the graph",
@@ -201,9 +202,21 @@ class Runtime:
         with stopping_with_others(f"the forward of call {self.step}"):
             return self._call(args, kwargs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_in_graph else None
-        call = self._call_of(args, kwargs, loss_inputs)
+    def call_part(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A direct call of the submodule `part`: a graph of its own, with the parameters as they are stored."""
+        if self.params is None:
+            raise UsageError(
+                f"a direct call of '{part}' ({type(self.model.get_submodule(part)).__name__}), a submodule of a parallelized "
+                f"model, before the first call of the whole model, which decides how parameters are cut",
+                module=part,
+                fix="call the whole model first, or pass example_inputs= to megafx.parallelize",
+            )
+        with stopping_with_others(f"the forward of call {self.step}, of '{part}'"):
+            return self._call(args, kwargs, part)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
+        loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_in_graph and not part else None
+        call = self._call_of(args, kwargs, loss_inputs, part)
         if self.mesh is not None and self._checks_inputs():
             agreement.check_inputs(call.tensors(), str(self._describe(call)), self.step, self.group)
         graph = self._graph(call)
@@ -212,9 +225,15 @@ class Runtime:
         self.step += 1
         return graph.run(call)
 
-    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: Mapping[str, Any] | None) -> Call:
-        args, kwargs = self.normalize(args, kwargs)
-        return Call.of(args, kwargs, loss_inputs)
+    def _call_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: Mapping[str, Any] | None, part: str = ""
+    ) -> Call:
+        normalize = self.normalizers.get(part)
+        if normalize is None:
+            module = self.model.get_submodule(part)
+            normalize = self.normalizers[part] = Normalizer(module.forward)
+        args, kwargs = normalize(args, kwargs)
+        return Call.of(args, kwargs, loss_inputs, part)
 
     def _checks_inputs(self) -> bool:
         every = self.check_inputs_every
@@ -224,7 +243,8 @@ class Runtime:
         """What ranks have to agree on besides tensors: structure, Python values, mode."""
         values = [(n, v) for n, v in zip(call.names(), call.leaves, strict=True) if not isinstance(v, torch.Tensor)]
         training = hashlib.blake2b(str(module_state(self.modules)).encode(), digest_size=8).hexdigest()
-        return f"{call.names()}\n{values}\ngrad mode {torch.is_grad_enabled()}, train/eval of modules {training}"
+        mode = f"grad mode {torch.is_grad_enabled()}, train/eval of modules {training}"
+        return f"{call.part}{call.names()}\n{values}\n{mode}"
 
     def _graph(self, call: Call) -> BoundGraph:
         self._check_tree()

@@ -48,7 +48,7 @@ MODELS["bart"] = lambda: transformers.BartForConditionalGeneration(
 )  # fmt: skip
 MODELS["t5"] = lambda: transformers.T5ForConditionalGeneration(
     transformers.T5Config(
-        num_layers=1, d_model=24, num_heads=4, d_kv=6, vocab_size=VOCAB, d_ff=34, decoder_start_token_id=0,
+        num_layers=1, d_model=24, num_heads=3, d_kv=6, vocab_size=VOCAB, d_ff=34, decoder_start_token_id=0,
         pad_token_id=0, eos_token_id=2,
     )
 )  # fmt: skip
@@ -119,16 +119,37 @@ def test_encoder_and_decoder(name: str) -> None:
     model = build(name)
     eager = copy.deepcopy(model)
     megafx.parallelize(model)
-    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))
-    given = {"input_features": features} if name == "whisper" else prompt(padded=True)
-    options = {"max_new_tokens": 9, "eos_token_id": None, "pad_token_id": 0}
     for call in CALLS:
-        tokens = []
-        for m in (model, eager):
-            torch.manual_seed(5)
-            tokens.append(m.generate(**given, **CALLS[call], **options))
-        assert torch.equal(*tokens), call
+        assert torch.equal(*(transcribe(m, name, call) for m in (model, eager))), call
         assert model.megafx.captures == 2
+
+
+@pytest.mark.slow
+def test_chunks_of_a_decoders_prompt() -> None:
+    """transformers cuts the encoder's mask to the length of a chunk of the decoder's tokens: refused where there is a mask."""
+    import megafx
+    from megafx.errors import UsageError
+
+    model = build("t5")
+    eager = copy.deepcopy(model)
+    megafx.parallelize(model)
+    first = torch.cat([torch.zeros(2, 1, dtype=torch.long), prompt()["input_ids"]], dim=1)
+    ids, options = prompt()["input_ids"], {"decoder_input_ids": first, "prefill_chunk_size": 3, "max_new_tokens": 5}
+    assert torch.equal(*(m.generate(ids, **options) for m in (model, eager)))
+    padded = prompt(padded=True)
+    with pytest.raises(UsageError, match="cuts that mask, which is of the encoder's tokens"):
+        model.generate(**padded, **options)
+    with pytest.raises(UsageError, match="leave out prefill_chunk_size"):
+        model.generate(padded["input_ids"], **options)
+
+
+def transcribe(model: Any, name: str, call: str, tokens: int = 9, seq: int = 40) -> torch.Tensor:
+    """generate() of a model with an encoder, after a seed that differs between ranks."""
+    features = torch.randn(2, 8, seq, generator=torch.Generator().manual_seed(1))
+    given = {"input_features": features} if name == "whisper" else prompt(padded=True)
+    options = {"max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(5 + seed_of_rank() * hasattr(model, "megafx"))
+    return model.generate(**given, **CALLS[call], **options)
 
 
 @pytest.mark.slow
@@ -272,6 +293,22 @@ def test_other_forms_on_processes(tmp_path: Path) -> None:
     assert all(re.search(r"a token moves (\d+) bytes, as its graph says", text) for text in texts), texts
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+def test_on_four_processes(tmp_path: Path) -> None:
+    """More ranks than heads of keys."""
+    processes.run_ranks(__file__, tmp_path, 4, timeout=900, environment={"NAMES": "gpt2,llama"})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_encoder_and_decoder_on_processes(name: str, tmp_path: Path) -> None:
+    """The encoder, which `generate` calls by itself, is one more graph; keys and values of both attentions are cut."""
+    texts = processes.run_ranks(__file__, tmp_path, T, timeout=900, environment={"ENCODER": name})
+    assert all(re.search(r"3 graphs, (\d+) parameters of the encoder cut", text) for text in texts), texts
+
+
 class Bytes(TorchDispatchMode):
     """What this rank sends in the collectives within, by the ring algorithm. sent: (collective, bytes)."""
 
@@ -339,6 +376,33 @@ def other_forms(folder: Path, rank: int, ranks: int) -> None:
     dist.destroy_process_group()
 
 
+def with_an_encoder(folder: Path, rank: int, ranks: int, name: str) -> None:
+    import megafx
+    from megafx.cache_shard import CacheShard
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=600))
+    model = build(name)
+    eager = copy.deepcopy(model)
+    megafx.parallelize(model)
+    for call in CALLS:
+        for tokens in (9, 12):
+            assert torch.equal(*(transcribe(m, name, call, tokens) for m in (model, eager))), (call, tokens)
+            assert model.megafx.captures == 3, "the encoder, the first token, all others"
+    options: Any = {"return_dict_in_generate": True, "max_new_tokens": 4, "do_sample": False}
+    given = prompt() if name != "whisper" else {"input_features": torch.ones(2, 8, 40)}
+    found, wanted = (m.generate(**given, **options) for m in (model, eager))
+    for attention in ("self_attention_cache", "cross_attention_cache"):
+        mine, its = (getattr(x.past_key_values, attention).layers[0].keys for x in (found, wanted))
+        assert isinstance(mine, CacheShard) and mine.shape == its.shape
+        assert mine.local.shape[1] == -(-its.shape[1] // ranks)
+        torch.testing.assert_close(mine.full_tensor(), its)
+    cut = [p for p in model.get_encoder().parameters() if p.to_local().numel() < p.numel()]
+    print(f"{model.megafx.captures} graphs, {len(cut)} parameters of the encoder cut")
+    dist.destroy_process_group()
+
+
 def main(folder: Path, rank: int, ranks: int = T, names: tuple[str, ...] = ("llama",)) -> None:
     import megafx
     from megafx.cache_shard import CacheShard
@@ -346,7 +410,7 @@ def main(folder: Path, rank: int, ranks: int = T, names: tuple[str, ...] = ("lla
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
     for name in names:
         model = build(name)
         eager = copy.deepcopy(model)
@@ -368,6 +432,8 @@ def main(folder: Path, rank: int, ranks: int = T, names: tuple[str, ...] = ("lla
         lambda x: x[..., :-2, :],
         lambda x: torch.cat([x, x], dim=-2),
         copy.deepcopy,
+        lambda x: torch.cat([torch.tensor([]), x[1][None].cpu()], dim=-2),
+        lambda x: x.unsqueeze(-1).select(0, 0),
     ):
         found = operation(keys)
         assert isinstance(found, CacheShard)
@@ -378,7 +444,10 @@ def main(folder: Path, rank: int, ranks: int = T, names: tuple[str, ...] = ("lla
 
 
 if __name__ == "__main__":
+    here = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["WORLD_SIZE"])
     if os.environ.get("FORMS"):
-        other_forms(Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["WORLD_SIZE"]))
+        other_forms(*here)
+    elif os.environ.get("ENCODER"):
+        with_an_encoder(*here, os.environ["ENCODER"])
     else:
-        main(Path(sys.argv[1]), int(sys.argv[2]))
+        main(*here, tuple(os.environ.get("NAMES", "llama").split(",")))

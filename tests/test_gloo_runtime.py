@@ -190,8 +190,8 @@ def misuse_is_refused() -> None:
     from megafx.errors import UsageError
 
     model = parallel(Model(), example_inputs=(IDS, LABELS))
-    with pytest.raises(UsageError, match=r"direct call of 'up' \(Linear\)"):
-        model.up(torch.ones(2, 6))
+    with pytest.raises(UsageError, match=r"a call of a copy of 'up'"):
+        copy.deepcopy(model.up)(torch.ones(2, 6))
     with pytest.raises(UsageError, match="DistributedDataParallel around a model"):
         nn.parallel.DistributedDataParallel(model)
     with pytest.raises(UsageError, match="fully_shard around a model"):

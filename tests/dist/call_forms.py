@@ -158,13 +158,14 @@ def other_inputs_on_one_rank_are_refused() -> str:
 def misuse_is_refused() -> str:
     pair = Pair("nanogpt", example=True).parallelize()
     model = pair.model
+    x = torch.ones(2, 24, dtype=torch.float64)
+    text = r"a call of a copy of 'h.0.mlp.fc', a submodule of a parallelized model: its parameters are shards\n"
+    raises(UsageError, text, lambda: copy.deepcopy(model.h[0].mlp.fc)(x))
     text = (
-        r"a direct call of 'h.0.mlp.fc' \(Linear\), a submodule of a parallelized model: its parameters are shards\n"
-        r"  in module 'h.0.mlp.fc'\n"
-        r"  fix: call the whole model, or keep an eager copy of the submodule made before megafx.parallelize$"
+        r"a direct call of 'ln_f' \(LayerNorm\), a submodule of a parallelized model, before the first call of the whole "
+        r"model, which decides how parameters are cut\n  in module 'ln_f'\n  fix: call the whole model first, or pass example"
     )
-    raises(UsageError, text, lambda: model.h[0].mlp.fc(torch.ones(2, 24, dtype=torch.float64)))
-    raises(UsageError, "direct call of 'h.0' ", lambda: model.h[0](torch.ones(1, 2, 24, dtype=torch.float64)))
+    raises(UsageError, text, lambda: Pair("nanogpt").parallelize().model.ln_f(x))
     advice = r"\n  fix: .*data parallelism is Config\(data_parallel_size="
     text = "DistributedDataParallel around a model that megafx has parallelized" + advice
     raises(UsageError, text, lambda: nn.parallel.DistributedDataParallel(model))
@@ -176,7 +177,39 @@ def misuse_is_refused() -> str:
     (loss,) = (loss_of(model(**pair.inputs(2, 16))),)
     text = "double backward through a parallelized model"
     raises(UsageError, text, lambda: torch.autograd.grad(loss, [model.ln_f.weight], create_graph=True))
-    return "direct calls, DDP, fully_shard, a wrong world size, twice, double backward"
+    return "copies of submodules, DDP, fully_shard, a wrong world size, twice, double backward"
+
+
+@check(2)
+def direct_calls_of_submodules() -> str:
+    """Each is a graph of its own for all sizes, with gradients that add up with those of calls of the whole model."""
+    pair = Pair("nanogpt", example=True)
+    hooked: list[int] = []
+    pair.model.h[0].register_forward_hook(lambda *_: hooked.append(1))
+    model = pair.parallelize().model
+    captures, capturing = model.megafx.captures, len(hooked)
+    parts = ("h.0", "h.0.mlp", "lm_head")
+    for batch, seq in ((2, 9), (3, 5)):
+        drawn = torch.randn(batch, seq, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for part in parts:
+            inputs = [drawn.clone().requires_grad_() for _ in range(2)]
+            results = [m.get_submodule(part)(x) for m, x in zip((model, pair.plain), inputs, strict=True)]
+            near(results[0].detach() + 0, results[1].detach(), part)
+            for result in results:
+                result.square().sum().backward()
+            near(inputs[0].grad, inputs[1].grad, f"the gradient of the input of {part}")
+        pair.step(batch, seq)
+        same_gradients(model, gradients(pair.plain))
+        assert model.megafx.captures == captures + len(parts), model.megafx.captures
+    assert len(hooked) == capturing + 2, "a direct call runs the hooks of what is called"
+    ids = pair.inputs(2, 6)["idx"]
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            near(model.wte(ids) + 0, pair.plain.wte(ids), "an embedding")
+            near(model.h[0].forward(drawn) + 0, pair.plain.h[0](drawn), "the forward of a block")
+    with torch.no_grad():
+        near(copy.deepcopy(model).h[0](drawn) + 0, pair.plain.h[0](drawn), "a block of a copy of the model")
+    return same_gradients(model, gradients(pair.plain))
 
 
 class Forms(nn.Module):

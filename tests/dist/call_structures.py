@@ -87,6 +87,22 @@ def encoder_outputs_with_gradients() -> str:
 
 
 @check(2)
+def an_encoder_called_by_itself() -> str:
+    """What it returns goes into a call of the whole model, whose gradient comes back through it."""
+    build, call = STRUCTURES["encoder outputs"]
+    plain = build()
+    model = megafx.parallelize(copy.deepcopy(plain), config())
+    for m in (model, plain):
+        given = call()
+        ids = IDS[:, :7]
+        with PromoteCasts():
+            given["encoder_outputs"] = m.get_encoder()(input_ids=ids, attention_mask=(ids > 3).long(), return_dict=True)
+            given["attention_mask"] = (ids > 3).long()
+            m(**given).loss.backward()
+    return same_gradients(model, gradients(plain))
+
+
+@check(2)
 def adapters_train_on_shards() -> str:
     """peft's: only they change, by an optimizer's steps, and the result is eager's."""
     import peft
