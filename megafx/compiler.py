@@ -179,12 +179,7 @@ def compile_passes(planning: Planning, request: Request) -> list[Pass]:
         Pass.of(localize_shapes, planning),
         Pass.of(fuse_linear_loss, planning),
         Pass.of(fuse_local, planning, canonicalize, canonicalize_nodes),
-        # merged linears read parameters that lie side by side, which gathered ones do not
-        *(
-            []
-            if request.data is not None and request.data.sharded
-            else [Pass.of(merge_linears, planning, request.wants_grad)]
-        ),
+        Pass.of(merge_linears, planning, request.wants_grad, request.data),
     ]
     if request.wants_grad is not None:
         passes += [

@@ -24,7 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ def gather_parameters(program: Program, data: DataAxis, t: int, stored: Mapping[
         before = region.first
     if data.form == FSDP:
         _repeat_casts(program)
+    program.graph.eliminate_dead_code()  # joins, and what they joined
     program.graph.lint()
     program.gm.recompile()
     return count
@@ -160,11 +161,29 @@ def _gather(
             whole.meta[PLACEMENT] = param.placement
         for user in users:
             user.replace_input_with(node, whole)
+    made_here += _joins(program, uses, wait)
     for made in [start, *made_here]:
         made.meta.pop(PHASE, None)
         made.meta.pop(RECOMPUTE, None)
     for made in made_here:
         made.meta[RECOMPUTE] = True
+
+
+def _joins(program: Program, uses: Mapping[fx.Node, list[fx.Node]], wait: fx.Node) -> list[fx.Node]:
+    """Parameters that are read as one (`merge_linears`, which knows that they follow each other) become one view."""
+    made = []
+    for join in {u: None for users in uses.values() for u in users if u.target is mfx.join_parameters.default}:
+        views: Any = join.args[0]
+        at = views[0].args[0].args[2]
+        sizes = [v.meta[VAL].numel() for v in views]
+        assert [v.args[0].args[2] - at for v in views] == [*accumulate(sizes, initial=0)][:-1]
+        build = Builder(program, join, join, NAME)
+        part = build(aten.slice.Tensor, wait, 0, at, at + join.meta[VAL].numel())
+        whole = build(aten.view.default, part, list(join.meta[VAL].shape))
+        whole.meta.update({PLACEMENT: join.meta[PLACEMENT]} if PLACEMENT in join.meta else {})
+        join.replace_all_uses_with(whole)
+        made += [part, whole]
+    return made
 
 
 def _repeat_casts(program: Program) -> None:

@@ -8,7 +8,8 @@ After:   %w = megafx.join_parameters([%w0, ...]); %b = ...; %m = linear(%x, %w, 
 Legal because: rows of a linear's weight give columns of its result, independently of each other.
 
 Each rank merges its own shards, after planning, so that nothing is placed or moved otherwise. The parameters stay the user's;
-they are put into one memory where that is possible, and copied together at each call where it is not.
+they are put into one memory where that is possible, and copied together at each call where it is not. Parameters that
+data-parallel ranks hold shards of are gathered side by side (`gather_parameters`), where that leaves no gap between them.
 
 Gate and up: nothing is moved for it, since the packed kernels read and write the one tensor. Others, in training: the
 gradients of the parts have to be copied together, 2 N elements a token (N columns in all), for which x [tokens, k] is read
@@ -27,6 +28,7 @@ import torch
 from torch import fx
 
 from megafx.config import MEASURE_NOTHING
+from megafx.data_axis import DataAxis, rows_of
 from megafx.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS, mode_of
 from megafx.ir import (
     PLACEMENT,
@@ -43,6 +45,7 @@ from megafx.ir import (
 from megafx.kernels import glu, join_parameters  # noqa: F401  registers the ops
 from megafx.placements import Placement, S
 from megafx.planning import Planning, price_workload
+from megafx.region_gather import ALIGNED
 from megafx.rewrite import fold
 from megafx.views import concat_layouts
 
@@ -52,11 +55,11 @@ ops, aten = torch.ops.megafx, torch.ops.aten
 Trains = Callable[[int, Input], bool]
 
 
-def merge_linears(program: Program, planning: Planning, trains: Trains | None) -> int:
+def merge_linears(program: Program, planning: Planning, trains: Trains | None, data: DataAxis | None = None) -> int:
     """Return the number of linears that others took over. trains: whether an input gets a gradient; None: no backward."""
     if not planning.config.merge_linears:
         return 0
-    merger = _Merger(program, planning, trains)
+    merger = _Merger(program, planning, trains, data if data is not None and data.sharded else None)
     for group, gated in list(merger.groups()):
         merger.consider(group, gated)
     merger.say()
@@ -67,8 +70,8 @@ def merge_linears(program: Program, planning: Planning, trains: Trains | None) -
 
 
 class _Merger:
-    def __init__(self, program: Program, planning: Planning, trains: Trains | None) -> None:
-        self.program, self.planning, self.trains = program, planning, trains
+    def __init__(self, program: Program, planning: Planning, trains: Trains | None, data: DataAxis | None) -> None:
+        self.program, self.planning, self.trains, self.data = program, planning, trains, data
         pairs = enumerate(zip(program.placeholders(), program.inputs, strict=True))
         self.params = {node: (i, spec) for i, (node, spec) in pairs if spec.kind == "param"}
         self.changes = 0
@@ -125,9 +128,21 @@ class _Merger:
         if gated is not None and widths[0] != widths[1]:
             return "gate and up have different widths"
         for values in (group, [n.args[1] for n in group], [b for n in group for b in _biases(n)]):
+            if values and self.data is not None and values is not group and self.leaves_gaps(values):
+                return "their rows do not divide by the data-parallel ranks, so they are not gathered side by side"
             if values and _together(values, self.planning.t) is None:  # type: ignore[arg-type]
                 return "they are placed apart: " + ", ".join(str(v.meta.get(PLACEMENT)) for v in values)  # type: ignore[union-attr]
         return ""
+
+    def leaves_gaps(self, parameters: list[Any]) -> bool:
+        """Whether gathered parameters do not follow each other in their region's buffer."""
+        assert self.data is not None
+        for p in parameters[:-1]:
+            rows, cut = int(p.meta[VAL].shape[0]), p.meta[PLACEMENT].is_shard if PLACEMENT in p.meta else False
+            _, ranks, _ = rows_of(rows, self.data, self.planning.t, cut)
+            if rows % ranks or p.meta[VAL].numel() % ALIGNED:
+                return True
+        return False
 
     def name_of(self, n: Any) -> str:
         return self.params[n][1].name if n in self.params else f"%{n.name}"

@@ -50,15 +50,18 @@ def gather_what_is_read(graph: fx.Graph) -> int:
         shards, ranks, axis = node.args
         places = starts([s.meta[VAL].shape for s in shards], ranks)
         (wait,) = node.users
-        views = {part.args[2]: part for part in wait.users}
-        kept = [(shard, at) for shard, at in zip(shards, places, strict=False) if at in views]
+        parts = [*wait.users]
+        kept = [
+            (s, at) for s, at in zip(shards, places, strict=False) if any(p.args[2] <= at < p.args[3] for p in parts)
+        ]
         if len(kept) == len(shards):
             continue
         dropped += len(shards) - len(kept)
         moved = starts([s.meta[VAL].shape for s, _ in kept], ranks)
-        for (_, at), to in zip(kept, moved, strict=False):
-            part = views[at]
-            part.args = (wait, 0, to, to + part.args[3] - at)
+        place = {at: to for (_, at), to in zip(kept, moved, strict=False)}
+        for part in parts:
+            _, _, at, end = part.args
+            part.args = (wait, 0, place[at], place[at] + end - at)
         node.args = ([s for s, _ in kept], ranks, axis)
         for made in (node, wait):
             made.meta[VAL] = made.meta[VAL].narrow(0, 0, moved[-1])

@@ -14,8 +14,10 @@ import pytest
 import torch
 from data_mesh import compile_on, inputs_on, mesh_of, run_on, seeded, storage
 from harness import Case, errors
-from torch import fx
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
+from megafx.capture import capture_call
 from megafx.collectives import COPY_AXIS, REPLICA_AXIS, SHARD_AXIS
 from megafx.compiler import Compiled
 from megafx.data_axis import DataAxis
@@ -165,15 +167,12 @@ class Gathered:
         self.now -= size
 
 
-def watched(t: int) -> tuple[Gathered, Gathered]:
-    """Forward and backward of three layers, run on 2 x t ranks."""
-    case, data = Case.of("gpt2", dropout=0.2, layers=3), DataAxis(2, "fsdp", 2)
-    compiled = compile_on(case, data, t)
-    parts = partition(compiled.program)
+def run_halves(case: Case, compiled: Compiled, data: DataAxis, *watches: Gathered) -> tuple[list[Any], list[Any]]:
+    """What each rank's backward graph gives, and what the joint graph gives. watches: of forward, of backward."""
+    parts, mesh = partition(compiled.program), mesh_of(data, compiled.plan.t)
     per_rank = inputs_on(case, compiled, data, seeded(case, 4))
     count = len(parts.forward.graph.find_nodes(op="placeholder"))
-    forward, backward = Gathered(), Gathered()
-    mesh = mesh_of(data, t)
+    forward, backward = watches or (None, None)
     made = simulate(parts.forward, [mine[:count] for mine in per_rank], mesh=mesh, watch=forward)
     outputs = sum(o.kind != "gradient" for o in compiled.program.outputs)
     given = []
@@ -182,13 +181,84 @@ def watched(t: int) -> tuple[Gathered, Gathered]:
         given.append([mine[s.index] if s.kind == "input" else next(values) for s in parts.saved] + mine[count:])
     del made
     assert parts.backward is not None
-    simulate(parts.backward, given, mesh=mesh, watch=backward)
-    return forward, backward
+    found = simulate(parts.backward, given, mesh=mesh, watch=backward)
+    return found, [r[outputs:] for r in simulate(compiled.program, per_rank, mesh=mesh)]
+
+
+def assert_halves_agree(found: list[Any], wanted: list[Any]) -> None:
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert len(mine) == len(theirs) > 0
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("t", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_of_gathered_parameters_there_are_a_region_and_the_next_one(t):
-    for run in watched(t):
+    case, data, watches = Case.of("gpt2", dropout=0.2, layers=3), DataAxis(2, "fsdp", 2), (Gathered(), Gathered())
+    assert_halves_agree(*run_halves(case, compile_on(case, data, t), data, *watches))
+    for run in watches:
         sizes = [*run.regions.values()]
         assert all(f"transformer.h.{i}" in run.regions for i in range(3)) and run.now == 0
         assert max(sizes) < run.most <= max(a + b for a, b in itertools.pairwise(sizes)) < sum(sizes)
+
+
+class Gated(nn.Module):
+    """Two layers of queries, keys and values of one value, and a gated unit."""
+
+    def __init__(self, h: int, ffn: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(67, h), nn.Linear(h, 67, bias=False)
+        self.h = nn.ModuleList()
+        for _ in range(2):
+            layer = nn.Module()
+            layer.attn, layer.mlp, layer.norm = nn.Module(), nn.Module(), nn.LayerNorm(h)
+            layer.attn.q, layer.attn.k, layer.attn.v, layer.attn.o = (nn.Linear(h, h, bias=False) for _ in range(4))
+            layer.mlp.gate, layer.mlp.up = (nn.Linear(h, ffn, bias=False) for _ in range(2))
+            layer.mlp.down = nn.Linear(ffn, h)
+            self.h.append(layer)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        b, s, h = x.shape
+        for layer in self.h:
+            y = layer.norm(x)
+            q, k, v = (p(y).view(b, s, 4, -1).transpose(1, 2) for p in (layer.attn.q, layer.attn.k, layer.attn.v))
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
+            x = x + layer.attn.o(a)
+            x = x + layer.mlp.down(F.silu(layer.mlp.gate(x)) * layer.mlp.up(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def gated(h: int, ffn: int) -> Case:
+    torch.manual_seed(0)
+
+    def inputs(batch: int, seq: int) -> dict[str, Any]:
+        ids, labels = torch.randint(0, 67, (2, batch, seq), generator=torch.Generator().manual_seed(1))
+        return {"ids": ids, "labels": labels}
+
+    model = Gated(h, ffn).double()
+    return Case(model, inputs, capture_call(model, (), inputs(2, 16)))
+
+
+@pytest.mark.parametrize(("form", "t"), [("fsdp", 2), ("zero1", 1), pytest.param("fsdp", 1, marks=pytest.mark.slow)])
+def test_linears_whose_parameters_are_gathered_side_by_side_are_merged(form, t):
+    case, data = gated(32, 64), DataAxis(2, form, 2)
+    inputs = seeded(case, 4, 8)
+    compiled = compile_on(case, data, t, fusion_profile="all")
+    merged = [f.fqn for f in compiled.program.fusions if f.stage == "merge_linears"]
+    assert sorted(merged) == ["h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp"]
+    for part in (compiled.program.gm, partition(compiled.program).backward):  # nothing is copied together
+        assert part is not None and not any("join_parameters" in str(n.target) for n in part.graph.nodes)
+    alone = case.run(case.compile(1), inputs)
+    for found in run_on(case, compiled, data, inputs):
+        one = dataclasses.replace(alone, outputs={n: alone.outputs[n] for n in found.outputs})
+        assert one.outputs and max(errors(found, one).values()) <= RTOL
+    if form == "fsdp":
+        assert_halves_agree(*run_halves(case, compiled, data))
+
+
+def test_linears_with_gaps_between_their_parameters_are_not_merged():
+    compiled = compile_on(gated(24, 50), DataAxis(2, "fsdp", 2), 1, fusion_profile="all")
+    assert not any(f.stage == "merge_linears" for f in compiled.program.fusions)
+    told = [n.message for n in compiled.program.notes if n.topic == "merge"]
+    assert any("not gathered side by side" in text for text in told), told
