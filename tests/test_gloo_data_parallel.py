@@ -217,6 +217,41 @@ def optimizer_shards_are_gathered_once_a_step() -> None:
         assert float((found - model(ids, labels)).abs()) == 0.0 and gathered.gathers == count
 
 
+class Mixer(nn.Module):
+    """Three linears of one value, whose parameters are gathered side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB, bias=False)
+        self.blocks = nn.ModuleList([nn.Sequential() for _ in range(2)])
+        for block in self.blocks:
+            block.a = nn.ModuleList([nn.Linear(16, 32, bias=False) for _ in range(3)])
+            block.b = nn.Linear(32, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            q, k, v = (linear(x) for linear in block.a)
+            x = x + block.b(torch.tanh(q) * torch.sigmoid(k) + v)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def linears_of_gathered_parameters_are_merged() -> None:
+    import megafx
+
+    for form in ("fsdp", "zero1"):
+        torch.manual_seed(0)
+        start = Mixer().double()
+        one = Alone(copy.deepcopy(start))
+        model = parallel(start, **DDP, data_parallel=form, fusion_profile="all")
+        ids, labels = batch(0, 2)
+        loss = model(mine(ids, 2, 2), mine(labels, 2, 2))
+        loss.backward()
+        fusions = model.megafx.parallelizer.last.program.fusions
+        assert [f.fqn for f in fusions if f.stage == "merge_linears"] == ["blocks.0.a", "blocks.1.a"]
+        one.check(loss.detach(), megafx.full_gradients(model), [(ids, labels)], 0)
+
+
 def shards_and_copies() -> None:
     sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 4, "data_parallel_shard_size": 2}
     trains_like_one_process({**sizes, "data_parallel": "fsdp"})
@@ -440,6 +475,7 @@ CASES: dict[str, list[Callable[..., None]]] = {
         ddp_without_tensor_parallelism,
         optimizer_sharded,
         optimizer_shards_are_gathered_once_a_step,
+        linears_of_gathered_parameters_are_merged,
         shards_and_copies,
         accumulates,
         a_loss_of_the_user_is_of_each_ranks_rows,
