@@ -31,9 +31,11 @@ from torch.utils import _pytree as pytree
 from megafx.autocast import ambient_autocast, no_autocast
 from megafx.caches import CacheKey, Revived, growing_dims, states_for_caches
 from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name, violated
+from megafx.capture_checks import checks_left_out
 from megafx.capture_conditions import conditions, ranges, taken_for_granted
 from megafx.capture_dims import NamedDims, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture_errors import translate, unsupported_leaf
+from megafx.capture_functions import own_gradients
 from megafx.capture_prepare import fake_like, prepared, target_device
 from megafx.data_sizes import naming_row_counts
 from megafx.errors import CaptureError, MegafxError
@@ -247,6 +249,8 @@ class _Capture:
             _without_ambient_modes(),
             prepared(self.model, fake_mode, self.device, self.stand_ins, notes.append, self.eager, self._note_eager),
             _quiet(notes.append),
+            checks_left_out(notes.append),
+            own_gradients(notes.append),
             naming_row_counts(lambda: notes.append(taken_for_granted())),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)

@@ -149,34 +149,50 @@ def _recorder(module: nn.Module, fqn: str, buffers: dict[str, Tensor], counts: d
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        for leaf in leaves:
-            if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise CaptureError(
-                    "a module that is left eager gets a number that depends on sizes",
-                    module=fqn,
-                    fix="let it read the size from a tensor",
-                )
-        inputs = [x for x in leaves if isinstance(x, Tensor)]
-        parameters = dict(module.named_parameters())
-        call = EagerCall(
-            weakref.ref(module), fqn, spec, tuple(None if isinstance(x, Tensor) else Constant(x) for x in leaves),
-            tuple(parameters), tuple(ambient_autocast()),
-        )  # fmt: skip
-        tensors = [*inputs, *parameters.values()]
         vars(module)["forward"] = original
         try:
-            call = _probed(call, tensors, buffers)
+            call, tensors = _probed_call(module, fqn, buffers, args, kwargs)
         finally:
             vars(module)["forward"] = forward
-        key = f"{fqn}@{next(_numbers)}"
-        _calls[key] = call
         counts[fqn] += 1
-        values = iter(torch.ops.megafx.eager_call(tensors, None, 0 if call.random else -1, key))
-        assert call.out_spec is not None
-        return pytree.tree_unflatten([next(values) if x is None else x.value for x in call.out_leaves], call.out_spec)
+        return as_node(call, tensors)
 
     return forward
+
+
+def _probed_call(
+    module: nn.Module, fqn: str, buffers: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[EagerCall, list[Tensor]]:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError(
+                "a module that is left eager gets a number that depends on sizes",
+                module=fqn,
+                fix="let it read the size from a tensor",
+            )
+    inputs = [x for x in leaves if isinstance(x, Tensor)]
+    parameters = dict(module.named_parameters())
+    call = EagerCall(
+        weakref.ref(module), fqn, spec, tuple(None if isinstance(x, Tensor) else Constant(x) for x in leaves),
+        tuple(parameters), tuple(ambient_autocast()),
+    )  # fmt: skip
+    tensors = [*inputs, *parameters.values()]
+    return _probed(call, tensors, buffers), tensors
+
+
+def eager_call_of(module: nn.Module, name: str, args: tuple[Any, ...]) -> Any:
+    """module(*args) as one node of what is traced. The module has to live as long as the graph; name: for messages."""
+    return as_node(*_probed_call(module, name, {}, args, {}))
+
+
+def as_node(call: EagerCall, tensors: list[Tensor]) -> Any:
+    """The results of a node that makes this call."""
+    key = f"{call.fqn}@{next(_numbers)}"
+    _calls[key] = call
+    values = iter(torch.ops.megafx.eager_call(tensors, None, 0 if call.random else -1, key))
+    assert call.out_spec is not None
+    return pytree.tree_unflatten([next(values) if x is None else x.value for x in call.out_leaves], call.out_spec)
 
 
 # -- what comes out
@@ -188,7 +204,7 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
     state = torch.get_rng_state()
     try:
         for sizes in MADE_UP:
-            values = _made_up(call, tensors, sizes)
+            values = made_up(tensors, sizes)
             own = {n: _real(b) for n, b in buffers.items()}
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
                 before = torch.get_rng_state()
@@ -217,7 +233,7 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
     return EagerCall(**given, results=tuple(results), out_spec=spec, out_leaves=tuple(out_leaves), random=random)
 
 
-def _made_up(call: EagerCall, tensors: list[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:
+def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:
     """Real tensors like these; their k-th symbol is sizes[k]. Numbers are normal, indices 0, truth values True."""
     symbols: dict[sympy.Symbol, int] = {}
     made = []

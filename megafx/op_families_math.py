@@ -58,7 +58,7 @@ def _conv_backward(call: Call) -> str | None:
         return None
     n = len(call.first.shape) - 2
     inside, kernel, out = (" ".join(f"{a}{i}!" for i in range(n)) for a in "xky")
-    bias = "o" if len(call.results[2]) else "*"
+    bias = "o" if call.results[2] else "*"  # none: None, or no dims
     return f"lin[0]: b o {out}, b c! {inside}, o c! {kernel} -> b c! {inside}; o c! {kernel}; {bias}"
 
 

@@ -64,13 +64,30 @@ _DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default, aten.
 
 
 def erase_asserts(editor: Editor) -> int:
-    """Checks of metadata hold by construction once the graph is typed; sizes are checked when a call is bound to a graph."""
+    """Checks of metadata hold by construction once the graph is typed; sizes are checked when a call is bound to a graph.
+
+    With them go the numbers that nothing else uses: of values that were read for a check (`capture_checks`).
+    """
     count = 0
+    read = _numbers_read(editor)
     for node in reversed(list(editor.graph.nodes)):
-        if node.op == "call_function" and node.target in ASSERTS and not node.users:
+        if node.op == "call_function" and not node.users and (node.target in ASSERTS or node in read):
             editor.graph.erase_node(node)
             count += 1
     return count
+
+
+def _numbers_read(editor: Editor) -> set[fx.Node]:
+    """Python numbers that are read from tensors, and those that are computed of such alone."""
+    found: set[fx.Node] = set()
+    for node in editor.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in (aten.item.default, aten._local_scalar_dense.default) or (
+            node.all_input_nodes and found.issuperset(node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
 
 
 def one_spelling_of_casts(editor: Editor, node: fx.Node) -> bool:

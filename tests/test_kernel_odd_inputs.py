@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megafx.kernels.add_norm
 import megafx.kernels.attention
@@ -49,6 +52,10 @@ OPS = {
     "scale_mask_softmax": (
         lambda b: [(b, N, S, S)],
         lambda x: ops.scale_mask_softmax(x, None, 0.5, True, 0, -1e38, *DRAW),
+    ),
+    "scale_mask_softmax with a bias": (
+        lambda b: [(b, N, S, S), (1, N, S, S)],
+        lambda x, m: ops.scale_mask_softmax(x, m.transpose(2, 3), 0.5, False, 0, 0.0, None, 0.0, *DRAW[2:]),
     ),
     "rope": (lambda b: [(b, N, S, E)], lambda x: ops.rope(x, *tables(), False, False)),
     "rope_qk": (
@@ -103,6 +110,35 @@ def test_strides_change_nothing(name):
     assert not any(strided(x).is_contiguous() for x in inputs)
     for ours, wanted in zip(outcome(function, inputs, strided), outcome(function, inputs, lambda x: x), strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+class AsTheirFakes(TorchDispatchMode):
+    """Results of our ops have the strides that graphs were traced with: a view of them is a view when it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.checked, self.other = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "megafx":
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                moved = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs or {}))
+                fake = func(*moved[0], **moved[1])
+            strides = [[x.stride() for x in pytree.tree_leaves(o) if isinstance(x, torch.Tensor)] for o in (out, fake)]
+            self.checked.append(func)
+            self.other += [(func, *strides)] if strides[0] != strides[1] else []
+        return out
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_results_are_laid_out_as_traced(name):
+    torch.manual_seed(0)
+    shapes, function = OPS[name]
+    inputs = [torch.randn(shape, device=DEVICE) for shape in shapes(B)]
+    with AsTheirFakes() as seen:
+        outcome(function, inputs, strided)
+    assert len(seen.checked) >= 2 and not seen.other
 
 
 @pytest.mark.parametrize("name", OPS)

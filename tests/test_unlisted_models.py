@@ -1,7 +1,7 @@
 """What models outside of the matrix's list brought up, each as the smallest model that shows it.
 
 Covers: sizes.py (ranges with a step), canonicalize_fills.py and canonicalize_views.py (dtypes and memory that eager decides),
-canonicalize_common.py (sizes that depend on data).
+canonicalize_common.py (sizes that depend on data), op_families_math.py (convolutions without bias).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import megafx
 from megafx.capture import capture_call
 from megafx.errors import CaptureError
 from megafx.interpret import run_program
+from megafx.op_families import Arg, Call
+from megafx.op_families_math import _conv_backward
 from megafx.passes.canonicalize import canonicalize
 
 TWO = megafx.Config(tensor_model_parallel_size=2)
@@ -47,6 +49,17 @@ def test_range_with_a_step() -> None:
     """Its length is a rounded quotient, which is computed from the inputs' sizes as all others are."""
     found = megafx.verify(RelativeShift().double(), TWO, example_inputs=(floats(3, 5, 6),))
     assert found.ok, str(found)
+
+
+def test_gradient_of_a_convolution_without_bias() -> None:
+    """Its third result is None, or a tensor without dims, as the trace has it."""
+    image, out, kernel = (Arg(shape) for shape in ((2, 3, 8, 8), (2, 5, 2, 2), (5, 3, 4, 4)))
+    for missing, bias in ((None, "*"), ((), "*"), ((5,), "o")):
+        names = ("grad_output", "input", "weight", "transposed", "groups")
+        call = Call(
+            "aten.convolution_backward", names, (out, image, kernel, False, 1), (None, (5, 3, 4, 4), missing), True
+        )
+        assert str(_conv_backward(call)).endswith(f"; {bias}")
 
 
 class LargeNumber(nn.Module):

@@ -110,7 +110,7 @@ def forward_reference(
     y = y.div_(total).to(scores.dtype)
     if philox.threshold(p):
         y = _drop(y, seed, p, op_id, runs_of_scores(scores.shape, p, shard_dim, layout, axis))
-    return y, torch.cat((high, total), -1)
+    return y.contiguous(), torch.cat((high, total), -1).contiguous()  # also where the mask's dims are in another order
 
 
 def _drop(y: Tensor, seed: Tensor | None, p: float, op_id: int, runs: list[Run]) -> Tensor:
