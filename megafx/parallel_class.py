@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from megafx import save_method
 from megafx.errors import UsageError
 from megafx.guards import data_parallel_error, remove_guards
 from megafx.hf import check_generation
@@ -106,7 +107,7 @@ class Parallel:
 
 
 class _Pretrained:
-    """For Hugging Face models: whole tensors are saved, by rank 0; ranks that generate text draw the same tokens."""
+    """For Hugging Face models: `save_pretrained` writes original tensors; ranks that generate text draw the same tokens."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's own. Tokens are drawn on every rank: from rank 0's generator state, so that they are the same."""
@@ -115,17 +116,27 @@ class _Pretrained:
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the class's own, on every rank: files are written by all of them, and none holds the whole model."""
         runtime = cast(Parallel, self).megafx
+        original = super().save_pretrained  # type: ignore[misc]
         if runtime.mesh is None:
-            return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+            return original(save_directory, *args, **kwargs)
+        options = save_method.bound(original, save_directory, args, kwargs)
+        if options is not None:
+            return save_method.save(cast(nn.Module, self), options, runtime)
         if kwargs.get("state_dict") is None:
             kwargs["state_dict"] = full_state_dict(cast(nn.Module, self))
         kwargs["is_main_process"] = kwargs.get("is_main_process", True) and runtime.is_first
         tp_size, self._tp_size = vars(self).get("_tp_size"), None
         try:
-            return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+            return original(save_directory, *args, **kwargs)
         finally:
             self._tp_size = tp_size
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        if cast(Parallel, self).megafx.mesh is None:
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+        raise save_method.no_upload("push_to_hub")
 
 
 def announce(model: nn.Module, t: int) -> None:

@@ -18,7 +18,6 @@ from torch import nn
 from megafx import agreement, safetensors_writer
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.lost_ranks import meet
-from megafx.parallel_class import RUNTIME
 from megafx.safetensors_files import INDEX, SINGLE
 from megafx.shard_slices import ShardSlice
 from megafx.stored import Stored, stored_tensors
@@ -42,9 +41,25 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_shard_size: int
 
     Collective over all ranks of the model. Raises CheckpointError on every rank, where a file cannot be written.
     """
-    runtime = vars(model).get(RUNTIME)
+    save_whole(model, Path(folder), max_shard_size, "megafx.save_pretrained")
+
+
+def save_whole(
+    model: nn.Module,
+    folder: Path,
+    max_shard_size: int | str,
+    caller: str,
+    *,
+    variant: str = "",
+    original_format: bool = True,
+) -> None:
+    """`save_pretrained`, for the call that users made. variant: part of the files' names, as transformers has it.
+
+    original_format: give tensors that transformers renamed or merged on loading their names and shapes back.
+    """
+    runtime = getattr(model, "megafx", None)
     group = None if runtime is None else runtime.everyone
-    meet("megafx.save_pretrained", group)
+    meet(caller, group)
     error: MegafxError | None = None
     try:
         limit = bytes_of(max_shard_size)
@@ -52,14 +67,16 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_shard_size: int
         bare = [t.name for t in tensors if t.tensor.is_meta]
         if bare:
             raise UsageError(f"{', '.join(bare)} have no values", fix="load or initialise the model first")
-        files = plan_files(find_savings(model, tensors), limit)
+        files = plan_files(find_savings(model, tensors, original_format), limit, variant)
     except MegafxError as found:
         error = found
     agreement.raise_together(error, group)
+    if group is not None:
+        agreement.check_same(f"the folder of {caller}", str(folder), group)
     gather = _Gather({t.name: t for t in tensors}, group)
-    write_files(Path(folder), files, gather.fetch, group)
+    write_files(folder, files, gather.fetch, group, variant)
     if _rank(group) == 0:
-        save_config(model, Path(folder), next((p.dtype for p in model.parameters()), None))
+        save_config(model, folder, next((p.dtype for p in model.parameters()), None))
     agreement.raise_together(None, group)
 
 
@@ -75,7 +92,7 @@ class PlannedFile:
         return sum(s.nbytes for s in self.savings)
 
 
-def plan_files(savings: Sequence[Saving], limit: int) -> list[PlannedFile]:
+def plan_files(savings: Sequence[Saving], limit: int, variant: str = "") -> list[PlannedFile]:
     """In order, each file filled up to `limit` bytes."""
     parts: list[list[Saving]] = [[]]
     size = 0
@@ -85,13 +102,24 @@ def plan_files(savings: Sequence[Saving], limit: int) -> list[PlannedFile]:
             size = 0
         parts[-1].append(saving)
         size += saving.nbytes
+    stem = _stem(variant)
     if len(parts) == 1:
-        return [PlannedFile(SINGLE, parts[0])]
-    stem = SINGLE.removesuffix(".safetensors")
+        return [PlannedFile(f"{stem}.safetensors", parts[0])]
     return [PlannedFile(f"{stem}-{i + 1:05d}-of-{len(parts):05d}.safetensors", p) for i, p in enumerate(parts)]
 
 
-def write_files(folder: Path, files: Sequence[PlannedFile], fetch: Fetch, group: dist.ProcessGroup | None) -> None:
+def _stem(variant: str) -> str:
+    stem = SINGLE.removesuffix(".safetensors")
+    return f"{stem}.{variant}" if variant else stem
+
+
+def write_files(
+    folder: Path,
+    files: Sequence[PlannedFile],
+    fetch: Fetch,
+    group: dist.ProcessGroup | None,
+    variant: str = "",
+) -> None:
     """Write the files and the index; `fetch` is called on all ranks, for every tensor in order. Collective."""
     rank, ranks = _rank(group), 1 if group is None else dist.get_world_size(group)
     error: MegafxError | None = None
@@ -118,7 +146,7 @@ def write_files(folder: Path, files: Sequence[PlannedFile], fetch: Fetch, group:
         agreement.raise_together(error, group)
     try:
         if rank == 0:
-            _finish(folder, files)
+            _finish(folder, files, variant)
     except OSError as found:
         error = CheckpointError(f"files of '{folder}' cannot be replaced: {found}")
     agreement.raise_together(error, group)
@@ -140,12 +168,12 @@ def _partial(folder: Path, name: str) -> Path:
     return folder / f".{name}.partial"
 
 
-def _finish(folder: Path, files: Sequence[PlannedFile]) -> None:
+def _finish(folder: Path, files: Sequence[PlannedFile], variant: str) -> None:
     """Give the complete files their names, write the index, and remove what an earlier save left."""
-    old = [
-        f for f in folder.iterdir() if f.name == SINGLE or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", f.name)
-    ]
-    (folder / INDEX).unlink(missing_ok=True)
+    ours = re.compile(rf"{re.escape(_stem(variant))}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    old = [f for f in folder.iterdir() if ours.fullmatch(f.name)]
+    listing = INDEX.replace(".json", f".{variant}.json") if variant else INDEX
+    (folder / listing).unlink(missing_ok=True)
     for file in files:
         os.replace(_partial(folder, file.name), folder / file.name)
     for path in old:
@@ -154,8 +182,8 @@ def _finish(folder: Path, files: Sequence[PlannedFile]) -> None:
     if len(files) > 1:
         places = {name: file.name for file in files for saving in file.savings for name, _, _ in saving.entries}
         index = {"metadata": {"total_size": sum(f.nbytes for f in files)}, "weight_map": places}
-        _partial(folder, INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        os.replace(_partial(folder, INDEX), folder / INDEX)
+        _partial(folder, listing).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        os.replace(_partial(folder, listing), folder / listing)
 
 
 class _Gather:

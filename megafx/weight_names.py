@@ -131,17 +131,18 @@ class Saving:
         return sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in self.entries)
 
 
-def find_savings(model: nn.Module, tensors: Sequence[Stored]) -> list[Saving]:
+def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: bool = True) -> list[Saving]:
     """How `tensors` are written: tied ones once, under the name that transformers keeps, and as `from_pretrained` reads them.
 
-    Renamed and merged tensors get back the names and shapes of the files that the model was loaded from, or of published ones.
+    original_format: renamed and merged tensors get back the names and shapes of the files that the model was loaded from, or
+    of published ones.
     """
     tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     left_out = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     kept = {
         next((n for n in t.names if n not in tied), t.name): t for t in tensors if not left_out.intersection(t.names)
     }
-    if not (hasattr(model, "base_model_prefix") and hasattr(model, "config")):
+    if not original_format or not (hasattr(model, "base_model_prefix") and hasattr(model, "config")):
         return [_as_it_is(name, name, t) for name, t in kept.items()]
     from transformers import core_model_loading as loading
 

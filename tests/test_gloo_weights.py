@@ -127,11 +127,55 @@ def initialised(name: str, model: nn.Module, folder: Path) -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
     same(model, wanted, f"{name} initialised")
     megafx.save_pretrained(model, folder / f"{name}_saved", max_shard_size="8KB")
+    if name != "nanogpt":
+        by_its_method(model, folder, folder / f"{name}_saved")
     with torch.device("meta"):
         whole = make(name)
     megafx.initialize(whole, lambda: make(name), seed=9)
     megafx.initialize(model, lambda: make(name), seed=9)
     same(model, whole, f"{name} by index")
+
+
+def by_its_method(model: nn.Module, folder: Path, wanted: Path) -> None:
+    """transformers' own method writes the same files, each rank some of them; its arguments mean what they mean there."""
+    from megafx import parallel_class
+    from megafx.errors import AgreementError, UsageError
+
+    rank = dist.get_rank()
+    whole, parallel_class.full_state_dict = parallel_class.full_state_dict, None  # no rank gathers the model
+    model.save_pretrained(folder / "method", rank == 0, max_shard_size="8KB")  # as the Trainer calls it
+    model.save_pretrained(folder / "variant", max_shard_size="8KB", variant="half")
+    model.save_pretrained(folder / "nowhere", is_main_process=False)
+    parallel_class.full_state_dict = whole
+    for options, text in (
+        ({"push_to_hub": True}, "upload_folder"),
+        ({"distributed_checkpoint": True}, "save_checkpoint"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            model.save_pretrained(folder / "nowhere", **options)
+    with pytest.raises(UsageError, match="upload_folder"):
+        model.push_to_hub("nobody/nothing")
+    with pytest.raises(AgreementError, match=r"differ in the folder of model\.save_pretrained"):
+        model.save_pretrained(folder / f"nowhere{rank}")
+    dist.barrier()
+    names = sorted(p.name for p in wanted.iterdir())
+    assert sorted(p.name for p in (folder / "method").iterdir()) == names
+    assert all((folder / "method" / n).read_bytes() == (wanted / n).read_bytes() for n in names)
+    assert not [*folder.glob("nowhere*")]
+    found = type(model).__mro__[3].from_pretrained(folder / "variant", variant="half")
+    assert "model.safetensors.index.half.json" in os.listdir(folder / "variant")
+    same(model, found, "variant")
+    given = megafx_whole(model)
+    model.save_pretrained(folder / "given", state_dict={n: v + 1 for n, v in given.items()})
+    dist.barrier()
+    again = type(model).__mro__[3].from_pretrained(folder / "given").state_dict()
+    assert all(torch.equal(again[n], v + 1) for n, v in given.items() if v.is_floating_point())
+
+
+def megafx_whole(model: nn.Module) -> dict:
+    import megafx
+
+    return megafx.full_state_dict(model)
 
 
 def refused(name: str, model: nn.Module, folder: Path) -> None:
