@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from megafx.capture_layerdrop import draws_in_torch, layers_dropped, names_of
 from megafx.eager_modules import left_eager
 from megafx.hf import is_hf_model
 from megafx.hf_attention import attention_of_capture
@@ -47,6 +48,7 @@ def prepared(
             _make_fake(model, fake_mode, device, stand_ins)
             if is_hf_model(model):
                 stack.enter_context(attention_of_capture())
+            stack.enter_context(layers_dropped(model, device, note))
             yield
     finally:
         for module, attributes, contents in modules:
@@ -94,11 +96,6 @@ def _prepare_config(config: Any, model: nn.Module, note: Note) -> None:
         attributes["_experts_implementation_internal"] = "grouped_mm"
         if any("Experts" in type(m).__name__ for m in model.modules()):
             note("experts_implementation 'eager' depends on data: 'grouped_mm' is captured in its place")
-    if model.training:
-        for key, value in attributes.items():
-            if key.endswith("layerdrop") and isinstance(value, float) and value > 0:
-                attributes[key] = 0.0
-                note(f"config.{key}={value}: layers are not dropped in a captured graph (captured with 0)")
 
 
 def _prepare_modules(model: nn.Module, note: Note) -> None:
@@ -107,15 +104,26 @@ def _prepare_modules(model: nn.Module, note: Note) -> None:
         if vars(module).get("gradient_checkpointing"):
             module.gradient_checkpointing = False  # type: ignore[assignment]
             checkpointed += 1
-        drop = vars(module).get("layerdrop")
-        if module.training and isinstance(drop, float) and drop > 0:
-            module.layerdrop = 0.0  # type: ignore[assignment]
-            note(f"layerdrop={drop} of module '{path}': layers are not dropped in a captured graph (captured with 0)")
+        if module.training and not draws_in_torch(module):
+            _keep_layers(module, path, note)
     if checkpointed and model.training:
         note(
             "gradient checkpointing is on in the model: it has no effect on a captured graph, which keeps what its backward "
             "needs, but for what fused kernels compute again (recompute_activation_func)"
         )
+
+
+def _keep_layers(module: nn.Module, path: str, note: Note) -> None:
+    """Set a layerdrop to 0 that forward compares with a number which is not torch's: a trace would take one draw for all."""
+    for key in sorted(n for n in names_of(module) if n.endswith("layerdrop")):
+        for owner in (module, getattr(module, "config", None)):
+            value = None if owner is None else vars(owner).get(key)
+            if isinstance(value, float) and value > 0:
+                vars(owner)[key] = 0.0
+                note(
+                    f"{key}={value} of module '{path}': its layers are not dropped (captured with 0), since its code does not "
+                    f"draw with torch.rand"
+                )
 
 
 def _make_fake(
