@@ -82,11 +82,13 @@ def test_trainer_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_accelerate(tmp_path: Path) -> None:
-    """Accumulation, clipping, a scheduler, evaluation; a run that goes on has the same last steps."""
+    """Accumulation, clipping, a scheduler, evaluation; a run that goes on is bit-equal to one that did not stop."""
     options = ("--save-steps", "3")
     eager = run("accelerate_loop.py", 1, "--eager", "--output", str(tmp_path / "eager"), "--steps", "6", *options)
     found = run("accelerate_loop.py", 2, "--output", str(tmp_path / "two"), "--steps", "6", *options)
     assert len(eager["losses"]) == 12 and found["losses"] == pytest.approx(eager["losses"], rel=1e-5)
     assert found["eval_loss"] == pytest.approx(eager["eval_loss"], rel=1e-5) and found["samples"] == 10
     again = run("accelerate_loop.py", 2, "--output", str(tmp_path / "two"), "--steps", "8", "--resume", *options)
-    assert len(again["losses"]) == 4 and again["losses"][0] != found["losses"][0]
+    whole = run("accelerate_loop.py", 2, "--output", str(tmp_path / "whole"), "--steps", "8", *options)
+    assert whole["losses"] == [*found["losses"], *again["losses"]] and len(again["losses"]) == 4
+    assert again["eval_loss"] == whole["eval_loss"]  # of the parameters after the last step
