@@ -8,6 +8,8 @@ tensor parallelism turned into data parallelism, weights gathered at every use. 
     normalised   a dim that a norm normalises over, followed through ops that keep it, stays whole on activations; but the
                  result of a matmul may be gathered where its weight cannot be sharded otherwise
     weights      matmul weights are sharded wherever a strategy can, and are never gathered
+    router       a weight whose result is ranked by topk or sort along the weight's own dim is whole: every rank needs every
+                 score, and a gather a layer costs more than the few columns of a router save
 
 `planner_policy="free"` lifts them all.
 """
@@ -29,8 +31,12 @@ BATCH = "the batch is not sharded on the tensor-parallel axis"
 SEQUENCE = "sequence_parallel=False: the sequence is not sharded"
 NORMALISED = "a norm normalises over this dim, so the activation keeps it whole"
 SHARD_WEIGHTS = "a matmul weight is sharded where it can be"
+ROUTER = "a router: its scores are ranked (topk, sort) over this dim, which every rank needs whole"
 SEQUENCE_WANTED = "sequence_parallel=True: norms, dropouts and residuals run on a shard of the sequence"
 
+RANKINGS = frozenset(
+    ("aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
+)
 MATMULS = frozenset(
     f"aten.{name}"
     for name in ("linear.default", "mm.default", "matmul.default", "bmm.default", "addmm.default", "baddbmm.default")
@@ -128,6 +134,14 @@ def _normalised_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]
     return []
 
 
+def _ranked_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
+    """The (value, dim) that topk or sort ranks."""
+    if str(node.target) not in RANKINGS or not rule.operands:
+        return []
+    source = rule.operands[0]
+    return [(source.node, d) for d, f in enumerate(source.factors) if f in rule.forbidden]
+
+
 class Policy:
     """Says for each strategy whether it may be used, and if not, why."""
 
@@ -148,6 +162,7 @@ class Policy:
         classes = DimClasses(rules, self.weights, program)
         self._classes = classes
         self._normalised = classes.roots(p for n, r in rules.items() for p in _normalised_places(n, r))
+        self._ranked = classes.roots(p for n, r in rules.items() for p in _ranked_places(n, r))
         batch, seq = [], []
         for node, spec in zip(program.placeholders(), program.inputs, strict=True):
             value = node.meta.get(VAL)
@@ -224,11 +239,31 @@ class Policy:
             left = self._prefer_sequence(node, rule, left, gone)
         weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
         if str(node.target) in MATMULS and weights and node not in self.weights and not overridden:
+            if any(self._is_router(node, rule, i) for i in weights):
+                return self._whole_weights(rule, left, weights, gone), {r: n for r, n in gone.items() if n}
             sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]
             left = prefer(left, sharded, SHARD_WEIGHTS, gone)
             if not sharded and (back := _column_parallel(strategies, reasons, weights)):
                 left, gone[NORMALISED] = [*left, *back], gone[NORMALISED] - len(back)
         return left, {reason: count for reason, count in gone.items() if count}
+
+    def _is_router(self, node: fx.Node, rule: OpRule, weight: int) -> bool:
+        """Whether the result is ranked along the dim that the weight gives it, which is none longer than what it sums over:
+        a vocabulary is."""
+        factors = rule.operands[weight].factors
+        own = {f: d for d, f in enumerate(rule.result) if isinstance(f, str) and f in factors}
+        summed = [rule.sizes[f] for f in factors if isinstance(f, str) and f not in own]
+        ranked = [f for f, d in own.items() if self._classes.find((node, d)) in self._ranked]
+        return bool(summed) and any(rule.sizes[f] <= max(summed) for f in ranked)
+
+    def _whole_weights(
+        self, rule: OpRule, left: list[Strategy], weights: list[int], gone: dict[str, int]
+    ) -> list[Strategy]:
+        kept = [s for s in left if not any(s.ins[i].is_shard for i in weights)]
+        for strategy in left if kept else ():
+            if strategy not in kept:
+                self._remember_whole(rule, strategy, ROUTER)
+        return prefer(left, kept, ROUTER, gone)
 
     def _remember_whole(self, rule: OpRule, strategy: Strategy, reason: str) -> None:
         for operand, placement in zip(rule.operands, strategy.ins, strict=True):

@@ -84,7 +84,7 @@ def listed(tokens: Tensor, top: Tensor, chosen: Tensor, up: Tensor, down: Tensor
 
 def check(model: nn.Module, t: int, **overrides: str) -> dict[str, Any]:
     """Equal to eager, with the router whole on every rank; the placements of the parameters."""
-    config = megafx.Config(tensor_model_parallel_size=t, overrides={"router": "replicate", **overrides})
+    config = megafx.Config(tensor_model_parallel_size=t, overrides=overrides)
     inputs = (floats(3, 5, HIDDEN),)
     found = megafx.verify(model, config, example_inputs=inputs)
     assert found.ok, str(found)

@@ -19,7 +19,17 @@ from megafx.op_rules import strategies
 from megafx.passes.plan_sharding import ask
 from megafx.placements import I, Layout, P, R, S
 from megafx.planning import Planning
-from megafx.policy import BATCH, NORMALISED, SEQUENCE, SEQUENCE_WANTED, SHARD_WEIGHTS, Policy, prefer, weight_values
+from megafx.policy import (
+    BATCH,
+    NORMALISED,
+    ROUTER,
+    SEQUENCE,
+    SEQUENCE_WANTED,
+    SHARD_WEIGHTS,
+    Policy,
+    prefer,
+    weight_values,
+)
 from megafx.testing import graph
 
 aten = torch.ops.aten
@@ -84,6 +94,26 @@ def test_weights_of_products_are_sharded() -> None:
     assert left == {"R, S0 -> S2"}, "row-parallel would shard the norm's result on the normalised dim"
     assert gone[NORMALISED] == 1 and gone[SHARD_WEIGHTS] >= 2
     assert case.left("linear_1")[0] == {"S2, S1 -> P"}
+
+
+def _router(x: Any, gate: Any) -> Any:
+    scores = aten.mul(aten.softmax(aten.linear(x, gate), -1), 2.0)
+    return aten.topk(scores, 2)[0]
+
+
+def test_a_router_is_whole() -> None:
+    case = Case(_router, x="f32[batch seq h=8]", gate="param f32[e=4 h=8]")
+    left, gone = case.left("linear")
+    assert "R, R -> R" in left and not any("S" in text for text in left)
+    assert gone[ROUTER] == 2, "column- and row-parallel"
+    assert ROUTER in case.policy.kept_whole[case.node("gate")]
+    assert case.left("linear", overridden=True)[1].keys() == {BATCH, SEQUENCE}, "an override decides"
+
+
+def test_a_head_whose_tokens_are_ranked_is_no_router() -> None:
+    """A vocabulary is longer than what its scores are sums over."""
+    left, gone = Case(_router, x="f32[batch seq h=8]", gate="param f32[v=10 h=8]").left("linear")
+    assert left == {"R, S0 -> S2", "S2, S1 -> P"} and ROUTER not in gone
 
 
 def test_an_embedding_is_cut_on_the_vocabulary_or_not_at_all() -> None:
