@@ -118,6 +118,24 @@ def _all_shards(x: CacheShard, args: Any) -> bool:
     return all(isinstance(a, CacheShard) or a.shape == (0,) for a in args[0]) and _dim_of(1)(x, args)
 
 
+def _rows(x: CacheShard, args: Any) -> bool:
+    return all(isinstance(a, CacheShard) for a in args[0])
+
+
+def _one_dim(x: CacheShard, args: Any) -> bool:
+    return len(args) > 1 and isinstance(args[1], int) and _dim_of(1)(x, args)
+
+
+def _stacked_at(x: CacheShard, args: Any) -> int:
+    dim = args[1] if len(args) > 1 else 0
+    return x.placement.dim + (dim % (x.dim() + 1) <= x.placement.dim)
+
+
+def _squeezed(x: CacheShard, args: Any) -> int:
+    dim = args[1] % x.dim()
+    return x.placement.dim - (x.shape[dim] == 1 and dim < x.placement.dim)
+
+
 def _copied(x: CacheShard, args: Any) -> bool:
     return all(isinstance(a, CacheShard) for a in args[:2])
 
@@ -125,7 +143,9 @@ def _copied(x: CacheShard, args: Any) -> bool:
 # The sharded dim of the result, where that is another.
 _MOVED: dict[Any, Callable[[CacheShard, Any], int]] = {
     aten.select: lambda x, args: x.placement.dim - (args[1] % x.dim() < x.placement.dim),
-    aten.unsqueeze: lambda x, args: x.placement.dim + (args[1] % (x.dim() + 1) <= x.placement.dim),
+    aten.squeeze: _squeezed,
+    aten.stack: _stacked_at,
+    aten.unsqueeze: _stacked_at,
 }
 _LOCAL: dict[Any, Callable[[CacheShard, Any], bool]] = {
     aten.select: _dim_of(1),
@@ -134,6 +154,8 @@ _LOCAL: dict[Any, Callable[[CacheShard, Any], bool]] = {
     aten.slice: _dim_of(1),
     aten.index: _indexed,
     aten.cat: _all_shards,
+    aten.stack: _rows,
+    aten.squeeze: _one_dim,
     aten.copy_: _copied,
     **dict.fromkeys((aten.clone, aten.detach, aten.alias, aten._to_copy, aten.zero_, aten.zeros_like), _always),
 }
