@@ -31,7 +31,7 @@ def ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
     """Sizes that the graph is valid for. A least size of 2 is export's assumption, not the model's: 1 is allowed."""
     found, shape_env = {}, _shape_env(exported)
     for symbol, bounds in exported.range_constraints.items():
-        if shape_env.is_unbacked_symint(symbol):
+        if any(map(shape_env.is_unbacked_symint, symbol.free_symbols)):  # it may be a sum with a number, too
             continue
         least = int(bounds.lower) if bounds.lower.is_Integer else 0
         greatest = int(bounds.upper) if bounds.upper.is_Integer else _GREATEST

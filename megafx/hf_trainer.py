@@ -78,36 +78,18 @@ class TrainerCheckpoints(TrainerCallback):
     def __init__(self) -> None:
         self.generators: torch.Tensor | None = None  # where the resumed run's draws begin
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: Any = None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        extra = {"scheduler": lr_scheduler, "python": random.getstate(), "numpy": _numpy_state()}
-        save_checkpoint(_folder(args, state), model, optimizer, step=state.global_step, extra=extra)
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        extra = {"scheduler": given["lr_scheduler"], "python": random.getstate(), "numpy": _numpy_state()}
+        save_checkpoint(_folder(args, state), given["model"], given["optimizer"], step=state.global_step, extra=extra)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: Any = None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         if state.global_step == 0:
             return
-        found = load_checkpoint(
-            _folder(args, state), model, optimizer, extra={"scheduler": lr_scheduler}, rng=True, missing_ok=True
-        )
+        extra = {"scheduler": given["lr_scheduler"]}
+        folder = _folder(args, state)
+        found = load_checkpoint(folder, given["model"], given["optimizer"], extra=extra, rng=True, missing_ok=True)
         if found is None:
             raise CheckpointError(
                 f"{_folder(args, state)} does not exist: the Trainer resumes at step {state.global_step} without the optimizer",

@@ -177,7 +177,7 @@ def _op(name: str) -> Any:
 _HEADS = [torch.zeros(2, n, 16, 32, dtype=BF16) for n in (4, 2, 2)]
 WIDE = (
     "megafx.attention_forward.default",
-    [*_HEADS, None, torch.tensor(3), 0.2, True, 0, 0.0, 0.1, 7, -1, [], ""],
+    [*_HEADS, None, None, torch.tensor(3), 0.2, True, 0, 0.0, 0.1, 7, -1, [], ""],
 )
 CALLS = [(name, _sample(args)) for name, args, _ in SAMPLES if _replay(_op(name))] + [WIDE]
 
@@ -387,8 +387,8 @@ CALLS = [
     (M.rope_qk.default, lambda: (rand(2, 7, 4, 16).transpose(1, 2), rand(2, 7, 2, 16).transpose(1, 2), rand(1, 1, 7, 16),
                                  rand(1, 1, 7, 16), False, False)),
     (M.scale_mask_softmax_forward.default, lambda: (rand(2, 2, 9, 40), None, 0.3, True, 0, -1e4, None, 0.0, 0, -1, [], "")),
-    (M.attention_forward.default, lambda: (rand(2, 4, 48, 32), rand(2, 2, 48, 32), rand(2, 2, 48, 32), None, seed, 0.2,
-                                           True, 0, 0.0, 0.1, 3, -1, [], "")),
+    (M.attention_forward.default, lambda: (rand(2, 4, 48, 32), rand(2, 2, 48, 32), rand(2, 2, 48, 32), None, None, seed,
+                                           0.2, True, 0, 0.0, 0.1, 3, -1, [], "")),
 ]
 def flat(x):
     return [x] if isinstance(x, torch.Tensor) else [y for y in x if y is not None]
