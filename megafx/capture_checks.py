@@ -39,11 +39,11 @@ def checks_left_out(note: Callable[[str], None]) -> Iterator[None]:
                 return value
         return decide(self, file, line)
 
-    SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
+    SymNode.guard_bool = guard_bool  # type: ignore[method-assign]  # for the time of a trace
     try:
         yield
     finally:
-        SymNode.guard_bool = decide  # type: ignore[method-assign]
+        SymNode.guard_bool = decide  # type: ignore[method-assign]  # as it was
 
 
 def _asking() -> tuple[FrameType, Place] | None:
@@ -54,7 +54,7 @@ def _asking() -> tuple[FrameType, Place] | None:
     made = None if frame is None else _makers(frame.f_code).get(frame.f_lasti)
     if frame is None or made is None or None in made:
         return None
-    return frame, made  # type: ignore[return-value]
+    return frame, made  # type: ignore[return-value]  # no None among them: asked above
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,8 +42,5 @@ def ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
 def taken_for_granted() -> str:
     """The note on a question whether data selects any rows, asked by the user's line that runs now."""
     source = current_user_line()
-    return (
-        f"{source}: whether there are any rows is taken for granted; where there are none, the graph computes on none"
-        if source
-        else "whether there are any rows is taken for granted; where there are none, the graph computes on none"
-    )
+    where = f"{source}: " if source else ""
+    return f"{where}whether there are any rows is taken for granted; where there are none, the graph computes on none"

@@ -44,7 +44,7 @@ def own_gradients(note: Callable[[str], None]) -> Iterator[None]:
 
     def apply(cls: type[Function], *args: Any) -> Any:
         nonlocal busy
-        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
+        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]  # as if defined in its class
         if busy or cls.__module__.startswith(_OURS) or not _differentiated(args):
             return plain(*args)
         busy = True
@@ -52,8 +52,8 @@ def own_gradients(note: Callable[[str], None]) -> Iterator[None]:
             if same_gradient(cls, args):
                 return plain(*args)
             note(
-                f"{cls.__qualname__} ({cls.__module__}) has a backward that is not the derivative of its forward: its own code "
-                "runs on every rank, on whole tensors"
+                f"{cls.__qualname__} ({cls.__module__}) has a backward that is not the derivative of its forward, or could not "
+                "be compared with it: its own code runs on every rank, on whole tensors"
             )
             return eager_call_of(_modules.setdefault(cls, _Applied(cls)), cls.__qualname__, args)
         finally:
@@ -86,7 +86,7 @@ def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
                     given = iter(inputs)
                     torch.manual_seed(0)
                     filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
-                    output = call(*pytree.tree_unflatten(filled, spec))  # type: ignore[operator]
+                    output = call(*pytree.tree_unflatten(filled, spec))  # type: ignore[operator]  # either call
                     found.append(_gradients(output, inputs, [x.requires_grad for x in tensors]))
                 if not all(map(_close, *found)):
                     return False

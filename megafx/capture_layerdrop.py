@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -114,9 +114,9 @@ class _Draws(TorchFunctionMode):
 
 def _called_for_layerdrop() -> bool:
     """Whether the user's code that is running reads a layerdrop."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None and any(name.endswith(_NAME) for name in frame.f_code.co_names)
 
 

@@ -65,7 +65,7 @@ def run_on_data(
     elif not reduced:
         for name, first in found.gradients.items():
             if first is not None:
-                total = torch.stack([p.gradients[name] for p in parts]).sum(0)  # type: ignore[misc]
+                total = torch.stack([p.gradients[name] for p in parts]).sum(0)  # type: ignore[misc]  # every part has it where one has
                 found.gradients[name] = total if program.batch.summed else total / data.ranks
     if program.batch.whole and not program.batch.summed:  # the average is to be compared with the sum
         found.gradients = {n: None if g is None else g * data.ranks for n, g in found.gradients.items()}

@@ -179,7 +179,7 @@ def commit(root: Path, step: int, keep: int | None) -> Path:
     folder, base = partial(root, step), f"step_{step:08d}"
     flush_folder(folder)
     same = [path for path in checkpoints(root) if path.name.split("-")[0] == base]
-    again = int(_NAME.fullmatch(same[0].name)[2] or 0) + 1 if same else 0  # type: ignore[index]
+    again = int(_NAME.fullmatch(same[0].name)[2] or 0) + 1 if same else 0  # type: ignore[index]  # `checkpoints` matched it
     final = root / (f"{base}-{again}" if again else base)
     os.rename(folder, final)
     flush_folder(root)

@@ -92,10 +92,11 @@ class FolderWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         file: str = plan.storage_data
-        entries = [(_key(item), item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes) for item in plan.items]  # type: ignore[union-attr]
+        about: list[Any] = [item.tensor_data for item in plan.items]  # all items are tensors
+        entries = [(_key(item), a.properties.dtype, a.chunk.sizes) for item, a in zip(plan.items, about, strict=True)]
         path = checkpoint_folder.partial(self.root, self.step) / file
         values = (planner.resolve_data(item) for item in plan.items)
-        written = safetensors_writer.write(path, entries, values, {"format": "pt"})  # type: ignore[arg-type]
+        written = safetensors_writer.write(path, entries, values, {"format": "pt"})  # type: ignore[arg-type]  # no BytesIO
         return [
             WriteResult(item.index, 0, (Chunk(tuple(item.index.offset or ()), tuple(sizes), file, key), written))
             for item, (key, _, sizes) in zip(plan.items, entries, strict=True)
@@ -199,7 +200,7 @@ def write_checkpoint(state: State, writer: FolderWriter, group: dist.ProcessGrou
         return
     try:
         with stopping_with_others("saving a checkpoint"):
-            save(state, storage_writer=writer, planner=SavePlans(), process_group=group)  # type: ignore[arg-type]
+            save(state, storage_writer=writer, planner=SavePlans(), process_group=group)
     except CheckpointException as error:
         raise _plain(error, "saved") from error
 

@@ -228,7 +228,7 @@ def batch_sum(x: Tensor, axis: str, size: int) -> Tensor:
 
 
 @batch_sum.register_fake
-def _(x, axis, size):  # type: ignore[no-untyped-def]
+def _(x: Tensor, axis: str, size: int) -> Tensor:
     return torch.empty_like(x)
 
 

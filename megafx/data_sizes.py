@@ -42,7 +42,7 @@ class DataShapeEnv(ShapeEnv):
                 hint = int(sympy.nextprime(hint))
             source = ConstantSource(f"rows_{name}")
             symbol = self.create_symbol(hint, source, DimDynamic.DYNAMIC)
-            self.row_counts[name] = self.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[assignment]
+            self.row_counts[name] = self.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[assignment]  # no int
         return self.row_counts[name]
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:

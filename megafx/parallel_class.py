@@ -65,7 +65,7 @@ class Parallel:
         """As nn.Module's; gradients that `no_sync` holds are dropped too."""
         for name in [*self.megafx.held.sums]:
             self.megafx.held.drop(name, self.megafx.slots[name].get())
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the user's class
 
     def print_readable(self, fqn: str = "") -> str:
         """Print (and return) the graph that runs under module path `fqn` as Python, with shapes, placements and origins."""
@@ -79,12 +79,12 @@ class Parallel:
         if self.megafx.mesh is not None:
             prepare_loading(model, state_dict)
             assign = False
-        result = super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]  # of the user's class
         self.megafx.memory_given()
         return result
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        result = super()._apply(fn, recurse)  # type: ignore[misc]  # of the user's class
         self.megafx.parameters_changed()
         return result
 
@@ -113,12 +113,12 @@ class _Pretrained:
         """As the class's own. Tokens are drawn on every rank: from rank 0's generator state, so that they are the same."""
         check_generation(cast(nn.Module, self), args, kwargs)
         cast(Parallel, self).megafx.same_generators()
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        return super().generate(*args, **kwargs)  # type: ignore[misc]  # of the user's class
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """As the class's own, on every rank: files are written by all of them, and none holds the whole model."""
         runtime = cast(Parallel, self).megafx
-        original = super().save_pretrained  # type: ignore[misc]
+        original = super().save_pretrained  # type: ignore[misc]  # of the user's class
         if runtime.mesh is None:
             return original(save_directory, *args, **kwargs)
         options = save_method.bound(original, save_directory, args, kwargs)
@@ -135,7 +135,7 @@ class _Pretrained:
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         if cast(Parallel, self).megafx.mesh is None:
-            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]  # of the user's class
         raise save_method.no_upload("push_to_hub")
 
 

@@ -54,5 +54,5 @@ def gather_region(shards: Sequence[Tensor], ranks: int, axis: str) -> Tensor:
 
 
 @gather_region.register_fake
-def _(shards, ranks, axis):  # type: ignore[no-untyped-def]
+def _(shards: Sequence[Tensor], ranks: int, axis: str) -> Tensor:
     return _buffer(shards, ranks)

@@ -86,7 +86,7 @@ def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> 
     groups: dict[str, Conversion] = {}
     ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected") + _old_buffers(model)
     for name in sorted(stored, key=loading.dot_natural_key):
-        new, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)  # type: ignore[arg-type]
+        new, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
         if new not in known and name in known:
             new, pattern = name, None  # a rule for old files, which this one is not
         if new not in known:

@@ -45,7 +45,8 @@ def compile_gpt(*passes, t=2, data=None, **options):
 
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"t": 3, "sequence_parallel": True}])
 def test_the_pipeline_changes_no_numbers(options):
-    compile_gpt(**options)
+    """Compiling raises where a pass changes them, as the tests below show."""
+    assert compile_gpt(**options).program.gm is not None
 
 
 def drop_a_bias(program: Program) -> int:

@@ -55,7 +55,7 @@ def test_parameters_and_optimizer_state_of_every_pair_of_degrees(name: str, tmp_
         )
 
 
-def goes_on(name: str, saved_at: int, degrees: tuple[int, ...], folder: Path) -> None:
+def assert_goes_on(name: str, saved_at: int, degrees: tuple[int, ...], folder: Path) -> None:
     """3 steps, a checkpoint, 5 steps; the same 5 steps after loading it at each of `degrees`."""
     run = job(name)
     run.restart()
@@ -74,11 +74,11 @@ def goes_on(name: str, saved_at: int, degrees: tuple[int, ...], folder: Path) ->
 
 @pytest.mark.parametrize("saved_at, t", [(2, 3), (3, 1)])
 def test_the_next_steps(saved_at: int, t: int, tmp_path: Path) -> None:
-    goes_on("nanogpt", saved_at, (t,), tmp_path)
+    assert_goes_on("nanogpt", saved_at, (t,), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved_at", DEGREES)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_next_steps_of_every_pair_of_degrees(name: str, saved_at: int, tmp_path: Path) -> None:
-    goes_on(name, saved_at, DEGREES, tmp_path)
+    assert_goes_on(name, saved_at, DEGREES, tmp_path)

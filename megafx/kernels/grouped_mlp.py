@@ -17,6 +17,7 @@ have them. Else one MLP an expert, for which the ranges are read on the host.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,12 +145,12 @@ def _backward_rule(call: Call) -> Row:
     return Row(text, partials=(((3,), "PPR"),))  # the gradient of `down` does not depend on it
 
 
-def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.act = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *torch.ops.megafx.grouped_mlp_backward(grad, *ctx.saved_tensors, ctx.act), None, None, None
 
 
