@@ -46,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--embd", type=int, default=128)
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks; each takes its part of --batch")
+    parser.add_argument("--data-parallel", choices=("ddp", "zero1", "fsdp"), default="ddp", help="what they shard")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=10, help="steps until the learning rate is reached")
@@ -196,6 +197,7 @@ def main() -> None:
     config = megafx.Config(
         tensor_model_parallel_size=ranks // args.dp,
         data_parallel_size=args.dp,
+        data_parallel=args.data_parallel,
         sequence_parallel=sequence_parallel,
         micro_batch_size=args.batch,
         seq_length=args.seq,

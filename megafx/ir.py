@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megafx.call_spec import CallSpec
 
 VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by", "placement", "phase"
-RECOMPUTE = "recompute"
+RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
 
 
 class Phase(IntEnum):

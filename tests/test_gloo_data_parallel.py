@@ -170,6 +170,10 @@ def parameters_sharded_over_both_axes() -> None:
     trains_like_one_process({**DDP, "data_parallel": "fsdp"})
 
 
+def parameters_sharded_under_inductor() -> None:
+    trains_like_one_process({**DDP, "data_parallel": "fsdp", "compile": True})
+
+
 def optimizer_sharded() -> None:
     import megafx
 
@@ -465,6 +469,7 @@ CASES: dict[str, list[Callable[..., None]]] = {
     "more": [
         ddp,
         ddp_without_tensor_parallelism,
+        parameters_sharded_under_inductor,
         optimizer_sharded,
         optimizer_shards_are_gathered_once_a_step,
         linears_of_gathered_parameters_are_merged,
