@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from megafx.errors import NumericError
 
@@ -28,3 +29,20 @@ def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: di
             fix="go on from an earlier checkpoint, with a smaller learning rate or without this batch; where a GradScaler "
             "scales the loss, leave the check off: it skips such steps",
         )
+
+
+def unscale_gradients(
+    func: Callable[..., None], gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Multiply gradients by 1 / scale, in place; found_inf becomes 1 on all ranks where any rank met an infinity or NaN.
+
+    func: `_amp_foreach_non_finite_check_and_unscale_`, which `torch.amp.GradScaler` calls for the gradients of each dtype;
+    the same ones on all ranks. found_inf, inv_scale: [] or [1], plain tensors. A gradient that is no DTensor is the same on
+    all ranks. DTensor's own handler of this operation (torch 2.11 to 2.13, `found_inf_reduce_handler`) looks at the first
+    gradient alone: where that one is replicated (a layer norm's) the others' infinities stay with the rank that has them.
+    """
+    sharded = [g for g in gradients if isinstance(g, DTensor)]
+    func([g._local_tensor if isinstance(g, DTensor) else g for g in gradients], found_inf, inv_scale)
+    for mesh in dict.fromkeys(g.device_mesh for g in sharded):  # an order that all ranks have in common
+        for axis in range(mesh.ndim):
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))

@@ -14,6 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import UsageError
+from megafx.finite import unscale_gradients
 from megafx.sharding import shard_tensor
 from megafx.tp_layout import (
     LayoutShard,
@@ -44,12 +45,17 @@ class DispatchedTensor(DTensor):
             _count_write(args[0])
             return args[0]
         kwargs = kwargs or {}
-        done, result = _on_locals(func, args, kwargs) if _order_free(func) else (False, None)
-        if not done:
-            result = _on_dtensors(func, args, kwargs)
+        result = _run(func, args, kwargs)
         for written in _written(func):
             _count_write(args[written] if isinstance(written, int) and written < len(args) else kwargs.get(written))
         return result
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return unscale_gradients(func, *args, **kwargs)
+    done, result = _on_locals(func, args, kwargs) if _order_free(func) else (False, None)
+    return result if done else _on_dtensors(func, args, kwargs)
 
 
 @cache
@@ -176,18 +182,6 @@ _KEEPS_ZERO = frozenset(
         "addcmul",
         "addcmul_",
         "sign",
-    ]
-)
-# DTensor's own reductions over the physical tensor: zero pads add nothing.
-_REDUCES = frozenset(
-    [
-        "linalg_vector_norm",
-        "norm",
-        "sum",
-        "_foreach_norm",
-        "any",
-        "count_nonzero",
-        "_amp_foreach_non_finite_check_and_unscale_",
     ]
 )
 _RANDOM = frozenset(["normal_", "uniform_", "bernoulli_", "exponential_", "rand_like", "randn_like", "random_"])
@@ -352,6 +346,7 @@ def _as_dtensor(x: DispatchedTensor) -> DTensor:
 
 
 def _check_order_free(func: Any, name: str, args: Any, kwargs: Any, x: DispatchedTensor) -> None:
+    """DTensor's own reductions over the physical tensor are right: zero pads add nothing."""
     whole = len(args) < 3 or not args[2]  # no `dim` argument: a reduction of the whole tensor
     if name in ("linalg_vector_norm", "norm", "_foreach_norm"):
         order = args[1] if len(args) > 1 and args[1] is not None else 2
@@ -360,7 +355,7 @@ def _check_order_free(func: Any, name: str, args: Any, kwargs: Any, x: Dispatche
     elif name in ("sum", "any", "count_nonzero"):
         if len(args) < 2 and not kwargs.get("dim"):
             return
-    elif name in _REDUCES or name in _RANDOM:
+    elif name in _RANDOM:
         return
     raise UsageError(
         f"{func} on a parameter stored as {x._spec.placements[0]}: its local tensor is not a slice of the logical tensor",

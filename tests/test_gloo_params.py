@@ -126,7 +126,7 @@ def scalers_averages_and_saved_states_work(mesh) -> None:
     reference = Model().double()
     model, (optimizer,) = sharded_like(reference, mesh, [(torch.optim.AdamW, {"lr": 0.1})])
     plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
-    for infinite in (False, True):  # an infinity on one rank has every rank skip the step
+    for infinite in (False, True):
         scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
         set_gradients(model, reference, 0)
         if infinite:
@@ -154,6 +154,41 @@ def scalers_averages_and_saved_states_work(mesh) -> None:
         whole = get_model_state_dict(mine, options=StateDictOptions(full_state_dict=True))
         for name, value in theirs.state_dict().items():
             torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-14)
+
+
+def an_infinity_on_one_rank_has_every_rank_skip_the_step(mesh) -> None:
+    """Whatever is the first gradient: a sharded one, a replicated one, one of a plain tensor beside the model's."""
+    from megafx.params import shard_like
+
+    def whole(p: torch.Tensor) -> torch.Tensor:
+        return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+    for first in ("uneven", "norm", "plain"):  # optimizers take both kinds of tensors one by one
+        for options in ({"foreach": True}, {"fused": True}) if first != "plain" else ({"foreach": False},):
+            reference, head = Model(), nn.Linear(2, 2)
+            model, _ = sharded_like(reference, mesh)
+            names = sorted(dict(reference.named_parameters()), key=lambda n, first=first: not n.startswith(first))
+            own = [model.get_parameter(n) for n in names]
+            own = [*head.parameters(), *own] if first == "plain" else own
+            optimizer = torch.optim.SGD(own, lr=0.1, **options)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaler.scale(torch.ones(()))
+            for infinite in (False, True):
+                set_gradients(model, reference, 0)
+                if infinite:
+                    reference.blocked.weight.grad[11, 0] = float("inf")
+                    model.blocked.weight.grad = shard_like(reference.blocked.weight.grad, model.blocked.weight)
+                    ranks = (~model.blocked.weight.grad._local_tensor.isfinite()).any().int()
+                    dist.all_reduce(ranks)
+                    assert ranks == 1, "one rank is to have the infinity"
+                for p in head.parameters():
+                    p.grad = torch.ones_like(p)
+                before = [whole(p).detach().clone() for p in own]
+                scaler.step(optimizer)
+                scaler.update()
+                changed = [not torch.equal(whole(p), old) for p, old in zip(own, before, strict=True)]
+                assert changed == [not infinite] * len(own), f"{first} first, {options}: rank {dist.get_rank()}"
+            assert scaler.get_scale() == 4.0
 
 
 def physical_order_never_shows(mesh) -> None:
@@ -272,6 +307,7 @@ def main(folder: Path, rank: int) -> None:
     checks = [
         optimizers_step_as_in_one_process,
         scalers_averages_and_saved_states_work,
+        an_infinity_on_one_rank_has_every_rank_skip_the_step,
         physical_order_never_shows,
         autograd_goes_through_parameters,
         whole_values_can_be_copied_in,
