@@ -15,7 +15,7 @@ import zoo
 from torch import Tensor, fx, nn
 
 from megafx.capture import capture_call
-from megafx.compiler import Compiled, Request, compile_program
+from megafx.compiler import Compiled, Request, compile_program, plan_only
 from megafx.config import Config
 from megafx.hardware import Hardware
 from megafx.interpret import bind_inputs
@@ -87,7 +87,15 @@ class Case:
 
     def compile(self, t: int, *, given: Plan | None = None, **config: Any) -> Compiled:
         """The joint graph for t ranks."""
-        request = Request(
+        return compile_program(self.program.copy(), self._request(t, given, config))
+
+    def plan(self, t: int, **config: Any) -> Plan:
+        """The plan of `compile`, without a joint graph."""
+        return plan_only(self.program.copy(), self._request(t, None, config))
+
+    @staticmethod
+    def _request(t: int, given: Plan | None, config: dict[str, Any]) -> Request:
+        return Request(
             Config(passes=(("after canonicalize", promote_casts),), **config),
             t,
             Hardware.load("h100-nvlink"),
@@ -95,7 +103,6 @@ class Case:
             given,
             lambda index, spec: spec.kind == "param",
         )
-        return compile_program(self.program.copy(), request)
 
     def run(self, compiled: Compiled, inputs: Mapping[str, Any]) -> Logical:
         return self.run_values(compiled, self.values(compiled.program, inputs))

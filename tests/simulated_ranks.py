@@ -23,9 +23,7 @@ from megafx.checkpoint import load_checkpoint
 from megafx.checkpoint_slices import Slices
 from megafx.checkpoint_state import collect, finish_optimizer
 from megafx.checkpoint_storage import FolderWriter, write_together
-from megafx.compiler import Compiled, Request, plan_only
-from megafx.config import Config
-from megafx.hardware import Hardware
+from megafx.compiler import Compiled
 from megafx.params import replicate_parameters, shard_like, shard_parameters
 from megafx.plan import Plan
 from megafx.tp_tensor import TPTensor
@@ -117,8 +115,7 @@ class Job:
 
     def plan(self, t: int) -> Plan:
         if t not in self.plans:
-            request = Request(Config(), t, Hardware.load("h100-nvlink"), {}, None, lambda index, spec: True)
-            self.plans[t] = plan_only(self.case.program.copy(), request)
+            self.plans[t] = self.case.plan(t)
         return self.plans[t]
 
     def compiled(self, t: int) -> Compiled:
