@@ -211,25 +211,32 @@ def _log_sigmoid(call: Call) -> str:
 # -- reductions
 
 _SUMS = "sum.dim_IntList sum.default mean.dim mean.default"
+_COUNTS = "count_nonzero.default count_nonzero.dim_IntList"  # sums of what is not linear
 _OTHER_REDUCTIONS = (
-    "amax amin max.default min.default max.dim min.dim logsumexp prod.default prod.dim_int var.correction var.default "
-    "var.dim std.correction std.default std.dim norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype "
-    "linalg_vector_norm var_mean.correction std_mean.correction aminmax median.default median.dim norm.ScalarOpt_dtype"
+    "any.default any.dim any.dims all.default all.dim all.dims argmax argmin amax amin max.default min.default max.dim "
+    "min.dim logsumexp prod.default prod.dim_int var.correction var.default var.dim std.correction std.default std.dim "
+    "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype linalg_vector_norm "
+    "var_mean.correction std_mean.correction aminmax median.default median.dim"
 )
 
 
-@family(*(f"aten.{op}" for op in (_SUMS + " " + _OTHER_REDUCTIONS).split()))
+@family(*(f"aten.{op}" for op in f"{_SUMS} {_COUNTS} {_OTHER_REDUCTIONS}".split()))
 def _reduce(call: Call) -> Row:
     """Sums over a sharded dim are partial (a mean divides by the whole count); other reductions keep the dim whole."""
     shape = call.first.shape
+    if call.results[0] == shape and call.get("dim") in ((), []):  # any and all over no dims
+        return Row("nl: ... -> ...")
     named = call.get("dim")
     over = (named,) if isinstance(named, int) else named
     over = tuple(d % max(len(shape), 1) for d in over) if over else tuple(range(len(shape)))
     out = " ".join(f"f{i}" if i not in over else "1" for i in range(len(shape)) if i not in over or call.get("keepdim"))
     results = "; ".join([out] * len(call.results))
-    if f"{call.op.removeprefix('aten.')}" in _SUMS.split():
+    op = call.op.removeprefix("aten.")
+    if op in _SUMS.split():
         return Row(f"lin: {dims(shape)} -> {results}")
-    why = {f"f{d}": f"{call.op.split('.')[1]} over the dim is no sum" for d in over}
+    if op in _COUNTS.split():
+        return Row(f"nl: {dims(shape)} -> {results}")
+    why = {f"f{d}": f"{op.split('.')[0]} over the dim is no sum" for d in over}
     return Row(f"nl: {dims(shape, over)} -> {results}", why)
 
 

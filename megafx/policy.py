@@ -8,8 +8,8 @@ tensor parallelism turned into data parallelism, weights gathered at every use. 
     normalised   a dim that a norm normalises over, followed through ops that keep it, stays whole on activations; but the
                  result of a matmul may be gathered where its weight cannot be sharded otherwise
     weights      matmul weights are sharded wherever a strategy can, and are never gathered
-    router       a weight whose result is ranked by topk or sort along the weight's own dim is whole: every rank needs every
-                 score, and a gather a layer costs more than the few columns of a router save
+    router       a weight whose result is ranked (topk, sort, argmax, the indices of max) along the weight's own dim is
+                 whole: every rank needs every score, and a gather a layer costs more than the few columns of a router save
 
 `planner_policy="free"` lifts them all.
 """
@@ -31,12 +31,22 @@ BATCH = "the batch is not sharded on the tensor-parallel axis"
 SEQUENCE = "sequence_parallel=False: the sequence is not sharded"
 NORMALISED = "a norm normalises over this dim, so the activation keeps it whole"
 SHARD_WEIGHTS = "a matmul weight is sharded where it can be"
-ROUTER = "a router: its scores are ranked (topk, sort) over this dim, which every rank needs whole"
+ROUTER = "a router: its scores are ranked (topk, sort, argmax) over this dim, which every rank needs whole"
 SEQUENCE_WANTED = "sequence_parallel=True: norms, dropouts and residuals run on a shard of the sequence"
 
 RANKINGS = frozenset(
-    ("aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
+    f"aten.{name}"
+    for name in (
+        "topk.default",
+        "sort.default",
+        "sort.stable",
+        "argsort.default",
+        "argsort.stable",
+        "argmax.default",
+        "argmin.default",
+    )
 )
+EXTREMES = frozenset(("aten.max.dim", "aten.min.dim"))  # rank where they are asked for indices, not for values alone
 MATMULS = frozenset(
     f"aten.{name}"
     for name in ("linear.default", "mm.default", "matmul.default", "bmm.default", "addmm.default", "baddbmm.default")
@@ -135,8 +145,10 @@ def _normalised_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]
 
 
 def _ranked_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
-    """The (value, dim) that topk or sort ranks."""
-    if str(node.target) not in RANKINGS or not rule.operands:
+    """The (value, dim) that topk, sort, argmax or the indices of a max rank."""
+    name = str(node.target)
+    indexed = name in EXTREMES and any(u.args[1:] == (1,) and u.users for u in node.users)  # of (values, indices)
+    if (name not in RANKINGS and not indexed) or not rule.operands:
         return []
     source = rule.operands[0]
     return [(source.node, d) for d, f in enumerate(source.factors) if f in rule.forbidden]

@@ -111,6 +111,38 @@ def test_experts_are_split_over_ranks_where_an_override_asks(form: Callable[...,
     assert params["up"].tag == params["down"].tag == "S0"
 
 
+def of_max(probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    best = probabilities.max(-1)
+    return best.values[:, None], best.indices[:, None]
+
+
+def of_argmax(probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    chosen = probabilities.argmax(-1, keepdim=True)
+    return probabilities.gather(-1, chosen), chosen
+
+
+class Switch(Mixture):
+    """Each token goes to one expert, chosen without topk."""
+
+    def __init__(self, choose: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(listed)
+        self.choose = choose
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        probabilities = self.router(tokens).softmax(-1)
+        top, chosen = self.choose(probabilities)
+        y = self.form(tokens, top, chosen, self.up, self.down)
+        share = F.one_hot(chosen[:, 0], EXPERTS).to(x.dtype).mean(0)
+        return y.square().mean() + 0.1 * (share * probabilities.mean(0)).sum()
+
+
+@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize("choose", [of_max, of_argmax])
+def test_routers_of_one_expert(choose: Callable[[Tensor], tuple[Tensor, Tensor]], t: int) -> None:
+    assert check(Switch(choose).double(), t)["down"].is_shard
+
+
 def test_experts_one_after_the_other() -> None:
     params = check(Mixture(listed).double(), 2)
     assert params["down"].is_shard

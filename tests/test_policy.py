@@ -96,18 +96,42 @@ def test_weights_of_products_are_sharded() -> None:
     assert case.left("linear_1")[0] == {"S2, S1 -> P"}
 
 
+def _scores(x: Any, gate: Any) -> Any:
+    return aten.mul(aten.softmax(aten.linear(x, gate), -1), 2.0)
+
+
 def _router(x: Any, gate: Any) -> Any:
-    scores = aten.mul(aten.softmax(aten.linear(x, gate), -1), 2.0)
-    return aten.topk(scores, 2)[0]
+    return aten.topk(_scores(x, gate), 2)[0]
 
 
-def test_a_router_is_whole() -> None:
-    case = Case(_router, x="f32[batch seq h=8]", gate="param f32[e=4 h=8]")
+def _top_1_of_max(x: Any, gate: Any) -> Any:
+    best = aten.max.dim(_scores(x, gate), -1)
+    return best[0], best[1]
+
+
+def _top_1_of_argmax(x: Any, gate: Any) -> Any:
+    scores = _scores(x, gate)
+    return aten.argmax(scores, -1), aten.amax(scores, [-1])
+
+
+def _greatest(x: Any, gate: Any) -> Any:
+    return aten.max.dim(_scores(x, gate), -1)[0]
+
+
+@pytest.mark.parametrize("router", [_router, _top_1_of_max, _top_1_of_argmax])
+def test_a_router_is_whole(router: Callable[..., Any]) -> None:
+    case = Case(router, x="f32[batch seq h=8]", gate="param f32[e=4 h=8]")
     left, gone = case.left("linear")
     assert "R, R -> R" in left and not any("S" in text for text in left)
     assert gone[ROUTER] == 2, "column- and row-parallel"
     assert ROUTER in case.policy.kept_whole[case.node("gate")]
     assert case.left("linear", overridden=True)[1].keys() == {BATCH, SEQUENCE}, "an override decides"
+
+
+def test_scores_of_which_the_greatest_is_read_but_not_which_it_is_are_no_router() -> None:
+    """As in a softmax that a model writes out."""
+    left, gone = Case(_greatest, x="f32[batch seq h=8]", gate="param f32[e=4 h=8]").left("linear")
+    assert left == {"R, S0 -> S2", "S2, S1 -> P"} and ROUTER not in gone
 
 
 def test_a_head_whose_tokens_are_ranked_is_no_router() -> None:
