@@ -7,6 +7,7 @@ Values are freed after their last use, kept ones too.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -197,27 +198,49 @@ def _tangent(tangent: torch.Tensor | None, like: tuple[Any, Any, Any]) -> torch.
 
 
 def _compiled(gm: fx.GraphModule, options: dict[str, Any]) -> Callable[..., Any]:
-    """`torch.compile` with dynamic sizes, except those that the graph has as numbers: the first call's tensors say so."""
+    """`torch.compile` with dynamic sizes, except those that the graph has as numbers: the first call's tensors say so.
+
+    Where sizes of a later call make torch compile again, that call's tensors have no marks: checks in the graph say it then.
+    Without them the number of features is unknown, and with it what a kernel's loads are aligned to.
+    """
     from torch._dynamo import mark_static  # half a second that eager runs need not pay
 
     if not options:
         options = {"options": _inductor_options()}
-    run = torch.compile(gm, **{"dynamic": True, **options})
     values = [n.meta.get(VAL) for n in gm.graph.find_nodes(op="placeholder")]
+    run = torch.compile(_with_sizes_checked(gm), **{"dynamic": True, **options})
     marked = False
 
     def call(*arguments: Any) -> Any:
         nonlocal marked
         if not marked:
             for argument, value in zip(arguments, values, strict=True):
-                if isinstance(argument, torch.Tensor) and isinstance(value, torch.Tensor):
-                    for dim, size in enumerate(value.shape):
-                        if isinstance(size, int):
-                            mark_static(argument, dim)
+                for dim, _ in _numbers(value) if isinstance(argument, torch.Tensor) else ():
+                    mark_static(argument, dim)
             marked = True
         return run(*arguments)
 
     return call
+
+
+def _numbers(value: Any) -> list[tuple[int, int]]:
+    """(dim, size) where the graph has the size of a value as a number."""
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    return [(dim, size) for dim, size in enumerate(shape) if isinstance(size, int)]
+
+
+def _with_sizes_checked(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same code, which first checks the sizes that it has as numbers."""
+    graph = fx.Graph()
+    result = graph.graph_copy(gm.graph, {})
+    graph.output(result)
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        for node in graph.find_nodes(op="placeholder"):
+            for dim, size in _numbers(node.meta.get(VAL)):
+                found = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                equal = graph.call_function(operator.eq, (found, size))
+                graph.call_function(torch._check, (equal,))
+    return fx.GraphModule(gm, graph)
 
 
 def _inductor_options() -> dict[str, Any]:
