@@ -1,13 +1,9 @@
 """Covers: kernels/add_norm.py, kernels/add_norm_triton.py."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton_process import assert_same_values
 
 import megafx.kernels.add_norm  # noqa: F401  registers the ops
 from megafx import collectives
@@ -164,18 +160,13 @@ Shape = norms_triton.Shape
 norms_triton.forward_shape = lambda *_: Shape(1, 4, 16, 1, reload=True)
 norms_triton.backward_shape = lambda *_: Shape(1, 2, 16, 1, split=2, programs=4)
 check((5, 56), 0.3)
-print("as the reference")
+print("same values")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels_are_the_reference(tmp_path):
     """Launchers on CPU tensors, in Triton's interpreter."""
-    script = tmp_path / "kernel.py"
-    script.write_text(TRITON)
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and "as the reference" in run.stdout, run.stderr
+    assert_same_values(TRITON, tmp_path, timeout_s=240, on_gpu=False)
 
 
 @pytest.mark.gpu

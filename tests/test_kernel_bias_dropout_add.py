@@ -1,13 +1,9 @@
 """Covers: kernels/bias_dropout_add.py, kernels/bias_dropout_add_triton.py."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton_process import assert_same_values
 
 import megafx.kernels.bias_dropout_add
 import megafx.kernels.dropout  # noqa: F401  registers the ops
@@ -190,23 +186,13 @@ for dtype in (torch.float32, torch.bfloat16):
                 same("dropout_add_backward", g, dtype, *drawing)
                 same("bias_dropout_add_backward", g, dtype, torch.float32, *drawing)
         same("column_sum", g, dtype)
-print("as the reference")
+print("same values")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels_are_the_reference(tmp_path):
     """Launchers on CPU tensors, in Triton's interpreter."""
-    script = tmp_path / "kernel.py"
-    script.write_text(TRITON)
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0 and "as the reference" in run.stdout, run.stderr
+    assert_same_values(TRITON, tmp_path, timeout_s=240, on_gpu=False)
 
 
 @pytest.mark.gpu

@@ -408,7 +408,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     close = dict(rtol=1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps, atol=1e-6)
     for T, V, layout in SHAPES if dtype == torch.float32 else SHAPES[1:5]:
         x, y, g = LAYOUTS[layout](T, V).to(dtype), torch.randint(0, V, (T,)), torch.randn(T)
-        there = x.to(device) if x.is_contiguous() else x.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+        stored = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+        there = stored.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
         y[1:2] = -100
         for smoothing in (0.0, 0.1):
             # the whole vocabulary, and a shard: columns [0, V - 1) are classes [10, ..)

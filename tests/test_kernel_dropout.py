@@ -1,14 +1,11 @@
 """Covers: kernels/dropout.py, kernels/dropout_triton.py."""
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton_process import assert_same_values
 
 import megafx.kernels.dropout as module
 from megafx import collectives
@@ -249,20 +246,12 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             same(x, runs_of(shape, dim, layout, rank, 3))
 same(torch.ones(10000, device=device), [Run(1, 10000, 0, 10000, 2**36 + 8, 0)])
 same(torch.ones(96, device=device), [Run(4, 24, 0, 24, 2**35 - 3, 2**33)])
-print("same bits")
+print("same values")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernel_is_the_reference(tmp_path):
-    """On the GPU where there is one, else in Triton's interpreter."""
-    script = tmp_path / "kernel.py"
-    script.write_text(TRITON)
-    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, str(script)], env=os.environ | interpret, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0 and "same bits" in run.stdout, run.stderr
+    assert_same_values(TRITON, tmp_path)
 
 
 @pytest.mark.gpu

@@ -1,14 +1,12 @@
 """Covers: kernels/norms.py, kernels/norms_triton.py, kernels/norms_kernels_triton.py."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton_process import assert_same_values
 
 import megafx.kernels.norms  # noqa: F401  registers the ops
 
@@ -176,18 +174,13 @@ backward = [Shape(2, 4, 16, 1, programs=2), Shape(1, 2, 16, 1, split=2, programs
 for H, first, second in zip((64, 56, 56), forward, backward, strict=True):
     kernels.forward_shape, kernels.backward_shape = lambda *_: first, lambda *_: second
     check(H)
-print("as the reference")
+print("same values")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_kernels_are_the_reference(tmp_path):
     """Launchers on CPU tensors, in Triton's interpreter."""
-    script = tmp_path / "kernel.py"
-    script.write_text(TRITON)
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and "as the reference" in run.stdout, run.stderr
+    assert_same_values(TRITON, tmp_path, timeout_s=240, on_gpu=False)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

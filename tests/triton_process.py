@@ -12,20 +12,22 @@ import pytest
 import torch
 
 
-def assert_same_values(script: str, folder: Path, timeout_s: int = 120) -> None:
+def assert_same_values(script: str, folder: Path, timeout_s: int = 120, on_gpu: bool = True) -> None:
     """The script (its text) compares kernels with their reference and says 'same values' at its end."""
     file = folder / "kernel.py"
     file.write_text(script)
-    run_script(file, "same values", timeout_s)
+    run_script(file, "same values", timeout_s, on_gpu)
 
 
-def run_script(file: Path, says: str, timeout_s: int) -> None:
-    """It must end well and say so. Skips without Triton."""
+def run_script(file: Path, says: str, timeout_s: int, on_gpu: bool = True) -> None:
+    """It must end well and say so. on_gpu: whether it runs there if it can; else it gives the kernels tensors on the CPU.
+    Skips without Triton."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    if not torch.cuda.is_available() and not _interpreter_runs_loops():
+    on_gpu = on_gpu and torch.cuda.is_available()
+    if not on_gpu and not _interpreter_runs_loops():
         pytest.skip("this Triton's interpreter and this numpy do not go together")
-    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    interpret = {} if on_gpu else {"TRITON_INTERPRET": "1"}
     run = subprocess.run(
         [sys.executable, str(file)], env=os.environ | interpret, capture_output=True, text=True, timeout=timeout_s
     )
