@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import set_seed
-from hf_trainer import allow_cpu, arguments, new_model, sequences
+from hf_trainer import allow_cpu, arguments, new_model, scale_on_cpu, sequences
 from torch.utils.data import DataLoader
 
 import megafx
@@ -30,10 +30,12 @@ def main() -> None:
         allow_cpu()
     accelerator = Accelerator(
         cpu=not on_gpu,
-        mixed_precision="bf16" if args.bf16 else "no",
+        mixed_precision="bf16" if args.bf16 else "fp16" if args.fp16 else "no",
         gradient_accumulation_steps=2,
         parallelism_config=ParallelismConfig(tp_size=ranks) if ranks > 1 else None,
     )
+    if args.fp16 and not on_gpu:
+        scale_on_cpu(accelerator)
     set_seed(0)
     model = new_model(args.dropout).to(accelerator.device)
     if not args.eager:
@@ -48,9 +50,10 @@ def main() -> None:
     optimizer, data, held_out = accelerator.prepare(optimizer, data, held_out)
     gather_once(accelerator, ranks)
 
-    step, losses = 0, []
+    step, losses, scales = 0, [], []
+    extra = {"scheduler": scheduler} | ({"scaler": accelerator.scaler} if args.fp16 else {})
     if args.resume:
-        loaded = megafx.load_checkpoint(args.output, model, optimizer, extra={"scheduler": scheduler}, missing_ok=True)
+        loaded = megafx.load_checkpoint(args.output, model, optimizer, extra=extra, missing_ok=True)
         step = loaded.step if loaded is not None else 0
     while step < args.steps:
         for batch in data:
@@ -63,12 +66,13 @@ def main() -> None:
                 optimizer.zero_grad()
             losses.append(loss.item())
             if accelerator.sync_gradients:
-                scheduler.step()
+                if not accelerator.optimizer_step_was_skipped:  # where a gradient overflowed, on all ranks
+                    scheduler.step()
+                if args.fp16:
+                    scales.append(accelerator.scaler.get_scale())
                 step += 1
                 if step % args.save_steps == 0:  # every rank saves its part
-                    megafx.save_checkpoint(
-                        args.output, model, optimizer, step=step, extra={"scheduler": scheduler}, keep=2
-                    )
+                    megafx.save_checkpoint(args.output, model, optimizer, step=step, extra=extra, keep=2)
                 if step == args.steps:
                     break
 
@@ -79,9 +83,8 @@ def main() -> None:
             loss = model(**batch).loss
             seen.append(accelerator.gather_for_metrics(loss.repeat(len(batch["labels"]))))
     evaluated = torch.cat(seen)
-    accelerator.print(
-        "log", json.dumps({"losses": losses, "eval_loss": evaluated.mean().item(), "samples": len(evaluated)})
-    )
+    log = {"losses": losses, "scales": scales, "eval_loss": evaluated.mean().item(), "samples": len(evaluated)}
+    accelerator.print("log", json.dumps(log))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

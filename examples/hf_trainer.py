@@ -12,10 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from accelerate import Accelerator
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 import megafx
 from megafx.hf_trainer import attach
@@ -28,6 +38,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--save-steps", type=int, default=10)
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--fp16", action="store_true", help="with a GradScaler")
     parser.add_argument("--dropout", type=float, default=0.0, help="of attention")
     parser.add_argument("--eager", action="store_true", help="do not parallelize: the plain Trainer, to compare with")
     return parser.parse_args()
@@ -63,6 +74,30 @@ def allow_cpu() -> None:
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
 
 
+def scale_on_cpu(accelerator: Accelerator) -> None:
+    """On CPUs accelerate takes mixed precision fp16 and does nothing for it: no autocast, no GradScaler, no word.
+
+    Call it before models and optimizers are prepared (by `Trainer.train`): `native_amp` has `prepare` put autocast around the
+    model and `clip_grad_norm_` unscale first, `scaler` goes to `backward` and to the prepared optimizer, which skips steps that
+    overflow. The scale starts too high and grows every other step, so that a short run sees skipped steps and growth.
+    """
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2)
+
+
+class LogScale(TrainerCallback):
+    """The scale after each step, and whether the step was skipped, among what is logged."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        scale, skipped = self.accelerator.scaler.get_scale(), self.accelerator.optimizer_step_was_skipped
+        state.log_history.append({"step": state.global_step + 1, "scale": scale, "skipped": skipped})
+
+
 def main() -> None:
     args = arguments(__doc__)
     on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -93,6 +128,9 @@ def main() -> None:
         save_steps=args.save_steps,
         save_only_model=True,  # what the Trainer cannot save of a sharded model, `attach` does
         bf16=args.bf16,
+        fp16=args.fp16,
+        # fused, it skips a step by itself: accelerate takes the step for made, and the learning rate goes on
+        optim="adamw_torch" if args.fp16 else "adamw_torch_fused",
         use_cpu=not on_gpu,
         report_to=[],
         disable_tqdm=True,
@@ -103,6 +141,10 @@ def main() -> None:
         train_dataset=sequences(48, seed=3),
         eval_dataset=sequences(10, seed=4),  # 3 + 3 + 3 + 1
     )
+    if args.fp16:
+        if not on_gpu:
+            scale_on_cpu(trainer.accelerator)
+        trainer.add_callback(LogScale(trainer.accelerator))
     attach(trainer)  # resumable checkpoints; every sample once in what is evaluated
     trainer.train(resume_from_checkpoint=args.resume or None)
     trainer.save_model(os.path.join(args.output, "final"))

@@ -69,7 +69,7 @@ def _one_of_each(rows: torch.Tensor, ranks: int, t: int) -> torch.Tensor:
 
 
 class TrainerCheckpoints(TrainerCallback):
-    """Optimizer, scheduler and generators of all ranks in each checkpoint of a Trainer; see the module docstring.
+    """Optimizer, scheduler, GradScaler and generators of all ranks in each checkpoint of a Trainer; see the module docstring.
 
     Resuming at a `checkpoint-<step>` of the output folder that has no part of this callback raises CheckpointError: training
     would go on with a new optimizer.
@@ -79,7 +79,7 @@ class TrainerCheckpoints(TrainerCallback):
         self.generators: torch.Tensor | None = None  # where the resumed run's draws begin
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        extra = {"scheduler": given["lr_scheduler"], "python": random.getstate(), "numpy": _numpy_state()}
+        extra = _with_states(given) | {"python": random.getstate(), "numpy": _numpy_state()}
         save_checkpoint(_folder(args, state), given["model"], given["optimizer"], step=state.global_step, extra=extra)
 
     def on_train_begin(
@@ -87,7 +87,7 @@ class TrainerCheckpoints(TrainerCallback):
     ) -> None:
         if state.global_step == 0:
             return
-        extra = {"scheduler": given["lr_scheduler"]}
+        extra = _with_states(given)
         folder = _folder(args, state)
         found = load_checkpoint(folder, given["model"], given["optimizer"], extra=extra, rng=True, missing_ok=True)
         if found is None:
@@ -106,6 +106,12 @@ class TrainerCheckpoints(TrainerCallback):
         if self.generators is not None:
             torch.set_rng_state(self.generators)
             self.generators = None
+
+
+def _with_states(given: dict[str, Any]) -> dict[str, Any]:
+    """The scheduler, and the GradScaler where there is one (the Trainer keeps that one beside the optimizer or not at all)."""
+    scaler = getattr(given["optimizer"], "scaler", None)  # of accelerate's wrapper
+    return {"scheduler": given["lr_scheduler"]} | ({} if scaler is None else {"scaler": scaler})
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+OVERFLOW = str(Path(__file__).resolve().parent / "dist" / "trainer_overflow.py")
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
@@ -35,7 +37,7 @@ def column(log: list[dict[str, float]], name: str) -> dict[float, float]:
     return {entry["step"]: entry[name] for entry in log if name in entry}
 
 
-# The bounds are those of examples/train_gpt.py: rounding in bf16 grows with the steps of AdamW.
+# The bounds are those of examples/train_gpt.py: rounding in bf16 grows with the steps of AdamW. fp16 has three bits more.
 @pytest.mark.parametrize("precision, rtol", [((), 1e-5), (("--bf16",), 5e-2)], ids=["fp32", "bf16"])
 def test_trainer_logs_what_it_logs_for_the_eager_model(precision: tuple[str, ...], rtol: float, tmp_path: Path) -> None:
     """Losses, gradient norms (all above the clip), the evaluation's loss over an uneven last batch; and the saved model."""
@@ -46,16 +48,47 @@ def test_trainer_logs_what_it_logs_for_the_eager_model(precision: tuple[str, ...
         wanted = column(eager, name)
         assert len(wanted) == count and column(found, name) == pytest.approx(wanted, rel=rtol), name
     assert min(column(eager, "grad_norm").values()) > 0.5, "nothing was clipped"
-    saved = {which: weights(tmp_path / which) for which in ("eager", "two")}
     if not precision:
-        for name, value in saved["eager"].items():
-            torch.testing.assert_close(saved["two"][name], value, rtol=1e-3, atol=1e-4)
+        saved = weights(tmp_path / "two")
+        for name, value in weights(tmp_path / "eager").items():
+            torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=1e-4)
         return
     # AdamW goes either way where a gradient is rounding, so that bf16 runs part from each other as they do from fp32
     run("hf_trainer.py", 1, "--eager", "--output", str(tmp_path / "exact"), *options[:4])
-    exact = torch.cat([x.flatten() for x in weights(tmp_path / "exact").values()])
-    error = {which: (torch.cat([x.flatten() for x in w.values()]) - exact).norm() for which, w in saved.items()}
+    error = distances(tmp_path, "exact")
     assert 0 < error["two"] < 2 * error["eager"], error
+
+
+def test_trainer_skips_the_steps_that_the_eager_model_skips(tmp_path: Path) -> None:
+    """fp16 with a GradScaler: overflows of themselves, one on one rank alone (step 6), growth; a run that goes on."""
+    options = ("--fp16", "--steps", "8", "--save-steps", "4", "--output")
+    eager = run(OVERFLOW, 1, "--at", "6", "--eager", *options, str(tmp_path / "eager"))
+    found = run(OVERFLOW, 2, "--at", "6", *options, str(tmp_path / "two"))
+    skipped, scale = column(eager, "skipped"), column(eager, "scale")
+    assert [step for step, value in skipped.items() if value] == [1, 2, 3, 4, 6]
+    assert [scale[step] for step in (1, 4, 5, 6, 7, 8)] == [2.0**23, 2.0**20, 2.0**20, 2.0**19, 2.0**19, 2.0**20]
+    for name in ("skipped", "scale", "learning_rate"):
+        assert column(found, name) == column(eager, name), name
+    for name, count in (("loss", 8), ("grad_norm", 8), ("eval_loss", 2)):
+        wanted = column(eager, name)  # of the norms, five are infinite or none at all
+        assert len(wanted) == count and column(found, name) == pytest.approx(wanted, rel=5e-2 / 8, nan_ok=True), name
+    # the same steps in fp32: two ranks part from it no further than rounding has the eager model do
+    run(OVERFLOW, 1, "--at", "1", "2", "3", "4", "6", "--exact", "--eager", *options, str(tmp_path / "exact"))
+    error = distances(tmp_path, "exact")
+    assert 0 < error["two"] < 2 * error["eager"], error
+
+    shutil.rmtree(tmp_path / "two" / "checkpoint-8")
+    again = run(OVERFLOW, 2, "--at", "6", "--resume", *options, str(tmp_path / "two"))
+    for name in ("skipped", "scale", "loss"):  # with a new scaler step 5 would be skipped
+        values = column(found, name)
+        went_on = {step: value for step, value in column(again, name).items() if step > 4}
+        assert went_on == pytest.approx({step: values[step] for step in (5, 6, 7, 8)}, rel=1e-5), name
+
+
+def distances(output: Path, exact: str) -> dict[str, float]:
+    """How far the final weights of "eager" and "two" are from those of `exact`."""
+    flat = {w: torch.cat([x.flatten() for x in weights(output / w).values()]) for w in ("eager", "two", exact)}
+    return {which: float((flat[which] - flat[exact]).norm()) for which in ("eager", "two")}
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
@@ -79,6 +112,18 @@ def test_trainer_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "1" / "checkpoint-3" / "megafx")
     with pytest.raises(AssertionError, match="the Trainer resumes at step 3 without the optimizer"):
         run("hf_trainer.py", 1, "--output", str(tmp_path / "1"), "--resume", *options)
+
+
+def test_accelerate_with_a_scaler(tmp_path: Path) -> None:
+    """fp16: the first steps overflow, on two ranks as in the eager model; a run that goes on has the scale it had."""
+    options = ("--fp16", "--save-steps", "6")
+    eager = run("accelerate_loop.py", 1, "--eager", "--output", str(tmp_path / "eager"), "--steps", "8", *options)
+    found = run("accelerate_loop.py", 2, "--output", str(tmp_path / "two"), "--steps", "6", *options)
+    again = run("accelerate_loop.py", 2, "--output", str(tmp_path / "two"), "--steps", "8", "--resume", *options)
+    assert eager["scales"][0] == 2.0**23, "the first step was not skipped"
+    assert any(later > earlier for earlier, later in pairwise(eager["scales"])), "the scale never grew"
+    assert found["scales"] + again["scales"] == eager["scales"] and len(again["scales"]) == 2
+    assert found["losses"] == pytest.approx(eager["losses"][:12], rel=5e-2 / 8)
 
 
 def test_accelerate(tmp_path: Path) -> None:
