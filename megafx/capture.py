@@ -31,11 +31,13 @@ from torch.utils import _pytree as pytree
 from megafx.autocast import ambient_autocast, no_autocast
 from megafx.caches import CacheKey, Revived, growing_dims, states_for_caches
 from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name, violated
+from megafx.capture_casts import conversions_refused
 from megafx.capture_checks import checks_left_out
 from megafx.capture_conditions import conditions, ranges, taken_for_granted
 from megafx.capture_dims import NamedDims, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture_errors import translate, unsupported_leaf
 from megafx.capture_functions import own_gradients
+from megafx.capture_hits import Hits
 from megafx.capture_prepare import fake_like, prepared, target_device
 from megafx.data_sizes import naming_row_counts
 from megafx.errors import CaptureError, MegafxError
@@ -113,11 +115,13 @@ class _Call(nn.Module):
         self.training = model.training
         self.call = forward if forward is not None else type(model).__call__
         self.autocast = ambient_autocast()
+        self.note: Callable[[str], None] = lambda text: None
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any]) -> Any:
         with contextlib.ExitStack() as stack:
             for context in self.autocast:
                 stack.enter_context(torch.autocast(**context))
+            hits = stack.enter_context(Hits(self.note))
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             caches = Revived()
             args, kwargs = caches.revive((args, kwargs))
@@ -125,6 +129,7 @@ class _Call(nn.Module):
             _write_back(buffers)
             _register_outputs(output)
             result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
+            hits.check(result)
             return caches.result(result)
 
 
@@ -244,6 +249,7 @@ class _Capture:
 
     def _attempt(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
         notes: list[str] = []
+        self.root.note = notes.append
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
         with (
             _without_ambient_modes(),
@@ -251,6 +257,7 @@ class _Capture:
             _quiet(notes.append),
             checks_left_out(notes.append),
             own_gradients(notes.append),
+            conversions_refused(self.model),
             naming_row_counts(lambda: notes.append(taken_for_granted())),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)

@@ -1,7 +1,7 @@
 """What models outside of the matrix's list brought up, each as the smallest model that shows it.
 
 Covers: sizes.py (ranges with a step), canonicalize_fills.py and canonicalize_views.py (dtypes and memory that eager decides),
-canonicalize_common.py (sizes that depend on data), op_families_math.py (convolutions without bias).
+canonicalize_common.py (sizes that depend on data), op_families_math.py (convolutions without bias), capture_casts.py.
 """
 
 from __future__ import annotations
@@ -116,3 +116,32 @@ def test_slice_by_a_tensor_is_refused_with_its_line() -> None:
     assert "depends on the data of a tensor" in caught.value.found
     source: Any = caught.value.source
     assert "self.positions[4 - span" in source.code
+
+
+class Converting(nn.Module):
+    """As the routers of Switch Transformers and NLLB-MoE do it in each call."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.classifier, self.dtype = nn.Linear(6, 5), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.classifier = self.classifier.to(self.dtype)
+        loss: torch.Tensor = self.classifier(x).square().sum()
+        return loss
+
+
+def test_converting_a_module_to_what_it_is_changes_nothing() -> None:
+    found = megafx.verify(Converting(torch.float64).double(), TWO, example_inputs=(floats(3, 5, 6),))
+    assert found.ok and {"classifier.weight", "classifier.bias"} <= set(found.gradients), str(found)
+
+
+def test_converting_a_module_in_forward_is_refused() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture_call(nn.Sequential(Converting(torch.float32)).double(), (floats(3, 5, 6),))
+    assert (
+        "0.classifier.weight is torch.float64, and would be torch.float32 from the first call on" in caught.value.found
+    )
+    assert 'model.get_submodule("0.classifier").to(torch.float32)' in str(caught.value)
+    source: Any = caught.value.source
+    assert "self.classifier.to(self.dtype)" in source.code
