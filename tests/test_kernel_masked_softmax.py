@@ -1,4 +1,4 @@
-"""Covers: kernels/masked_softmax.py, kernels/masked_softmax_triton.py. The oracle is eager torch, step by step."""
+"""Covers: kernels/masked_softmax.py, kernels/masked_softmax_triton.py, masked_softmax_kernels_triton.py. The oracle is eager torch, step by step."""
 
 import math
 
