@@ -28,6 +28,7 @@ from megafx.errors import UsageError
 from megafx.ir import MADE_BY, PHASE, PLACEMENT, VAL, Phase, Program, fqn_of, source_of
 
 AXIS = "tp"
+_COLUMN = 100  # of comments; longer calls do not move it
 _DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -158,7 +159,7 @@ def text(program: Program, *, t: int | None = None, details: bool = False) -> st
         else:
             body = str(node.target) if node.op == "get_attr" else _call(node, names)
         rows.append((f"{names[node]} = {body}", comment + (_details(node) if details else "")))
-    width = max((len(left) for left, _ in rows), default=0)
+    width = max((len(left) for left, _ in rows if len(left) <= _COLUMN), default=0)
     lines = [f"{left:<{width}}  # {comment}".rstrip() for left, comment in rows]
     return "\n".join([*lines, *_returns(program, names)])
 

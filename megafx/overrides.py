@@ -4,7 +4,8 @@
 
 colwise shards a weight on its output features, rowwise on its input features (an embedding: colwise on the hidden dim,
 rowwise on the vocabulary), replicate stores it whole, sequence runs the ops of a module on a shard of the sequence. expert
-splits a stack of experts' weights [E, .., ..] over experts, for all weights of a mixture (expert parallelism).
+splits a stack of experts' weights [E, .., ..] over experts, for all weights of a mixture, with or without naming its biases
+(expert parallelism).
 Names are those of PyTorch's ParallelStyle and Hugging Face's tp_plan. Where several patterns match, the last one holds.
 
 An override beats the default policies (but no plan shards the batch). One that matches nothing, or that nothing it matches
@@ -25,6 +26,7 @@ from megafx.op_rules import OpRule, Strategy
 from megafx.placements import P
 
 Filtered = tuple[list[Strategy], dict[str, int]]  # the strategies left, {reason: how many it took}
+JOINED = ("megafx.grouped_mlp.default",)  # takes stacks of biases beside those of weights
 ADJECTIVE = {"replicate": "replicated", "expert": "split over experts", "sequence": "on a shard of the sequence"}
 
 
@@ -68,7 +70,7 @@ class Overrides:
                 follow = [s for s in left if not s.ins[index].is_shard]
             elif style in ("colwise", "rowwise") and len(operand.factors) > 1:
                 follow = [s for s in left if s.ins[index].is_shard and (s.out == P) == (style == "rowwise")]
-            elif style == "expert" and len(operand.factors) > 2:
+            elif style == "expert" and (len(operand.factors) > 2 or str(node.target) in JOINED):
                 follow = [s for s in left if s.ins[index].is_shard and s.ins[index].dim == 0]
             else:
                 continue

@@ -81,6 +81,11 @@ _ATTENTION: tuple[Any, ...] = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
 _ATTENTION_DROPPED: tuple[Any, ...] = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
 _ATTENTION_CAUSAL: tuple[Any, ...] = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
 _SEED = T((), "i", 1000)
+_RANGES = (ids(4, 4), ids(7, 4))  # of the rows of experts
+_GATED = "v0 = megafx.glu_packed(h0, None, 'silu'); v0"
+_BIASED = (
+    "v0 = add.Tensor(h0, e0); v1 = megafx.glu(v0, h1, 'gelu'); v2 = softmax.int(v1, -1); v3 = add.Tensor(v2, r0); v3"
+)
 _DRAWN: tuple[Any, ...] = (0.5, 3, -1, [], "tp")
 _UNDRAWN: tuple[Any, ...] = (0.0, 0, -1, [], "tp")
 
@@ -315,10 +320,20 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("megafx.glu_packed.default", (x(4, 12), None, "gelu_tanh"), {}),
     ("megafx.glu_packed_backward.default", (x(4, 6), x(4, 12), "silu"), {}),
     ("megafx.glu_packed_bias_backward.default", (x(4, 6), x(4, 12), x(12), "gelu_quick"), {}),
-    ("megafx.grouped_mlp.default", (x(6, 4), x(4, 4, 6), x(4, 3, 2), ids(4, 4), ids(7, 4), "silu"), {}),
+    ("megafx.grouped_mlp.default", (x(6, 4), *_RANGES, [x(4, 4, 6)], x(4, 3, 2), None, [], [], _GATED), {}),
+    (
+        "megafx.grouped_mlp.default",
+        (x(6, 4), *_RANGES, [x(4, 4, 3)] * 2, x(4, 3, 2), x(4, 2), [x(4, 3)], [x(6, 1)], _BIASED),
+        {},
+    ),
     (
         "megafx.grouped_mlp_backward.default",
-        (x(6, 2), x(6, 4), x(4, 4, 6), x(4, 3, 2), ids(4, 4), ids(7, 4), "silu"),
+        (x(6, 2), x(6, 4), *_RANGES, [x(4, 4, 3)] * 2, x(4, 3, 2), [x(4, 3)], [x(6, 1)], _BIASED, True),
+        {},
+    ),
+    (
+        "megafx.grouped_mlp_backward.default",
+        (x(6, 2), x(6, 4), *_RANGES, [x(4, 4, 6)], x(4, 3, 2), [], [], _GATED, False),
         {},
     ),
     ("megafx.grouped_mm.default", (x(6, 4), x(4, 4, 6), ids(7, 4)), {}),

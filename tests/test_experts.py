@@ -1,6 +1,6 @@
 """Mixtures of experts, sharded in the experts' ffn or over experts, against one process at fp64.
 
-Covers: kernels/grouped_mlp.py, passes/join_experts.py, and overrides.py where it meets experts.
+Covers: kernels/grouped_mlp.py, kernels/row_units.py, passes/join_experts.py, and overrides.py where it meets experts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megafx.compiler import planning_passes
 from megafx.errors import MegafxError
 from megafx.hardware import Hardware
 from megafx.kernels import grouped_mlp as module
+from megafx.kernels import row_units
 from megafx.pass_runner import run_passes
 from megafx.placements import Layout, S
 from megafx.planning import Planning
@@ -177,37 +178,78 @@ def test_weights_that_an_earlier_graph_has_stored(stored: int, joined: int) -> N
 
 
 def test_half_of_an_override_is_refused() -> None:
-    with pytest.raises(MegafxError, match=r"up is split over experts, but megafx.grouped_mm"):
+    with pytest.raises(MegafxError, match=r"up is split over experts, but the override .* 'up', but not for down"):
         check(Mixture(grouped).double(), 2, up="expert")
 
 
+BIASED = (  # gate and up of two weights, a bias of the gate, a weight of each row
+    "v0 = add.Tensor(h0, e0); v1 = silu(v0); v2 = mul.Tensor(v1, h1); v3 = mul.Tensor(v2, r0); v3"
+)
+
+
 def operands() -> tuple[Any, ...]:
-    x, up, down = (a.requires_grad_() for a in (floats(11, 4), floats(3, 4, 10), floats(3, 5, 6) * 2))
-    return x, up, down, torch.tensor([2, 6, 6]), torch.tensor([6, 6, 9]), "silu"
+    """x, starts, ends, ups, down and its bias, stacks, rows, unit."""
+    starts, ends = torch.tensor([2, 6, 6]), torch.tensor([6, 6, 9])
+    x, one, two, down = floats(11, 4), floats(3, 4, 5), floats(3, 4, 5) * 3, floats(3, 5, 6) * 2
+    leaves = [a.requires_grad_() for a in (x, one, two, down, floats(3, 6), floats(3, 5), floats(11, 1))]
+    x, one, two, down, bias, stack, row = leaves
+    return x, starts, ends, [one, two], down, bias, [stack], [row], BIASED
 
 
 def test_each_row_meets_its_expert() -> None:
     """Rows before the first and after the last range are nobody's."""
-    x, up, down, starts, ends, act = operands()
-    y = ops.grouped_mlp(x, up, down, starts, ends, act)
+    x, _, _, (one, two), down, bias, (stack,), (row,), _ = operands()
+    y = ops.grouped_mlp(*operands())
     owner = {s: 0 for s in range(2, 6)} | {s: 2 for s in range(6, 9)}
     for s in range(11):
-        wanted = gated(x[s] @ up[owner[s]]) @ down[owner[s]] if s in owner else torch.zeros(6, dtype=torch.float64)
+        wanted = torch.zeros(6, dtype=torch.float64)
+        if (e := owner.get(s)) is not None:
+            wanted = (F.silu(x[s] @ one[e] + stack[e]) * (x[s] @ two[e]) * row[s]) @ down[e] + bias[e]
         torch.testing.assert_close(y[s], wanted)
 
 
 def test_gradients_and_the_way_of_the_library() -> None:
     """The way that CUDA takes computes the same, also where padding gives a rank experts without rows."""
-    x, up, down, starts, ends, act = operands()
-    assert torch.autograd.gradcheck(lambda *a: ops.grouped_mlp(*a, starts, ends, act), (x, up, down))
+    x, starts, ends, ups, down, bias, stacks, rows, unit = operands()
+
+    def flat(x: Tensor, one: Tensor, two: Tensor, down: Tensor, bias: Tensor, stack: Tensor, row: Tensor) -> Tensor:
+        return ops.grouped_mlp(x, starts, ends, [one, two], down, bias, [stack], [row], unit)
+
+    assert torch.autograd.gradcheck(flat, (x, *ups, down, bias, *stacks, *rows))
     padded = (torch.tensor([2, 6, 0]), torch.tensor([6, 9, 0]))
-    for ranges in ((starts, ends), padded, (torch.zeros(3, dtype=torch.int64),) * 2):
-        same = module.moved_grouped_mlp(x, up, down, *ranges, act)
-        torch.testing.assert_close(same, module.grouped_mlp(x, up, down, *ranges, act))
-        grad = floats(11, 6)
-        moved = module.moved_grouped_mlp_backward(grad, x, up, down, *ranges, act)
-        for a, b in zip(moved, module.grouped_mlp_backward(grad, x, up, down, *ranges, act), strict=True):
+    floating = (starts.double(), ends.double())
+    for ranges in ((starts, ends), padded, (torch.zeros(3, dtype=torch.int64),) * 2, floating):
+        given = [x, *ranges, ups, down, bias, stacks, rows, unit]
+        torch.testing.assert_close(module.moved_grouped_mlp(*given), module.grouped_mlp(*given))
+        del given[5]
+        moved = module.moved_grouped_mlp_backward(floats(11, 6), *given, True)
+        plain = module.grouped_mlp_backward(floats(11, 6), *given, True)
+        assert len(moved) == len(plain) == 7
+        for a, b in zip(moved, plain, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_no_rows() -> None:
+    x, _, _, ups, down, bias, stacks, rows, unit = operands()
+    none, where = x[:0], (torch.zeros(3, dtype=torch.int64),) * 2
+    for form in (module.grouped_mlp, module.moved_grouped_mlp):
+        assert form(none, *where, ups, down, bias, stacks, [rows[0][:0]], unit).shape == (0, 6)
+    for form in (module.grouped_mlp_backward, module.moved_grouped_mlp_backward):
+        found = form(floats(0, 6), none, *where, ups, down, stacks, [rows[0][:0]], unit, False)
+        assert [a.shape for a in found] == [a.shape for a in (none, *ups, down, *stacks, rows[0][:0])]
+        assert not any(a.any() for a in found)
+
+
+def test_units_are_read_as_they_are_written() -> None:
+    unit = row_units.read("v0 = clamp(h0, None, -1e-05); v1 = reshape(v0, [-1, 2]); v1")
+    x = floats(3, 4)
+    torch.testing.assert_close(unit.run({"h0": x}), x.clamp(max=-1e-05).reshape(6, 2), rtol=0, atol=0)
+    cast = row_units.read("v0 = to.dtype(h0, torch.float32); v1 = mul.Tensor(v0, -inf); v1")
+    assert cast.run({"h0": x}).dtype == torch.float32
+    with pytest.raises(ValueError, match="takes operators of aten and megafx, not os.system"):
+        row_units.read("v0 = os.system('true'); v0")
+    with pytest.raises(ValueError, match="is no step of a row-wise unit"):
+        row_units.read("import os; h0")
 
 
 def test_rules() -> None:

@@ -12,28 +12,37 @@ from harness import RTOL, Case, errors
 from matrix import captured
 
 EXPERTS = {"*.experts.gate_up_proj": "expert", "*.experts.down_proj": "expert"}
+ALL = {"*.experts": "expert"}
 
 
 @pytest.mark.parametrize(
-    ("name", "t"),
+    ("name", "t", "overrides", "sequence_parallel"),
     [
-        ("Mixtral", 2),
-        pytest.param("Mixtral", 3, marks=pytest.mark.slow),
-        pytest.param("Mixtral", 4, marks=pytest.mark.slow),
-        pytest.param("Qwen2-MoE", 3, marks=pytest.mark.slow),
-        pytest.param("DeepSeek-V3", 4, marks=pytest.mark.slow),
+        ("Mixtral", 2, EXPERTS, "auto"),
+        pytest.param("Mixtral", 3, EXPERTS, "auto", marks=pytest.mark.slow),
+        pytest.param("Mixtral", 4, EXPERTS, "auto", marks=pytest.mark.slow),
+        pytest.param("Qwen2-MoE", 3, EXPERTS, "auto", marks=pytest.mark.slow),
+        pytest.param("DeepSeek-V3", 4, EXPERTS, "auto", marks=pytest.mark.slow),
+        ("GPT-OSS", 3, ALL, "auto"),
+        pytest.param("GPT-OSS", 2, EXPERTS, False, marks=pytest.mark.slow),
+        pytest.param("GPT-OSS", 3, EXPERTS, False, marks=pytest.mark.slow),
+        pytest.param("GPT-OSS", 4, ALL, "auto", marks=pytest.mark.slow),
+        pytest.param("GPT-OSS", 4, {}, False, marks=pytest.mark.slow),
     ],
 )
-def test_whole_experts_on_each_rank(name: str, t: int) -> None:
-    """5 or 6 experts: some ranks have fewer than others. Router losses are those of all tokens."""
+def test_whole_experts_on_each_rank(
+    name: str, t: int, overrides: dict[str, str], sequence_parallel: bool | str
+) -> None:
+    """5 or 6 experts: some ranks have fewer than others. Router losses are those of all tokens. Biases are split too, named
+    or not; experts whose gate and up alternate are split without being asked for."""
     row = catalogue.rows()[name]
-    model = row.build(attention="sdpa")
+    model = row.build(attention=row.attention[-1])
     call = row.inputs(model)
     case = Case(model, None, captured(model, call, True))
-    compiled = case.compile(t, overrides=EXPERTS)
+    compiled = case.compile(t, overrides=overrides, sequence_parallel=sequence_parallel)
     params = compiled.plan.params
     experts = {p: s for p, s in params.items() if ".experts." in p and "shared" not in p}
-    assert len(experts) >= 2 and all(s.tag == "S0" for s in experts.values())
+    assert len(experts) >= (4 if name == "GPT-OSS" else 2) and all(s.tag == "S0" for s in experts.values())
     assert any(
         n.target.__name__ == "grouped_mlp.default" for n in compiled.program.graph.nodes if n.op == "call_function"
     )

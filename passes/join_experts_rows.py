@@ -1,0 +1,118 @@
+"""Whether a row is of the expert that a list of ids says, in the rows that grouped products take.
+
+    %order = argsort(%chosen); %ids = index(%chosen, [%order])      # or the first result of sort(%chosen)
+    %ends = cumsum(one_hot(%chosen, 5).sum(0), 0)                   # or histc(%ids, 5, 0, 4)
+
+Then ids[s] = e for ends[e-1] <= s < ends[e]: `ids` is ascending, `ends` counts the same numbers, and none is negative, which
+both would take for something else.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.ir import VAL
+from megafx.op_families import VIEWS
+from megafx.passes.canonicalize_common import argument
+
+aten = torch.ops.aten
+_SORTS = (aten.sort.default, aten.sort.stable)
+_ORDERS = (aten.argsort.default, aten.argsort.stable)
+_INDICES = (*_SORTS, aten.topk.default, aten.max.dim, aten.min.dim)  # their second result
+_TAKES = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
+_MOVES = (*_TAKES, aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.permute.default)
+_COPIES = (aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default)
+_CASTS = (aten.to.dtype, aten._to_copy.default)
+
+
+def why_not_expert_of_row(ids: Any, ends: Any, experts: int) -> str:
+    """Why `ids` [S] may be something else than the expert of each row by `ends` [E]; '' if it is not."""
+    unsorted = _sorted_from(ids)
+    if unsorted is None:
+        return "ids that are not sorted as the rows are"
+    if not any(_same(_counted(ends, experts), each) for each in (ids, unsorted)):
+        return "ids that are not those whose counts end the groups"
+    if not _no_negative(unsorted):
+        return "ids that are not indices of topk, sort or argmax, so that they may be negative"
+    return ""
+
+
+def _sorted_from(ids: Any) -> Any:
+    """What ids are the ascending order of, or None."""
+    ids = _plain(ids)
+    first, order = _argument(ids, 0), _argument(ids, 1)
+    if ids.target is operator.getitem and order == 0 and _ascending(first, _SORTS):
+        return first.args[0]
+    if ids.target not in _TAKES:
+        return None
+    order = _plain(order[0] if ids.target is aten.index.Tensor and len(order) == 1 else _argument(ids, 2))
+    if not isinstance(order, fx.Node) or first.meta[VAL].dim() != 1:
+        return None
+    source, which = _argument(order, 0), _argument(order, 1)
+    if order.target is operator.getitem and which == 1 and _ascending(source, _SORTS):
+        source = source.args[0]
+    elif not _ascending(order, _ORDERS):
+        return None
+    return first if _same(source, first) else None
+
+
+def _ascending(node: Any, sorts: tuple[Any, ...]) -> bool:
+    """A sort of one dim, not descending."""
+    one = isinstance(node, fx.Node) and node.target in sorts and _argument(node, 0).meta[VAL].dim() == 1
+    return one and not argument(node, "descending", False)
+
+
+def _counted(ends: Any, experts: int) -> Any:
+    """The ids whose counts `ends` adds up, or None."""
+    ends = _plain(ends, casts=True)
+    counts = _plain(_argument(ends, 0), casts=True) if ends.target is aten.cumsum.default else None
+    if counts is None:
+        return None
+    if counts.target is aten.histc.default and tuple(counts.args[1:]) == (experts, 0, experts - 1):
+        return _plain(counts.args[0], casts=True)
+    hot = _plain(counts.args[0], casts=True) if counts.target is aten.sum.dim_IntList else None
+    if hot is not None and hot.target is aten.one_hot.default and hot.args[1] == experts:
+        dims = {int(d) % hot.meta[VAL].dim() for d in counts.args[1]}
+        return hot.args[0] if dims == set(range(hot.meta[VAL].dim() - 1)) else None
+    return None
+
+
+def _no_negative(ids: Any) -> bool:
+    ids = _plain(ids, casts=True)
+    if not isinstance(ids, fx.Node) or ids.op != "call_function":
+        return False
+    if ids.target is operator.getitem:
+        source, which = _argument(ids, 0), _argument(ids, 1)
+        if which == 0:
+            return source.target in _SORTS and _no_negative(source.args[0])
+        return source.target in _INDICES
+    if ids.target in (aten.argmax.default, aten.argmin.default, *_ORDERS):
+        return True
+    return (str(ids.target) in VIEWS or ids.target in _MOVES) and _no_negative(ids.args[0])
+
+
+def _plain(node: Any, casts: bool = False) -> Any:
+    """Behind copies of a value, and behind casts."""
+    while isinstance(node, fx.Node) and (node.target in _COPIES or (casts and node.target in _CASTS)):
+        node = node.args[0]
+    return node
+
+
+def _argument(node: Any, i: int) -> Any:
+    return node.args[i] if isinstance(node, fx.Node) and len(node.args) > i else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two nodes hold the same elements in the same order, up to their shape."""
+
+    def behind(node: Any) -> Any:
+        node = _plain(node, casts=True)
+        while isinstance(node, fx.Node) and str(node.target) in VIEWS:
+            node = _plain(node.args[0], casts=True)
+        return node
+
+    return a is not None and behind(a) is behind(b)
