@@ -215,3 +215,32 @@ def test_the_type_checker_finds_each_transition_from_a_wrong_placement(name: str
                 node.args = args
             unnoticed.append(f"{node.name} from {wrong}")
     assert not unnoticed
+
+
+@pytest.mark.parametrize(("kv", "sequence_parallel", "stored"), [(1, False, "S"), (1, True, "I"), (2, False, "I")])
+def test_fewer_key_heads_than_ranks(kv: int, sequence_parallel: bool, stored: str) -> None:
+    """4 heads on 4 ranks with keys and values of fewer: gathered from parts of a head, or computed whole on every rank."""
+    ranks, case, kept = 4, harness.Case.of("llama", kv=kv), []
+
+    def keep(program: Program) -> int:
+        kept.append(program.copy())
+        return 0
+
+    whole = {"*.k_proj": "replicate", "*.v_proj": "replicate"} if stored == "I" else {}
+    options: Any = {"sequence_parallel": sequence_parallel, "overrides": whole}
+    config = Config(
+        passes=(("after canonicalize", harness.promote_casts), ("after coalesce_gradients", keep)), **options
+    )
+    request = Request(
+        config, ranks, Hardware.load("h100-nvlink"), {}, wants_grad=lambda index, spec: spec.kind == "param"
+    )
+    plan = compile_program(case.program.copy(), request).plan
+    keys = [p for name, p in plan.params.items() if "k_proj" in name or "v_proj" in name]
+    assert keys and {p.kind for p in keys} == {stored}
+    check_types(kept[0], plan, ranks)
+    transitions = _transitions(kept[0])
+    assert len(transitions) > 5
+    for node in transitions:
+        with _replaced(kept[0].graph, node, lambda emit, n=node: n.args[0]), pytest.raises(PlacementError):
+            check_types(kept[0], plan, ranks)
+    check_types(kept[0], plan, ranks)
