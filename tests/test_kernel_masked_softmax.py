@@ -1,4 +1,7 @@
-"""Covers: kernels/masked_softmax.py, kernels/masked_softmax_triton.py, masked_softmax_kernels_triton.py. The oracle is eager torch, step by step."""
+"""Covers: kernels/masked_softmax.py, masked_softmax_triton.py, masked_softmax_kernels_triton.py.
+
+The oracle is eager torch, step by step.
+"""
 
 import math
 

@@ -96,6 +96,11 @@ def _launch(
     bounds, bound_strides = _bounds_of(shown, strides, t, kind, mask_floor(source.dtype), full)
     # Drawing again takes registers: 165 a thread at 1024. Rows that start anywhere take loads of one key.
     keys_a_warp = 512 if (drop and grad is not None) or not eights else 1024
+    warps = max(1, min(32, full // keys_a_warp))
+    if (
+        grad is not None and not drop and eights
+    ):  # long rows: two sums for each of few warps cost less than barriers of many
+        warps = min(warps, 4)
     for run in runs:
         aligned = bool(eights and run.global_start % 8 == 0 and (run.rows == 1 or run.global_stride % 8 == 0))
         piece = run.length // t
@@ -143,7 +148,7 @@ def _launch(
             ONE_PIECE=bool(run.rows == 1),
             R=each,
             FULL=full,
-            num_warps=max(1, min(32, full // keys_a_warp)),
+            num_warps=warps,
         )
 
 
