@@ -34,7 +34,7 @@ SAVED_TRAFFIC = 1.0
 
 DTYPE_OF_ITEMSIZE = {2: "bfloat16", 4: "float32", 8: "float64"}
 
-MATMULS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "grouped_mm"})
+MATMULS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "grouped_mm", "grouped_mlp"})
 ATTENTION = frozenset({"scaled_dot_product_attention", "attention", "attention_forward"})
 # ops that move nothing: views, and reshapes counted as such
 # fmt: off

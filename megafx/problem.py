@@ -175,6 +175,8 @@ class Problem:
         """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
         if op_name(str(rule.node.target)) in ATTENTION:
             return self.program.sizes.workload(self.program.sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
+        if op_name(str(rule.node.target)) == "grouped_mlp":
+            return joined_terms(rule.node)
         inside = {f for f in rule.result if f}
         multiplied = [o for o in rule.operands if o.role == "x"]
         sizes: dict[str, int] = {}
@@ -353,3 +355,10 @@ def removals(node: fx.Node, gone: dict[str, int]) -> list[Removal]:
 
 def assignment_of(solution: Solution) -> dict[Any, int]:
     return solution.assignment
+
+
+def joined_terms(node: Any) -> int:
+    """Terms summed for each element of a grouped_mlp's result: the last product's, and its share of the first ones'."""
+    _, _, _, ups, down, *_ = node.args
+    _, ffn, out = down.meta[VAL].shape
+    return int(ffn + sum(up.meta[VAL].shape[1] * up.meta[VAL].shape[2] for up in ups) // out)

@@ -32,6 +32,7 @@ from megafx.planning import Planning
 from megafx.simulate import Logical
 
 DEGREES = (2, 3, 4)
+FIRST_OF_DEGREE = "join_experts"  # the first pass that asks how many ranks there are
 # What the planner prices (not what runs), such that it plans models of these sizes as it plans large ones on an H100: as few
 # tokens for the vocabulary, and as much time in collectives, memory traffic, matmuls and latency for one another.
 WORKLOAD: dict[str, Any] = {"micro_batch_size": 1, "seq_length": 5}
@@ -146,8 +147,7 @@ class Runner:
             program = captured(model, call, dynamic)
             seconds = time.perf_counter() - start
             passes = self.passes(1, "auto")[0]
-            until = next(i for i, p in enumerate(passes) if p.name == "plan_sharding")
-            run_passes(program, passes[:until])
+            run_passes(program, passes[: _index(passes, FIRST_OF_DEGREE)])
             constants = tuple((n, str(v)) for n, v in program.constants.items())
             key = (dump.text(program), constants, tuple((i.kind, i.name) for i in program.inputs))
             self.prepared[mode] = Prepared(Case(model, None, program), call, key, dynamic, seconds)
@@ -159,8 +159,7 @@ class Runner:
         request = Request(config, t, SLOW, {}, None, lambda index, spec: spec.kind == "param")
         planning = request.planning()
         passes = compile_passes(planning, request)
-        at = next(i for i, p in enumerate(passes) if p.name == "canonicalize")
-        passes.insert(at + 1, Pass.of(promote_casts))
+        passes.insert(_index(passes, "canonicalize") + 1, Pass.of(promote_casts))
         return passes, planning
 
     def compile(self, prepared: Prepared, t: int, sequence_parallel: bool | str) -> Compiled:
@@ -169,8 +168,8 @@ class Runner:
         if key not in self.compiled:
             passes, planning = self.passes(t, sequence_parallel)
             program = prepared.case.program.copy()
-            at = next(i for i, p in enumerate(passes) if p.name == "plan_sharding")
-            run_passes(program, passes[at : at + 1], ranks=t)
+            at = _index(passes, "plan_sharding")
+            run_passes(program, passes[_index(passes, FIRST_OF_DEGREE) : at + 1], ranks=t)
             if prepared.dynamic:  # the plans of others are priced for the sizes of these calls, not for WORKLOAD
                 self.planned.append((prepared.case.program, planning))
             same = (prepared.key, t, str(planning.solved))
@@ -190,6 +189,10 @@ class Runner:
             else:
                 prepared.reference = eager(prepared.case.model, prepared.case.program, prepared.call)
         return prepared.reference
+
+
+def _index(passes: list[Pass], name: str) -> int:
+    return next(i for i, p in enumerate(passes) if p.name == name)
 
 
 def captured(model: nn.Module, call: dict[str, Any], dynamic: bool) -> Program:

@@ -21,6 +21,7 @@ from megafx.cost import ATTENTION, op_flops, op_name
 from megafx.ir import VAL, Program
 from megafx.pattern import registered_patterns
 from megafx.planning import Planning
+from megafx.problem import joined_terms
 
 DEFAULT_PAGE = "docs/models.md"
 
@@ -152,6 +153,8 @@ def node_flops(planning: Planning, rule: Any) -> int:
         return op_flops(str(rule.node.target), math.prod(shape(value)), shape(rule.operands[1].node.meta[VAL])[-2])
     if name.startswith("conv"):
         return 2 * math.prod(shape(value)) * math.prod(shape(rule.operands[1].node.meta[VAL])[1:])
+    if name == "grouped_mlp":
+        return op_flops(str(rule.node.target), math.prod(shape(value)), joined_terms(rule.node))
     if "grouped_mm" in name:
         return 2 * math.prod(shape(value)) * first[-1]
     if name == "einsum":
