@@ -23,7 +23,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megafx.checkpoint import load_checkpoint, save_checkpoint
-from megafx.errors import CheckpointError
+from megafx.errors import CheckpointError, UsageError
+from megafx.parallel_class import RUNTIME
 
 FOLDER = "megafx"  # in each checkpoint-<step>
 
@@ -31,8 +32,16 @@ FOLDER = "megafx"  # in each checkpoint-<step>
 def attach(trainer: Any) -> Any:
     """The same trainer, with `TrainerCheckpoints` among its callbacks and metrics that see each sample once.
 
-    trainer: a `transformers.Trainer`, or an instance of a subclass, of a parallelized model.
+    trainer: a `transformers.Trainer`, or an instance of a subclass, of a parallelized model. UsageError where the model has
+    data-parallel ranks: the Trainer takes the tensor-parallel ranks for all there are.
     """
+    runtime = getattr(trainer.model, RUNTIME, None)
+    if runtime is not None and runtime.meshes.data is not None:
+        raise UsageError(
+            f"the Trainer cannot have a model of {runtime.meshes.data.ranks} data-parallel ranks: "
+            "it would not give them batches of their own",
+            fix="use accelerate with ParallelismConfig(tp_size=..., dp_shard_size=...), your own loop, or data_parallel_size=1",
+        )
     trainer.add_callback(TrainerCheckpoints())
     gather_once(trainer.accelerator, trainer.get_tp_size())
     if not trainer.args.eval_use_gather_object:

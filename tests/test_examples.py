@@ -1,6 +1,9 @@
-"""Covers: examples/models (plain models, no megafx in them) and the data of examples/train_gpt.py."""
+"""Covers: examples/models (plain models, no megafx in them) and examples/train_gpt.py, the loop of the user's own."""
 
 import importlib.util
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -46,3 +49,25 @@ def test_models_learn(name, cls):
 @pytest.mark.parametrize("name", sorted({name for name, _ in CALLS}))
 def test_models_do_not_know_megafx(name):
     assert "megafx" not in (FOLDER / "models" / f"{name}.py").read_text()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_loop_on_two_ranks_goes_on_on_one(tmp_path):
+    """The script compares gradients and the curve, with the steps before the checkpoint, to those of one process."""
+    shape = "--layers 1 --embd 32 --heads 2 --seq 16 --batch 4 --warmup 2 --dtype float64"
+    options = f"{shape} --steps 6 --save {tmp_path}/run --save-every 3"
+
+    def train(launch, *more):
+        command = [sys.executable, *launch, str(FOLDER / "train_gpt.py"), *options.split(), *more]
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        text = done.stdout[-2000:] + done.stderr[-4000:]
+        assert done.returncode == 0 and "the curves differ by at most" in done.stdout, text
+
+    train(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])
+    assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000003", "step_00000006"]
+    shutil.rmtree(tmp_path / "run" / "step_00000006")
+    train([], "--resume")
+    assert (tmp_path / "run" / "step_00000006").exists()
