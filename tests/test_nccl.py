@@ -12,6 +12,7 @@ import pytest
 import torch
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
+EXPERTS = Path(__file__).resolve().parent / "dist" / "experts.py"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.dist,
@@ -33,9 +34,17 @@ pytestmark = [
     ],
 )
 def test_two_gpus_train_as_one(options: str) -> None:
+    assert "the curves differ by at most" in run(EXAMPLE, "--steps", "12", "--layers", "2", *options.split())
+
+
+def test_experts_split_over_two_gpus() -> None:
+    assert "2 x cuda" in run(EXPERTS)
+
+
+def run(script: Path, *options: str) -> str:
+    """What it prints on two ranks."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, str(EXAMPLE), "--steps", "12", "--layers", "2", *options.split()]
+    command = [sys.executable, *launch, str(script), *options]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0 and "the curves differ by at most" in done.stdout, (
-        done.stdout[-2000:] + done.stderr[-4000:]
-    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
