@@ -4,6 +4,9 @@ A trace holds the operations of `forward`, and a graph differentiates those. Whe
 GeLU), nothing is lost: both are run on made-up numbers of all magnitudes and compared. Where it does not (straight-through
 estimators, bounded or scaled gradients), the function stays what it is: each call is one node that runs the function's own
 code, forward and backward, on whole tensors on every rank (`eager_modules`), with a note.
+
+`torch.utils.checkpoint` is such a Function too (use_reentrant=True), or hooks on what autograd keeps: what it is given is
+traced as if called directly, with a note. A graph recomputes nothing because of it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
@@ -20,9 +24,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.eager_modules import MADE_UP, eager_call_of, made_up
+from megafx.errors import CaptureError
+from megafx.source_lines import current_user_line
 
 RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
 _OURS = ("torch.", "megafx.")
+KEPT = (
+    "activations are not recomputed: the graph keeps what its backward needs, but for what fused kernels compute again "
+    "(recompute_activation_func). Less memory take sequence_parallel=True, more tensor-parallel ranks, smaller batches of "
+    'which gradients are accumulated, and data_parallel="fsdp"'
+)
 _modules: dict[type[Function], nn.Module] = {}  # graphs hold weak references
 
 
@@ -45,12 +56,23 @@ def own_gradients(note: Callable[[str], None]) -> Iterator[None]:
     def apply(cls: type[Function], *args: Any) -> Any:
         nonlocal busy
         plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]  # as if defined in its class
+        if cls is checkpoint.CheckpointFunction:
+            note(f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}")
+            function, _, *given = args
+            return function(*given)
         if busy or cls.__module__.startswith(_OURS) or not _differentiated(args):
             return plain(*args)
         busy = True
         try:
             if same_gradient(cls, args):
                 return plain(*args)
+            if any(callable(x) and not isinstance(x, type) for x in pytree.tree_leaves(args)):
+                raise CaptureError(
+                    f"{cls.__qualname__} ({cls.__module__}) is given a function to call, as checkpointing does, and its "
+                    "backward is not that of what it computes: gradients of what the function holds would be lost",
+                    source=current_user_line(),
+                    fix="call the function itself; torch.utils.checkpoint is left out by itself",
+                )
             note(
                 f"{cls.__qualname__} ({cls.__module__}) has a backward that is not the derivative of its forward, or could not "
                 "be compared with it: its own code runs on every rank, on whole tensors"
@@ -59,12 +81,19 @@ def own_gradients(note: Callable[[str], None]) -> Iterator[None]:
         finally:
             busy = False
 
+    def without_hooks(*args: Any) -> Iterator[None]:
+        note(f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}")
+        yield
+
     base: Any = _SingleLevelFunction  # below `Function`, whose bound `apply` models may hold
     base.apply = classmethod(apply)
+    generator = checkpoint._checkpoint_without_reentrant_generator  # what runs round the function if not reentrant
+    checkpoint._checkpoint_without_reentrant_generator = without_hooks  # type: ignore[assignment]  # for the time of a trace
     try:
         yield
     finally:
         del base.apply
+        checkpoint._checkpoint_without_reentrant_generator = generator
 
 
 def _differentiated(args: tuple[Any, ...]) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from megafx.capture_functions import KEPT
 from megafx.capture_layerdrop import draws_in_torch, layers_dropped, names_of
 from megafx.eager_modules import left_eager
 from megafx.hf import is_hf_model
@@ -107,10 +108,7 @@ def _prepare_modules(model: nn.Module, note: Note) -> None:
         if module.training and not draws_in_torch(module):
             _keep_layers(module, path, note)
     if checkpointed and model.training:
-        note(
-            "gradient checkpointing is on in the model: it has no effect on a captured graph, which keeps what its backward "
-            "needs, but for what fused kernels compute again (recompute_activation_func)"
-        )
+        note(f"gradient checkpointing is on in the model: it has no effect on a captured graph: {KEPT}")
 
 
 def _keep_layers(module: nn.Module, path: str, note: Note) -> None:

@@ -262,15 +262,3 @@ def test_masks_share_a_graph_and_tuples_come_back(pair: tuple[Any, Any]) -> None
     assert type(found) is tuple and [type(x) for x in found][2:] == [type(x) for x in wanted][2:] == [tuple]
     for a, b in zip(found[2], wanted[2], strict=True):
         torch.testing.assert_close(a + 0, b.detach())
-
-
-def test_checkpointing_flags_change_nothing_but_a_note() -> None:
-    """Gradients are eager's; the note says that memory is not what the flag asks for."""
-    model = llama().float()
-    eager = copy.deepcopy(model)
-    model.gradient_checkpointing_enable()
-    megafx.parallelize(model)
-    for m in (model, eager):
-        m(**TRAIN).loss.backward()
-    assert_same_gradients(model, eager)
-    assert any("checkpointing is on in the model: it has no effect" in n.message for n in model.megafx.notes)
