@@ -30,7 +30,8 @@ _ITEM = (
 )
 _SELECT = (
     "the shape of a result depends on the data of a tensor (nonzero, x[mask], unique)",
-    "compute on the whole tensor with torch.where or a mask",
+    "compute on the whole tensor with torch.where or a mask; a loss that does so can be computed from the model's output in "
+    "your own loop (Hugging Face: call the model without labels)",
 )
 
 

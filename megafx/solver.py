@@ -4,7 +4,9 @@
 
 Variables are eliminated one by one: the tables that mention v are added up over the union of their scopes, minimised
 over v, and the result (a *message*) is a new table over v's neighbours. Order: smallest joined table first, which on
-transformer graphs keeps tables near 1e6 entries where an unweighted minimum degree makes 4e7.
+transformer graphs keeps tables near 1e6 entries where an unweighted minimum degree makes 4e7. Where it makes a large one, the
+order that joins fewest (weighted) pairs anew is tried too: 6e6 entries instead of 2e10 on Funnel's graph. Where both do, the
+problem is refused before memory is asked for.
 
 Repeated layers cost one dictionary lookup each: a message is shifted by its minimum, rounded and interned by content,
 and the work of an elimination is memoised on which interned tables meet in which pattern of axes.
@@ -29,6 +31,8 @@ Costs = NDArray[np.float64]
 # Messages are rounded to this many decimals so that equal layers give equal bytes. Costs are seconds: 1e4 eliminations
 # err by at most 5e-11 s together, below the tie-breaks of cost.py (1e-9 s).
 DECIMALS = 14
+LARGE = 10**7  # entries of a joined table from which on another order is tried: 80 MB
+LARGEST = 2 * 10**8  # 1.6 GB
 CONFLICT_VARIABLES = 64  # a conflicting set up to this size is shrunk to a minimal one
 
 
@@ -61,6 +65,14 @@ class InfeasibleError(PlanError):
         super().__init__(f"no choice satisfies every constraint on: {names}", fix="lift one of the constraints on them")
 
 
+class TooWideError(PlanError):
+    """Too many variables depend on one another. variables: those of the largest table; entries: what it would have."""
+
+    def __init__(self, variables: Sequence[Hashable], entries: int) -> None:
+        self.variables, self.entries = tuple(variables), entries
+        super().__init__(f"a table over {len(variables)} variables would have {entries:.0e} entries, of {LARGEST:.0e}")
+
+
 class _DeadEndError(Exception):
     """Every value of `variable` (an index) is forbidden given its neighbours."""
 
@@ -71,12 +83,17 @@ class _DeadEndError(Exception):
 def solve(domains: Mapping[Any, int], tables: Iterable[Table]) -> Solution:
     """The cheapest assignment of a value in range(domains[v]) to each variable v; ties go to the first value.
 
-    Raises InfeasibleError where every assignment is forbidden. Share one ndarray object between equal tables: arrays
-    are recognised by identity first, by content otherwise.
+    Raises InfeasibleError where every assignment is forbidden, TooWideError where the tables would be too large. Share one
+    ndarray object between equal tables: arrays are recognised by identity first, by content otherwise.
     """
     start = time.perf_counter()
     problem = _Problem(domains, tables)
     order, width, largest = elimination_order(problem.sizes, problem.scopes)
+    if largest > LARGE:
+        other = least_fill_order(problem.sizes, problem.scopes)
+        order, width, largest = min((order, width, largest), other, key=lambda found: found[2])
+    if largest > LARGEST:
+        raise TooWideError([problem.names[v] for v in _widest(problem, order)], largest)
     try:
         values, hits = _eliminate(problem, order)
     except _DeadEndError as dead:
@@ -136,12 +153,7 @@ def _checked(cost: Costs, names: tuple[Hashable, ...]) -> Costs:
 
 def elimination_order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> tuple[list[int], int, int]:
     """(order, width, entries of the largest joined table): greedily the smallest joined table, ties by index."""
-    near: list[set[int]] = [set() for _ in sizes]
-    for scope in scopes:
-        for v in scope:
-            near[v].update(scope)
-    for v, around in enumerate(near):
-        around.discard(v)
+    near = _neighbours(sizes, scopes)
     joined = [math.prod([sizes[u] for u in near[v]], start=n) for v, n in enumerate(sizes)]
     heap = [(entries, v) for v, entries in enumerate(joined)]
     heapq.heapify(heap)
@@ -166,6 +178,60 @@ def elimination_order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -
                 joined[u] = new
                 heapq.heappush(heap, (new, u))
     return order, width, largest
+
+
+def least_fill_order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> tuple[list[int], int, int]:
+    """As `elimination_order`, by another choice: the variable with the fewest pairs of neighbours that no table joins yet, a
+    pair weighted by the logarithms of its sizes. Slower to find, and often narrower where few variables have most values."""
+    near = _neighbours(sizes, scopes)
+    weight = [math.log(max(n, 1)) for n in sizes]
+
+    def fill(v: int) -> float:
+        around = sorted(near[v])
+        return sum(weight[a] * weight[b] for i, a in enumerate(around) for b in around[:i] if b not in near[a])
+
+    fills = {v: fill(v) for v in range(len(near))}
+    order: list[int] = []
+    width = largest = 0
+    while fills:
+        v = min(fills, key=lambda u: (fills[u], u))
+        del fills[v]
+        order.append(v)
+        around = near[v]
+        width, largest = max(width, len(around)), max(largest, math.prod([sizes[u] for u in around], start=sizes[v]))
+        stale = set(around)
+        for u in around:
+            near[u] |= around
+            near[u] -= {u, v}
+            stale |= near[u]
+        for u in stale:
+            fills[u] = fill(u)
+    return order, width, largest
+
+
+def _neighbours(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> list[set[int]]:
+    """By variable, those that share a table with it."""
+    near: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        for v in scope:
+            near[v].update(scope)
+    for v, around in enumerate(near):
+        around.discard(v)
+    return near
+
+
+def _widest(problem: _Problem, order: Iterable[int]) -> list[int]:
+    """The variables of the largest table that this order makes, the one that it eliminates first."""
+    near, found, entries = _neighbours(problem.sizes, problem.scopes), [], 0
+    for v in order:
+        around = near[v]
+        joined = math.prod([problem.sizes[u] for u in around], start=problem.sizes[v])
+        if joined > entries:
+            found, entries = [v, *sorted(around)], joined
+        for u in around:
+            near[u] |= around
+            near[u] -= {u, v}
+    return found
 
 
 class _Step(NamedTuple):

@@ -27,7 +27,7 @@ from megafx.plan import Plan
 from megafx.planning import Planning, accepted_outputs, price_workload
 from megafx.policy import Policy
 from megafx.problem import Problem, Use, Workload, removals, shard_candidates, storage
-from megafx.solver import InfeasibleError, Solution, solve
+from megafx.solver import LARGEST, InfeasibleError, Solution, TooWideError, solve
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
 
@@ -167,6 +167,16 @@ def _optimum(problem: Problem) -> tuple[Plan, Solution]:
         raise PlanError(
             f"no plan satisfies every policy and override: the conflict is among {names}",
             fix="lift an override on these, or use Config(planner_policy='free')",
+        ) from error
+    except TooWideError as error:
+        node = next(v[1] for v in error.variables if isinstance(v, tuple))
+        raise PlanError(
+            f"too many values depend on one another for an exact plan: {len(error.variables)} choices round %{node.name} "
+            f"({node.target}) have {error.entries:.0e} combinations (at most {LARGEST:.0e} are tried)",
+            fix="settle some of them by overrides (replicate the module's parameters), or leave the module out of the "
+            f'graph, if it holds few: Config(eager_modules=["{fqn_of(node)}"])',
+            module=fqn_of(node),
+            source=source_of(node),
         ) from error
     plan = problem.plan_of(solution.assignment)
     plan.removals = problem.removed

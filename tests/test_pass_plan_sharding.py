@@ -185,6 +185,15 @@ def test_more_ranks_than_heads_falls_back_and_says_so() -> None:
     assert query.is_shard and query.cut.padded(32), "whole heads on 16 of the ranks, pads on the others"
 
 
+def test_too_wide_a_graph_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megafx.solver.LARGEST", 10)
+    program, planning = real_sizes.program("nanogpt").copy(), real_sizes.planning("nanogpt", T, sequence_parallel=False)
+    with pytest.raises(PlanError, match="too many values depend on one another for an exact plan") as error:
+        plan_sharding(program, planning)
+    assert error.value.module and error.value.source
+    assert f'eager_modules=["{error.value.module}"]' in str(error.value)
+
+
 def test_fixed_storage_is_kept() -> None:
     program, planning = real_sizes.program("llama").copy(), real_sizes.planning("llama", T, sequence_parallel=False)
     sharded = _plan("llama", False).params

@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from megafx.solver import InfeasibleError, Table, elimination_order, solve
+from megafx import solver
+from megafx.solver import InfeasibleError, Table, TooWideError, elimination_order, least_fill_order, solve
 
 
 def evaluate(assignment, tables):
@@ -141,6 +142,35 @@ def test_order_is_by_table_size_not_degree():
     order, width, largest = elimination_order(sizes, scopes)
     assert order.index(0) < order.index(4)
     assert largest == 10_000 and width == 1
+
+
+def mixed_graph():
+    """Few variables of 12 values among those of 2 and 3: the smallest table first joins 62208 entries, the least fill 1152."""
+    rng = np.random.default_rng(1912)
+    sizes = [int(n) for n in rng.choice([2, 3, 12], 14)]
+    scopes = [tuple(int(v) for v in rng.permutation(14)[:2]) for _ in range(22)]
+    return sizes, scopes, [Table(scope, rng.random([sizes[v] for v in scope])) for scope in scopes]
+
+
+def test_where_tables_grow_another_order_is_tried(monkeypatch):
+    sizes, scopes, tables = mixed_graph()
+    order, width, largest = least_fill_order(sizes, scopes)
+    assert sorted(order) == list(range(14)) and largest == 1152 < elimination_order(sizes, scopes)[2]
+    plain = solve(dict(enumerate(sizes)), tables)
+    monkeypatch.setattr(solver, "LARGE", 10_000)
+    other = solve(dict(enumerate(sizes)), tables)
+    assert (plain.largest_table, other.largest_table, other.width) == (62208, 1152, width)
+    assert other.cost == pytest.approx(plain.cost, abs=1e-12) and other.assignment == plain.assignment
+
+
+def test_too_wide_is_refused_before_memory_is_asked_for():
+    """14 variables, each in a table with each other one: 28^14 combinations."""
+    domains = {f"v{i}": 28 for i in range(14)} | {"apart": 2}
+    cost = np.zeros((28, 28))
+    tables = [Table(pair, cost) for pair in itertools.combinations(list(domains)[:14], 2)]
+    with pytest.raises(TooWideError) as error:
+        solve(domains, tables)
+    assert set(error.value.variables) == set(domains) - {"apart"} and error.value.entries == 28**14
 
 
 def test_conflict_names_only_what_conflicts():
