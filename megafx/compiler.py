@@ -1,7 +1,7 @@
 """The pipeline: from a captured call to graphs that this rank runs. Read it top to bottom.
 
-capture -> canonicalize -> share log-sum-exps -> fuse -> describe masks -> (place batch) -> plan -> insert transitions
-        -> localize shapes
+capture -> canonicalize -> own experts -> share log-sum-exps -> fuse -> describe masks -> (place batch) -> plan
+        -> insert transitions -> localize shapes
         -> fuse linear + loss -> fuse what has several results -> merge linears -> joint graph -> postpone lazy outputs
         -> coalesce gradients -> check types -> join gradients of slices -> pack those of attention -> sum gradients in products
         -> recompute activations -> merge and expand transitions -> (data parallel) -> schedule -> bind -> partition
@@ -49,6 +49,7 @@ from megafx.passes.localize_shapes import localize_shapes
 from megafx.passes.merge_linears import merge_linears
 from megafx.passes.merge_transitions import merge_transitions
 from megafx.passes.native_attention import native_attention
+from megafx.passes.own_experts import own_experts
 from megafx.passes.pack_attention_gradients import pack_attention_gradients
 from megafx.passes.partition import partition
 from megafx.passes.place_batch import place_batch
@@ -224,6 +225,7 @@ def planning_passes(planning: Planning, data: DataAxis | None = None) -> list[Pa
 
     return [
         Pass.of(canonicalize),
+        Pass.of(own_experts, planning, data),
         Pass.of(share_logsumexp, planning.config),
         Pass.of(fuse, planning, canonicalize, canonicalize_nodes),
         Pass.of(describe_masks, planning.config),

@@ -36,13 +36,13 @@ DTYPE_OF_ITEMSIZE = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 MATMULS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "grouped_mm", "grouped_mlp"})
 ATTENTION = frozenset({"scaled_dot_product_attention", "attention", "attention_forward"})
-# ops that move nothing: views, and reshapes counted as such
+# ops that move nothing: views, reshapes counted as such, and ends of what one rank computes (owners.py)
 # fmt: off
 VIEWS = frozenset(
     {
         "view", "reshape", "_unsafe_view", "transpose", "permute", "t", "expand", "expand_as", "unsqueeze",
         "squeeze", "flatten", "unflatten", "slice", "select", "narrow", "split", "split_with_sizes", "chunk",
-        "unbind", "alias", "detach", "getitem",
+        "unbind", "alias", "detach", "getitem", "for_rank", "of_rank", "rank_only",
     }
 )
 # fmt: on

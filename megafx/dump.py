@@ -26,6 +26,7 @@ from torch import fx
 
 from megafx.errors import UsageError
 from megafx.ir import MADE_BY, PHASE, PLACEMENT, VAL, Phase, Program, fqn_of, source_of
+from megafx.placements_owned import Owned
 
 AXIS = "tp"
 _COLUMN = 100  # of comments; longer calls do not move it
@@ -99,7 +100,8 @@ class Shapes:
         """A node's value: `bf16[4 8/2]`, `int s*768`, or a tuple of them."""
         if isinstance(value, torch.Tensor):
             dims = [self.size(n) for n in value.shape]
-            if placement is not None and placement.is_shard and self.t not in (None, 1):
+            cut = placement is not None and placement.is_shard and not isinstance(placement, Owned)
+            if cut and self.t not in (None, 1):
                 whole = self.program.sizes.expr(placement.cut.size)
                 dims[placement.dim] = f"{self.expr(whole)}/{self.t}"
             return f"{dtype_text(value.dtype)}[{' '.join(dims)}]"

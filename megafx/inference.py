@@ -29,6 +29,7 @@ from megafx.ir import PLACEMENT, VAL, fqn_of, source_of
 from megafx.op_families import Shape
 from megafx.op_rules import Template, place, read_call, template_of
 from megafx.placements import TRANSITIONS, Layout, P, Placement, R, S
+from megafx.placements_owned import owned
 from megafx.rules import names, registered_rule
 from megafx.sizes import Sizes
 from megafx.views import concat_layouts, dim_groups, refit, slice_layout, view_options
@@ -276,10 +277,49 @@ def _rank0_only(at: _Inference) -> Placement:
     return P
 
 
+def _for_rank(at: _Inference) -> Placement:
+    if at.given[0] != R:
+        raise at.error("one rank computes with it, so it must be whole")
+    return R
+
+
+def _rank_only(at: _Inference) -> Placement:
+    if at.given[0] != R:
+        raise at.error("only a value that is whole becomes summands this way")
+    return P
+
+
+def _rank_part(at: _Inference) -> Placement:
+    if at.given[0] != P and not is_zero(at.node.args[0]):
+        raise at.error("it is no gradient to which one rank alone adds")
+    return P
+
+
+def _of_rank(at: _Inference) -> Placement:
+    if at.given[0] != _owned_by(at.node):
+        raise at.error(f"it is not held by {_owned_by(at.node)} alone")
+    return R
+
+
+def _to_rank(at: _Inference) -> Placement:
+    _rank_part(at)
+    return _owned_by(at.node)
+
+
+def _owned_by(node: fx.Node) -> Placement:
+    arguments: Any = node.args
+    return owned(int(node.meta[VAL].shape[0]), arguments[1])
+
+
 _SPECIAL: dict[str, Callable[[_Inference], Placement | None]] = {
     "megafx.transition.default": _transition,
     "megafx.axis_index.default": _varying,
     "megafx.rank_select.default": _varying,
     "megafx.rank_place.default": _varying,
     "megafx.rank0_only.default": _rank0_only,
+    "megafx.for_rank.default": _for_rank,
+    "megafx.rank_only.default": _rank_only,
+    "megafx.rank_part.default": _rank_part,
+    "megafx.of_rank.default": _of_rank,
+    "megafx.to_rank.default": _to_rank,
 }

@@ -4,8 +4,8 @@
 
 colwise shards a weight on its output features, rowwise on its input features (an embedding: colwise on the hidden dim,
 rowwise on the vocabulary), replicate stores it whole, sequence runs the ops of a module on a shard of the sequence. expert
-splits a stack of experts' weights [E, .., ..] over experts, for all weights of a mixture, with or without naming its biases
-(expert parallelism).
+splits a stack of experts' weights [E, .., ..] over experts, for all weights of a mixture, with or without naming its biases;
+of a list of modules it gives each module to one rank, whole (expert parallelism).
 Names are those of PyTorch's ParallelStyle and Hugging Face's tp_plan. Where several patterns match, the last one holds.
 
 An override beats the default policies (but no plan shards the batch). One that matches nothing, or that nothing it matches
@@ -52,6 +52,15 @@ class Overrides:
         self._applied.add(pattern)
         left = [s for s in domain if not s.out.is_shard]
         return left, {_reason(spec.name, "replicate"): len(domain) - len(left)}
+
+    def note_expert(self, spec: Input) -> None:
+        """The parameter is one rank's (passes/own_experts.py)."""
+        self._applied.add(self._pattern((spec.name, *spec.aliases)))
+
+    def style_of_parameter(self, spec: Input) -> tuple[str, str]:
+        """(style, pattern) that hold for a parameter; ('', '') where none does."""
+        pattern = self._pattern((spec.name, *spec.aliases))
+        return self.styles.get(pattern, ""), pattern
 
     def filter_op(
         self, node: fx.Node, rule: OpRule, domain: list[Strategy], on_sequence: Callable[[Strategy], bool]
@@ -108,8 +117,8 @@ class Overrides:
                 raise PlanError(
                     f"override '{pattern}' is {style}, but nothing that it matches can be {ADJECTIVE.get(style, style)}: "
                     f"it matches {', '.join(matching[:3])}" + (", ..." if len(matching) > 3 else ""),
-                    fix="colwise and rowwise are for weights of linears and embeddings, expert for stacks of experts' weights, "
-                    "sequence for modules whose values have a sequence dim",
+                    fix="colwise and rowwise are for weights of linears and embeddings, expert for stacks of experts' weights "
+                    "and lists of experts, sequence for modules whose values have a sequence dim",
                 )
 
     def _must(self, node: fx.Node, follow: list[Strategy], name: str, style: str) -> None:

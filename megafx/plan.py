@@ -17,6 +17,7 @@ import sympy
 
 from megafx.errors import PlanError
 from megafx.placements import Layout, Placement, S
+from megafx.placements_owned import Owned, owned
 from megafx.sizes import Sizes
 
 FORMAT = 1  # version of the JSON form
@@ -97,6 +98,8 @@ class Plan:
         """'S2' where the cut follows from the dim's size (elements in t ranges), else with it: 'S0/3*(25x64)'."""
         if not placement.is_shard:
             return placement.kind
+        if isinstance(placement, Owned):
+            return str(placement)
         cut, text = placement.cut, self.sizes.text
         if cut.simple() and (cut.blocks[0].unit == 1 or not cut.padded(self.t)):
             return placement.tag
@@ -158,11 +161,16 @@ class _SizeText:
 
 
 def _encode(p: Placement, text: _SizeText) -> list[Any]:
+    if isinstance(p, Owned):
+        return ["O", p.owner, p.cut.size]
     return [p.tag, *(text.encode(n) for n in p.flat_layout)]
 
 
 def _decode(data: list[Any], text: _SizeText) -> Placement:
     tag, *flat = data
+    if tag == "O":
+        owner, rows = flat
+        return owned(rows, owner)
     if not tag.startswith("S"):
         return Placement.parse(tag)
     return S(int(tag[1:]), Layout.from_flat(text.decode(n) for n in flat))

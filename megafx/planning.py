@@ -41,6 +41,7 @@ class Planning:
     # filled by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
+    owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (owners.py)
     weights: set[fx.Node] = field(default_factory=set)
     accepts: dict[fx.Node, Accepts] = field(default_factory=dict)
 

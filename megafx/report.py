@@ -26,7 +26,9 @@ from megafx.communication import Communication
 from megafx.cost import collective_seconds
 from megafx.ir import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
 from megafx.op_rules import SPECIAL
+from megafx.owners import OF_RANK
 from megafx.placements import ALL_GATHER, LOCAL, I, Placement, payload, transition
+from megafx.placements_owned import Owned
 from megafx.planning import Planning
 from megafx.policy import MATMULS
 
@@ -235,7 +237,7 @@ def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) 
     """Note where fewer ranks than t have any of a parameter (2 heads on 4 ranks): the others compute on padding."""
     idle: dict[str, str] = {}
     for fqn, placement in params.items():
-        for count, unit in placement.cut.blocks if placement.is_shard else ():
+        for count, unit in placement.cut.blocks if placement.is_shard and not isinstance(placement, Owned) else ():
             busy = -(-count // -(-count // t))  # ranks that a part comes to
             if busy < t:
                 units = f"{count} units of {unit}" if unit != 1 else f"{count} rows"
@@ -263,16 +265,15 @@ def _row(program: Program, planning: Planning, node: fx.Node) -> Row | None:
         if o.node in planning.weights and len(o.factors) > 1
     ]
     has_weight = bool(weights) and node not in planning.weights
-    if not (communicates or has_weight or rule.kind == "none"):
+    no_rule = rule.kind == "none" and node not in planning.owners
+    if not (communicates or has_weight or no_rule):
         return None
     ins = ", ".join(text_of(p, program) for p in choice.ins)
     shape = "x".join(str(n) for n in weights[0][0].node.meta[VAL].shape) if weights else ""
     return Row(
         fqn_of(node) or "<root>",
         str(node.target).removeprefix("aten.").removesuffix(".default"),
-        _style(node, choice.out, [p for _, p in weights])
-        if has_weight
-        else ("replicated" if rule.kind == "none" else ""),
+        _style(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if no_rule else ""),
         f"{ins} -> {text_of(choice.out, program)}",
         shape,
         moves,
@@ -282,7 +283,7 @@ def _row(program: Program, planning: Planning, node: fx.Node) -> Row | None:
 
 def text_of(placement: Placement, program: Program) -> str:
     """'S2', or with the layout where it is not one contiguous range: 'S2/8x64', 'S0/batch*(seq)'."""
-    if not placement.is_shard or placement.cut.simple():
+    if not placement.is_shard or placement.cut.simple() or isinstance(placement, Owned):
         return str(placement)
     text = program.sizes.text
     blocks = "+".join(text(c) + (f"x{text(u)}" if u != 1 else "") for c, u in placement.cut.blocks)
@@ -294,6 +295,8 @@ def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
     lookup = "embedding" in str(node.target)
     if not sharded:
         return "on a shard of the sequence" if out.is_shard else "replicated"
+    if node.target is OF_RANK:
+        return "expert-parallel"
     if any(p.is_shard and p.dim == 0 for p in weights) and str(node.target) == "megafx.grouped_mlp.default":
         return "expert-parallel"
     if out.kind == "P":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megafx.placements import Placement
 from megafx.placements_nested import Nested
+from megafx.placements_owned import Owned
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 def shard_slices(shape: Sequence[int], placement: Placement, rank: int, t: int) -> list[ShardSlice]:
     """The boxes of an original tensor of `shape` that `rank` of `t` holds at `placement` (I, R or S), in local order.
 
-    I and R: one box, the whole tensor. S: one box a piece of the layout, none where the rank holds padding only. Over all
-    ranks the boxes of a shard cover the original tensor, each element once.
+    I and R: one box, the whole tensor. S: one box a piece of the layout, none where the rank holds padding only, or nothing
+    because another owns the tensor. Over all ranks the boxes of a shard cover the original tensor, each element once.
     """
     if isinstance(placement, Nested):
         return _nested_slices(shape, placement, rank)
@@ -48,6 +49,8 @@ def shard_slices(shape: Sequence[int], placement: Placement, rank: int, t: int) 
     zeros = (0,) * len(whole)
     if not placement.is_shard or t == 1:
         return [ShardSlice(zeros, zeros, whole)]
+    if isinstance(placement, Owned):
+        return [ShardSlice(zeros, zeros, whole)] if rank == placement.owner else []
     dim = placement.dim
 
     def at(values: tuple[int, ...], value: int) -> tuple[int, ...]:

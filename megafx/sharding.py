@@ -16,10 +16,11 @@ from torch import Tensor
 from megafx.errors import PlacementError
 from megafx.placements import Placement
 from megafx.placements_nested import Nested
+from megafx.placements_owned import Owned
 
 
 def shard_tensor(full: Tensor, placement: Placement, rank: int, t: int) -> Tensor:
-    """The local tensor of `rank`: a slice for S, the value itself for I and R, the value on rank 0 for P."""
+    """The local tensor of `rank`: a slice for S, the value itself for I, R and its owner, the value on rank 0 for P."""
     if isinstance(placement, Nested):
         shard = shard_tensor(full, placement.tensor, rank % placement.t, placement.t)
         return shard_tensor(shard, placement.inner, rank // placement.t, placement.ranks)
@@ -30,6 +31,8 @@ def shard_tensor(full: Tensor, placement: Placement, rank: int, t: int) -> Tenso
     dim, layout = placement.dim, placement.cut
     if full.shape[dim] != layout.size:
         raise PlacementError(f"dim {dim} of {tuple(full.shape)} cannot be cut as {placement}: it must be {layout.size}")
+    if isinstance(placement, Owned):
+        return full if rank == placement.owner else full.new_zeros(placement.local_shape(full.shape, rank))
     local_shape = [*full.shape]
     local_shape[dim] = layout.local_size(t)
     local = full.new_zeros(local_shape)
@@ -50,6 +53,8 @@ def unshard_tensors(locals_: Sequence[Tensor], placement: Placement, t: int) -> 
         return locals_[0]
     if placement.kind == "P":
         return torch.stack([*locals_]).sum(0)
+    if isinstance(placement, Owned):
+        return locals_[placement.owner]
     dim, layout = placement.dim, placement.cut
     shape = [*locals_[0].shape]
     if shape[dim] != layout.local_size(t):

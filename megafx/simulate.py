@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+import megafx.owners
 import megafx.region_gather  # noqa: F401  registers the op
 from megafx.collectives import (
     BATCH_AXIS,
@@ -138,7 +139,8 @@ class _Lockstep:
         results: Values = [None] * self.t
         for group in self.groups[axis] if axis is not None else [list(range(self.t))]:
             theirs = [args[r] for r in group]
-            self._check_agreement(node, theirs)
+            if node.target is not mfx.of_rank.default:  # which the others hold nothing of
+                self._check_agreement(node, theirs)
             made = CROSS_RANK[node.target]([a[0] for a in theirs], *theirs[0][1:], **kwargs[group[0]])
             for rank, value in zip(group, made, strict=True):
                 results[rank] = value
@@ -232,6 +234,11 @@ def _all_to_all(xs: Values, received: Sequence[int], sent: Sequence[int], group:
     return [torch.cat([parts[q][r] for q in range(len(xs))]) for r in range(len(xs))]
 
 
+def _of_rank(xs: Values, owner: int, axis: str, size: int) -> Values:
+    """The owner's value. Real ranks do not send it, because no other computes with it; here all do, to the same effect."""
+    return [xs[owner if size > 1 else r].clone() for r in range(len(xs))]
+
+
 def _gather_region(lists: Values, size: int, axis: str) -> Values:
     """Tensor after tensor, each with the rows of all ranks, from the next multiple of 128 elements on."""
     wholes = [torch.cat([*xs]).flatten() for xs in zip(*lists, strict=True)]
@@ -252,6 +259,7 @@ def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
 CROSS_RANK: dict[Any, Callable[..., Values]] = {
     mfx.transition.default: move_reference,
     mfx.batch_sum.default: _batch_sum,
+    mfx.of_rank.default: _of_rank,
     mfx.gather_region.default: _gather_region,
     c10d.wait_tensor.default: lambda xs: xs,
     c10d.all_reduce.default: _all_reduce,

@@ -184,6 +184,7 @@ _KEEPS_ZERO = frozenset(
         "sign",
     ]
 )
+_NORMS = frozenset(["linalg_vector_norm", "norm", "_foreach_norm"])
 _RANDOM = frozenset(["normal_", "uniform_", "bernoulli_", "exponential_", "rand_like", "randn_like", "random_"])
 _SAME_SHAPE_VIEWS = frozenset(["view", "_unsafe_view", "reshape", "expand"])
 
@@ -318,7 +319,7 @@ def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
         if name == "mean" and len(args) == 1 and not kwargs:
             return _on_dtensors(aten.sum.default, args, {}) / args[0].numel()
         _check_order_free(func, name, args, kwargs, permuted)
-    plain = {id(x): _as_dtensor(x) for x in tensors}
+    plain = {id(x): _as_dtensor(x, name in _NORMS) for x in tensors}
     back = {id(d): x for x, d in ((x, plain[id(x)]) for x in tensors)}
     swap = lambda x: plain.get(id(x), x)  # noqa: E731
     args, kwargs = torch.utils._pytree.tree_map(swap, (list(args), kwargs))
@@ -336,19 +337,22 @@ def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda x: back.get(id(x), x), out)
 
 
-def _as_dtensor(x: DispatchedTensor) -> DTensor:
-    spec = x._spec
+def _as_dtensor(x: DispatchedTensor, zero_for_none: bool) -> DTensor:
+    """zero_for_none: where this rank holds nothing, zeros stand for it, as norms of nothing are an error for some orders."""
+    spec, local = x._spec, x._local_tensor
+    if zero_for_none and not local.numel() and x.numel():
+        local = local.new_zeros([1, *x.shape[1:]])
     shard = spec.placements[0]
     if isinstance(shard, LayoutShard):
         assert spec.tensor_meta is not None
         spec = physical_spec(spec.mesh, shard, x.shape, spec.tensor_meta.dtype)
-    return _new(DTensor, x._local_tensor, spec, requires_grad=False)
+    return _new(DTensor, local, spec, requires_grad=False)
 
 
 def _check_order_free(func: Any, name: str, args: Any, kwargs: Any, x: DispatchedTensor) -> None:
     """DTensor's own reductions over the physical tensor are right: zero pads add nothing."""
     whole = len(args) < 3 or not args[2]  # no `dim` argument: a reduction of the whole tensor
-    if name in ("linalg_vector_norm", "norm", "_foreach_norm"):
+    if name in _NORMS:
         order = args[1] if len(args) > 1 and args[1] is not None else 2
         if whole and not kwargs.get("dim") and order >= 0:
             return

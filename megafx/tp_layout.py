@@ -14,6 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from megafx.errors import UsageError
 from megafx.placements import Layout, Placement, S
 from megafx.placements_nested import Nested
+from megafx.placements_owned import Owned
 from megafx.shard_slices import shard_slices
 from megafx.sharding import unshard_tensors
 
@@ -91,11 +92,44 @@ class NestedShard(LayoutShard):
         return gather_shards(local_tensor, self.placement, mesh.get_group(mesh_dim))
 
 
+class OwnedShard(LayoutShard):
+    """One rank holds all, the others no rows (placements_owned.py)."""
+
+    def __init__(self, placement: Owned) -> None:
+        super().__init__(0, placement.cut)
+        object.__setattr__(self, "placement", placement)
+
+    placement: Owned
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnedShard) and self.placement == other.placement
+
+    def __hash__(self) -> int:
+        return hash(self.placement)
+
+    def __repr__(self) -> str:
+        return f"OwnedShard({self.placement})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnedShard, (self.placement,)
+
+    def _to_replicate_tensor(
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any
+    ) -> torch.Tensor:
+        return gather_shards(local_tensor, self.placement, mesh.get_group(mesh_dim))
+
+
 def gather_shards(local: torch.Tensor, placement: Placement, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Physical shard -> logical tensor on every rank. Collective."""
     if not placement.is_shard:
         return local
     local = local.contiguous()
+    if isinstance(placement, Owned):
+        whole = local.clone() if local.shape[0] else local.new_empty([placement.cut.size, *local.shape[1:]])
+        dist.broadcast(whole, group_src=placement.owner, group=group)
+        return whole
     shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, local, group=group)
     return unshard_tensors(shards, placement, len(shards))
@@ -109,6 +143,8 @@ def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: 
     spec = DTensorSpec(mesh, (where,), tensor_meta=TensorMeta(shape, stride, dtype))
     if isinstance(placement, Nested):
         spec.placements = (NestedShard(placement),)
+    elif isinstance(placement, Owned) and mesh.size() > 1:
+        spec.placements = (OwnedShard(placement),)
     elif placement.is_shard and not placement.cut.contiguous_shards(mesh.size()):
         spec.placements = (
             LayoutShard(placement.dim, placement.cut),
@@ -122,6 +158,8 @@ def physical_spec(mesh: DeviceMesh, shard: LayoutShard, shape: torch.Size, dtype
     if isinstance(shard, NestedShard):
         physical = shard.placement.local_shape(shape)
         physical[0] *= mesh.size()
+    elif isinstance(shard, OwnedShard):
+        physical = list(shape)
     else:
         physical = list(shape)
         physical[shard.dim] = shard.layout.local_size(mesh.size()) * mesh.size()
@@ -132,6 +170,8 @@ def physical_spec(mesh: DeviceMesh, shard: LayoutShard, shape: torch.Size, dtype
 @cache
 def pads(mesh: DeviceMesh, shard: LayoutShard) -> tuple[tuple[int, int], ...]:
     """(start, length) of the padding in this rank's shard."""
+    if isinstance(shard, OwnedShard):
+        return ()
     ranges, position = [], 0
     for piece in shard.layout.pieces(mesh.get_local_rank(), mesh.size()):
         if piece.local_start > position:
@@ -155,7 +195,7 @@ def nested_padding(
 def placement_of(tensor: DTensor) -> Placement:
     """The megafx placement of a DTensor on a 1-d mesh."""
     (where,) = tensor._spec.placements
-    if isinstance(where, NestedShard):
+    if isinstance(where, (NestedShard, OwnedShard)):
         return where.placement
     if isinstance(where, LayoutShard):
         return S(where.dim, where.layout)

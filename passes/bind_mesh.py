@@ -2,6 +2,7 @@
 
 Before:  %1 = all_reduce(%0, 'sum', 'tp')   %2 = rank_select(%1, 'tp')    %3 = rank0_only(%2, 'tp')
 After:   %1 = all_reduce(%0, 'sum', '7')    %2 = select.int(%1, 0, 1)     %3 = zeros_like(%2)
+What other ranks compute goes (`drop_regions`).
 Legal because: the ops' definitions with the rank filled in. Works on a copy: the program stays that of all ranks. Inductor
 then sees plain ATen. Dropout and cross entropy keep their axis; they ask `collectives.axis_rank` when they run.
 """
@@ -17,6 +18,7 @@ from torch import fx
 from megafx.aliasing import shows_operand, storage_of
 from megafx.collectives import AxisContext
 from megafx.ir import MADE_BY, VAL, Builder, Phase, Program
+from megafx.passes.drop_regions import drop_regions
 from megafx.stacking import same_sizes
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
@@ -27,6 +29,7 @@ aten, mfx = torch.ops.aten, torch.ops.megafx
 def bind_mesh(program: Program, axes: Mapping[str, AxisContext]) -> Program:
     """The LOWERED program of all ranks -> a copy for the rank that `axes` describes."""
     bound = program.copy()
+    drop_regions(bound, axes)
     for node in list(bound.graph.nodes):
         if node.op != "call_function":
             continue

@@ -20,6 +20,7 @@ from torch import fx
 
 from megafx.draws import draws
 from megafx.ir import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
+from megafx.owners import OWNER_OPS
 from megafx.passes import localize_lookups, localize_random, localize_reductions, localize_views
 from megafx.passes.localize_common import Family, Localizer, check_shape
 from megafx.passes.localize_singular import keep_pads_off_poles
@@ -49,6 +50,8 @@ def localize_shapes(program: Program, planning: Planning) -> int:
             node.args = (*node.args[:6], plan.t)
             recompute_val(program, node)
         else:
+            if node.target in OWNER_OPS:
+                node.args = (*node.args[:3], plan.t)
             _localize(local, node, plan.ops[node.name])
         value = node.meta[VAL]
         changed += isinstance(value, torch.Tensor) and program.sizes.shape(value) != before

@@ -43,6 +43,7 @@ from megafx.ir import (
     source_of,
 )
 from megafx.kernels import glu, join_parameters  # noqa: F401  registers the ops
+from megafx.owners import OF_RANK
 from megafx.placements import Placement, S
 from megafx.planning import Planning, price_workload
 from megafx.region_gather import ALIGNED
@@ -74,6 +75,10 @@ class _Merger:
         self.program, self.planning, self.trains, self.data = program, planning, trains, data
         pairs = enumerate(zip(program.placeholders(), program.inputs, strict=True))
         self.params = {node: (i, spec) for i, (node, spec) in pairs if spec.kind == "param"}
+        held = program.graph.find_nodes(
+            op="call_function", target=OF_RANK
+        )  # of an expert: the owner's, as it is stored
+        self.params |= {node: self.params[node.args[0]] for node in held if node.args[0] in self.params}
         self.changes = 0
         self.told: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)  # (folded module, what) -> linears
         price_workload(program, planning.config)

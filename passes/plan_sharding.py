@@ -19,10 +19,12 @@ from megafx.alternatives import alternatives
 from megafx.candidates import find_candidates
 from megafx.debug import current, say
 from megafx.errors import PlanError
-from megafx.ir import Phase, Program, active_nodes, fqn_of, number_nodes, source_of
+from megafx.ir import VAL, Phase, Program, active_nodes, fqn_of, number_nodes, source_of
 from megafx.op_rules import OpRule, Strategy, rule_for, strategies
 from megafx.overrides import Overrides
+from megafx.owners import OF_RANK, owners_of, strategy_of_region
 from megafx.placements import I, P
+from megafx.placements_owned import owned
 from megafx.plan import Plan
 from megafx.planning import Planning, accepted_outputs, price_workload
 from megafx.policy import Policy
@@ -57,6 +59,7 @@ def ask(program: Program, planning: Planning) -> tuple[set[fx.Node], list[fx.Nod
     active = active_nodes(program)
     order = [n for n in program.graph.nodes if n in active]
     planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
+    planning.owners = owners_of(program)
     planning.accepts = accepted_outputs(program, active, planning.config, planning.caches)
     return active, order
 
@@ -98,20 +101,26 @@ def make_problem(
     overrides = Overrides(program, config.overrides, policy.weights, planning.t)
     domains: dict[fx.Node, list[Strategy]] = {}
     taken: list[Any] = []
+    whose = {n.args[0]: n.args[1] for n in program.graph.find_nodes(op="call_function", target=OF_RANK)}
     inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
     for node in order:
         if node.op == "placeholder":
             spec = inputs[node]
             if spec.kind != "param":
                 domains[node] = storage([planning.fixed.get(spec.name, I)])
+            elif node in whose:
+                domains[node] = storage([owned(int(node.meta[VAL].shape[0]), whose[node])])
+                overrides.note_expert(spec)
             elif spec.name in planning.fixed:
                 domains[node] = storage([planning.fixed[spec.name]])
             else:
                 domains[node] = storage([I, *shard_candidates(candidates.of(node))] if planning.t > 1 else [I])
             domains[node], gone = overrides.filter_parameter(spec, domains[node])
+        elif node in planning.owners:
+            domains[node], gone = _strategies(planning.rules[node], candidates, program, planning), {}
         else:
             rule = planning.rules[node]
-            every = _strategies(rule, candidates, program, planning.t)
+            every = _strategies(rule, candidates, program, planning)
             follow, by_override = overrides.filter_op(node, rule, every, partial(policy.shards_sequence, node))
             domains[node], gone = policy.filter(node, rule, follow, overridden=bool(by_override))
             gone = by_override | gone
@@ -141,7 +150,7 @@ def _check_given(program: Program, planning: Planning, plan: Plan, order: list[f
     candidates = find_candidates(planning.rules, [n for n in order if n.op == "placeholder"], program.sizes, plan.t)
     for node, rule in planning.rules.items():
         choice = plan.ops[node.name]
-        rows = _strategies(rule, candidates, program, plan.t)
+        rows = _strategies(rule, candidates, program, planning)
         if not any((choice.ins, choice.out) == (s.ins, s.out) for s in rows):
             ins = ", ".join(map(plan.text_of, choice.ins))
             raise PlanError(
@@ -153,10 +162,12 @@ def _check_given(program: Program, planning: Planning, plan: Plan, order: list[f
             )
 
 
-def _strategies(rule: OpRule, candidates: Any, program: Program, t: int) -> list[Strategy]:
-    if t == 1:
+def _strategies(rule: OpRule, candidates: Any, program: Program, planning: Planning) -> list[Strategy]:
+    if planning.t == 1:
         return [Strategy((I,) * len(rule.operands), I, "", "")]
-    return strategies(rule, candidates, program.sizes, t)
+    if rule.node in planning.owners:
+        return [strategy_of_region(rule, planning.owners[rule.node])]
+    return strategies(rule, candidates, program.sizes, planning.t)
 
 
 def _optimum(problem: Problem) -> tuple[Plan, Solution]:
@@ -188,7 +199,7 @@ def _say_what_is_replicated(program: Program, planning: Planning, problem: Probl
     if planning.t == 1:
         return
     for node, rule in planning.rules.items():
-        if rule.kind == "none":
+        if rule.kind == "none" and node not in planning.owners:
             plan.replicated[node.name] = rule.reason
             op = node.all_input_nodes[0] if node.target is operator.getitem else node
             program.note("replicated", f"{op.target}: {rule.reason}; computed whole on every rank", node)

@@ -31,11 +31,13 @@ class Model(nn.Module):
         self.blocked = nn.Linear(4, 12)  # three blocks of four rows, each cut into 2 + 1 + 1 (padded to 2) rows
         self.even = nn.Linear(6, 9)
         self.empty = nn.Linear(4, 4)  # rows 2 + 2 + 0
+        self.owned = nn.Linear(4, 5)  # all rows on rank 1
         self.norm = nn.LayerNorm(6)
 
 
 def placements() -> dict:
     from megafx.placements import I, Layout, S
+    from megafx.placements_owned import owned
 
     def both(name, layout):
         return {f"{name}.weight": S(0, layout), f"{name}.bias": S(0, layout)}
@@ -46,6 +48,8 @@ def placements() -> dict:
         "even.weight": S(1, Layout.contiguous(6, T)),
         "even.bias": I,
         **both("empty", Layout.contiguous(4, T)),
+        "owned.weight": owned(5, 1),
+        "owned.bias": owned(5, 1),
     }
 
 
@@ -79,6 +83,7 @@ def assert_equal_state(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-14)
     for name, value in full_gradients(model).items():
         torch.testing.assert_close(value, reference.get_parameter(name).grad, rtol=1e-12, atol=1e-14)
+    assert model.owned.weight._local_tensor.numel() == (20 if dist.get_rank() == 1 else 0)
     for name, p in model.named_parameters():
         if name.split(".")[0] in ("uneven", "blocked", "empty"):
             where = p._spec.placements[0]

@@ -17,6 +17,7 @@ LAYERS = [
         "errors",
         "placements",
         "placements_nested",
+        "placements_owned",
         "sizes",
         "hardware",
         "draws",
@@ -54,7 +55,7 @@ LAYERS = [
         "kernels.dropout_triton",
     },
     # kernels, capture, the planner's parts, the runtime's parts
-    {"region_gather"},
+    {"region_gather", "owners", "expert_sums"},
     {"overlap", "gathered"},
     {"kernels.*", "capture*", "simulate", "communication", "lazy", "later"}
     | {"rewrite_arguments", "rewrite_found", "rewrite_trace"}
@@ -63,7 +64,7 @@ LAYERS = [
     | {"params", "stored", "outputs", "agreement", "meshes", "held_gradients", "inference", "cache_shard"},
     {"check_numbers_data"},
     {"rewrite", "rewrite_*", "patterns.*", "check_numbers", "rule_trials", "lookups", "problem", "report"}
-    | {"materialize", "weight_names"}
+    | {"materialize", "weight_names", "expert_regions"}
     | {"graph_keys"},
     {"state", "alternatives", "index_random", "init_log"},
     {"checkpoint_*", "data", "save_weights"},

@@ -146,8 +146,8 @@ def test_a_style_that_nothing_can_follow() -> None:
     assert _refusal("llama", {"model.norm": "colwise"}) == (
         "override 'model.norm' is colwise, but nothing that it matches can be colwise: "
         "it matches model.norm, model.norm.weight\n"
-        "  fix: colwise and rowwise are for weights of linears and embeddings, expert for stacks of experts' weights, "
-        "sequence for modules whose values have a sequence dim"
+        "  fix: colwise and rowwise are for weights of linears and embeddings, expert for stacks of experts' weights "
+        "and lists of experts, sequence for modules whose values have a sequence dim"
     )
 
 
