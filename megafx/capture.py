@@ -21,16 +21,16 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from megafx.autocast import ambient_autocast, no_autocast
-from megafx.caches import CacheKey, Revived, growing_dims, states_for_caches
-from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree, leaf_name, violated
+from megafx.caches import Revived, growing_dims, states_for_caches
+from megafx.call_spec import CallSpec, Leaf, call_tree, leaf_name, violated
 from megafx.capture_casts import conversions_refused
 from megafx.capture_checks import checks_left_out
 from megafx.capture_conditions import conditions, ranges, taken_for_granted
@@ -39,16 +39,14 @@ from megafx.capture_errors import translate, unsupported_leaf
 from megafx.capture_functions import own_gradients
 from megafx.capture_hits import Hits
 from megafx.capture_prepare import fake_like, prepared, target_device
+from megafx.capture_program import ROOT, drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs
 from megafx.data_sizes import naming_row_counts
 from megafx.errors import CaptureError, MegafxError
 from megafx.guards import without_hooks
 from megafx.hf import part_group, sequence_group
-from megafx.ir import FQN, MADE_BY, SOURCE, VAL, Input, Note, Output, Phase, Program, active_nodes
+from megafx.ir import VAL, Note, Phase, Program
 from megafx.sizes import Sizes
-from megafx.source_lines import fqn_of_stack, source_of_trace, strip_root
 from megafx.tables import read_table
-
-_ROOT = "model"
 
 
 def capture_call(
@@ -297,9 +295,9 @@ class _Capture:
     def _program(self, exported: ExportedProgram, sizes: dict[str, int]) -> Program:
         gm = exported.graph_module
         fake_mode = next(n.meta[VAL] for n in gm.graph.find_nodes(op="placeholder")).fake_mode
-        _mark_nodes(gm)
-        inputs, constants = _inputs(exported, self.model, self._tensor_names())
-        outputs, out_leaves = _outputs(exported, gm.graph)
+        mark_nodes(gm)
+        inputs, constants = name_inputs(exported, self.model, self._tensor_names())
+        outputs, out_leaves = name_outputs(exported, gm.graph)
         program = Program(gm, inputs, outputs, Sizes(), fake_mode, exported.call_spec.out_spec, constants)  # type: ignore[arg-type]
         self._name_symbols(program, sizes)
         spec = exported.call_spec.out_spec
@@ -308,9 +306,9 @@ class _Capture:
             self.in_spec, self._call_leaves(program), spec, out_leaves, ranges(exported), conditions(exported)
         )
         if self.part:
-            _drop_unread(program)
+            drop_unread(program)
         else:
-            _mark_losses(program)
+            mark_losses(program)
         program.phase = Phase.CAPTURED
         gm.graph.lint()
         gm.recompile()
@@ -352,131 +350,6 @@ class _Capture:
             else:
                 leaves.append(Leaf(name, False, value=value))
         return tuple(leaves)
-
-
-# -- making the Program
-
-
-def _mark_nodes(gm: fx.GraphModule) -> None:
-    """Set source, fqn and made_by on every node, those of nested regions included."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.op in ("placeholder", "output", "get_attr"):
-                    continue
-                node.meta[FQN] = fqn_of_stack(node.meta.get("nn_module_stack"), _ROOT)
-                node.meta[MADE_BY] = ()
-                source = source_of_trace(node.meta.get("stack_trace") or "")
-                if source is not None:
-                    node.meta[SOURCE] = source
-
-
-def _inputs(exported: ExportedProgram, model: nn.Module, user_names: list[str]) -> tuple[list[Input], dict[str, Any]]:
-    """Name the placeholders; one placeholder for each tensor, however many names it has."""
-    aliases = _aliases(model)
-    nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
-    kept: dict[str, fx.Node] = {}
-    inputs: list[Input] = []
-    constants: dict[str, Any] = {}
-    names = iter(user_names)
-    for spec in exported.graph_signature.input_specs:
-        node = nodes[spec.arg.name]
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            fqn = strip_root(spec.target or "", _ROOT)
-            first, *others = aliases.get(fqn, [fqn])
-            if first in kept:
-                node.replace_all_uses_with(kept[first])
-                exported.graph.erase_node(node)
-                continue
-            kept[first] = node
-            node._rename(f"{'p' if spec.kind is InputKind.PARAMETER else 'b'}_{first.replace('.', '_')}")
-            kind = "param" if spec.kind is InputKind.PARAMETER else "buffer"
-            inputs.append(Input(kind, first, tuple(others)))  # type: ignore[arg-type]
-        elif spec.kind is InputKind.CONSTANT_TENSOR:
-            name = spec.target or spec.arg.name
-            constants[name] = exported.constants[name]
-            inputs.append(Input("constant", name))
-        elif isinstance(spec.arg, ConstantArgument):
-            if node.users:
-                raise CaptureError(
-                    f"the graph computes with the Python value {spec.arg.value!r} as if it were a tensor"
-                )
-            exported.graph.erase_node(node)
-        else:
-            inputs.append(Input("user", next(names)))
-    return inputs, constants
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """FQN -> all FQNs of the same tensor, the first in named_parameters order first."""
-    groups: dict[int, list[str]] = {}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            groups.setdefault(id(tensor), []).append(name)
-    return {name: group for group in groups.values() for name in group}
-
-
-def _outputs(exported: ExportedProgram, graph: fx.Graph) -> tuple[list[Output], tuple[OutputLeaf, ...]]:
-    """Name the user outputs by their path; constants leave the graph."""
-    node = graph.output_node()
-    spec = exported.call_spec.out_spec
-    assert spec is not None
-    values = node.args[0]
-    assert isinstance(values, (tuple, list))
-    paths = [p for p, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(values))), spec))[0]]
-    outputs: list[Output] = []
-    leaves: list[OutputLeaf] = []
-    kept: list[fx.Node] = []
-    for path, value in zip(paths, values, strict=True):
-        if isinstance(value, fx.Node):
-            leaves.append(OutputLeaf(len(kept)))
-            in_cache = path[-1].key if path and isinstance(path[-1], CacheKey) else ""
-            outputs.append(Output("user", _output_path(path), cache=in_cache))
-            kept.append(value)
-        else:
-            leaves.append(OutputLeaf(-1, value))
-    node.args = (tuple(kept),)
-    return outputs, tuple(leaves)
-
-
-def _output_path(path: Sequence[Any]) -> str:
-    """Key path of an output -> 'loss', '[0]', 'hidden_states[1]'; '' is the output itself."""
-    text = ""
-    for key in path:
-        if key == pytree.GetAttrKey("output") and key is path[0]:  # caches.Updated: what the model returns
-            continue
-        if isinstance(key, pytree.SequenceKey):
-            text += f"[{key.idx}]"
-        else:
-            name = str(key.key if isinstance(key, pytree.MappingKey) else getattr(key, "name", key))
-            text += f".{name}" if text else name
-    return text
-
-
-def _drop_unread(program: Program) -> None:
-    """Without the parameters and buffers that the graph does not read: those of the rest of the model."""
-    kept = []
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
-        if spec.kind in ("param", "buffer") and not node.users:
-            program.graph.erase_node(node)
-        else:
-            kept.append(spec)
-    program.inputs = kept
-
-
-def _mark_losses(program: Program) -> None:
-    """A field called `loss`; else the first element of what loss_fn made a pair; else every 0-d floating active output."""
-    active = active_nodes(program)
-    nodes = program.results()
-
-    def is_scalar(node: Any) -> bool:
-        value = node.meta.get(VAL)
-        return isinstance(value, torch.Tensor) and value.dim() == 0 and node in active
-
-    scalars = [i for i, node in enumerate(nodes) if is_scalar(node)]
-    named = [i for i in scalars if program.outputs[i].name == "loss"]
-    for i in named or scalars:
-        program.outputs[i] = Output("user", program.outputs[i].name, loss=True)
 
 
 # -- calling the export
@@ -550,7 +423,7 @@ def _quiet(note: Callable[[str], None]) -> Iterator[None]:
     for warning in caught:
         found = re.match(r"The tensor attributes? (.*?) (?:was|were) assigned during export", str(warning.message))
         if found:
-            names = found.group(1).replace(f"self.{_ROOT}.", "")
+            names = found.group(1).replace(f"self.{ROOT}.", "")
             note(
                 f"forward stores a tensor in {names}: a captured graph does not (register it as a buffer, or return it)"
             )
