@@ -6,7 +6,8 @@ After:   %z = grouped_mlp(%x, %starts, %ends, [%up], %down, %down_bias, [%up_bia
                           "v0 = add.Tensor(h0, e0); v1 = relu(v0); v1")
          # starts: the ends of the experts before
 Legal because: it is the same formula. The planner then shards weights and biases over experts, and %z is partial.
-What may stand between the products: whatever computes each row by itself (join_experts_units.py).
+What may stand between the products: whatever computes each row by itself (join_experts_units.py). Products with weights that
+are looked up for each row (join_experts_products.py) become the same, on rows that are sorted first.
 
 Where: the user's override says 'expert' of the weights, or no weight has an override and splitting experts gives the busiest
 rank less to do than splitting every expert's ffn does: ceil(E/t)/E of the products against ceil(F/t)/F, or against all of
@@ -26,8 +27,9 @@ from megafx.errors import PlanError
 from megafx.ir import VAL, Builder, Phase, Program, fqn_of, source_of
 from megafx.kernels import grouped_mlp as _defines_the_op  # noqa: F401
 from megafx.overrides import Overrides
-from megafx.passes.join_experts_rows import why_not_expert_of_row
-from megafx.passes.join_experts_units import GROUPED, Found, NotByRow, Rows, find_unit, products_before
+from megafx.passes.join_experts_products import Product, find_products
+from megafx.passes.join_experts_rows import never_negative
+from megafx.passes.join_experts_units import Found, NotByRow, Rows, find_unit, products_before, stack_of
 from megafx.planning import Planning
 from megafx.policy import weight_values
 from megafx.sizes import SizeEmitter
@@ -42,114 +44,133 @@ def join_experts(program: Program, planning: Planning) -> int:
 
     PlanError where an override asks for it and something between the products is in the way; a note where only cost does.
     """
-    found = program.graph.find_nodes(op="call_function", target=GROUPED)
-    if planning.t == 1 or not found:
+    products = find_products(program) if planning.t > 1 else []
+    if not products:
         return 0
     weights = weight_values(program, set(program.graph.nodes))
     overrides = Overrides(program, planning.config.overrides, weights, planning.t)
-    joining = _Joining(program, planning, overrides, weights)
-    count = sum(joining.join(node) for node in found)
-    for node in program.graph.find_nodes(op="call_function", target=GROUPED):
-        joining.refuse(node)
+    joining = _Joining(program, planning, overrides, weights, products)
+    count = sum(joining.join(product) for product in products)
+    for product in products:
+        if not product.node._erased:
+            joining.refuse(product)
     return count
 
 
 class _Joining:
     """reasons: why a product is not joined with others."""
 
-    def __init__(self, program: Program, planning: Planning, overrides: Overrides, weights: set[fx.Node]) -> None:
+    def __init__(
+        self, program: Program, planning: Planning, overrides: Overrides, weights: set[fx.Node], products: list[Product]
+    ) -> None:
         self.program, self.planning, self.overrides, self.weights = program, planning, overrides, weights
+        self.products = products
         self.reasons: dict[fx.Node, NotByRow] = {}
 
-    def join(self, last: Any) -> bool:
+    def join(self, last: Product) -> bool:
         """Whether this product is the last of a mixture that is joined now."""
         try:
-            found = find_unit(self.program, last)
+            found = find_unit(self.program, self.products, last)
+            if found is not None and last.looked_up and not never_negative(last.by):
+                raise NotByRow(
+                    "a lookup by ids that are not indices of topk, sort or argmax, so that they may be negative",
+                    last.node,
+                )
         except NotByRow as reason:
             self._not_joined(last, reason)
             return False
-        if found is None or not self._wanted(last, found):
+        if found is None or not self._wanted([*found.firsts, last], found.cut):
             return False
         self._replace(last, found)
         return True
 
-    def _wanted(self, last: Any, found: Found) -> bool:
-        products = [*found.firsts, last]
-        if any(n.args[1] not in self.weights for n in products):
+    def _wanted(self, products: list[Product], cut: bool) -> bool:
+        if any(p.weight not in self.weights for p in products):
             return False
-        stored = [n for p in products for n in self.overrides.names_of(p.args[1], p) if n in self.planning.fixed]
+        stored = [n for p in products for n in self._names(p) if n in self.planning.fixed]
         if stored:  # by an earlier graph
             where = self.planning.fixed[stored[0]]
             return where.is_shard and where.dim == 0
-        styles = {self.overrides.style_of(p.args[1], p) for p in products}
-        return styles == {"expert"} or (styles == {""} and _cheaper(products, self.planning.t, found.cut))
+        styles = {self._style(p) for p in products}
+        return styles == {"expert"} or (styles == {""} and _cheaper(products, self.planning.t, cut))
 
-    def _not_joined(self, last: Any, reason: NotByRow) -> None:
-        self.reasons[last] = reason
-        for user in last.args[2].users:
-            if user.target is GROUPED:
-                self.reasons.setdefault(user, reason)
-        products = [*products_before(last), last]
-        given = any(p.args[1] not in self.weights or self.overrides.style_of(p.args[1], p) for p in products)
-        if not given and _cheaper(products, self.planning.t, cut=True):
-            self.program.note(
-                "experts", f"whole experts on each rank would be less work, but {_between(reason)}", reason.node
-            )
+    def _names(self, product: Product) -> tuple[str, ...]:
+        return self.overrides.names_of(product.weight, product.node)
 
-    def refuse(self, product: Any) -> None:
+    def _style(self, product: Product) -> str:
+        return self.overrides.style_of(product.weight, product.node)
+
+    def _not_joined(self, last: Product, reason: NotByRow) -> None:
+        before = products_before(self.products, last)
+        for product in (*before, last):
+            self.reasons.setdefault(product.node, reason)
+        if self._wanted([*before, last], cut=True) and self._style(last) != "expert":
+            what = f"whole experts on each rank would be less work, but {_between(reason)}"
+            self.program.note("experts", what, reason.node)
+
+    def refuse(self, product: Product) -> None:
         """PlanError for a product whose weight is to be split over experts and that was not joined."""
-        if self.overrides.style_of(product.args[1], product) != "expert":
+        if self._style(product) != "expert":
             return
-        name = self.overrides.names_of(product.args[1], product)[0]
-        reason = self.reasons.get(product)
-        if reason is None:
-            others = [u for u in product.args[2].users if u.target is GROUPED and u is not product]
-            names = [n for u in others for n in self.overrides.names_of(u.args[1], u)[:1]]
-            reason = NotByRow(f"{', '.join(names) or 'no other weight of the mixture'}", product)
-            what = f"the override holds for '{name}', but not for {reason.found}"
-        else:
-            what = _between(reason)
+        name = self._names(product)[0]
+        reason = self.reasons.get(product.node)
+        others = [
+            self._names(p)[0] for p in self.products if p.by is product.by and p is not product and self._names(p)
+        ]
+        what = (
+            f"the override does not hold for {', '.join(others) or 'another weight of the mixture'}, which goes with it"
+        )
         raise PlanError(
-            f"override: {name} is split over experts, but {what}",
+            f"override: {name} is split over experts, but {_between(reason) if reason else what}",
             fix="experts are split where each computes its rows by itself between its products, and all of their weights have "
             "the override; else leave it out: experts are then split in their ffn where they can be",
-            module=fqn_of(reason.node),
-            source=source_of(reason.node),
+            module=fqn_of(reason.node if reason else product.node),
+            source=source_of(reason.node if reason else product.node),
         )
 
     # -- the op
 
-    def _replace(self, last: Any, found: Found) -> None:
+    def _replace(self, last: Product, found: Found) -> None:
         add, bias = self._bias(last)
-        emit = Builder(self.program, add or last, last, NAME)
-        _, down, ends = last.args
-        before = emit(aten.slice.Tensor, ends, 0, 0, ends.meta[VAL].shape[0] - 1)
+        where = add or last.node
+        emit = Builder(self.program, where, last.node, NAME)
+        x, rows = found.firsts[0].x, [self._each_row(emit, each, found.firsts[0].node) for each in found.rows]
+        order, ends = None, last.by
+        if last.looked_up:  # sort the rows by expert
+            order = emit(aten.argsort.stable, last.by, stable=True)
+            hot = emit(aten.one_hot.default, last.by, last.experts)
+            ends = emit(aten.cumsum.default, emit(aten.sum.dim_IntList, hot, [0]), 0)
+            x, *rows = (emit(aten.index.Tensor, a, [order]) for a in (x, *rows))
+        before = emit(aten.slice.Tensor, ends, 0, 0, last.experts - 1)
         starts = emit(aten.constant_pad_nd.default, before, [1, 0], 0)
-        ups: list[Any] = [first.args[1] for first in found.firsts]
-        rows = [self._each_row(emit, each, found.firsts[0]) for each in found.rows]
-        x = found.firsts[0].args[0]
+        *ups, down = (emit(aten.transpose.int, p.weight, 1, 2) if p.turned else p.weight for p in (*found.firsts, last))
         y = emit(ops.grouped_mlp.default, x, starts, ends, ups, down, bias, found.stacks, rows, found.unit)
-        (add or last).replace_all_uses_with(y)
-        lookups = [a for node in (*found.nodes, *([add] if add else [])) for a in node.all_input_nodes]
-        for old in (add, last, *reversed(found.nodes), *found.firsts, *lookups):
-            if old is not None and old.op == "call_function" and not old.users and not old._erased:
-                self.program.graph.erase_node(old)
+        made = y if order is None else emit(aten.index.Tensor, y, [emit(aten.argsort.default, order)])
+        where.replace_all_uses_with(made)
+        self._erase(where)
         self.program.note("experts", f"experts of '{fqn_of(y)}' are split over the ranks, each whole", y)
 
-    def _bias(self, last: Any) -> tuple[Any, Any]:
+    def _erase(self, node: fx.Node) -> None:
+        """Take out a node, and what only it has read."""
+        if node.op != "call_function" or node.users or node._erased:
+            return
+        operands = node.all_input_nodes
+        self.program.graph.erase_node(node)
+        for operand in operands:
+            self._erase(operand)
+
+    def _bias(self, last: Product) -> tuple[fx.Node | None, fx.Node | None]:
         """(the sum of the last product and a bias of each expert, the stack of biases) where that is what reads it."""
-        add: Any = next(iter(last.users)) if len(last.users) == 1 else None
-        if add is None or add.target is not aten.add.Tensor or add.kwargs or last not in add.args:
+        add: Any = next(iter(last.node.users)) if len(last.node.users) == 1 else None
+        if add is None or add.target is not aten.add.Tensor or add.kwargs or last.node not in add.args:
             return None, None
-        lookup: Any = add.args[1 - add.args.index(last)]
-        if not isinstance(lookup, fx.Node) or lookup.target is not aten.index.Tensor:
+        lookup: Any = add.args[1 - add.args.index(last.node)]
+        stack, why = stack_of(lookup, last) if isinstance(lookup, fx.Node) else (None, "")
+        if stack is None or why:
             return None, None
-        stack, ids = lookup.args
-        down, bias, ends = last.args[1].meta[VAL], stack.meta[VAL], last.args[2]  # type: ignore[union-attr]
-        alike = bias.shape == (down.shape[0], down.shape[2]) and bias.dtype == down.dtype
-        if not alike or len(ids) != 1 or why_not_expert_of_row(ids[0], ends, down.shape[0]):  # type: ignore[arg-type,index]
-            return None, None
-        return add, stack
+        bias, weight = stack.meta[VAL], last.weight.meta[VAL]
+        alike = bias.shape == (last.experts, last.width) and bias.dtype == weight.dtype
+        return (add, stack) if alike else (None, None)
 
     def _each_row(self, emit: Builder, given: Rows, like: fx.Node) -> fx.Node:
         value, dims = given
@@ -166,15 +187,14 @@ def _between(reason: NotByRow) -> str:
     return f"between their products stands {reason.found}"
 
 
-def _cheaper(products: list[Any], t: int, cut: bool) -> bool:
+def _cheaper(products: list[Product], t: int, cut: bool) -> bool:
     """Whether whole experts are less work. cut: whether splitting them in their ffn splits the work.
 
     Also of a graph without gradients: the model's other graphs use the same weights. A training step has each product three
     times, forward and twice backward; the first ones are computed once more.
     """
-    *ups, down = (p.args[1].meta[VAL].shape for p in products)
-    experts, ffn, _ = down
-    first = sum(up[2] for up in ups)
-    again = 1 + first / (3 * (first + ffn))
+    *firsts, last = products
+    first = sum(p.terms * p.width for p in firsts)
+    again = 1 + first / (3 * (first + last.terms * last.width))
     share = lambda n: -(-n // t) / n  # noqa: E731  of the busiest rank
-    return bool(share(experts) * again < (share(ffn) if cut else 1))
+    return bool(share(last.experts) * again < (share(last.terms) if cut else 1))

@@ -36,7 +36,7 @@ def why_not_expert_of_row(ids: Any, ends: Any, experts: int) -> str:
         return "ids that are not sorted as the rows are"
     if not any(_same(_counted(ends, experts), each) for each in (ids, unsorted)):
         return "ids that are not those whose counts end the groups"
-    if not _no_negative(unsorted):
+    if not never_negative(unsorted):
         return "ids that are not indices of topk, sort or argmax, so that they may be negative"
     return ""
 
@@ -81,18 +81,19 @@ def _counted(ends: Any, experts: int) -> Any:
     return None
 
 
-def _no_negative(ids: Any) -> bool:
+def never_negative(ids: Any) -> bool:
+    """Whether ids are indices that topk, sort or argmax gave, in any order."""
     ids = _plain(ids, casts=True)
     if not isinstance(ids, fx.Node) or ids.op != "call_function":
         return False
     if ids.target is operator.getitem:
         source, which = _argument(ids, 0), _argument(ids, 1)
         if which == 0:
-            return source.target in _SORTS and _no_negative(source.args[0])
+            return source.target in _SORTS and never_negative(source.args[0])
         return source.target in _INDICES
     if ids.target in (aten.argmax.default, aten.argmin.default, *_ORDERS):
         return True
-    return (str(ids.target) in VIEWS or ids.target in _MOVES) and _no_negative(ids.args[0])
+    return (str(ids.target) in VIEWS or ids.target in _MOVES) and never_negative(ids.args[0])
 
 
 def _plain(node: Any, casts: bool = False) -> Any:

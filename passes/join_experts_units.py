@@ -10,6 +10,7 @@ each row by itself where its sharding rule says that the dim of the rows can be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,11 +21,11 @@ from megafx.draws import draws
 from megafx.ir import VAL, Program, is_floating
 from megafx.kernels.row_units import write
 from megafx.op_rules import Operand, OpRule, rule_for
+from megafx.passes.join_experts_products import Product
 from megafx.passes.join_experts_rows import why_not_expert_of_row
 from megafx.rules import names
 
-aten, ops = torch.ops.aten, torch.ops.megafx
-GROUPED = ops.grouped_mm.default
+aten = torch.ops.aten
 _SIZED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default)
 
 
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
 class Found:
     """firsts: the products before, nodes: what stands between, in order; stacks, rows: as grouped_mlp takes them."""
 
-    firsts: list[fx.Node]
+    firsts: list[Product]
     nodes: list[fx.Node]
     unit: str
     stacks: list[fx.Node] = field(default_factory=list)
@@ -55,60 +56,60 @@ class Found:
     cut: bool = True  # whether the result could be cut along the elements of a row (the experts' ffn)
 
 
-def find_unit(program: Program, last: fx.Node) -> Found | None:
+def find_unit(program: Program, products: Sequence[Product], last: Product) -> Found | None:
     """What stands between earlier products and this one; None where there is no earlier product. Raises NotByRow."""
-    firsts, nodes = _between(last)
+    firsts, nodes = _between(products, last)
     if not firsts:
         return None
-    inside = {*firsts, *nodes}
-    for node in (*firsts, *nodes):
-        other = next((u for u in node.users if u not in inside and u is not last), None)
+    inside = {*nodes, *(n for p in (*firsts, last) for n in p.inner)}
+    for node in (*(p.node for p in firsts), *nodes):
+        other = next((u for u in node.users if u not in inside), None)
         if other is not None:
             raise NotByRow(f"{node.target}, whose result {other.target} reads too", node)
-    if any(first.args[0] is not firsts[0].args[0] for first in firsts):
-        raise NotByRow(f"{last.target} of products of different values", last)
+    if any(first.x is not firsts[0].x for first in firsts):
+        raise NotByRow(f"{last.node.target} of products of different values", last.node)
     return _Reader(program, last, firsts, nodes).read()
 
 
-def products_before(last: fx.Node) -> list[fx.Node]:
-    """The grouped products of the same rows that this one depends on."""
-    return _between(last)[0]
+def products_before(products: Sequence[Product], last: Product) -> list[Product]:
+    """The products of the same rows that this one depends on."""
+    return _between(products, last)[0]
 
 
-def _between(last: Any) -> tuple[list[fx.Node], list[fx.Node]]:
+def _between(products: Sequence[Product], last: Product) -> tuple[list[Product], list[fx.Node]]:
     """(products of the same rows that `last` depends on, nodes on the ways from them), in graph order."""
-    hidden, _, ends = last.args
+    others = {p.node: p for p in products if p.by is last.by and p is not last}
     before: dict[fx.Node, int] = {}
-    for i, node in enumerate(last.graph.nodes):
-        if node is last:
+    for i, node in enumerate(last.node.graph.nodes if others else ()):
+        if node is last.node:
             break
         before[node] = i
-    starts = [u for u in ends.users if u.target is GROUPED and u.args[2] is ends and u in before]
+    starts = [node for node in others if node in before]
     reached, todo = {*starts}, [*starts]
     while todo:
         fresh = [u for u in todo.pop().users if u in before and u not in reached]
         reached.update(fresh)
         todo += fresh
-    needed, todo = set(), [hidden]
+    needed, todo = set(), [last.x]
     while todo:
         node = todo.pop()
         if node in reached and node not in needed:
             needed.add(node)
-            todo += [] if node in starts else node.all_input_nodes
+            todo += [] if node in others else node.all_input_nodes
     ordered = sorted(needed, key=lambda n: before[n])
-    return [n for n in ordered if n in starts], [n for n in ordered if n not in starts]
+    return [others[n] for n in ordered if n in others], [n for n in ordered if n not in others]
 
 
 class _Reader:
     """Names what the unit takes from outside, and refuses what is not computed by row."""
 
-    def __init__(self, program: Program, last: fx.Node, firsts: list[fx.Node], nodes: list[fx.Node]) -> None:
+    def __init__(self, program: Program, last: Product, firsts: list[Product], nodes: list[fx.Node]) -> None:
         self.program, self.last = program, last
         self.every = set(program.graph.nodes)
         self.found = Found(firsts, nodes, "")
-        self.inside = {*firsts, *nodes}
-        self.count = self._rows(firsts[0])
-        self.names = {first: f"h{i}" for i, first in enumerate(firsts)}
+        self.names = {first.node: f"h{i}" for i, first in enumerate(firsts)}
+        self.inside = {*self.names, *nodes}
+        self.count = self._rows(firsts[0].node)
         self.repeated: dict[tuple[fx.Node, int], str] = {}  # names of values that all rows share, by dims
 
     def read(self) -> Found:
@@ -159,16 +160,14 @@ class _Reader:
         else:
             raise NotByRow(f"{node.target} with {self._said(value)}, which has no row for each row", node)
 
-    def _from_outside(self, value: Any) -> None:
+    def _from_outside(self, value: fx.Node) -> None:
         """A lookup in a stack by the expert of each row, or a value that has its own rows."""
-        experts, ends = self.last.args[1].meta[VAL].shape[0], self.last.args[2]  # type: ignore[union-attr]
-        lookup = value.target is aten.index.Tensor and len(value.args[1]) == 1 and value.args[1][0].meta[VAL].dim() == 1
-        if not lookup or value.args[0].meta[VAL].shape[0] != experts:
+        stack, why = stack_of(value, self.last)
+        if stack is None:
             self.names[value] = f"r{len(self.found.rows)}"
             self.found.rows.append(Rows(value))
             return
-        stack, (ids,) = value.args
-        if why := why_not_expert_of_row(ids, ends, experts):
+        if why:
             raise NotByRow(f"a lookup in {self._said(stack)} by {why}", value)
         self.names[value] = f"e{len(self.found.stacks)}"
         self.found.stacks.append(stack)
@@ -192,3 +191,15 @@ class _Reader:
         if name is None:
             raise NotByRow(f"{node.target}, which takes a size or setting that only the call knows", node)
         return name
+
+
+def stack_of(value: Any, product: Product) -> tuple[fx.Node | None, str]:
+    """(the stack [E, ..] of which a value takes something for each row, why it may not be by the row's expert or '')."""
+    if value.target is not aten.index.Tensor or len(value.args[1]) != 1:
+        return None, ""
+    stack, (ids,) = value.args
+    if ids.meta[VAL].dim() != 1 or stack.meta[VAL].shape[0] != product.experts:
+        return None, ""
+    if product.looked_up:
+        return stack, "" if ids is product.by else "other ids than those of the weights"
+    return stack, why_not_expert_of_row(ids, product.by, product.experts)

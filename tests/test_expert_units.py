@@ -1,7 +1,8 @@
 """Mixtures whose experts are not plain gated units, split over experts, against one process at fp64.
 
-Covers: passes/join_experts.py, passes/join_experts_units.py, passes/join_experts_rows.py: biases, units that alternate gate
-and up, weights of gate and up apart, no gate; what cannot be joined, with its reason.
+Covers: passes/join_experts.py and what it reads a mixture with (join_experts_units.py, _rows.py, _products.py): biases, units
+that alternate gate and up, weights of gate and up apart, no gate, weights looked up for each row; what cannot be joined, with
+its reason.
 """
 
 from __future__ import annotations
@@ -96,11 +97,27 @@ class Scaled(Experts):
         return ops.grouped_mm(hidden.softmax(-1) * self.each[ids], self.down, ends) * weight
 
 
+class LookedUp(Experts):
+    """A weight for each row, in the order of the tokens; those of the second product with their dims turned."""
+
+    def forward(self, rows: Tensor, ends: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+        back = torch.arange(rows.shape[0] - 1, -1, -1)
+        rows, ids = rows[back], ids[back]
+        hidden = torch.bmm(rows[:, None], self.up[ids])[:, 0] + self.up_bias[ids]
+        gate, up = hidden[..., ::2], hidden[..., 1::2]
+        y = (self.down[ids] @ (F.gelu(gate) * up * weight[back]).unsqueeze(-1)).squeeze(-1) + self.down_bias[ids]
+        return y[back]
+
+
 UNITS: dict[str, tuple[type[Experts], dict[str, tuple[int, ...]]]] = {
     "alternating": (Alternating, dict(up=GATED, up_bias=GATED_BIAS, down=DOWN, down_bias=DOWN_BIAS)),
     "without gate": (WithoutGate, dict(up=UP, up_bias=UP_BIAS, down=DOWN, down_bias=DOWN_BIAS)),
     "gate apart": (GateApart, dict(gate=UP, up=UP, down=DOWN)),
     "in pairs": (InPairs, dict(up=GATED, down=DOWN)),
+    "looked up": (
+        LookedUp,
+        dict(up=GATED, up_bias=GATED_BIAS, down=(EXPERTS, HIDDEN, FFN), down_bias=DOWN_BIAS),
+    ),
     "scaled": (Scaled, dict(up=UP, down=DOWN, scale=(FFN,), shift=(), each=(EXPERTS, 1))),
 }
 SHARED = {"experts.scale", "experts.shift"}  # of all experts
@@ -132,6 +149,8 @@ def check(model: nn.Module, t: int, overrides: dict[str, str], **config: Any) ->
         ("without gate", 4, False),
         ("gate apart", 3, False),
         ("in pairs", 2, False),
+        ("looked up", 2, False),
+        ("looked up", 3, "auto"),
         ("scaled", 3, "auto"),
     ],
 )
@@ -228,6 +247,12 @@ class OtherIds(Experts):
         return ops.grouped_mm(F.relu(hidden), self.down, ends) * weight
 
 
+class OtherBias(Experts):
+    def forward(self, rows: Tensor, ends: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+        hidden = (rows[:, None] @ self.up[ids])[:, 0] + self.up_bias[ids.flip(0)]
+        return (hidden.relu()[:, None] @ self.down[ids])[:, 0] * weight
+
+
 class Dropped(Experts):
     def forward(self, rows: Tensor, ends: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
         hidden = F.dropout(ops.grouped_mm(rows, self.up, ends).relu(), 0.5)
@@ -244,6 +269,7 @@ class Dropped(Experts):
         ),
         (ReadTwice, r"stands aten.relu.default, whose result aten.mean.default reads too", "hidden = F.relu"),
         (OtherIds, r"a lookup in experts.up_bias by ids that are not sorted as the rows are", "ids.flip"),
+        (OtherBias, r"a lookup in experts.up_bias by other ids than those of the weights", "ids.flip"),
         (Dropped, r"stands megafx.dropout.default, which draws by the number of a row", "F.dropout"),
     ],
 )
