@@ -77,15 +77,28 @@ def write(
     with open(path, "wb") as file:
         for block in (len(text).to_bytes(8, "little"), text):
             total += _put(file, digest, block)
-        for (name, dtype, shape), value in zip(entries, values, strict=True):
-            if value.dtype != dtype or tuple(value.shape) != tuple(shape):
-                raise CheckpointError(f"'{name}' is {tuple(value.shape)} {value.dtype}, not {tuple(shape)} {dtype}")
-            if value.numel():
-                raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                total += _put(file, digest, raw.numpy().data)
+        waiting = iter(values)
+        for entry in entries:  # no name here (nor in a zip) holds a value while the next one is made
+            total += _put_value(file, digest, entry, next(waiting, None))
+        if next(waiting, None) is not None:
+            raise ValueError("there are more values than entries")
         file.flush()
         os.fsync(file.fileno())
     return Written(total, digest.hexdigest())
+
+
+def _put_value(
+    file: BinaryIO, digest: hashlib.blake2b, entry: tuple[str, torch.dtype, Sequence[int]], value: torch.Tensor | None
+) -> int:
+    name, dtype, shape = entry
+    if value is None:
+        raise ValueError(f"there is no value for '{name}'")
+    if value.dtype != dtype or tuple(value.shape) != tuple(shape):
+        raise CheckpointError(f"'{name}' is {tuple(value.shape)} {value.dtype}, not {tuple(shape)} {dtype}")
+    if not value.numel():
+        return 0
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return _put(file, digest, raw.numpy().data)
 
 
 def _numel(shape: Sequence[int]) -> int:

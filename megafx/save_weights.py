@@ -161,7 +161,9 @@ def _values(file: PlannedFile, fetch: Fetch, writer: int, rank: int) -> Iterator
     for saving in _ordered(file):
         whole = [fetch(name, writer) for name in saving.names]
         if writer == rank:
-            yield from saving.make([x for x in whole if x is not None])
+            made = iter(saving.make([x for x in whole if x is not None]))
+            del whole  # what is written is not held while the next tensor comes
+            yield from made
 
 
 def _partial(folder: Path, name: str) -> Path:

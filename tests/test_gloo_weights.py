@@ -5,10 +5,14 @@ Run as a script, this file is one of the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import processes
 import pytest
@@ -126,7 +130,9 @@ def initialised(name: str, model: nn.Module, folder: Path) -> None:
     megafx.initialize(model, (lambda: make(name)) if name == "nanogpt" else None)
     assert torch.equal(torch.get_rng_state(), drawn)
     same(model, wanted, f"{name} initialised")
-    megafx.save_pretrained(model, folder / f"{name}_saved", max_shard_size="8KB")
+    with whole_tensors_one_at_a_time() as made:
+        megafx.save_pretrained(model, folder / f"{name}_saved", max_shard_size="8KB")
+    assert 0 < sum(made) < sum(x.numel() for x in wanted.state_dict().values()), "this rank made all tensors whole"
     if name != "nanogpt":
         by_its_method(model, folder, folder / f"{name}_saved")
     with torch.device("meta"):
@@ -134,6 +140,27 @@ def initialised(name: str, model: nn.Module, folder: Path) -> None:
     megafx.initialize(whole, lambda: make(name), seed=9)
     megafx.initialize(model, lambda: make(name), seed=9)
     same(model, whole, f"{name} by index")
+
+
+@contextlib.contextmanager
+def whole_tensors_one_at_a_time() -> Iterator[list[int]]:
+    """Yields the sizes of the tensors that this rank makes whole; an earlier one is gone when the next one is made."""
+    from megafx import save_weights
+
+    fetch = save_weights._Gather.fetch
+    sizes: list[int] = []
+    alive: list[weakref.ref] = []
+
+    def counted(self, name: str, writer: int) -> torch.Tensor | None:
+        assert not any(r() is not None for r in alive), f"an earlier tensor is still held when '{name}' comes"
+        value = fetch(self, name, writer)
+        if value is not None:
+            sizes.append(value.numel())
+            alive.append(weakref.ref(value))
+        return value
+
+    with mock.patch.object(save_weights._Gather, "fetch", counted):
+        yield sizes
 
 
 def by_its_method(model: nn.Module, folder: Path, wanted: Path) -> None:
