@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import megafx
 from megafx.capture import capture_call
@@ -227,6 +229,20 @@ def test_gradients_and_the_way_of_the_library() -> None:
         assert len(moved) == len(plain) == 7
         for a, b in zip(moved, plain, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_the_way_of_the_library_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no numbers to read."""
+    monkeypatch.setattr(module, "grouped_mm", ops.grouped_mm)
+    monkeypatch.setattr(module, "grouped_mm_weight", ops.grouped_mm_weight)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        given = tree_map_only(Tensor, mode.from_tensor, [*operands()])
+        assert module.moved_grouped_mlp(*given).shape == (11, 6)
+        with pytest.raises(DataDependentOutputException):
+            module.grouped_mlp(*given)
+        del given[5]
+        grad = mode.from_tensor(floats(11, 6))
+        assert len(module.moved_grouped_mlp_backward(grad, *given, True)) == 7
 
 
 def test_no_rows() -> None:
