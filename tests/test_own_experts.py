@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import megafx
 from megafx.collectives import AxisContext
-from megafx.compiler import Compiled
+from megafx.compiler import Compiled, Request, compile_program
 from megafx.data_axis import DataAxis
 from megafx.errors import MegafxError, PlacementError, PlanError
 from megafx.hardware import Hardware
@@ -336,6 +336,36 @@ def test_graphs_after_the_first_keep_the_owners() -> None:
     owners = {n.args[0].name: n.args[1] for n in targets(program, ops.of_rank.default)}
     assert set(owners.values()) == {0, 1}
     assert all(owner == 1 for name, owner in owners.items() if "experts_0" in name)
+
+
+class Alone(nn.Module):
+    """What a direct call of one expert runs."""
+
+    def __init__(self, mixture: nn.Module) -> None:
+        super().__init__()
+        self.moe = mixture
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": self.moe.experts[2](x)}  # type: ignore[index,operator]  # a ModuleList
+
+
+def test_a_graph_of_one_expert_and_one_without_gradients() -> None:
+    """Later graphs of a model whose first one has settled who owns what."""
+    model, call = moe.Model(moe.where_add_in_place).double(), {"x": tokens(3, 5)}
+    _, made = made_for(model, 3)
+    for later, training in ((model, False), (Alone(model.moe), True)):
+        program = captured(later, call)
+        fixed = {spec.name: made.plan.params[spec.name] for spec in program.inputs if spec.kind == "param"}
+        wants = (lambda index, spec: spec.kind == "param") if training else None
+        config = megafx.Config(overrides=OVERRIDES)
+        found = compile_program(program.copy(), Request(config, 3, Hardware.load("h100-nvlink"), fixed, None, wants))
+        assert found.plan.params == fixed
+        names = [found.program.outputs[i].name for i in found.differentiated]
+        wanted, tangents = eager(later, program, call, names)
+        for run in (simulated, run_bound):
+            off = errors(run(found, later, call, tangents), wanted)
+            assert "output hidden" in off and len(off) == (4 if training else 2)
+            assert max(off.values()) <= RTOL, off
 
 
 class Chained(moe.Mixture):
