@@ -32,7 +32,7 @@ Costs = NDArray[np.float64]
 # err by at most 5e-11 s together, below the tie-breaks of cost.py (1e-9 s).
 DECIMALS = 14
 LARGE = 10**7  # entries of a joined table from which on another order is tried: 80 MB
-LARGEST = 2 * 10**8  # 1.6 GB
+LARGEST = 5 * 10**8  # 4 GB
 CONFLICT_VARIABLES = 64  # a conflicting set up to this size is shrunk to a minimal one
 
 

@@ -75,6 +75,7 @@ def canonicalize(program: Program) -> int:
     changes = regions.inline_regions(editor)
     changes += noops.erase_asserts(editor)
     changes += rows_of_data.name_rows_of_data(editor)
+    changes += inplace.take_views_for_reshapes(editor)
     changes += _each(editor, VIEWS)
     changes += inplace.functionalize(editor)
     changes += _each(editor, VALUES)

@@ -17,7 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from megafx.errors import CaptureError
 from megafx.ir import VAL, Output, active_nodes, fake_args, fqn_of, inherit, source_of
-from megafx.passes.canonicalize_common import BY, Editor, argument
+from megafx.passes.canonicalize_common import BY, Editor, argument, respell
 
 aten = torch.ops.aten
 
@@ -38,6 +38,33 @@ _WHOLE = frozenset(
         aten.lift_fresh.default,
     }
 )
+
+
+# Ops that give a tensor another shape in place, and write nothing into its memory.
+_RESHAPES = frozenset(
+    {
+        aten.unsqueeze_.default,
+        aten.squeeze_.default,
+        aten.squeeze_.dim,
+        aten.squeeze_.dims,
+        aten.transpose_.default,
+        aten.t_.default,
+    }
+)
+_PLAIN = {aten.transpose_.default: aten.transpose.int}
+
+
+def take_views_for_reshapes(editor: Editor) -> int:
+    """`x.unsqueeze_(1)` is a view: what uses x from there on has been traced as using the result."""
+    count = 0
+    order = {node: i for i, node in enumerate(editor.graph.nodes)}
+    for node in list(order):
+        if node.target in _RESHAPES:
+            operand: Any = node.args[0]
+            if any(order[user] > order[node] for user in operand.users):
+                raise _refuse(node, f"{node.target} changes the shape of a tensor that is used under another name, too")
+            count += respell(node, _PLAIN.get(node.target) or functional_form(node), node.args, dict(node.kwargs))
+    return count
 
 
 def functionalize(editor: Editor) -> int:

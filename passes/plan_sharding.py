@@ -184,8 +184,8 @@ def _optimum(problem: Problem) -> tuple[Plan, Solution]:
         raise PlanError(
             f"too many values depend on one another for an exact plan: {len(error.variables)} choices round %{node.name} "
             f"({node.target}) have {error.entries:.0e} combinations (at most {LARGEST:.0e} are tried)",
-            fix="settle some of them by overrides (replicate the module's parameters), or leave the module out of the "
-            f'graph, if it holds few: Config(eager_modules=["{fqn_of(node)}"])',
+            fix="leave the module out of the graph, so that every rank computes it whole: "
+            f'Config(eager_modules=["{fqn_of(node)}"]); or write it with fewer steps (a loop over a sequence has many)',
             module=fqn_of(node),
             source=source_of(node),
         ) from error

@@ -1,7 +1,8 @@
 """What models outside of the matrix's list brought up, each as the smallest model that shows it.
 
 Covers: sizes.py (ranges with a step), canonicalize_fills.py and canonicalize_views.py (dtypes and memory that eager decides),
-canonicalize_common.py (sizes that depend on data), op_families_math.py (convolutions without bias), capture_casts.py.
+canonicalize_common.py (sizes that depend on data), op_families_math.py (convolutions without bias), capture_casts.py,
+canonicalize_inplace.py (shapes that change in place).
 """
 
 from __future__ import annotations
@@ -116,6 +117,30 @@ def test_slice_by_a_tensor_is_refused_with_its_line() -> None:
     assert "depends on the data of a tensor" in caught.value.found
     source: Any = caught.value.source
     assert "self.positions[4 - span" in source.code
+
+
+class ReshapesInPlace(nn.Module):
+    """A mask whose shape changes in place, as BigBird's does; and a write into a view that was made so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        mask = torch.ones_like(x[..., 0])
+        mask[:, 2:] = 0
+        mask.unsqueeze_(-1)
+        turned = hidden.clone()
+        turned.transpose_(0, 1)
+        turned[1] = 0
+        loss: torch.Tensor = self.down(hidden * mask + turned.transpose(0, 1)).square().sum()
+        return loss
+
+
+def test_shapes_that_change_in_place() -> None:
+    found = megafx.verify(ReshapesInPlace().double(), TWO, example_inputs=(floats(3, 5, 6),))
+    assert found.ok and len(found.gradients) == 4, str(found)
 
 
 class Converting(nn.Module):
