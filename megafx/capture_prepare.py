@@ -103,7 +103,7 @@ def _prepare_modules(model: nn.Module, note: Note) -> None:
     checkpointed = 0
     for path, module in model.named_modules():
         if vars(module).get("gradient_checkpointing"):
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+            vars(module)["gradient_checkpointing"] = False
             checkpointed += 1
         if module.training and not draws_in_torch(module):
             _keep_layers(module, path, note)

@@ -100,14 +100,16 @@ class _Selecting:
         for user in list(node.users):
             if user.target is not operator.getitem:
                 return False
-            replace(user, self._column(user, found, user.args[1]))  # type: ignore[arg-type]
+            part: Any = user.args[1]
+            replace(user, self._column(user, found, part))
         node.graph.erase_node(node)
         return True
 
     def _masked_select(self, node: fx.Node) -> bool:
-        x, mask = node.args
+        operands: Any = node.args
+        x, mask = operands
         emit = self.editor.at(node)
-        both: Any = torch.broadcast_shapes(x.meta[VAL].shape, mask.meta[VAL].shape)  # type: ignore[union-attr]
+        both: Any = torch.broadcast_shapes(x.meta[VAL].shape, mask.meta[VAL].shape)
         shape = [self.editor.arg(n) for n in both]
         x, mask = (emit(aten.expand.default, v, shape) for v in (x, mask))
         found = self._rows(node, mask, node.meta[VAL].shape[0])
@@ -128,12 +130,13 @@ class _Selecting:
     def _indices(self, node: fx.Node, size: Any) -> list[Any]:
         """The indices with a column of rows for each dim of each mask."""
         made: list[Any] = []
-        for a in node.args[1]:  # type: ignore[union-attr]
-            if a is None or a.meta[VAL].dtype not in (torch.bool, torch.uint8):  # type: ignore[union-attr]
+        indices: Any = node.args[1]
+        for a in indices:
+            if a is None or a.meta[VAL].dtype not in (torch.bool, torch.uint8):
                 made.append(a)
                 continue
             found = self._rows(node, a, size)
-            made += [self._column(node, found, i) for i in range(a.meta[VAL].dim())]  # type: ignore[union-attr]
+            made += [self._column(node, found, i) for i in range(a.meta[VAL].dim())]
         return made
 
 
@@ -158,7 +161,8 @@ def _refresh(editor: Editor, env: DataShapeEnv) -> None:
 def _price(editor: Editor) -> None:
     """Say of each number of rows what it is an equal share of. Masks made of the same choice share its elements."""
     sizes, sources = editor.program.sizes, row_sources(editor.graph)
-    choices = {symbol: _choice(node.args[0]) for symbol, (node, _) in sources.items()}  # type: ignore[arg-type]
+    masks: dict[Any, Any] = {symbol: node.args[0] for symbol, (node, _) in sources.items()}
+    choices = {symbol: _choice(mask) for symbol, mask in masks.items()}
     for symbol, (node, _) in sources.items():
         choice = choices[symbol]
         among = math.prod(sizes.shape(choice.meta[VAL]))

@@ -137,7 +137,8 @@ class _Typer:
 
     def _typed(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
-            return self.facts[node.args[0]][node.args[1]]  # type: ignore[index]
+            arguments: Any = node.args
+            return self.facts[arguments[0]][arguments[1]]
         name = str(node.target).split(".")[1]
         self._count_all_rows(node)
         operands = [a for a in node.all_input_nodes if a in self.facts]
@@ -289,7 +290,8 @@ class _Typer:
 
 def _reduction(node: fx.Node) -> Any:
     """at::Reduction of a loss: 0 none, 1 mean, 2 sum."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    target: Any = node.target
+    names = [a.name for a in target._schema.arguments]
     at = names.index("reduction")
     return node.args[at] if at < len(node.args) else node.kwargs.get("reduction", 1)
 

@@ -36,8 +36,10 @@ def start_next_region(order: list[fx.Node]) -> list[fx.Node]:
     for node in order:
         if not is_region_gather(node):
             result.append(node)
-        if is_wait(node) and is_region_gather(node.args[0]):  # type: ignore[arg-type]
-            result += following.pop(node.args[0].meta.get(FQN), [])  # type: ignore[union-attr]
+        if is_wait(node):
+            (start,) = node.all_input_nodes
+            if is_region_gather(start):
+                result += following.pop(start.meta.get(FQN), [])
     return result
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -132,13 +133,13 @@ def _is_waited_for(wait: fx.Node) -> bool:
 
 
 def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
-    kind, args, operands = STARTS[node.target], node.args, node.all_input_nodes
-    t = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}.get(  # type: ignore[arg-type]
-        kind, lambda: RANKS_ASSUMED
-    )()
+    kind, operands = STARTS[node.target], node.all_input_nodes
+    args: Any = node.args
+    of_kind = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}
+    t: int = of_kind.get(kind, lambda: RANKS_ASSUMED)()
     itemsize = operands[0].meta[VAL].element_size()
-    whole = sum(_numel(program, n) for n in operands) * (t if kind in (ALL_GATHER, ALL_TO_ALL) else 1)  # type: ignore[operator]
-    return collective_seconds(kind, whole, itemsize, hardware, t)  # type: ignore[arg-type]
+    whole = sum(_numel(program, n) for n in operands) * (t if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
+    return collective_seconds(kind, whole, itemsize, hardware, t)
 
 
 def _product_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
