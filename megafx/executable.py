@@ -230,13 +230,13 @@ def _numbers(value: Any) -> list[tuple[int, int]]:
 
 
 def _with_sizes_checked(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same code, which first checks the sizes that it has as numbers."""
+    """The same code, which first checks the sizes that it has as numbers, of what it uses: other inputs may be anything."""
     graph = fx.Graph()
     result = graph.graph_copy(gm.graph, {})
     graph.output(result)
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         for node in graph.find_nodes(op="placeholder"):
-            for dim, size in _numbers(node.meta.get(VAL)):
+            for dim, size in _numbers(node.meta.get(VAL)) if node.users else ():
                 found = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
                 equal = graph.call_function(operator.eq, (found, size))
                 graph.call_function(torch._check, (equal,))

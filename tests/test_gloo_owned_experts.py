@@ -1,5 +1,5 @@
-"""Experts of a list that are one rank's each, on real gloo ranks: memory, gradients, optimizers, state, and a checkpoint
-that goes from two ranks to three and to one.
+"""Experts of a list that are one rank's each, on real gloo ranks: memory, gradients, optimizers, state, a checkpoint that
+goes from two ranks to three and to one; weights from files, initialization on meta, graphs under Inductor.
 
 Run as a script, this file is one of the ranks.
 """
@@ -18,6 +18,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +39,12 @@ def test_two_ranks_then_three_then_one(tmp_path: Path) -> None:
     train(tmp_path, 1)
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+def test_from_meta_and_under_inductor(tmp_path: Path) -> None:
+    processes.run_ranks(__file__, tmp_path, 2, timeout=900, environment={"CASE": "meta"})
+
+
 def build() -> nn.Module:
     moe.EXPERTS = EXPERTS
     return moe.Model(moe.where_add_in_place).double()
@@ -45,6 +52,12 @@ def build() -> nn.Module:
 
 def batch(step: int) -> torch.Tensor:
     return torch.randn(3, 5 + step, moe.HIDDEN, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def parallel(model: nn.Module, ranks: int, **options: Any) -> Any:
+    options |= {"overrides": {"moe.experts": "expert"}, "hardware": "h100-nvlink"}
+    config = megafx.Config(tensor_model_parallel_size=ranks, **options)
+    return megafx.parallelize(model, config, example_inputs=(batch(0),))
 
 
 def step_of(model: nn.Module, optimizer: Any, step: int) -> tuple[float, float]:
@@ -81,10 +94,7 @@ def train(folder: Path, ranks: int) -> None:
     if start:  # other weights, which the checkpoint is to replace
         for p in model.parameters():
             nn.init.normal_(p)
-    config = megafx.Config(
-        tensor_model_parallel_size=ranks, overrides={"moe.experts": "expert"}, hardware="h100-nvlink"
-    )
-    model = megafx.parallelize(model, config, example_inputs=(batch(0),))
+    model = parallel(model, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     if start:
         megafx.load_checkpoint(folder / "saved", model, optimizer)
@@ -104,6 +114,31 @@ def train(folder: Path, ranks: int) -> None:
     if ranks > 1:
         assert_held(model, optimizer)
     megafx.save_checkpoint(folder / "saved", model, optimizer, step=start + 2)
+
+
+def from_meta_and_compiled(folder: Path, ranks: int) -> None:
+    """A model on meta gets this rank's experts from files, or from its initializers; Inductor's graphs compute the same."""
+    plain = build()
+    if dist.get_rank() == 0:
+        save_file(plain.state_dict(), folder / "model.safetensors")
+    dist.barrier()
+    for fill in (lambda m: megafx.load_safetensors(m, folder), lambda m: megafx.initialize(m, build)):
+        with torch.device("meta"):
+            model = build()
+        fill(parallel(model, ranks))
+        whole = megafx.full_state_dict(model)
+        assert all(torch.equal(whole[name], value) for name, value in plain.state_dict().items())
+        sizes = {p._local_tensor.numel() for n, p in model.named_parameters() if ".experts.4." in n}
+        assert (sizes == {0}) == (dist.get_rank() == 0), sizes  # of five experts the last is rank 1's
+    model = parallel(build(), ranks, compile=True)
+    for step in (0, 1):
+        losses = [m(batch(step))["loss"] for m in (model, plain)]
+        for loss in losses:
+            loss.backward()
+        close(*(float(loss.detach()) for loss in losses))
+    scale = max(float(p.grad.norm()) for p in plain.parameters())
+    for name, gradient in megafx.full_gradients(model).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=RTOL, atol=RTOL * scale)
 
 
 def assert_held(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -132,6 +167,7 @@ if __name__ == "__main__":
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=600),
     )
-    train(Path(sys.argv[1]), dist.get_world_size())
+    run = from_meta_and_compiled if os.environ.get("CASE") == "meta" else train
+    run(Path(sys.argv[1]), dist.get_world_size())
     dist.barrier()
     dist.destroy_process_group()
