@@ -95,7 +95,7 @@ def _prepare_config(config: Any, model: nn.Module, note: Note) -> None:
         note(f"attn_implementation '{implementation}' cannot be captured: '{usable}' is captured in its place")
     if attributes.get("_experts_implementation_internal") == "eager":
         attributes["_experts_implementation_internal"] = "grouped_mm"
-        if any(hasattr(m, "has_gate") and hasattr(m, "is_transposed") for m in model.modules()):  # ask the interface
+        if any(hasattr(m, "has_bias") and hasattr(m, "is_transposed") for m in model.modules()):  # ask the interface
             note("experts_implementation 'eager' depends on data: 'grouped_mm' is captured in its place")
 
 
