@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --output runs/trainer          # CPU (gloo) or GPUs
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --output runs/trainer --steps 40 --resume
+    torchrun --standalone --nproc-per-node 4 examples/hf_trainer.py --dp 2 --data-parallel fsdp
     python examples/hf_trainer.py                                                                  # one process
 
 A small Llama learns synthetic sequences: with gradient clipping and accumulation, evaluation, a scheduler, checkpoints.
@@ -40,6 +41,10 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--fp16", action="store_true", help="with a GradScaler")
     parser.add_argument("--dropout", type=float, default=0.0, help="of attention")
+    parser.add_argument("--batch", type=int, default=4, help="rows of a step and of each data-parallel rank")
+    parser.add_argument("--eval-rows", type=int, default=10, help="in batches of 3 for each data-parallel rank")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks; the others are tensor-parallel")
+    parser.add_argument("--data-parallel", choices=("ddp", "zero1", "fsdp"), default="ddp", help="what they shard")
     parser.add_argument("--eager", action="store_true", help="do not parallelize: the plain Trainer, to compare with")
     return parser.parse_args()
 
@@ -110,10 +115,10 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         model.cuda()
     if not args.eager:
-        model = megafx.parallelize(model)
+        model = megafx.parallelize(model, megafx.Config(data_parallel_size=args.dp, data_parallel=args.data_parallel))
     training = TrainingArguments(
         output_dir=args.output,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=args.batch,
         per_device_eval_batch_size=3,
         gradient_accumulation_steps=2,
         max_steps=args.steps,
@@ -139,7 +144,7 @@ def main() -> None:
         model=model,
         args=training,
         train_dataset=sequences(48, seed=3),
-        eval_dataset=sequences(10, seed=4),  # 3 + 3 + 3 + 1
+        eval_dataset=sequences(args.eval_rows, seed=4),
     )
     if args.fp16:
         if not on_gpu:

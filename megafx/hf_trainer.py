@@ -12,6 +12,7 @@ its name: it needs transformers.)
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,42 @@ FOLDER = "megafx"  # in each checkpoint-<step>
 def attach(trainer: Any) -> Any:
     """The same trainer, with `TrainerCheckpoints` among its callbacks and metrics that see each sample once.
 
-    trainer: a `transformers.Trainer`, or an instance of a subclass, of a parallelized model. UsageError where the model has
-    data-parallel ranks: the Trainer takes the tensor-parallel ranks for all there are.
+    trainer: a `transformers.Trainer`, or an instance of a subclass, of a parallelized model. With data-parallel ranks losses
+    are those of all their rows. UsageError where the trainer would count the rows of each of these ranks alone.
     """
     runtime = getattr(trainer.model, RUNTIME, None)
     if runtime is not None and runtime.meshes.data is not None:
-        raise UsageError(
-            f"the Trainer cannot have a model of {runtime.meshes.data.ranks} data-parallel ranks: "
-            "it would not give them batches of their own",
-            fix="use accelerate with ParallelismConfig(tp_size=..., dp_shard_size=...), your own loop, or data_parallel_size=1",
-        )
+        _whole_batch_losses(trainer, runtime.meshes.data.ranks, runtime.parallelizer.config.data_parallel_loss)
     trainer.add_callback(TrainerCheckpoints())
     gather_once(trainer.accelerator, trainer.get_tp_size())
     if not trainer.args.eval_use_gather_object:
         trainer.gather_function = trainer.accelerator.gather_for_metrics
     return trainer
+
+
+def _whole_batch_losses(trainer: Any, replicas: int, form: str) -> None:
+    """Have a trainer take the losses of a data-parallel model for what they are: of the batches of all `replicas`.
+
+    The Trainer divides a sum over its rank's tokens by the number of all ranks' tokens, and multiplies by the number of
+    replicas, since gradients are averaged elsewhere.
+    """
+    if form != "batch" or not trainer.args.average_tokens_across_devices:
+        raise UsageError(
+            "the Trainer's loss would be of each data-parallel rank's own rows: "
+            + ("data_parallel_loss='average'" if form != "batch" else "average_tokens_across_devices=False"),
+            fix="leave Config.data_parallel_loss 'batch' and TrainingArguments.average_tokens_across_devices True",
+        )
+    multiplied = trainer.compute_loss
+
+    @functools.wraps(multiplied)
+    def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        found = multiplied(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func
+        if num_items_in_batch is None or not counted:
+            return found
+        return (found[0] / replicas, found[1]) if return_outputs else found / replicas
+
+    trainer.compute_loss = compute_loss
 
 
 def gather_once(accelerator: Any, t: int) -> None:

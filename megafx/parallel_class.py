@@ -139,20 +139,20 @@ class _Pretrained:
         raise save_method.no_upload("push_to_hub")
 
 
-def announce(model: nn.Module, t: int) -> None:
-    """Tell Trainer and accelerate of the tensor-parallel degree, so that they neither wrap the model nor split its batches."""
+def announce(model: nn.Module, t: int, replicas: int) -> None:
+    """Tell Trainer and accelerate of the ranks, so that they neither wrap the model nor split a group's batches."""
     for name in ("tp_size", "_tp_size"):
         if not isinstance(getattr(type(model), name, None), property):
             setattr(model, name, t)
-    if t == 1 or not isinstance(model, _Pretrained):
+    if t * replicas == 1 or not isinstance(model, _Pretrained):
         return
     model._is_distributed_loading_by_transformers = True  # type: ignore[assignment]  # "the model owns its placement"
     module = sys.modules.get("transformers.distributed.configuration_utils")
     known = getattr(module, "DistributedConfig", None)
     if (
         known is not None and "fsdp_size" in inspect.signature(known).parameters
-    ):  # Trainer asks it for the other dims' sizes
-        model.config.distributed_config = known(tp_size=t, tp_plan={}, fsdp_size=1)  # type: ignore[union-attr]
+    ):  # from which Trainer has the other sizes
+        model.config.distributed_config = known(tp_size=t, tp_plan={}, fsdp_size=replicas)  # type: ignore[union-attr]
 
 
 def parallel_class(original: type[nn.Module]) -> type[nn.Module]:

@@ -135,7 +135,7 @@ class Runtime:
             )
         vars(model)[RUNTIME] = self
         model.__class__ = parallel_class(self.original)
-        announce(model, self.t)
+        announce(model, self.t, 1 if self.meshes.data is None else self.meshes.data.ranks)
         self.parameters_changed()
         self.known = frozenset(self.slots)
 

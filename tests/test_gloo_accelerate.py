@@ -1,5 +1,5 @@
 """accelerate on data parallelism times tensor parallelism, four gloo ranks: the batches that its loaders give, losses, clipping
-and steps as in one process on all rows, in fp64; a GradScaler there; the Trainer is refused.
+and steps as in one process on all rows, in fp64; a GradScaler there; what the Trainer may not be told.
 
 Run as a script, this file is one of the ranks.
 """
@@ -62,8 +62,9 @@ def steps_of_one_process_on_all_rows(form: str) -> None:
     eager = Net().double()
     config = megafx.Config(tensor_model_parallel_size=2, data_parallel_size=2, data_parallel=form)
     model = accelerator.prepare(megafx.parallelize(copy.deepcopy(eager), config))
-    with pytest.raises(UsageError, match="cannot have a model of 2 data-parallel ranks"):
-        attach(SimpleNamespace(model=model))
+    settings = SimpleNamespace(average_tokens_across_devices=False)
+    with pytest.raises(UsageError, match="own rows: average_tokens_across_devices=False"):
+        attach(SimpleNamespace(model=model, args=settings))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     plain = torch.optim.AdamW(eager.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(rows(), batch_size=3, shuffle=True)

@@ -98,6 +98,24 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     return LlamaForCausalLM.from_pretrained(output / "final", dtype=torch.float32).state_dict()
 
 
+@pytest.mark.parametrize(("ranks", "form"), [(4, "ddp"), (4, "fsdp"), (2, "zero1")])
+def test_trainer_with_data_parallel_ranks(ranks: int, form: str, tmp_path: Path) -> None:
+    """Two replicas of 4 rows, of two tensor-parallel ranks or of one, are the eager model on 8 rows; and go on after a stop."""
+    options = ("--steps", "6", "--save-steps", "3", "--eval-rows", "12")
+    eager = run("hf_trainer.py", 1, "--eager", "--batch", "8", "--output", str(tmp_path / "eager"), *options)
+    options += ("--dp", "2", "--data-parallel", form, "--output", str(tmp_path / "two"))
+    found = run("hf_trainer.py", ranks, *options)
+    for name, count in (("loss", 6), ("grad_norm", 6), ("eval_loss", 2)):
+        wanted = column(eager, name)
+        assert len(wanted) == count and column(found, name) == pytest.approx(wanted, rel=1e-5), name
+    assert min(column(eager, "grad_norm").values()) > 0.5, "nothing was clipped"
+    for name, value in weights(tmp_path / "eager").items():
+        torch.testing.assert_close(weights(tmp_path / "two")[name], value, rtol=1e-3, atol=1e-4)
+    shutil.rmtree(tmp_path / "two" / "checkpoint-6")
+    again = run("hf_trainer.py", ranks, "--resume", *options)
+    assert column(again, "loss") == pytest.approx(column(found, "loss"), rel=1e-5)
+
+
 def test_trainer_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
     """With dropout: on two ranks, and on one, as the run that did not stop."""
     options = ("--steps", "6", "--save-steps", "3", "--dropout", "0.1")
