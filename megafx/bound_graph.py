@@ -220,7 +220,7 @@ class _Run(torch.autograd.Function):
     """Forward graph and backward graph as one autograd node; its outputs are those that bring a tangent."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:
         graph = step.graph
         outputs, ctx.kept = graph.executable.forward(step.inputs)
         graph.watch_parameters(ctx.kept)
@@ -235,7 +235,7 @@ class _Run(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UsageError(
                 "double backward through a parallelized model: its backward graph has no derivative",

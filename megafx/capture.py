@@ -298,7 +298,7 @@ class _Capture:
         mark_nodes(gm)
         inputs, constants = name_inputs(exported, self.model, self._tensor_names())
         outputs, out_leaves = name_outputs(exported, gm.graph)
-        program = Program(gm, inputs, outputs, Sizes(), fake_mode, exported.call_spec.out_spec, constants)  # type: ignore[arg-type]
+        program = Program(gm, inputs, outputs, Sizes(), fake_mode, exported.call_spec.out_spec, constants)
         self._name_symbols(program, sizes)
         spec = exported.call_spec.out_spec
         assert spec is not None

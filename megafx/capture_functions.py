@@ -115,7 +115,7 @@ def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
                     given = iter(inputs)
                     torch.manual_seed(0)
                     filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
-                    output = call(*pytree.tree_unflatten(filled, spec))  # type: ignore[operator]  # either call
+                    output = call(*pytree.tree_unflatten(filled, spec))
                     found.append(_gradients(output, inputs, [x.requires_grad for x in tensors]))
                 if not all(map(_close, *found)):
                     return False

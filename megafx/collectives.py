@@ -153,7 +153,7 @@ def transition(
 
 
 @transition.register_fake
-def _(x, src, dst, src_layout, dst_layout, axis, size):  # type: ignore[no-untyped-def]
+def _(x, src, dst, src_layout, dst_layout, axis, size):
     if is_identity(src, dst, src_layout, dst_layout, size):
         return torch.empty_like(x)
     return x.new_empty(moved_shape(x.shape, src, dst, src_layout, dst_layout, size))
@@ -184,7 +184,7 @@ def axis_index(axis: str, device: torch.device) -> Tensor:
 
 
 @axis_index.register_fake
-def _(axis, device):  # type: ignore[no-untyped-def]
+def _(axis, device):
     return torch.empty((), dtype=torch.int64, device=device)
 
 
@@ -195,7 +195,7 @@ def rank_select(x: Tensor, axis: str) -> Tensor:
 
 
 @rank_select.register_fake
-def _(x, axis):  # type: ignore[no-untyped-def]
+def _(x, axis):
     return x.new_empty(x.shape[1:])
 
 
@@ -206,7 +206,7 @@ def rank_place(x: Tensor, size: int, axis: str) -> Tensor:
 
 
 @rank_place.register_fake
-def _(x, size, axis):  # type: ignore[no-untyped-def]
+def _(x, size, axis):
     return x.new_empty([size, *x.shape])
 
 
@@ -217,7 +217,7 @@ def rank0_only(x: Tensor, axis: str) -> Tensor:
 
 
 @rank0_only.register_fake
-def _(x, axis):  # type: ignore[no-untyped-def]
+def _(x, axis):
     return torch.empty_like(x)
 
 

@@ -134,7 +134,7 @@ def left_eager(model: nn.Module, patterns: Sequence[str], note: Callable[[str, s
     counts = dict.fromkeys(wrapped, 0)
     for fqn, module in wrapped.items():
         buffers = dict(module.named_buffers())
-        module.forward = _recorder(module, fqn, buffers, counts)  # type: ignore[method-assign]  # while captured
+        module.forward = _recorder(module, fqn, buffers, counts)
     yield
     for fqn, module in wrapped.items():
         own = sum(p.numel() for p in module.parameters())

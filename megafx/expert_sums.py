@@ -58,7 +58,7 @@ def _rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
     arguments: Any = node.args
     if node.target in (aten.index_add.default, aten.scatter_add.default):
         out, dim, index, y = arguments[:4]
-        return out, y, lambda build, zeros: build(node.target, zeros, dim, index, y, *arguments[4:], **node.kwargs)  # type: ignore[arg-type]  # an op
+        return out, y, lambda build, zeros: build(node.target, zeros, dim, index, y, *arguments[4:], **node.kwargs)
     if node.target is not aten.index_put.default or node.kwargs:
         return None
     out, indices, values, *accumulate = arguments

@@ -51,7 +51,7 @@ class HookTable(OrderedDict[int, Any]):
     def __deepcopy__(self, memo: Any) -> OrderedDict[int, Any]:
         return OrderedDict(self.items())
 
-    def __copy__(self) -> OrderedDict[int, Any]:  # type: ignore[override]
+    def __copy__(self) -> OrderedDict[int, Any]:
         return OrderedDict(self.items())
 
 

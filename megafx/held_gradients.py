@@ -37,7 +37,7 @@ class HeldGradient(TPTensor):
         mark: Any = TPTensor.__new__(HeldGradient, nothing, parameter._spec, requires_grad=False)
         mark.drop = drop
         _refuse_steps()
-        return mark  # type: ignore[no-any-return]  # DTensor.__new__ is declared to give a DTensor
+        return mark
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

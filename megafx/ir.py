@@ -149,7 +149,7 @@ class Program:
         graph.output(result).meta.update(self.output_node().meta)
         gm = fx.GraphModule(self.gm, graph)
         own = {"inputs": [*self.inputs], "outputs": [*self.outputs], "notes": [*self.notes], "fusions": [*self.fusions]}
-        own["assumed"] = dict(self.assumed)  # type: ignore[assignment]
+        own["assumed"] = dict(self.assumed)
         return replace(self, gm=gm, **own)  # type: ignore[arg-type]
 
     def placeholders(self) -> list[fx.Node]:

@@ -73,7 +73,7 @@ HARD_FILL = -5000.0  # as kernels/masked_softmax.py has it
 
 def negated(c: Cond) -> Cond:
     if c.kind == "not":
-        return c.of[0]  # type: ignore[no-any-return]
+        return c.of[0]
     if c.kind == "le":  # not (x <= 0) is 1 - x <= 0 for integers
         return Cond("le", (Index((), 1).plus(c.of[0], -1),))
     return Cond("not", (c,))

@@ -308,7 +308,7 @@ class _Marker(float):
             fix="write the number where the op takes it, and let make compute (make gets what was found)",
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse  # type: ignore
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __pow__ = __rpow__ = __neg__ = __abs__ = _refuse  # type: ignore
 
 

@@ -116,7 +116,7 @@ class _Lockstep:
 
     @staticmethod
     def _arguments(node: fx.Node, values: dict[fx.Node, Values], rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return fx.map_arg((node.args, node.kwargs), lambda n: values[n][rank])  # type: ignore[return-value]
+        return fx.map_arg((node.args, node.kwargs), lambda n: values[n][rank])
 
     def _call(self, node: fx.Node, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> Values:
         if node.op == "get_attr":

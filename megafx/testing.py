@@ -176,7 +176,7 @@ class _Maker:
             return
         if isinstance(node.target, torch._ops.OpOverloadPacket):
             packet = node.target
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VAL])  # type: ignore[misc]
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VAL])
             with self.program.fake_mode:
                 node.target = getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))
         recompute_val(self.program, node)
@@ -287,7 +287,7 @@ def _in_fp64(program: Program) -> Program:
             with program.fake_mode:
                 node.meta[VAL] = value.new_empty(value.shape, dtype=torch.float64)
         elif node.op == "call_function":
-            node.args, node.kwargs = (fx.node.map_aggregate(a, promoted) for a in (node.args, node.kwargs))  # type: ignore[assignment]
+            node.args, node.kwargs = (fx.node.map_aggregate(a, promoted) for a in (node.args, node.kwargs))
             recompute_val(program, node)
     program.gm.recompile()
     return program

@@ -108,22 +108,22 @@ class TPTensor(DispatchedTensor):
 
 class _Full(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: TPTensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: TPTensor) -> torch.Tensor:
         ctx.spec, ctx.placement = x._spec, placement_of(x)
         return gather_shards(x._local_tensor, ctx.placement, x._spec.mesh.get_group())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> TPTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> TPTensor:
         mesh = ctx.spec.mesh
         return wrap(shard_tensor(grad, ctx.placement, mesh.get_local_rank(), mesh.size()), ctx.spec)
 
 
 class _Local(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: TPTensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: TPTensor) -> torch.Tensor:
         ctx.spec = x._spec
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> TPTensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> TPTensor:
         return wrap(grad, ctx.spec)

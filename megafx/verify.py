@@ -133,7 +133,7 @@ def _sizes(value: Any) -> Iterator[torch.SymInt]:
         if isinstance(v, torch.SymInt):
             yield v
         elif isinstance(v, torch.Tensor):
-            yield from filter(lambda n: isinstance(n, torch.SymInt), v.shape)  # type: ignore[arg-type]
+            yield from filter(lambda n: isinstance(n, torch.SymInt), v.shape)
 
 
 # -- PLACED

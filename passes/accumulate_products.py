@@ -28,7 +28,7 @@ def accumulate_products(program: Program) -> int:
     for node in list(program.graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs or not isinstance(node.args[1], fx.Node):
             continue
-        first, second = (_product(x) for x in node.args)  # type: ignore[arg-type]
+        first, second = (_product(x) for x in node.args)
         if first is None or second is None or first is second or not _alike(first, second, program.sizes):
             continue
         if second.target is not aten.mm.default:

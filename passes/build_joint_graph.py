@@ -114,7 +114,7 @@ def _traced_input(program: Program, index: int, differentiable: bool) -> Any:
 
 def _tangent(program: Program, output: int) -> Any:
     node = program.results()[output]
-    value = node.meta[VAL]  # type: ignore[union-attr]
+    value = node.meta[VAL]
     with program.fake_mode:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 

@@ -197,7 +197,7 @@ class _Functionalizer:
         if node.target is aten.copy_.default:
             new: fx.Node = rest[0]  # type: ignore[assignment]
         elif node.target in (aten.fill_.Scalar, aten.zero_.default):
-            fill = rest[0] if node.target is aten.fill_.Scalar else 0  # type: ignore[index]
+            fill = rest[0] if node.target is aten.fill_.Scalar else 0
             return emit(aten.full.default, self.editor.shape(value), fill, dtype=value.dtype, device=value.device)
         elif node.target is aten.fill_.Tensor:
             new = rest[0]  # type: ignore[assignment,index]
@@ -266,7 +266,7 @@ def functional_form(node: fx.Node) -> Callable[..., Any]:
     overload = node.target._overloadname  # type: ignore[union-attr]
     if packet is None or overload not in packet.overloads():
         raise _refuse(node, f"{node.target} has no functional form")
-    return getattr(packet, overload)  # type: ignore[no-any-return]
+    return getattr(packet, overload)
 
 
 def _refuse(node: fx.Node, found: str) -> CaptureError:

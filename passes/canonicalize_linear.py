@@ -37,7 +37,7 @@ def product_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> b
         return False
     return respell(
         node, aten.linear.default, (x, _transposed(editor, node, weight), *([bias] if bias is not None else []))
-    )  # type: ignore[arg-type]
+    )
 
 
 def add_bias_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> bool:
@@ -118,7 +118,7 @@ def weight_nodes(editor: Editor) -> set[fx.Node]:
 def _transposed(editor: Editor, node: fx.Node, weight: Any) -> fx.Node:
     """The weight as linear wants it, [out, in]; a transpose of a transpose is left out."""
     if weight.target is aten.transpose.int:
-        return weight.args[0]  # type: ignore[no-any-return]
+        return weight.args[0]
     return editor.at(node)(aten.transpose.int, weight, 0, 1)
 
 

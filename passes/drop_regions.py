@@ -34,7 +34,7 @@ def drop_regions(program: Program, axes: Mapping[str, AxisContext]) -> int:
     zeros: list[fx.Node] = []
     for node in found:
         x, owner, axis, _ = node.args
-        if axes[axis].rank == owner or node.target is FOR_RANK:  # type: ignore[index]  # the schema says str
+        if axes[axis].rank == owner or node.target is FOR_RANK:
             _give(node, _strided(program, node, x))
         elif node.target is TO_RANK:
             _give(node, _no_rows(program, node))

@@ -80,7 +80,7 @@ def _piece(node: fx.Node) -> Piece | None:
         gradient, _, dim, start, stop, step = node.args
     elif node.target is aten.select_backward.default:
         gradient, _, dim, start = node.args
-        stop, step = (start + 1 if isinstance(start, int) and start != -1 else None), 1  # type: ignore[operator]
+        stop, step = (start + 1 if isinstance(start, int) and start != -1 else None), 1
     else:
         return None
     size = value.shape[dim]

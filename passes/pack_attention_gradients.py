@@ -32,7 +32,7 @@ def pack_attention_gradients(program: Program) -> int:
         found = [_gradient(part) for part in parts]
         if len(found) != 3 or None in found or node.meta[VAL].dim() != 3 or node.args[1:] not in ((2,), (-1,)):
             continue
-        sources, order = zip(*found, strict=True)  # type: ignore[arg-type]
+        sources, order = zip(*found, strict=True)
         if len(set(sources)) > 1 or sorted(order) != [0, 1, 2] or len(sources[0].users) != 3:
             continue
         source = sources[0]

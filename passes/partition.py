@@ -104,7 +104,7 @@ def tag_regathers(program: Program) -> int:
         if node.op != "call_function" or not str(node.target).startswith("megafx.transition") or _is_backward(node):
             continue
         source, src, dst = node.args[:3]
-        if str(src).startswith("S") and dst == "R" and source.op != "placeholder":  # type: ignore[union-attr]
+        if str(src).startswith("S") and dst == "R" and source.op != "placeholder":
             node.meta[RECOMPUTE] = True
             count += 1
     return count

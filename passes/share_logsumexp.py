@@ -64,7 +64,7 @@ def _root(program: Program, node: Any) -> fx.Node:
         if not (rows or cast):
             break
         node = node.args[0]
-    return node  # type: ignore[no-any-return]
+    return node
 
 
 def _share(program: Program, loss: fx.Node, sums: list[fx.Node], root: fx.Node) -> None:

@@ -82,10 +82,10 @@ class LinearBiasActivation(Pattern):
     variants = {"form": tuple(FORMS)}
     needs = needs
 
-    def match(x, weight, bias, *, form):  # type: ignore[no-untyped-def]
+    def match(x, weight, bias, *, form):
         return FORMS[form].function(F.linear(x, weight, bias))
 
-    def make(x, weight, bias, *, form):  # type: ignore[no-untyped-def]
+    def make(x, weight, bias, *, form):
         return _fused(F.linear(x, weight), bias, form)
 
     where = _where
@@ -101,10 +101,10 @@ class BiasActivation(Pattern):
     variants = {"form": tuple(FORMS)}
     needs = needs
 
-    def match(x, bias, *, form):  # type: ignore[no-untyped-def]
+    def match(x, bias, *, form):
         return FORMS[form].function(x + bias)
 
-    def make(x, bias, *, form):  # type: ignore[no-untyped-def]
+    def make(x, bias, *, form):
         return _fused(x, bias, form)
 
     where = _where
@@ -120,10 +120,10 @@ class WrittenActivation(Pattern):
     variants = {"form": tuple(WRITTEN)}
     needs = needs
 
-    def match(x, *, form):  # type: ignore[no-untyped-def]
+    def match(x, *, form):
         return WRITTEN[form].function(x)
 
-    def make(x, *, form):  # type: ignore[no-untyped-def]
+    def make(x, *, form):
         return _fused(x, None, form)
 
     where = _where

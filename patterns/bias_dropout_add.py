@@ -31,11 +31,11 @@ class LinearBiasDropoutAdd(Pattern):
     scalars = {"p": float}
     needs = ("dropout",)
 
-    def match(x, weight, bias, residual, *, p, cast):  # type: ignore[no-untyped-def]
+    def match(x, weight, bias, residual, *, p, cast):
         branch = F.dropout(F.linear(x, weight, bias), p, True)
         return residual + (branch.to(residual.dtype) if cast else branch)
 
-    def make(x, weight, bias, residual, *, drop):  # type: ignore[no-untyped-def]
+    def make(x, weight, bias, residual, *, drop):
         return torch.ops.megafx.bias_dropout_add(F.linear(x, weight), bias, residual, *drop.args)
 
 
@@ -50,9 +50,9 @@ class BiasDropoutAdd(Pattern):
     scalars = {"p": float}
     needs = ("dropout",)
 
-    def match(x, bias, residual, *, p, cast):  # type: ignore[no-untyped-def]
+    def match(x, bias, residual, *, p, cast):
         branch = F.dropout(x if bias is None else x + bias, p, True)
         return residual + (branch.to(residual.dtype) if cast else branch)
 
-    def make(x, bias, residual, *, drop):  # type: ignore[no-untyped-def]
+    def make(x, bias, residual, *, drop):
         return torch.ops.megafx.bias_dropout_add(x, bias, residual, *drop.args)

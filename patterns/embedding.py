@@ -88,7 +88,7 @@ class EmbeddingSum(_Sum):
         return ops.embedding_sum(*operands, padding, *drop.args)
 
 
-def _is_shared(m, name: str) -> bool:  # type: ignore[no-untyped-def]
+def _is_shared(m, name: str) -> bool:
     """Whether all of the batch have the same of a summand: it is read once for each of them."""
     value = m[name] if m[f"{name}_ids"] is None else m[f"{name}_ids"]
     lead = value.dim() - (1 if m[f"{name}_ids"] is None else 0)

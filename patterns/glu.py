@@ -37,13 +37,13 @@ class Glu(Pattern):
     needs = needs
     priority = 1  # before act(linear(x, w, b)), which is part of it
 
-    def match(gate, up, *, form):  # type: ignore[no-untyped-def]
+    def match(gate, up, *, form):
         return FORMS[form].function(gate) * up
 
-    def make(gate, up, *, form):  # type: ignore[no-untyped-def]
+    def make(gate, up, *, form):
         return torch.ops.megafx.glu(gate, up, FORMS[form].act)
 
-    def where(m):  # type: ignore[no-untyped-def]
+    def where(m):
         if m["gate"].shape != m["up"].shape:
             return "gate and up have different shapes"
         return None
@@ -60,10 +60,10 @@ class PackedGlu(Pattern):
     needs = needs
     priority = 1
 
-    def match(x, *, form):  # type: ignore[no-untyped-def]
+    def match(x, *, form):
         return _gated(x, form)
 
-    def make(x, *, form):  # type: ignore[no-untyped-def]
+    def make(x, *, form):
         return torch.ops.megafx.glu_packed(x, None, FORMS[form].act)
 
 
@@ -78,8 +78,8 @@ class LinearBiasGlu(Pattern):
     needs = needs
     priority = 1
 
-    def match(x, weight, bias, *, form):  # type: ignore[no-untyped-def]
+    def match(x, weight, bias, *, form):
         return _gated(F.linear(x, weight, bias), form)
 
-    def make(x, weight, bias, *, form):  # type: ignore[no-untyped-def]
+    def make(x, weight, bias, *, form):
         return torch.ops.megafx.glu_packed(F.linear(x, weight), bias, FORMS[form].act)

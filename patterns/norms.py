@@ -32,10 +32,10 @@ class LayerNorm(Pattern):
     scalars = {"eps": float}
     needs = ("layer_norm",)
 
-    def match(x, weight, bias, *, eps, cudnn):  # type: ignore[no-untyped-def]
+    def match(x, weight, bias, *, eps, cudnn):
         return torch.layer_norm(x, (x.shape[-1],), weight, bias, eps, cudnn)
 
-    def make(x, weight, bias, *, eps):  # type: ignore[no-untyped-def]
+    def make(x, weight, bias, *, eps):
         return ops.layer_norm(x, weight, bias, eps)
 
 
@@ -49,10 +49,10 @@ class RMSNorm(Pattern):
     scalars = {"eps": float}
     needs = ("rms_norm",)
 
-    def match(x, weight, *, eps):  # type: ignore[no-untyped-def]
+    def match(x, weight, *, eps):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    def make(x, weight, *, eps):  # type: ignore[no-untyped-def]
+    def make(x, weight, *, eps):
         own = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps  # of what torch computes in
         return ops.rms_norm(x, weight, own if eps is None else eps, 0.0)
 
@@ -86,13 +86,13 @@ class WrittenRMSNorm(Pattern):
     }
     scalars = {"eps": float}
 
-    def tensors(*, scale, **_):  # type: ignore[no-untyped-def]
+    def tensors(*, scale, **_):
         return {"x": "D[... h]"} if scale == "none" else {"x": "D[... h]", "weight": "param W[h]"}
 
-    def needs(*, root, **_):  # type: ignore[no-untyped-def]
+    def needs(*, root, **_):
         return (root, "mean")
 
-    def match(x, weight=None, *, eps, square, upcast, scale, root):  # type: ignore[no-untyped-def]
+    def match(x, weight=None, *, eps, square, upcast, scale, root):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = SQUARES[square](wide).mean(-1, keepdim=True) + eps
         row = wide if upcast == "all" else x
@@ -107,7 +107,7 @@ class WrittenRMSNorm(Pattern):
             return (y * weight.to(y.dtype)).to(x.dtype)
         return (y * (1.0 + weight.to(y.dtype))).to(x.dtype)
 
-    def make(x, weight=None, *, eps, scale):  # type: ignore[no-untyped-def]
+    def make(x, weight=None, *, eps, scale):
         if weight is not None and "late" in scale:  # the product is in the wider of the two dtypes
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
         return ops.rms_norm(x, weight, eps, 1.0 if scale.startswith("unit") else 0.0)
@@ -153,7 +153,7 @@ class _AddNorm(Pattern):
     variants = {"kind": KINDS}
     scalars = {"eps": float}
 
-    def needs(*, kind):  # type: ignore[no-untyped-def]
+    def needs(*, kind):
         return ("layer_norm" if kind == "layer" else "rms_norm",)
 
 
@@ -163,13 +163,13 @@ class AddNorm(_AddNorm):
 
     name = "add_norm"
 
-    def tensors(*, kind):  # type: ignore[no-untyped-def]
+    def tensors(*, kind):
         return {"x": "D[... h]", "residual": "E[... h]"} | _vectors(kind)
 
-    def match(x, residual, weight=None, norm_bias=None, *, eps, kind):  # type: ignore[no-untyped-def]
+    def match(x, residual, weight=None, norm_bias=None, *, eps, kind):
         return _normed(kind, x + residual, weight, norm_bias, eps)
 
-    def make(x, residual, weight=None, norm_bias=None, *, eps, kind, drop):  # type: ignore[no-untyped-def]
+    def make(x, residual, weight=None, norm_bias=None, *, eps, kind, drop):
         return _fused(kind, x, None, residual, (weight, norm_bias), eps, drop)
 
 
@@ -179,14 +179,14 @@ class LinearAddNorm(_AddNorm):
 
     name = "linear_add_norm"
 
-    def tensors(*, kind):  # type: ignore[no-untyped-def]
+    def tensors(*, kind):
         linear = {"x": "D[... k]", "matrix": "param D[h k]", "bias": "param D[h]"}
         return linear | {"residual": "E[... h]"} | _vectors(kind)
 
-    def match(x, matrix, bias, residual, weight=None, norm_bias=None, *, eps, kind):  # type: ignore[no-untyped-def]
+    def match(x, matrix, bias, residual, weight=None, norm_bias=None, *, eps, kind):
         return _normed(kind, F.linear(x, matrix, bias) + residual, weight, norm_bias, eps)
 
-    def make(x, matrix, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):  # type: ignore[no-untyped-def]
+    def make(x, matrix, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):
         return _fused(kind, F.linear(x, matrix), bias, residual, (weight, norm_bias), eps, drop)
 
 
@@ -196,11 +196,11 @@ class DropoutAddNorm(_AddNorm):
 
     name = "dropout_add_norm"
 
-    def tensors(*, kind):  # type: ignore[no-untyped-def]
+    def tensors(*, kind):
         return {"x": "D[... h]", "bias": "param D[h]?", "residual": "E[... h]"} | _vectors(kind)
 
-    def match(x, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):  # type: ignore[no-untyped-def]
+    def match(x, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):
         return _normed(kind, ops.bias_dropout_add(x, bias, residual, *drop.args), weight, norm_bias, eps)
 
-    def make(x, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):  # type: ignore[no-untyped-def]
+    def make(x, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):
         return _fused(kind, x, bias, residual, (weight, norm_bias), eps, drop)

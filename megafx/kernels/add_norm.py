@@ -56,7 +56,7 @@ def add_norm_reference(
     eps: float,
     offset: float,
     rms: bool,
-    drawing: tuple,  # type: ignore[type-arg]
+    drawing: tuple,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     check_add_norm(x, bias, residual, vectors, *drawing[:3])
     h = sum_reference(x, bias, residual, *drawing).to(torch.promote_types(x.dtype, residual.dtype))
@@ -75,7 +75,7 @@ def add_norm_backward_reference(
     wanted: tuple[bool, bool],
     dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
-    drawing: tuple,  # type: ignore[type-arg]
+    drawing: tuple,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     compute = wide(h.dtype)
     d, dweight, dnorm_bias = norm_gradients(grad_y.to(compute), h.to(compute), weight, mean, rstd, offset)
@@ -124,11 +124,11 @@ def _fake(
 # -- layer_norm
 
 
-def _layer_norm_reference(x, bias, residual, weight, norm_bias, eps, *drawing):  # type: ignore[no-untyped-def]
+def _layer_norm_reference(x, bias, residual, weight, norm_bias, eps, *drawing):
     return add_norm_reference(x, bias, residual, (weight, norm_bias), eps, 0.0, False, drawing)
 
 
-def _layer_norm_backward_reference(  # type: ignore[no-untyped-def]
+def _layer_norm_backward_reference(
     h, grad_y, grad_h, weight, mean, rstd, want_weight, want_norm_bias, dtype, bias_dtype, *drawing
 ):
     wanted = want_weight, want_norm_bias
@@ -158,14 +158,12 @@ define_op(
 # -- rms_norm
 
 
-def _rms_norm_reference(x, bias, residual, weight, eps, offset, *drawing):  # type: ignore[no-untyped-def]
+def _rms_norm_reference(x, bias, residual, weight, eps, offset, *drawing):
     h, y, _, rstd = add_norm_reference(x, bias, residual, (weight, None), eps, offset, True, drawing)
     return h, y, rstd
 
 
-def _rms_norm_backward_reference(  # type: ignore[no-untyped-def]
-    h, grad_y, grad_h, weight, rstd, offset, want_weight, dtype, bias_dtype, *drawing
-):
+def _rms_norm_backward_reference(h, grad_y, grad_h, weight, rstd, offset, want_weight, dtype, bias_dtype, *drawing):
     wanted = want_weight, False
     outputs = add_norm_backward_reference(
         h, grad_y, grad_h, weight, None, rstd, offset, wanted, dtype, bias_dtype, drawing
@@ -197,7 +195,7 @@ define_op(
 
 
 def _saves(layer: bool) -> Callable[..., None]:
-    def saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    def saves(ctx, inputs, output) -> None:
         x, bias, residual, weight, norm_bias_or_eps, eps_or_offset, seed, *ctx.rest = inputs
         ctx.offset = 0.0 if layer else eps_or_offset
         norm_bias = norm_bias_or_eps if layer else None
@@ -213,7 +211,7 @@ def _saves(layer: bool) -> Callable[..., None]:
 def _gradient(layer: bool) -> Callable[..., tuple[Tensor | None, ...]]:
     ops = torch.ops.megafx
 
-    def gradient(ctx, grad_h, grad_y, *_):  # type: ignore[no-untyped-def]
+    def gradient(ctx, grad_h, grad_y, *_):
         h, weight, seed, *statistics = ctx.saved_tensors
         dtype, residual_dtype = ctx.dtypes
         bias_dtype = ctx.vector_dtypes[0] if ctx.needs_input_grad[1] else None

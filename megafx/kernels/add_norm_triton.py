@@ -35,7 +35,7 @@ def _drawing(p: float, op_id: int) -> tuple[int, float, int]:
     return philox.threshold(p), separate.factor_of(p), op_id
 
 
-def _forward(x, bias, residual, vectors, eps, offset, rms, drawing):  # type: ignore[no-untyped-def]
+def _forward(x, bias, residual, vectors, eps, offset, rms, drawing):
     check_add_norm(x, bias, residual, vectors, *drawing[:3])
     if torch.promote_types(x.dtype, residual.dtype) == torch.float64:
         return reference.add_norm_reference(x, bias, residual, vectors, eps, offset, rms, drawing)
@@ -58,7 +58,7 @@ def _forward(x, bias, residual, vectors, eps, offset, rms, drawing):  # type: ig
     )
 
 
-def _backward(h, grad_y, grad_h, weight, mean, rstd, offset, wanted, dtype, bias_dtype, drawing):  # type: ignore[no-untyped-def]
+def _backward(h, grad_y, grad_h, weight, mean, rstd, offset, wanted, dtype, bias_dtype, drawing):
     seed, p, op_id, *place = drawing
     outputs = empty_gradients(h, weight, wanted, dtype, bias_dtype, p)
     where = _where(h, p, *place)
@@ -78,23 +78,23 @@ def _backward(h, grad_y, grad_h, weight, mean, rstd, offset, wanted, dtype, bias
     return d, dx, dweight, dnorm_bias, dbias
 
 
-def bias_dropout_add_layer_norm(x, bias, residual, weight, norm_bias, eps, *drawing):  # type: ignore[no-untyped-def]
+def bias_dropout_add_layer_norm(x, bias, residual, weight, norm_bias, eps, *drawing):
     return _forward(x, bias, residual, (weight, norm_bias), eps, 0.0, False, drawing)
 
 
-def bias_dropout_add_layer_norm_backward(  # type: ignore[no-untyped-def]
+def bias_dropout_add_layer_norm_backward(
     h, grad_y, grad_h, weight, mean, rstd, want_weight, want_norm_bias, dtype, bias_dtype, *drawing
 ):
     wanted = want_weight, want_norm_bias
     return _backward(h, grad_y, grad_h, weight, mean, rstd, 0.0, wanted, dtype, bias_dtype, drawing)
 
 
-def bias_dropout_add_rms_norm(x, bias, residual, weight, eps, offset, *drawing):  # type: ignore[no-untyped-def]
+def bias_dropout_add_rms_norm(x, bias, residual, weight, eps, offset, *drawing):
     h, y, _, rstd = _forward(x, bias, residual, (weight, None), eps, offset, True, drawing)
     return h, y, rstd
 
 
-def bias_dropout_add_rms_norm_backward(  # type: ignore[no-untyped-def]
+def bias_dropout_add_rms_norm_backward(
     h, grad_y, grad_h, weight, rstd, offset, want_weight, dtype, bias_dtype, *drawing
 ):
     wanted = want_weight, False

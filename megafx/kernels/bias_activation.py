@@ -142,12 +142,12 @@ define_op(
 )
 
 
-def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _saves(ctx, inputs, output) -> None:
     x, bias, ctx.act = inputs
     ctx.save_for_backward(x, bias)
 
 
-def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad: Tensor):
     x, bias = ctx.saved_tensors
     if bias is None:
         return torch.ops.megafx.act_backward(grad, x, ctx.act), None, None

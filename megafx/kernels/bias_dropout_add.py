@@ -68,7 +68,7 @@ def dropped_reference(
     return dropout.reference(u.contiguous(), seed, p, op_id, runs_here(u.shape, shard_dim, layout, axis))
 
 
-def sum_reference(x: Tensor, bias: Tensor | None, residual: Tensor, *drawing) -> Tensor:  # type: ignore[no-untyped-def]
+def sum_reference(x: Tensor, bias: Tensor | None, residual: Tensor, *drawing) -> Tensor:
     """residual + dropout(x + bias), contiguous, not rounded."""
     dtype = torch.promote_types(x.dtype, residual.dtype)
     u = x.to(wide(dtype))
@@ -94,11 +94,11 @@ def bias_dropout_add_reference(
     return total.to(torch.promote_types(x.dtype, residual.dtype))
 
 
-def dropout_add_backward_reference(grad: Tensor, dtype: torch.dtype, *drawing) -> Tensor:  # type: ignore[no-untyped-def]
+def dropout_add_backward_reference(grad: Tensor, dtype: torch.dtype, *drawing) -> Tensor:
     return dropped_reference(grad.to(wide(grad.dtype)), *drawing).to(dtype).contiguous()
 
 
-def bias_dropout_add_backward_reference(  # type: ignore[no-untyped-def]
+def bias_dropout_add_backward_reference(
     grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, *drawing
 ) -> tuple[Tensor, Tensor]:
     d = dropped_reference(grad.to(wide(grad.dtype)), *drawing)
@@ -114,7 +114,7 @@ def column_sum_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
     return rows_summed(x.to(wide(x.dtype))).to(dtype, copy=True)
 
 
-def _fake(x, bias, residual, seed, p, op_id, *_):  # type: ignore[no-untyped-def]
+def _fake(x, bias, residual, seed, p, op_id, *_):
     check_sum("bias_dropout_add", x, bias, residual)
     check_draw("bias_dropout_add", seed, p, op_id)
     return new_like(residual, torch.promote_types(x.dtype, residual.dtype))
@@ -155,13 +155,13 @@ define_op(
 )
 
 
-def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _saves(ctx, inputs, output) -> None:
     x, bias, residual, seed, *ctx.rest = inputs
     ctx.dtypes = x.dtype, None if bias is None else bias.dtype, residual.dtype
     ctx.save_for_backward(seed)
 
 
-def branch_gradients(grad, seed, rest, dtype, bias_dtype):  # type: ignore[no-untyped-def]
+def branch_gradients(grad, seed, rest, dtype, bias_dtype):
     """Gradients of x and of the bias (None without a bias_dtype), from that of the sum."""
     drops, same = draws(rest[0]), grad.dtype == dtype
     ops = torch.ops.megafx
@@ -173,7 +173,7 @@ def branch_gradients(grad, seed, rest, dtype, bias_dtype):  # type: ignore[no-un
     return ops.bias_dropout_add_backward(grad, dtype, bias_dtype, seed, *rest)
 
 
-def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad: Tensor):
     (seed,) = ctx.saved_tensors
     dtype, bias_dtype, residual_dtype = ctx.dtypes
     dx, dbias = branch_gradients(grad, seed, ctx.rest, dtype, bias_dtype if ctx.needs_input_grad[1] else None)

@@ -286,13 +286,13 @@ def bias_dropout_add(
     return out
 
 
-def dropout_add_backward(grad: Tensor, dtype: torch.dtype, *drawing) -> Tensor:  # type: ignore[no-untyped-def]
+def dropout_add_backward(grad: Tensor, dtype: torch.dtype, *drawing) -> Tensor:
     dx, _ = _branch_gradients(grad, dtype, None, *drawing)
     assert dx is not None
     return dx
 
 
-def bias_dropout_add_backward(  # type: ignore[no-untyped-def]
+def bias_dropout_add_backward(
     grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, *drawing
 ) -> tuple[Tensor, Tensor]:
     dx, dbias = _branch_gradients(grad, dtype, bias_dtype, *drawing)

@@ -108,13 +108,13 @@ define_composite(f"cross_entropy({_TOKENS}) -> Tensor", rule=None, body=_loss)
 define_composite(f"cross_entropy_lse({_TOKENS}) -> Tensor", rule=None, body=_loss_and_lse)
 
 
-def _forward_saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _forward_saves(ctx, inputs, output) -> None:
     logits, target, ctx.ignore_index, ctx.label_smoothing = inputs
     ctx.set_materialize_grads(False)  # no zeros in traced graphs for what is not used
     ctx.save_for_backward(logits, target, output[1])
 
 
-def _forward_backward(ctx, grad: Tensor | None, norm_grad: Tensor | None):  # type: ignore[no-untyped-def]
+def _forward_backward(ctx, grad: Tensor | None, norm_grad: Tensor | None):
     """norm is used by its sum alone, so that the gradients of its two columns are that of the log-sum-exp."""
     if grad is None and norm_grad is None:
         return None, None, None, None
@@ -223,16 +223,16 @@ define_op(
 )
 
 
-def _loss_saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _loss_saves(ctx, inputs, output) -> None:
     logits, target, all_stats, *ctx.rest = inputs
     ctx.save_for_backward(logits, target, all_stats)
 
 
-def _loss_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _loss_backward(ctx, grad: Tensor):
     return torch.ops.megafx.ce_loss_backward(grad, *ctx.saved_tensors, None, *ctx.rest), *[None] * 7
 
 
-def _loss_lse_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _loss_lse_backward(ctx, grad: Tensor):
     first, second = grad.select(0, 0), grad.select(0, 1)
     return torch.ops.megafx.ce_loss_backward(first, *ctx.saved_tensors, second, *ctx.rest), *[None] * 7
 

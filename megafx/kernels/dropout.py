@@ -110,12 +110,12 @@ def _(x: Tensor, seed: Tensor, p: float, op_id: int, shard_dim: int, layout: Seq
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     _, seed, *ctx.rest = inputs
     ctx.save_for_backward(seed)
 
 
-def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad: Tensor):
     (seed,) = ctx.saved_tensors
     return torch.ops.megafx.dropout(grad, seed, *ctx.rest), None, None, None, None, None, None
 

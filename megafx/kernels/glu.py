@@ -179,21 +179,21 @@ def _packed_backward_rule(call: Call) -> Row:
     return Row(text, why={"two": "gate and up are read together"})
 
 
-def _glu_saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _glu_saves(ctx, inputs, output) -> None:
     gate, up, ctx.act = inputs
     ctx.save_for_backward(gate, up)
 
 
-def _glu_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _glu_backward(ctx, grad: Tensor):
     return *torch.ops.megafx.glu_backward(grad, *ctx.saved_tensors, ctx.act), None
 
 
-def _packed_saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _packed_saves(ctx, inputs, output) -> None:
     x, bias, ctx.act = inputs
     ctx.save_for_backward(x, bias)
 
 
-def _packed_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _packed_backward(ctx, grad: Tensor):
     x, bias = ctx.saved_tensors
     if bias is None:
         return torch.ops.megafx.glu_packed_backward(grad, x, ctx.act), None, None

@@ -81,11 +81,11 @@ define_op(
 )
 
 
-def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _saves(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad: Tensor):
     x, weight, ends = ctx.saved_tensors
     dx, dweight = ctx.needs_input_grad[:2]
     ops = torch.ops.megafx
@@ -96,7 +96,7 @@ def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     )
 
 
-def _backward_of_weight(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _backward_of_weight(ctx, grad: Tensor):
     x, dy, ends = ctx.saved_tensors
     return torch.ops.megafx.grouped_mm(dy, grad.transpose(1, 2), ends), torch.ops.megafx.grouped_mm(x, grad, ends), None
 

@@ -110,7 +110,7 @@ define_composite(
 )
 
 
-def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _saves(ctx, inputs, output) -> None:
     _, dx, dw, db = output
     ctx.mark_non_differentiable(dx, dw, db)
     ctx.set_materialize_grads(False)
@@ -118,7 +118,7 @@ def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(dx, dw, db)
 
 
-def _backward(ctx, grad: Tensor | None, *_):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad: Tensor | None, *_):
     if grad is None:
         return (None,) * 7
     dx, dw, db = (torch.ops.megafx.linear_cross_entropy_backward(saved, grad) for saved in ctx.saved_tensors)

@@ -183,7 +183,7 @@ define_composite(
 )
 
 
-def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _saves(ctx, inputs, output) -> None:
     scores, mask, scale, causal, window, fill, seed, *rest = inputs
     ctx.how, ctx.rest = (scale, causal, window, fill), rest
     ctx.mark_non_differentiable(output[1])
@@ -194,7 +194,7 @@ def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(output[0], mask, None, None)
 
 
-def _backward(ctx, grad: Tensor | None, _):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad: Tensor | None, _):
     if grad is None:
         return (None,) * 12
     saved, mask, stats, seed = ctx.saved_tensors

@@ -132,7 +132,7 @@ define_op(
 )
 
 
-def _layer_norm_saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _layer_norm_saves(ctx, inputs, output) -> None:
     x, weight, bias, _ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(*output[1:])
@@ -140,7 +140,7 @@ def _layer_norm_saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-d
     ctx.save_for_backward(x, weight, *output[1:])
 
 
-def _layer_norm_gradient(ctx, grad, *_):  # type: ignore[no-untyped-def]
+def _layer_norm_gradient(ctx, grad, *_):
     if grad is None:
         return None, None, None, None
     want_weight, want_bias = ctx.needs_input_grad[1:3]
@@ -195,14 +195,14 @@ define_op(
 )
 
 
-def _rms_norm_saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _rms_norm_saves(ctx, inputs, output) -> None:
     x, weight, _, ctx.offset = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _rms_norm_gradient(ctx, grad, _):  # type: ignore[no-untyped-def]
+def _rms_norm_gradient(ctx, grad, _):
     if grad is None:
         return None, None, None, None
     want_weight = ctx.needs_input_grad[1]

@@ -138,20 +138,20 @@ def _table_gradients(
     return found[0], found[1]
 
 
-def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _saves(ctx, inputs, output) -> None:
     *xs, cos, sin, ctx.interleaved, ctx.per_pair = inputs
     ctx.learned = cos.requires_grad or sin.requires_grad
     ctx.save_for_backward(cos, sin, *(xs if ctx.learned else ()))
 
 
-def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad: Tensor):
     cos, sin, *x = ctx.saved_tensors
     how = (ctx.interleaved, ctx.per_pair)
     tables = _table_gradients(grad, x[0], cos, sin, *how) if x else (None, None)
     return torch.ops.megafx.rope_backward(grad, cos, sin, *how), *tables, None, None
 
 
-def _backward_qk(ctx, dq: Tensor, dk: Tensor):  # type: ignore[no-untyped-def]
+def _backward_qk(ctx, dq: Tensor, dk: Tensor):
     cos, sin, *x = ctx.saved_tensors
     how = (ctx.interleaved, ctx.per_pair)
     dcos, dsin = None, None

@@ -118,12 +118,12 @@ define_op(
 )
 
 
-def _saves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _saves(ctx, inputs, output) -> None:
     *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.layout, ctx.size, ctx.axis = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _gradients(ctx, grad: Tensor, lse_grad: Tensor | None = None):  # type: ignore[no-untyped-def]
+def _gradients(ctx, grad: Tensor, lse_grad: Tensor | None = None):
     rest = (ctx.ignore_index, ctx.label_smoothing, ctx.layout, ctx.size, ctx.axis)
     dx, dw, db = torch.ops.megafx.linear_ce_loss_backward(grad, *ctx.saved_tensors, lse_grad, *rest)
     return dx, dw, None if ctx.saved_tensors[2] is None else db, *[None] * 7
