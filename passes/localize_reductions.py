@@ -32,7 +32,7 @@ def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     replace(local, node, emit(aten.div.Scalar, total, count, placement=P))
 
 
-FAMILIES: dict[str, Family] = {
+REDUCTIONS: dict[str, Family] = {
     "aten.mean.dim": localize_mean,
     "aten.mean.default": localize_mean,
 }

@@ -30,8 +30,8 @@ from megafx.planning import Planning
 
 REQUIRES, ENSURES = Phase.PLACED, Phase.LOCAL
 FAMILIES: dict[str, Family] = {
-    **localize_views.FAMILIES,
-    **localize_reductions.FAMILIES,
+    **localize_views.VIEWS,
+    **localize_reductions.REDUCTIONS,
     **localize_lookups.FAMILIES,
 }  # op -> what to do besides running it on local operands
 

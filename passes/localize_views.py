@@ -37,7 +37,7 @@ def _bound(node: fx.Node, index: int, default: int, n: int) -> int:
     return max(value + n, 0) if value < 0 else min(value, n)
 
 
-FAMILIES: dict[str, Family] = {
+VIEWS: dict[str, Family] = {
     "aten.view.default": localize_sizes,
     "aten.reshape.default": localize_sizes,
     "aten._unsafe_view.default": localize_sizes,

@@ -199,7 +199,7 @@ def launch(kernel: Any, grid: Sequence[int | torch.SymInt], like: Tensor, *args:
 
 
 class _Launcher:
-    """'module:function' of this package; imports Triton at the first call. Iterates over the module's kernels."""
+    """'folder.module:function' of megafx.kernels; imports Triton at the first call. Iterates over the module's kernels."""
 
     def __init__(self, where: str) -> None:
         self.module, self.function = where.split(":")
@@ -217,7 +217,7 @@ class _Launcher:
         return (v for _, v in inspect.getmembers(self._import()) if isinstance(v, JITFunction))
 
     def _import(self) -> Any:
-        return importlib.import_module(f"{__package__}.{self.module}")
+        return importlib.import_module(f"megafx.kernels.{self.module}")
 
 
 def _no_second_gradient(name: str, ctx: Any, *grads: Any) -> Any:
