@@ -22,8 +22,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-import megafx.kernels.linear_cross_entropy  # noqa: F401  registers the op
-from megafx.kernels.logits_chunks import CLASS_ALIGNMENT, chunk_rows
+import megafx.kernels.loss.linear_cross_entropy  # noqa: F401  registers the op
+from megafx.kernels.loss.logits_chunks import CLASS_ALIGNMENT, chunk_rows
 
 HEADS = ("32768x1024x50257", "16384x2048x50257", "16384x2048x128256", "8192x4096x128256", "16384x2048x32000")
 CHUNK = 8192  # tokens at a time in the comparison of layouts

@@ -26,13 +26,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from megafx.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
-from megafx.ir import Input, Output, Program
-from megafx.meshes import Meshes
-from megafx.passes.call_directly import call_directly
-from megafx.placements import I, Layout, Placement, S
-from megafx.runtime import CompiledCall, CompileRequest, make_parallel
-from megafx.sizes import Sizes
+from megafx.distributed.mesh import Meshes
+from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
+from megafx.ir.program import Input, Output, Program
+from megafx.ir.sizes import Sizes
+from megafx.passes.lower.call_directly import call_directly
+from megafx.placements.types import I, Layout, Placement, S
+from megafx.runtime.runtime import CompiledCall, CompileRequest, make_parallel
 
 
 class Many(nn.Module):

@@ -19,7 +19,7 @@ from hf_trainer import allow_cpu, arguments, new_model, scale_on_cpu, sequences
 from torch.utils.data import DataLoader
 
 import megafx
-from megafx.hf_trainer import gather_once
+from megafx.integrations.hf_trainer import gather_once
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import megafx
-from megafx.hf_trainer import attach
+from megafx.integrations.hf_trainer import attach
 
 
 def arguments(description: str | None) -> argparse.Namespace:

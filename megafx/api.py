@@ -1,4 +1,4 @@
-"""The public calls: `parallelize`, `plan`, `explain`, `verify`. The pipeline they run is compiler.py."""
+"""The public calls: `parallelize`, `plan`, `explain`, `verify`. The pipeline they run is compiler/pipeline.py."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megafx.capture import capture_call
-from megafx.capture_dims import max_length
-from megafx.compiler import Request, plan_only
+from megafx.capture.dims import max_length
+from megafx.capture.export import capture_call
+from megafx.capture.huggingface import is_hf_model, synthesize_inputs
+from megafx.compiler.pipeline import Request, plan_only
 from megafx.config import Config
+from megafx.distributed.mesh import make_meshes
+from megafx.equivalence import Verdict, verify_call
 from megafx.errors import UsageError
-from megafx.hardware import Hardware
-from megafx.hf import is_hf_model, synthesize_inputs
-from megafx.meshes import make_meshes
-from megafx.parallelizer import Parallelizer
-from megafx.plan import Plan
+from megafx.planner.hardware import Hardware
+from megafx.planner.plan import Plan
 from megafx.report import Report
-from megafx.runtime import Runtime, make_parallel
-from megafx.verification import Verdict, verify_call
+from megafx.runtime.compile_call import Parallelizer
+from megafx.runtime.runtime import Runtime, make_parallel
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

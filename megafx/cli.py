@@ -142,7 +142,7 @@ def _explain(args: argparse.Namespace) -> int:
 def _check_rules(args: argparse.Namespace) -> int:
     import importlib
 
-    from megafx.check_rules import check_rules
+    from megafx.checks.rules import check_rules
 
     sys.path.insert(0, os.getcwd())  # as for `python -m`
     for name in args.imports:
@@ -156,8 +156,7 @@ def _profile_fusions(args: argparse.Namespace) -> int:
     import torch
 
     from megafx.api import hardware_of
-    from megafx.fusion_cases import Widths
-    from megafx.profile_fusions import TOKENS, Setting, profile_fusions
+    from megafx.tools.profile_fusions import TOKENS, Setting, Widths, profile_fusions
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = Config(hardware=args.hardware, params_dtype=args.dtype)
@@ -175,13 +174,13 @@ def _profile_fusions(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
-    from megafx.model_table import model_table
+    from megafx.tools.model_table import model_table
 
     return model_table(args.names, args.jobs, args.some, args.write)
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from megafx.convert import convert
+    from megafx.checkpoint.convert import convert
 
     name = args.model or (str(args.source) if (args.source / "config.json").is_file() else None)
     model = None if name is None else load_model(name)[0]
@@ -190,7 +189,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from megafx.dump import diff_folders
+    from megafx.ir.dump import diff_folders
 
     found = diff_folders(args.before, args.after)
     print(found or "the two folders hold the same graphs")

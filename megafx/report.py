@@ -21,16 +21,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
-from megafx.collectives import DATA_AXES
-from megafx.communication import Communication
-from megafx.cost import collective_seconds
-from megafx.ir import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
-from megafx.op_rules import SPECIAL
-from megafx.owners import OF_RANK
-from megafx.placements import ALL_GATHER, LOCAL, I, Placement, payload, transition
-from megafx.placements_owned import Owned
-from megafx.planning import Planning
-from megafx.policy import MATMULS
+from megafx.analysis.communication import Communication
+from megafx.ir.program import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
+from megafx.ops.collectives import DATA_AXES
+from megafx.ops.owners import OF_RANK
+from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, payload, transition
+from megafx.planner.context import Planning
+from megafx.planner.cost import collective_seconds
+from megafx.planner.policy import MATMULS
+from megafx.rules.strategies import SPECIAL
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 

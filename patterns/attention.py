@@ -4,7 +4,7 @@
 
 Found in steps: masked_softmax.py makes the middle one op (scale_mask_softmax, in any of its spellings, with biases and
 causal buffers in its mask), which these patterns take with the products around it. So they need `masked_softmax_fusion` too.
-passes/describe_masks.py then reads what the mask is: causal, window and padding masks are no tensors any more. The weights
+passes/fuse/describe_masks.py then reads what the mask is: causal, window and padding masks are no tensors any more. The weights
 must have no other user: a model that returns them keeps its chain. Legal because: softmax, mask and scale are those of the
 op; where a fill is finite, rows that are masked throughout stay uniform (the mask becomes an additive one with finfo.min),
 where it is -inf, they are zeros in place of nan. Dropout draws other bits than the chain would: by (batch, head, query, key).
@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megafx.kernels.attention  # noqa: F401  registers the op
-from megafx.kernels.masked_softmax import HARD_FILL
-from megafx.pattern import Drop, Pattern, register
-from megafx.rewrite_found import Match
-from megafx.sizes import FIRST_PRIME
+import megafx.kernels.attention.attention  # noqa: F401  registers the op
+from megafx.ir.sizes import FIRST_PRIME
+from megafx.kernels.attention.masked_softmax import HARD_FILL
+from megafx.rewrite.match import Match
+from megafx.rewrite.pattern import Drop, Pattern, register
 
 ops = torch.ops.megafx
 _CAP_NEEDS = {"no": (), "mul, div": ("tanh", "mul", "div"), "div": ("tanh", "div"), "mul": ("tanh", "mul")}

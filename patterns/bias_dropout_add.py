@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-import megafx.kernels.bias_dropout_add  # noqa: F401  registers the op
-from megafx.pattern import Pattern, register
+import megafx.kernels.dropout.bias_dropout_add  # noqa: F401  registers the op
+from megafx.rewrite.pattern import Pattern, register
 
 
 @register

@@ -1,14 +1,14 @@
 """Cross entropy without an fp32 copy of the logits, which Hugging Face's causal models make: 4 bytes an element.
 
-Behind a linear layer there are no logits at all: passes/fuse_linear_loss.py.
+Behind a linear layer there are no logits at all: passes/fuse/fuse_linear_loss.py.
 """
 
 from __future__ import annotations
 
 import torch
 
-import megafx.kernels.cross_entropy  # noqa: F401  registers the op
-from megafx.pattern import Pattern, register
+import megafx.kernels.loss.cross_entropy  # noqa: F401  registers the op
+from megafx.rewrite.pattern import Pattern, register
 
 
 @register

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megafx.kernels.embedding_sum  # noqa: F401  registers the op
-from megafx.pattern import Pattern, register
+import megafx.kernels.dropout.embedding_sum  # noqa: F401  registers the op
+from megafx.rewrite.pattern import Pattern, register
 
 aten, ops = torch.ops.aten, torch.ops.megafx
 _IDS = {"table": "i64[1|b s]", "flat table": "i64[s]"}

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megafx.kernels.glu  # noqa: F401  registers the ops
-from megafx.pattern import Pattern, register
+import megafx.kernels.activation.glu  # noqa: F401  registers the ops
 from megafx.patterns.bias_activation import FORMS
+from megafx.rewrite.pattern import Pattern, register
 
 
 def needs(*, form: str) -> str:

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megafx.kernels.masked_softmax  # registers the ops
-from megafx.pattern import Pattern, register
-from megafx.rewrite_found import Match
+import megafx.kernels.attention.masked_softmax  # registers the ops
+from megafx.rewrite.match import Match
+from megafx.rewrite.pattern import Pattern, register
 
 ops = torch.ops.megafx
 
@@ -232,7 +232,7 @@ class HiddenScores(_Before):
 
 def _hides(fill: float, dtype: torch.dtype) -> bool:
     """Whether an additive mask of this value hides altogether, as the op has it."""
-    return fill <= megafx.kernels.masked_softmax.mask_floor(dtype)
+    return fill <= megafx.kernels.attention.masked_softmax.mask_floor(dtype)
 
 
 _ON_THE_WAY = ("aten.mul.Tensor", "aten.div.Tensor", "aten.to.dtype", "aten.reshape.default", "aten.add.Tensor")

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megafx.kernels.add_norm
-import megafx.kernels.bias_dropout_add
-import megafx.kernels.norms  # noqa: F401  registers the ops
-from megafx.pattern import Drop, Pattern, register
+import megafx.kernels.dropout.bias_dropout_add
+import megafx.kernels.norm.add_norm
+import megafx.kernels.norm.norms  # noqa: F401  registers the ops
+from megafx.rewrite.pattern import Drop, Pattern, register
 
 ops = torch.ops.megafx
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import megafx.kernels.rope  # noqa: F401  registers the ops
-from megafx.pattern import Pattern, register
+import megafx.kernels.attention.rope  # noqa: F401  registers the ops
+from megafx.rewrite.pattern import Pattern, register
 
 _CASTS = ("none", "back", "both")
 

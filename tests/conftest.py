@@ -14,7 +14,7 @@ MICROSECONDS = 1e6  # the unit in which HiGHS sees costs: its tolerances are abs
 def _milp_optimum(
     domains: Mapping[Any, int], tables: Iterable[tuple[tuple[Any, ...], np.ndarray]], limit_seconds: float = 120.0
 ) -> float | None:
-    """Minimum cost by HiGHS with gap 0, an oracle for megafx.solver; None if infeasible.
+    """Minimum cost by HiGHS with gap 0, an oracle for megafx.planner.solver; None if infeasible.
 
     x[v, i] binary: v takes value i. A finite table has y[entry] >= 0 for each allowed entry, whose marginals are the x
     of its variables; a 0/inf table over two variables has x[w, j] <= sum of the x[v, i] compatible with it, both ways.
@@ -99,8 +99,8 @@ def _local_program(
     import torch
     from torch.export import Dim, export
 
-    from megafx.ir import MADE_BY, SOURCE, Input, Output, Phase, Program
-    from megafx.sizes import Sizes
+    from megafx.ir.program import MADE_BY, SOURCE, Input, Output, Phase, Program
+    from megafx.ir.sizes import Sizes
 
     class Call(torch.nn.Module):
         def forward(self, *args: Any) -> Any:

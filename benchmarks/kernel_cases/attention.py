@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from kernel_cases.case import Case, randn
 from torch import Tensor
 
-import megafx.kernels.attention  # noqa: F401  registers the op
+import megafx.kernels.attention.attention  # noqa: F401  registers the op
 
 BF16_BYTES = 2
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases.case import DECODE_ROWS, DEVICE, HIDDEN, Case, randn, rows_for
 
-import megafx.kernels.bias_dropout_add  # noqa: F401  registers the op
+import megafx.kernels.dropout.bias_dropout_add  # noqa: F401  registers the op
 
 P = 0.1
 

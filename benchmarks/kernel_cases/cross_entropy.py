@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from kernel_cases.case import DEVICE, Case, randn
 from torch import Tensor
 
-import megafx.kernels.cross_entropy
-import megafx.kernels.linear_cross_entropy  # noqa: F401  registers the ops
+import megafx.kernels.loss.cross_entropy
+import megafx.kernels.loss.linear_cross_entropy  # noqa: F401  registers the ops
 
 ops = torch.ops.megafx
 

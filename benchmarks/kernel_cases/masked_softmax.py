@@ -14,7 +14,7 @@ import torch
 from kernel_cases.case import DEVICE, Case, randn
 from torch import Tensor
 
-import megafx.kernels.masked_softmax  # noqa: F401  registers the ops
+import megafx.kernels.attention.masked_softmax  # noqa: F401  registers the ops
 
 SCALE = 1 / math.sqrt(128)
 SEED = 1234

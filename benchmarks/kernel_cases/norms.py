@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from kernel_cases.case import DECODE_ROWS, DEVICE, HIDDEN, Case, randn, rows_for
 from torch import Tensor
 
-import megafx.kernels.add_norm
-import megafx.kernels.norms  # noqa: F401  registers the ops
+import megafx.kernels.norm.add_norm
+import megafx.kernels.norm.norms  # noqa: F401  registers the ops
 
 EPS, P = 1e-5, 0.1
 ops = torch.ops.megafx

@@ -8,7 +8,7 @@ import torch
 from kernel_cases.case import BF16, DEVICE, Case, randn
 from torch import Tensor
 
-import megafx.kernels.rope  # noqa: F401  registers the ops
+import megafx.kernels.attention.rope  # noqa: F401  registers the ops
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op_families import Call, Part, Row, dims, family
-from .op import define_op
+from megafx.kernels.common.op import define_op
+from megafx.rules.families import Call, Part, Row, dims, family
 
 
 def check(parameters: Sequence[Tensor]) -> None:

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megafx
 from megafx.errors import AgreementError, UsageError
-from megafx.outputs import LazyTensor
+from megafx.runtime.outputs import LazyTensor
 
 
 class Collectives(TorchDispatchMode):

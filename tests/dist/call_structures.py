@@ -138,7 +138,7 @@ def adapters_train_on_shards() -> str:
 @check(2)
 def a_module_left_eager() -> str:
     """Loops over what the data says, between captured parts."""
-    import test_eager_modules as eager
+    import eager_parts as eager
 
     plain = eager.build()
     options = {"eager_modules": ["layers.*.chosen"]}

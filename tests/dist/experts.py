@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megafx
-from megafx.kernels import grouped_mm as _defines_the_op  # noqa: F401
+from megafx.kernels.experts import grouped_mm as _defines_the_op  # noqa: F401
 
 EXPERTS, TOP, HIDDEN, FFN = 5, 2, 16, 24
 grouped_mm = torch.ops.megafx.grouped_mm

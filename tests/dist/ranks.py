@@ -1,6 +1,6 @@
 """What the scripts in this folder share: a model beside its eager twin, comparing them, running checks on every rank.
 
-Rank 0 prints one line a check: `PASS <name>: <what was seen>` or `FAIL <name>: <error>`; tests/test_gloo_training.py asserts
+Rank 0 prints one line a check: `PASS <name>: <what was seen>` or `FAIL <name>: <error>`; tests/dist/test_training.py asserts
 the lines. A check fails where it fails on any rank. Models that cast to fp32 inside run with these casts promoted to fp64, on
 our side by a pass of the pipeline, in eager by a function mode.
 """
@@ -22,12 +22,12 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 import zoo
 
 import megafx
 from megafx.errors import MegafxError
-from megafx.ir import Program, recompute_val
+from megafx.ir.program import Program, recompute_val
 
 RTOL = 1e-10
 GRADIENT_FLOOR = 1e-6  # of the norm of all gradients: below it a gradient is zero but for rounding

@@ -25,7 +25,7 @@ from ranks import (
 from torch import nn
 
 import megafx
-from megafx.outputs import LazyTensor
+from megafx.runtime.outputs import LazyTensor
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megafx.ir import Program
-from megafx.simulate import Logical
+from megafx.checks.simulate import Logical
+from megafx.ir.program import Program
 
 
 class Promoted(TorchDispatchMode):

@@ -7,7 +7,7 @@ import re
 import transformers
 from catalogue import Architecture
 
-from megafx.plan import Plan
+from megafx.planner.plan import Plan
 
 # Style -> dim of the weight that it cuts, counted from the end. A gather behind it or a split in front of it is of the
 # activation, and decided by cost. Others (experts as a module, norms) cut no weight of their own.

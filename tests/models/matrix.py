@@ -21,15 +21,15 @@ from eager import default_dtype, eager
 from harness import RTOL, Case, errors, promote_casts
 from torch import nn
 
-from megafx import dump
-from megafx.capture import capture_call
-from megafx.compiler import Compiled, Request, compile_passes
+from megafx.capture.export import capture_call
+from megafx.checks.simulate import Logical
+from megafx.compiler.pipeline import Compiled, Request, compile_passes
+from megafx.compiler.runner import Pass, run_passes
 from megafx.config import Config
-from megafx.hardware import Hardware
-from megafx.ir import Program
-from megafx.pass_runner import Pass, run_passes
-from megafx.planning import Planning
-from megafx.simulate import Logical
+from megafx.ir import dump
+from megafx.ir.program import Program
+from megafx.planner.context import Planning
+from megafx.planner.hardware import Hardware
 
 DEGREES = (2, 3, 4)
 FIRST_OF_DEGREE = "join_experts"  # the first pass that asks how many ranks there are

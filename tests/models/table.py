@@ -17,11 +17,11 @@ from catalogue import Architecture, rows
 from hf_plans import compare
 from matrix import Cell, Result, Runner, all_cells, some_cells
 
-from megafx.cost import ATTENTION, op_flops, op_name
-from megafx.ir import VAL, Program
-from megafx.pattern import registered_patterns
-from megafx.planning import Planning
-from megafx.problem import joined_terms
+from megafx.ir.program import VAL, Program
+from megafx.planner.context import Planning
+from megafx.planner.cost import ATTENTION, op_flops, op_name
+from megafx.planner.problem import joined_terms
+from megafx.rewrite.pattern import registered_patterns
 
 DEFAULT_PAGE = "docs/models.md"
 
@@ -225,7 +225,7 @@ and t. (The last decoders were tried to see what else breaks, in 2 or 3 cells.) 
 without dropout with the first attention, and the call's sizes elsewhere. A cell is exact where the loss, every output and
 every gradient equal those of one process to a relative {rtol:.0e}: those of the plain eager model, or with dropout on (whose
 masks eager draws otherwise) of megafx on one rank. Casts to fp32 inside of models are casts to fp64 on both sides. All ranks
-run in one process (`megafx.simulate`).
+run in one process (`megafx.checks.simulate`).
 
 Parameters and FLOPs (of matmuls and attention) sharded are the least fraction over the plans with symbolic sizes, which are
 priced as those of large models are; at these sizes norms, biases and position tables weigh more than in real models. Fused:

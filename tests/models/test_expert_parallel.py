@@ -1,6 +1,6 @@
 """Expert parallelism of Hugging Face mixtures, asked for by an override, against eager at fp64.
 
-Covers: passes/join_experts.py on graphs of whole models.
+Covers: passes/experts/join_experts.py on graphs of whole models.
 """
 
 from __future__ import annotations

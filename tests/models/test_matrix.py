@@ -13,8 +13,8 @@ import torch
 from eager import Promoted
 from matrix import Cell, Result, Runner, all_cells, some_cells
 
-from megafx.placements import Layout, S
-from megafx.plan import Plan
+from megafx.placements.types import Layout, S
+from megafx.planner.plan import Plan
 
 PART = {  # attention, training, dropout, t, sequence parallelism
     "GPT-2": Cell("eager", True, True, 3, "auto"),

@@ -1,0 +1,277 @@
+"""Which values of a graph are one expert's alone, of experts that are modules of one list (expert parallelism).
+
+    for lst in expert_lists(program, overrides, {}): # ModuleLists whose experts the user's override says to give to ranks
+        lst.path, lst.experts                        # 'moe.experts', {'0': parameters of experts.0, ...}
+        regions_of(program, lst)                     # node -> key of the expert whose it is; may write sums out (expert_sums)
+
+An expert's region is what is computed from its parameters, as long as it meets nothing of other experts, together with what
+only that needs: the rows that are its own, what it takes of them, the weights of its results. Outside of the expert's own
+module it ends where it is added to a value of the whole mixture; values that do not have a row for each of its tokens end
+with the module that has the list, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.errors import PlanError
+from megafx.ir.nodes import is_zero
+from megafx.ir.program import VAL, Builder, Program, ancestors, fqn_of, source_of
+from megafx.ir.sizes import SizeEmitter, row_sources
+from megafx.placements.types import Owned, Placement
+from megafx.planner.overrides import Overrides
+
+# -- expert sums
+#
+# Sums into rows: what an expert adds to rows of the mixture's result, as a value of its own.
+#
+#     index_add(%out, 0, %rows, %y)                      ->  add(%out, index_add(%zeros, 0, %rows, %y))
+#     index_put(%out, [%rows], %y, True)                 ->  add(%out, index_put(%zeros, [%rows], %y, True))
+#     index_put(%out, [%rows], index(%out, [%rows]) + %y) ->  add(%out, index_put(%zeros, [%rows], %y))     # out[rows] += y
+#     scatter_add(%out, 0, %index, %y)                   ->  add(%out, scatter_add(%zeros, 0, %index, %y))
+#
+# Legal because: the ops' definitions; in the third form a row that is named twice gets one of its values, before and after.
+
+NAME = "own_experts"
+aten = torch.ops.aten
+_Make = Callable[[Builder, fx.Node], fx.Node]
+
+
+def sum_apart(program: Program, node: fx.Node, label: dict[fx.Node, str]) -> fx.Node | None:
+    """Write `node` out where it adds one expert's rows to a value that is not that expert's.
+
+    label: node -> key of the expert whose it is. Returns what the expert adds; None where there is nothing to write out.
+    """
+    found = _rows_added(node)
+    if found is None:
+        return None
+    out, y, make = found
+    if y not in label or label.get(out) == label[y] or is_zero(out):
+        return None
+    emitter, value = SizeEmitter(program.graph, program.sizes), out.meta[VAL]
+    sizes = [emitter(program.sizes.of(n)) for n in value.shape]
+    build = Builder(program, node, node, NAME)
+    own = make(build, build(aten.full.default, sizes, 0, dtype=value.dtype, device=value.device))
+    node.replace_all_uses_with(build(aten.add.Tensor, out, own))
+    _erase(node)
+    return own
+
+
+def _erase(node: fx.Node) -> None:
+    operands = node.all_input_nodes
+    node.graph.erase_node(node)
+    for operand in operands:
+        if operand.op == "call_function" and not operand.users:
+            _erase(operand)
+
+
+def _rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
+    """(what is added to, the rows that are added, the same op on zeros)."""
+    arguments: Any = node.args
+    if node.target in (aten.index_add.default, aten.scatter_add.default):
+        out, dim, index, y = arguments[:4]
+        return out, y, lambda build, zeros: build(node.target, zeros, dim, index, y, *arguments[4:], **node.kwargs)
+    if node.target is not aten.index_put.default or node.kwargs:
+        return None
+    out, indices, values, *accumulate = arguments
+    if accumulate and accumulate[0]:
+        return out, values, lambda build, zeros: build(aten.index_put.default, zeros, indices, values, True)
+    added = _added_to(values, out, indices)
+    if added is None:
+        return None
+    return out, added, lambda build, zeros: build(aten.index_put.default, zeros, indices, added)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arguments are the same rows: `out[mask] += y` finds them twice."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+        return a is b or (not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and a == b)
+    if a.target is b.target is torch.ops.megafx.rows.default:
+        return a.args[0] is b.args[0]
+    return a.target is b.target is aten.select.int and all(map(_same, a.args, b.args))
+
+
+def _added_to(values: fx.Node, out: fx.Node, indices: Any) -> fx.Node | None:
+    """y of `index(out, indices) + y`."""
+    if values.target is not aten.add.Tensor or values.kwargs:
+        return None
+    a, b = values.args[:2]
+    for rows, y in ((a, b), (b, a)):
+        if (
+            isinstance(rows, fx.Node)
+            and rows.target is aten.index.Tensor
+            and rows.args[0] is out
+            and _same(list(rows.args[1]), list(indices))  # type: ignore[arg-type]  # index takes a list
+            and isinstance(y, fx.Node)
+        ):
+            return y
+    return None
+
+
+STYLE = "expert"
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+
+
+@dataclass
+class ExpertList:
+    """Experts of one list. path: of the list; experts: key of each in it -> its parameters; pattern: the user's."""
+
+    path: str
+    pattern: str
+    experts: dict[str, list[fx.Node]] = field(default_factory=dict)
+
+    @property
+    def mixture(self) -> str:
+        """Path of the module that has the list."""
+        return self.path.rpartition(".")[0]
+
+    def module(self, key: str) -> str:
+        return f"{self.path}.{key}"
+
+
+def is_inside(fqn: str, module: str) -> bool:
+    return not module or fqn == module or fqn.startswith(module + ".")
+
+
+def expert_lists(program: Program, overrides: Overrides, settled: Mapping[str, Placement]) -> list[ExpertList]:
+    """Lists whose experts are to be one rank's each. Raises PlanError where a pattern does not say which modules these are.
+
+    A pattern names the list ('*.mlp.experts') or all that is in it ('*.mlp.experts.*'). Stacks of experts' weights, which
+    patterns name too, are left out (passes/experts/join_experts.py). settled: how earlier graphs, or a plan that is
+    given, store
+    parameters; experts that are no rank's there are left out, and lists of which they say anything are as they say.
+    """
+    found: dict[str, ExpertList] = {}
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        style, pattern = overrides.style_of_parameter(spec) if spec.kind == "param" else ("", "")
+        if style != STYLE or spec.aliases or node.meta[VAL].dim() == 0:
+            continue  # tied parameters and numbers are held by every rank
+        path = _list_of(spec.name, pattern)
+        stored = settled.get(spec.name)
+        if path is None or (stored is not None and not isinstance(stored, Owned)):
+            continue
+        key = spec.name.removeprefix(path + ".").partition(".")[0]
+        experts = found.setdefault(path, ExpertList(path, pattern)).experts
+        experts.setdefault(key, []).append(node)
+    known = {path for path in found if any(is_inside(name, path) for name in settled)}
+    return [lst if path in known else _checked(program, overrides, lst) for path, lst in found.items()]
+
+
+def _list_of(name: str, pattern: str) -> str | None:
+    """'moe.experts' of 'moe.experts.3.up.weight', if `pattern` names that; None for parameters of no module of a list.
+
+    Modules of a list are those with numbers: '3', and 'expert_3' of a dict.
+    """
+    wanted = pattern.removesuffix(".*")
+    parts = name.split(".")
+    prefixes = [".".join(parts[:i]) for i in range(1, len(parts) - 1)]
+    paths = [p for p in prefixes if fnmatchcase(p, wanted) and parts[p.count(".") + 1][-1:].isdigit()]
+    if len(paths) > 1:
+        raise PlanError(
+            f"override '{pattern}' is expert: it names several lists that have '{name}': {', '.join(paths)}",
+            fix="name the list of the experts alone",
+        )
+    return paths[0] if paths else None
+
+
+def _checked(program: Program, overrides: Overrides, lst: ExpertList) -> ExpertList:
+    """All parameters of its experts must be so styled: an expert is whole."""
+    if len(lst.experts) < 2:
+        raise PlanError(
+            f"override '{lst.pattern}' is expert, but '{lst.path}' has one module with parameters: '{next(iter(lst.experts))}'",
+            fix="name the list (or the dict) that has the experts as its modules",
+        )
+    for spec in program.inputs:
+        if spec.kind == "param" and is_inside(spec.name, lst.path):
+            style, _ = overrides.style_of_parameter(spec)
+            if style != STYLE:
+                raise PlanError(
+                    f"override '{lst.pattern}' is expert, but '{spec.name}' of these experts "
+                    + (f"is {style} by another override" if style else "is not matched by it"),
+                    fix=f"give each rank whole experts: overrides={{'{lst.path}': 'expert'}} and none for parts of them",
+                )
+    return lst
+
+
+def regions_of(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
+    """Node -> key of the expert whose alone it is. Parameters are in no region."""
+    region = _grown(program, lst)
+    for node in reversed(program.graph.nodes):
+        if node.op != "call_function" or node in region or not node.users:
+            continue
+        owners = {region.get(user) for user in node.users}
+        if len(owners) == 1 and None not in owners:
+            region[node] = owners.pop()  # type: ignore[assignment]  # not None
+    _keep_rows(program, region)
+    return region
+
+
+def _grown(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
+    """What is computed from one expert's parameters."""
+    label = {parameter: key for key, parameters in lst.experts.items() for parameter in parameters}
+    region: dict[fx.Node, str] = {}
+    for node in list(program.graph.nodes):
+        if node._erased:
+            continue
+        keys = {label[a] for a in node.all_input_nodes if a in label}
+        if node.op != "call_function" or not keys:
+            continue
+        if (own := sum_apart(program, node, label)) is not None:
+            node = own
+            keys = {label[a] for a in node.all_input_nodes if a in label}
+        if len(keys) != 1:
+            continue
+        (key,) = keys
+        if is_inside(fqn_of(node), lst.module(key)) or _goes_on(program, lst, node, label):
+            label[node] = region[node] = key
+    return region
+
+
+def _goes_on(program: Program, lst: ExpertList, node: fx.Node, label: dict[fx.Node, str]) -> bool:
+    """Whether a value outside of the expert's module is still the expert's."""
+    if of_rows(program, node):
+        return True
+    if not is_inside(fqn_of(node), lst.mixture):
+        return False
+    if node.target not in _SUMS:
+        return True
+    tensors = [a for a in node.all_input_nodes if isinstance(a.meta.get(VAL), torch.Tensor)]
+    return all(a in label for a in tensors)
+
+
+def of_rows(program: Program, node: fx.Node) -> bool:
+    """Whether a size of the value is one that data decides: it has a row for each token that the expert gets."""
+    value = node.meta.get(VAL)
+    return isinstance(value, torch.Tensor) and any(program.sizes.from_data(n) for n in program.sizes.shape(value))
+
+
+def _keep_rows(program: Program, region: dict[fx.Node, str]) -> None:
+    """Take out of the regions, in place, the rows that say how long what leaves a region is: all ranks have to know."""
+    sources = row_sources(program.graph)
+    for node, key in [*region.items()]:
+        if of_rows(program, node) and any(region.get(user) != key for user in node.users):
+            symbols = {s for n in node.meta[VAL].shape if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
+            for kept in ancestors([sources[s][0] for s in symbols if s in sources]):
+                region.pop(kept, None)
+
+
+def refuse_between(lst: ExpertList, node: fx.Node, operands: Iterable[fx.Node], region: dict[fx.Node, str]) -> None:
+    """Raise PlanError where an expert's value is computed inside of another expert's module."""
+    for key in lst.experts:
+        other = next((region[a] for a in operands if a in region and region[a] != key), None)
+        if other is not None and is_inside(fqn_of(node), lst.module(key)):
+            raise PlanError(
+                f"override '{lst.pattern}' is expert, but '{lst.module(key)}' takes what '{lst.module(other)}' computes: "
+                "experts of different ranks do not wait for each other",
+                fix="name a list of modules that take the same tokens and whose results are added",
+                module=fqn_of(node),
+                source=source_of(node),
+            )

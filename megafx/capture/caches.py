@@ -1,0 +1,281 @@
+"""Key-value caches (transformers' `Cache` objects) as inputs and outputs of graphs. Does not import transformers.
+
+A cache in a call becomes a `CacheState`: a pytree of its tensors beside its form (classes, flags, what is a tensor). In
+capture the state becomes a cache again, which the model updates; what it then holds leaves the graph as another state, and
+after the call is written into the user's own object, or into a new one where the model made one.
+
+Numbers that grow with every token (`cumulative_length`) would be another graph each if they were baked in: they travel as
+the length of an empty tensor [n, 0], which is a symbol in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from megafx.errors import CaptureError
+
+Form = tuple[Any, ...]  # ("tensor",), ("same",), ("number",), ("value", x), ("object", class, ((name, form), ...)), ...
+
+_GROWING = "cumulative_length"  # prefix of the attributes that count tokens
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, type, Enum)
+_WAY_OUT = "generate with a DynamicCache (cache_implementation='dynamic', the default) or with use_cache=False"
+
+
+@dataclass(frozen=True, eq=False)
+class CacheState:
+    """The tensors of a cache by their path ('layers.0.keys'), and the rest of it."""
+
+    form: Form
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SameCache:
+    """In an output: the call's own cache number `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Updated:
+    """An output, and what the caches of the call hold afterwards."""
+
+    output: Any
+    caches: tuple[CacheState, ...]
+
+
+class CacheKey(pytree.MappingKey[str, Any]):
+    """Key of a tensor in a `CacheState`."""
+
+
+pytree.register_pytree_node(
+    CacheState,
+    lambda s: (list(s.tensors.values()), (s.form, tuple(s.tensors))),
+    lambda values, context: CacheState(context[0], dict(zip(context[1], values, strict=True))),
+    flatten_with_keys_fn=lambda s: (
+        [(CacheKey(k), v) for k, v in s.tensors.items()],
+        (s.form, tuple(s.tensors)),
+    ),
+)
+pytree.register_pytree_node(
+    SameCache,
+    lambda s: ([], s.index),
+    lambda _, index: SameCache(index),
+    flatten_with_keys_fn=lambda s: ([], s.index),
+)
+pytree.register_pytree_node(
+    Updated,
+    lambda u: ([u.output, u.caches], None),
+    lambda values, _: Updated(*values),
+    flatten_with_keys_fn=lambda u: (
+        [(pytree.GetAttrKey("output"), u.output), (pytree.GetAttrKey("caches"), u.caches)],
+        None,
+    ),
+)
+
+
+def _is_cache_class(kind: Any) -> bool:
+    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in kind.__mro__)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is one of transformers' caches."""
+    return _is_cache_class(type(value))
+
+
+def _is_part_class(kind: Any) -> bool:
+    """Layers of caches, and caches inside of caches."""
+    bases = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
+    return any(c.__name__ in bases and c.__module__.startswith("transformers") for c in kind.__mro__)
+
+
+def _only_replaces(kind: Any) -> bool:
+    """Whether updates of a layer give new tensors and leave the old ones alone: then nothing needs to be copied first."""
+    return kind.__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
+
+
+# -- a call's caches
+
+
+def states_for_caches(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    """(args, kwargs, the caches among them), with states in their places. A cache that is given twice is one cache twice."""
+    found: list[Any] = []
+
+    def swap(value: Any) -> Any:
+        if not is_cache(value):
+            return value
+        found.append(value)
+        return state_of(value)
+
+    if not any(map(is_cache, args)) and not any(map(is_cache, kwargs.values())):
+        return tuple(args), dict(kwargs), found
+    named = {k: swap(kwargs[k]) for k in sorted(kwargs)}  # the order of call_tree
+    return tuple(map(swap, args)), named, found
+
+
+def state_of(value: Any, inputs: frozenset[int] = frozenset()) -> CacheState:
+    """A cache -> its state. inputs: ids of tensors that need not be given back, since they are those that came in."""
+    tensors: dict[str, torch.Tensor] = {}
+    return CacheState(_take_apart(value, "", tensors, inputs), tensors)
+
+
+def _take_apart(value: Any, path: str, tensors: dict[str, torch.Tensor], inputs: frozenset[int]) -> Form:
+    if isinstance(value, torch.Tensor):
+        if id(value) in inputs:
+            return ("same",)
+        tensors[path] = value
+        return ("tensor",)
+    grows = isinstance(value, int) and not isinstance(value, bool) and path.rpartition(".")[2].startswith(_GROWING)
+    if grows or isinstance(value, torch.SymInt):
+        tensors[path] = torch.empty((value, 0), dtype=torch.uint8)
+        return ("number",)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *(_take_apart(v, f"{path}.{i}", tensors, inputs) for i, v in enumerate(value)))
+    if isinstance(value, dict):
+        return (dict, *((k, _take_apart(v, f"{path}.{k}", tensors, inputs)) for k, v in value.items()))
+    if _is_part_class(type(value)):
+        attributes = sorted(vars(value).items())
+        prefix = f"{path}." if path else ""
+        return ("object", type(value), *((k, _take_apart(v, prefix + k, tensors, inputs)) for k, v in attributes))
+    if isinstance(value, _PLAIN):
+        return ("value", type(value), value)
+    kind = type(value)
+    raise CaptureError(
+        f"a cache holds '{path}', a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph", fix=_WAY_OUT
+    )
+
+
+# -- in capture
+
+
+class Revived:
+    """The caches of a call while it is captured: live again, on the tensors that are traced."""
+
+    def __init__(self) -> None:
+        self.caches: list[Any] = []
+        self.inputs: list[torch.Tensor] = []  # kept alive: their ids are compared
+
+    def revive(self, tree: Any) -> Any:
+        """Every state in a tree of arguments -> a cache."""
+        return pytree.tree_map(self._one, tree, is_leaf=lambda x: isinstance(x, CacheState))
+
+    def _one(self, value: Any) -> Any:
+        if not isinstance(value, CacheState):
+            return value
+        self.inputs += value.tensors.values()
+        live = _write(value.form, iter(value.tensors.values()), None, copies=True)
+        self.caches.append(live)
+        return live
+
+    def result(self, returned: Any) -> Any:
+        """What leaves the graph: `returned`, with states for the caches in it, and beside it what the call's caches hold."""
+
+        def one(value: Any) -> Any:
+            if not is_cache(value):
+                return value
+            index = next((i for i, c in enumerate(self.caches) if c is value), None)
+            return state_of(value) if index is None else SameCache(index)
+
+        returned = pytree.tree_map(one, returned, is_leaf=is_cache)
+        if not self.caches:
+            return returned
+        known = frozenset(map(id, self.inputs))
+        return Updated(returned, tuple(state_of(c, known) for c in self.caches))
+
+
+# -- after a call
+
+
+def give_back(result: Any, caches: Sequence[Any]) -> Any:
+    """The output of a call in the user's terms: his caches updated, states of new caches made into caches."""
+    if isinstance(result, Updated):
+        for given, state in zip(caches, result.caches, strict=True):
+            _write(state.form, iter(state.tensors.values()), given)
+        result = result.output
+
+    def one(value: Any) -> Any:
+        if isinstance(value, SameCache):
+            return caches[value.index]
+        return _write(value.form, iter(value.tensors.values()), None) if isinstance(value, CacheState) else value
+
+    return pytree.tree_map(one, result, is_leaf=lambda x: isinstance(x, (CacheState, SameCache)))
+
+
+def _write(form: Form, tensors: Iterator[torch.Tensor], old: Any, copies: bool = False) -> Any:
+    """What `form` says, in `old` itself where that is an object or list of this kind. copies: of tensors that layers change
+    in place."""
+    kind, *rest = form
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "same":
+        return old
+    if kind == "number":
+        return next(tensors).shape[0]
+    if kind == "value":
+        return rest[1]
+    if kind in (list, tuple):
+        before = list(old) if isinstance(old, (list, tuple)) else []
+        before += [None] * (len(rest) - len(before))
+        items = [_write(f, tensors, o, copies) for f, o in zip(rest, before, strict=False)]
+        if kind is list and isinstance(old, list):
+            old[:] = items
+            return old
+        return kind(items)
+    if kind is dict:
+        return {k: _write(f, tensors, (old or {}).get(k), copies) for k, f in rest}
+    made, *attributes = rest
+    new = old if type(old) is made else made.__new__(made)
+    for name, of in attributes:
+        value = _write(of, tensors, vars(new).get(name), copies)
+        if copies and isinstance(value, torch.Tensor) and not _only_replaces(made):
+            value = value.clone()
+        vars(new)[name] = value
+    return new
+
+
+# -- sizes
+
+
+def growing_dims(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Path of each tensor of the states in a tree of arguments -> its dims that grow with the sequence.
+
+    Keys and values [batch, heads, sequence, head dim] of layers without a fixed length, and numbers.
+    """
+    from megafx.ir.call_spec import leaf_name
+
+    dims: dict[str, tuple[int, ...]] = {}
+    paths, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, CacheState))
+    for path, state in paths:
+        if isinstance(state, CacheState):
+            top = leaf_name(path)
+            fixed = {p.rpartition(".")[0] for p in _paths(state.form, "", "max_cache_len")}
+            for name, tensor in state.tensors.items():
+                owner, _, attribute = name.rpartition(".")
+                if attribute.startswith(_GROWING):
+                    dims[f"{top}[{name}]"] = (0,) if tensor.dim() == 2 and tensor.shape[0] else ()
+                else:
+                    grows = tensor.dim() == 4 and attribute in ("keys", "values") and owner not in fixed
+                    dims[f"{top}[{name}]"] = (2,) if grows else ()
+    return dims
+
+
+def _paths(form: Form, path: str, attribute: str) -> Iterator[str]:
+    """Paths of the attributes of one name in a form."""
+    kind, *rest = form
+    if kind in (list, tuple):
+        for i, item in enumerate(rest):
+            yield from _paths(item, f"{path}.{i}", attribute)
+    elif kind is dict or kind == "object":
+        prefix = f"{path}." if path else ""
+        for name, item in rest if kind is dict else rest[1:]:
+            if name == attribute:
+                yield f"{prefix}{name}"
+            yield from _paths(item, f"{prefix}{name}" if kind == "object" else f"{path}.{name}", attribute)

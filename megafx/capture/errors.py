@@ -1,0 +1,122 @@
+"""Errors of torch.export in the user's terms: which module, which line, what was found, what to change."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from typing import Any
+
+from torch import nn
+
+from megafx.errors import CaptureError, SourceLine
+from megafx.ir.source_lines import is_user_file
+
+_BRANCH = (
+    "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor",
+    "use torch.where or a mask, or decide by a Python value that is known before the call",
+)
+_COUNT = (
+    "a Python decision (`if`, `while`, `assert`, `len()`) depends on how many rows the data of a tensor selects",
+    "ask nothing, for work on no rows gives nothing; or only whether there are any, by `rows.numel() == 0`",
+)
+_COUNTS = ("len(", ".any()", ".numel()", ".shape[", ".size(")  # what asks for a number of rows
+_LOOP = (
+    "a Python loop runs over a tensor whose length the data decides",
+    "loop over all that there may be (`for e, expert in enumerate(self.experts)`): work on no rows gives nothing",
+)
+_ITEM = (
+    "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
+    "keep it a tensor, or pass the number as an argument of the call",
+)
+_SELECT = (
+    "the shape of a result depends on the data of a tensor (nonzero, x[mask], unique)",
+    "compute on the whole tensor with torch.where or a mask; a loss that does so can be computed from the model's output in "
+    "your own loop (Hugging Face: call the model without labels)",
+)
+
+
+def translate(error: Exception, model: nn.Module) -> CaptureError:
+    """The CaptureError that stands for an exception raised while exporting."""
+    module, source = _where(error, model)
+    found, fix = _what(error, source)
+    if (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT):
+        fix = or_leave_eager(fix, module)
+    return CaptureError(found, fix=fix, module=module, source=source)
+
+
+def or_leave_eager(fix: str, module: str | None) -> str:
+    """`fix`, and the other way out for code that depends on data."""
+    if not module:
+        return fix
+    return (
+        f'{fix}; or leave the module out of the graph, if it holds few parameters: Config(eager_modules=["{module}"])'
+    )
+
+
+def unsupported_leaf(name: str, value: Any) -> CaptureError:
+    """An argument that is no tensor, number, string or container of them."""
+    kind = type(value)
+    fix = "pass tensors, numbers, strings, or lists, tuples and dicts of them"
+    if "Cache" in kind.__name__:
+        fix = "call with use_cache=False and without past_key_values: this is none of transformers' caches"
+    return CaptureError(
+        f"argument {name} is a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph", fix=fix
+    )
+
+
+def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
+    name, message = type(error).__name__, str(error)
+    code = source.code if source else ""
+    if "GuardOnDataDependent" in name or "data-dependent" in message:
+        if ".item(" in code or ".tolist(" in code:
+            return _ITEM
+        if "nonzero" in code or "unique" in code:
+            return _SELECT
+        if code.startswith("for "):
+            return _LOOP
+        return _COUNT if any(text in code for text in _COUNTS) else _BRANCH
+    if "DynamicOutputShape" in name or "dynamic shape operator" in message:
+        return _SELECT
+    if "DataDependentOutput" in name:
+        return _ITEM
+    if "Constraints violated" in message:
+        return (
+            "the model computes with sizes that the call does not determine: " + _first_line(message, "  - "),
+            "pass example inputs whose batch and sequence sizes are at least 2 and differ from each other",
+        )
+    if "pytree" in message or "Unsupported input type" in message or "not a known type" in message:
+        return (
+            f"the model returns or takes something that is no container of tensors: {_first_line(message)}",
+            "return tensors in tuples, lists, dicts or dataclasses (torch.utils._pytree.register_pytree_node for other types)",
+        )
+    if "assigned during export" in message:
+        return (
+            f"forward stores a tensor in the module: {_first_line(message)}",
+            "register it as a buffer (register_buffer) and change it in place, or return it",
+        )
+    return f"{name}: {_first_line(message)}", "change this line so that torch.export(strict=False) can trace it"
+
+
+def _first_line(message: str, prefix: str = "") -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip() and line.startswith(prefix)]
+    return lines[0] if lines else message.strip()[:200]
+
+
+def _where(error: BaseException, model: nn.Module) -> tuple[str | None, SourceLine | None]:
+    """Module path and line of the deepest frame of the user's code in the traceback, causes included."""
+    paths = {id(m): path for path, m in model.named_modules()}
+    frames: list[Any] = []
+    seen: BaseException | None = error
+    while seen is not None and not frames:
+        frames = [f for f in traceback.walk_tb(seen.__traceback__)]
+        seen = seen.__cause__ or seen.__context__
+    module: str | None = None
+    source: SourceLine | None = None
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        owner = paths.get(id(frame.f_locals.get("self")))
+        if owner is not None:
+            module = owner
+        if is_user_file(file):
+            source = SourceLine(file, line, linecache.getline(file, line).strip())
+    return module, source

@@ -1,0 +1,168 @@
+"""Gradients that a model writes itself (`torch.autograd.Function`), while it is captured.
+
+A trace holds the operations of `forward`, and a graph differentiates those. Where `backward` computes the same (a hand-written
+GeLU), nothing is lost: both are run on made-up numbers of all magnitudes and compared. Where it does not (straight-through
+estimators, bounded or scaled gradients), the function stays what it is: each call is one node that runs the function's own
+code, forward and backward, on whole tensors on every rank (`eager_modules`), with a note.
+
+`torch.utils.checkpoint` is such a Function too (use_reentrant=True), or hooks on what autograd keeps: what it is given is
+traced as if called directly, with a note. A graph recomputes nothing because of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpoint
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megafx.errors import CaptureError
+from megafx.ir.source_lines import current_user_line
+from megafx.ops.eager_call import MADE_UP, eager_call_of, made_up
+
+RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
+_OURS = ("torch.", "megafx.")
+KEPT = (
+    "activations are not recomputed: the graph keeps what its backward needs, but for what fused kernels compute again "
+    "(recompute_activation_func). Less memory take sequence_parallel=True, more tensor-parallel ranks, smaller batches of "
+    'which gradients are accumulated, and data_parallel="fsdp"'
+)
+_modules: dict[type[Function], nn.Module] = {}  # graphs hold weak references
+
+
+class _Applied(nn.Module):
+    """A Function as a module."""
+
+    def __init__(self, function: type[Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function.apply(*args)
+
+
+@contextlib.contextmanager
+def own_gradients(note: Callable[[str], None]) -> Iterator[None]:
+    """Within: calls of Functions whose gradient is not that of their forward are nodes of what is traced."""
+    busy = False
+
+    def apply(cls: type[Function], *args: Any) -> Any:
+        nonlocal busy
+        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]  # as if defined in its class
+        if cls is checkpoint.CheckpointFunction:
+            note(f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}")
+            function, _, *given = args
+            return function(*given)
+        if busy or cls.__module__.startswith(_OURS) or not _differentiated(args):
+            return plain(*args)
+        busy = True
+        try:
+            if same_gradient(cls, args):
+                return plain(*args)
+            if any(callable(x) and not isinstance(x, type) for x in pytree.tree_leaves(args)):
+                raise CaptureError(
+                    f"{cls.__qualname__} ({cls.__module__}) is given a function to call, as checkpointing does, and its "
+                    "backward is not that of what it computes: gradients of what the function holds would be lost",
+                    source=current_user_line(),
+                    fix="call the function itself; torch.utils.checkpoint is left out by itself",
+                )
+            note(
+                f"{cls.__qualname__} ({cls.__module__}) has a backward that is not the derivative of its forward, or could not "
+                "be compared with it: its own code runs on every rank, on whole tensors"
+            )
+            return eager_call_of(_modules.setdefault(cls, _Applied(cls)), cls.__qualname__, args)
+        finally:
+            busy = False
+
+    def without_hooks(*args: Any) -> Iterator[None]:
+        note(f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}")
+        yield
+
+    base: Any = _SingleLevelFunction  # below `Function`, whose bound `apply` models may hold
+    base.apply = classmethod(apply)
+    generator = checkpoint._checkpoint_without_reentrant_generator  # what runs round the function if not reentrant
+    checkpoint._checkpoint_without_reentrant_generator = without_hooks  # type: ignore[assignment]  # for the time of a trace
+    try:
+        yield
+    finally:
+        del base.apply
+        checkpoint._checkpoint_without_reentrant_generator = generator
+
+
+def _differentiated(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
+
+
+def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
+    """Whether, for made-up arguments like these, `backward` gives what autograd gives for the operations of `forward`."""
+    leaves, spec = pytree.tree_flatten(args)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    state = torch.get_rng_state()
+    try:
+        for seed, spread in enumerate((0.0, 1.0, 30.0)):  # powers of e
+            found = []
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+                values = [_spread(x, spread, seed) for x in made_up(tensors, MADE_UP[0])]
+                for call in (function.apply, lambda *a: _forward(function, a)):
+                    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
+                    given = iter(inputs)
+                    torch.manual_seed(0)
+                    filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
+                    output = call(*pytree.tree_unflatten(filled, spec))
+                    found.append(_gradients(output, inputs, [x.requires_grad for x in tensors]))
+                if not all(map(_close, *found)):
+                    return False
+    except Exception:  # what cannot be run twice like this is left as it is
+        return False
+    finally:
+        torch.set_rng_state(state)
+    return True
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Element by element, with some room where a derivative goes through zero."""
+    typical = float(b.abs().nanmedian()) if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=RTOL, atol=0.1 * RTOL * typical, equal_nan=True)
+
+
+def _spread(x: Tensor, spread: float, seed: int) -> Tensor:
+    """fp64 numbers whose magnitudes lie within e**(-spread) and e**spread of normal ones."""
+    if not x.is_floating_point():
+        return x
+    generator = torch.Generator().manual_seed(seed)
+    powers = spread * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)
+    return x.double().cpu() * powers.exp()
+
+
+def _forward(function: Any, args: tuple[Any, ...]) -> Any:
+    """The operations of `forward`, as autograd sees them."""
+    if function.setup_context is not Function.setup_context:
+        return function.forward(*args)
+    context = _Context()
+    context.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in args)
+    return function.forward(context, *args)
+
+
+class _Context(FunctionCtx):
+    """Takes what a forward puts aside."""
+
+    needs_input_grad: tuple[bool, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+def _gradients(output: Any, inputs: list[Tensor], wanted: list[bool]) -> list[Tensor]:
+    results = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    into = [x for x, want in zip(inputs, wanted, strict=True) if want and x.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) for r in results]
+    found = torch.autograd.grad(results, into, grads, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(into, found, strict=True)]

@@ -1,0 +1,144 @@
+"""What torch.export exported -> the inputs, outputs and marked nodes of a `Program`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
+
+from megafx.capture.caches import CacheKey
+from megafx.errors import CaptureError
+from megafx.ir.call_spec import OutputLeaf
+from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Input, Output, Program, active_nodes
+from megafx.ir.source_lines import fqn_of_stack, source_of_trace, strip_root
+
+ROOT = "model"  # the user's model within what is exported
+
+
+def mark_nodes(gm: fx.GraphModule) -> None:
+    """Set source, fqn and made_by on every node, those of nested regions included."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.op in ("placeholder", "output", "get_attr"):
+                    continue
+                node.meta[FQN] = fqn_of_stack(node.meta.get("nn_module_stack"), ROOT)
+                node.meta[MADE_BY] = ()
+                source = source_of_trace(node.meta.get("stack_trace") or "")
+                if source is not None:
+                    node.meta[SOURCE] = source
+
+
+def name_inputs(
+    exported: ExportedProgram, model: nn.Module, user_names: list[str]
+) -> tuple[list[Input], dict[str, Any]]:
+    """Name the placeholders; one placeholder for each tensor, however many names it has."""
+    aliases = _aliases(model)
+    nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
+    kept: dict[str, fx.Node] = {}
+    inputs: list[Input] = []
+    constants: dict[str, Any] = {}
+    names = iter(user_names)
+    for spec in exported.graph_signature.input_specs:
+        node = nodes[spec.arg.name]
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            fqn = strip_root(spec.target or "", ROOT)
+            first, *others = aliases.get(fqn, [fqn])
+            if first in kept:
+                node.replace_all_uses_with(kept[first])
+                exported.graph.erase_node(node)
+                continue
+            kept[first] = node
+            node._rename(f"{'p' if spec.kind is InputKind.PARAMETER else 'b'}_{first.replace('.', '_')}")
+            kind = "param" if spec.kind is InputKind.PARAMETER else "buffer"
+            inputs.append(Input(kind, first, tuple(others)))  # type: ignore[arg-type]
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            name = spec.target or spec.arg.name
+            constants[name] = exported.constants[name]
+            inputs.append(Input("constant", name))
+        elif isinstance(spec.arg, ConstantArgument):
+            if node.users:
+                raise CaptureError(
+                    f"the graph computes with the Python value {spec.arg.value!r} as if it were a tensor"
+                )
+            exported.graph.erase_node(node)
+        else:
+            inputs.append(Input("user", next(names)))
+    return inputs, constants
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """FQN -> all FQNs of the same tensor, the first in named_parameters order first."""
+    groups: dict[int, list[str]] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            groups.setdefault(id(tensor), []).append(name)
+    return {name: group for group in groups.values() for name in group}
+
+
+def name_outputs(exported: ExportedProgram, graph: fx.Graph) -> tuple[list[Output], tuple[OutputLeaf, ...]]:
+    """Name the user outputs by their path; constants leave the graph."""
+    node = graph.output_node()
+    spec = exported.call_spec.out_spec
+    assert spec is not None
+    values = node.args[0]
+    assert isinstance(values, (tuple, list))
+    paths = [p for p, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(values))), spec))[0]]
+    outputs: list[Output] = []
+    leaves: list[OutputLeaf] = []
+    kept: list[fx.Node] = []
+    for path, value in zip(paths, values, strict=True):
+        if isinstance(value, fx.Node):
+            leaves.append(OutputLeaf(len(kept)))
+            in_cache = path[-1].key if path and isinstance(path[-1], CacheKey) else ""
+            outputs.append(Output("user", _output_path(path), cache=in_cache))
+            kept.append(value)
+        else:
+            leaves.append(OutputLeaf(-1, value))
+    node.args = (tuple(kept),)
+    return outputs, tuple(leaves)
+
+
+def _output_path(path: Sequence[Any]) -> str:
+    """Key path of an output -> 'loss', '[0]', 'hidden_states[1]'; '' is the output itself."""
+    text = ""
+    for key in path:
+        if key == pytree.GetAttrKey("output") and key is path[0]:  # caches.Updated: what the model returns
+            continue
+        if isinstance(key, pytree.SequenceKey):
+            text += f"[{key.idx}]"
+        else:
+            name = str(key.key if isinstance(key, pytree.MappingKey) else getattr(key, "name", key))
+            text += f".{name}" if text else name
+    return text
+
+
+def drop_unread(program: Program) -> None:
+    """Without the parameters and buffers that the graph does not read: those of the rest of the model."""
+    kept = []
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        if spec.kind in ("param", "buffer") and not node.users:
+            program.graph.erase_node(node)
+        else:
+            kept.append(spec)
+    program.inputs = kept
+
+
+def mark_losses(program: Program) -> None:
+    """A field called `loss`; else the first element of what loss_fn made a pair; else every 0-d floating active output."""
+    active = active_nodes(program)
+    nodes = program.results()
+
+    def is_scalar(node: Any) -> bool:
+        value = node.meta.get(VAL)
+        return isinstance(value, torch.Tensor) and value.dim() == 0 and node in active
+
+    scalars = [i for i, node in enumerate(nodes) if is_scalar(node)]
+    named = [i for i in scalars if program.outputs[i].name == "loss"]
+    for i in named or scalars:
+        program.outputs[i] = Output("user", program.outputs[i].name, loss=True)

@@ -1,0 +1,287 @@
+"""Checkpoints on disk: the folders, `metadata.json`, what makes one valid, and how one comes to be at once or not at all.
+
+    runs/gpt/                          the root that users name
+        step_00000010/                 a finished checkpoint
+            metadata.json              every tensor with its slices and their files; digest of every file; plain data
+            rank_00000.safetensors     slices of tensors in original coordinates, as rank 0 wrote them
+        step_00000020-1/               step 20 saved once more (after a resume): takes the place of step_00000020
+        .step_00000030.partial/        a save that is under way, or that was killed
+
+A save writes and flushes everything below `.partial`, `metadata.json` last, and renames the folder: a folder without that
+prefix is complete. Damage afterwards is found by sizes and digests (blake2b). Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafx.errors import CheckpointError
+from megafx.weights.files import Written, digest_of
+
+METADATA, FORMAT, VERSION = "metadata.json", "megafx checkpoint", 1
+STOCK = ".metadata"  # what torch.distributed.checkpoint's own writer makes
+_NAME = re.compile(r"step_(\d{8,})(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One slice of a tensor: where it is in the tensor, and where in which file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Described:
+    """One tensor. dtype: as safetensors names it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What `metadata.json` says. objects: plain data (`checkpoint_tree`)."""
+
+    step: int
+    tensors: dict[str, Described]
+    files: dict[str, Written]
+    objects: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "tensors": {
+                name: {
+                    "dtype": t.dtype,
+                    "shape": list(t.shape),
+                    "chunks": [[list(c.offsets), list(c.sizes), c.file, c.key] for c in t.chunks],
+                }
+                for name, t in self.tensors.items()
+            },
+            "files": {name: [f.bytes, f.digest] for name, f in self.files.items()},
+            "objects": self.objects,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Content:
+        tensors = {
+            name: Described(
+                t["dtype"],
+                tuple(t["shape"]),
+                tuple(Chunk(tuple(o), tuple(s), file, key) for o, s, file, key in t["chunks"]),
+            )
+            for name, t in data["tensors"].items()
+        }
+        files = {name: Written(size, digest) for name, (size, digest) in data["files"].items()}
+        return Content(data["step"], tensors, files, data["objects"])
+
+
+# -- one folder
+
+
+def write_content(folder: Path, content: Content) -> None:
+    """Write `metadata.json` and flush it to the disk."""
+    data = content.to_json()
+    text = json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(data), "content": data}, indent=1)
+    with open(folder / METADATA, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_content(folder: Path) -> Content:
+    """Raises CheckpointError that names the folder and what is wrong with its `metadata.json`."""
+    path = folder / METADATA
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {folder} has no {METADATA}: its save was not finished") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {METADATA} cannot be read ({error})") from error
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not that of a megafx checkpoint")
+    if whole.get("version") != VERSION:
+        raise CheckpointError(f"{path} is of version {whole.get('version')}; this megafx reads version {VERSION}")
+    if _digest(whole.get("content")) != whole.get("digest"):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {METADATA} is not as it was written")
+    return Content.from_json(whole["content"])
+
+
+def damage(folder: Path, names: Iterable[str], content: Content) -> str | None:
+    """What is wrong with these files of a checkpoint, by their sizes and digests; None: nothing."""
+    for name in names:
+        path, wanted = folder / name, content.files[name]
+        try:
+            size = path.stat().st_size
+            if size != wanted.bytes:
+                return f"{name} has {size} bytes, {wanted.bytes} were written"
+            if digest_of(path) != wanted.digest:
+                return f"{name} does not hold what was written (its digest is another)"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+    return None
+
+
+def _digest(data: Any) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# -- the root
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is one checkpoint rather than a root of several."""
+    return (folder / METADATA).exists() or (folder / STOCK).exists() or _NAME.fullmatch(folder.name) is not None
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The finished checkpoints of a root, newest first: by step, then by how often that step was saved."""
+    found = []
+    for path in root.iterdir() if root.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            found.append((int(match[1]), int(match[2] or 0), path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def partial(root: Path, step: int) -> Path:
+    """Where a save of this step writes."""
+    return root / f".step_{step:08d}.partial"
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty folder to write into; what saves that were killed left behind is removed."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.glob(".step_*"):
+        shutil.rmtree(path, ignore_errors=True)
+    folder = partial(root, step)
+    folder.mkdir()
+    return folder
+
+
+def commit(root: Path, step: int, keep: int | None) -> Path:
+    """Make the written folder a checkpoint, in one rename; then remove those that it replaces and all but `keep` newest."""
+    folder, base = partial(root, step), f"step_{step:08d}"
+    flush_folder(folder)
+    same = [path for path in checkpoints(root) if path.name.split("-")[0] == base]
+    again = int(_NAME.fullmatch(same[0].name)[2] or 0) + 1 if same else 0  # type: ignore[index]  # `checkpoints` matched it
+    final = root / (f"{base}-{again}" if again else base)
+    os.rename(folder, final)
+    flush_folder(root)
+    later = checkpoints(root)
+    for path in {*same, *(later[keep:] if keep is not None else ())} - {final}:
+        gone = path.with_name(f".{path.name}.deleted")
+        os.rename(path, gone)  # at once: what is being removed is no checkpoint
+        shutil.rmtree(gone, ignore_errors=True)
+    return final
+
+
+def flush_folder(folder: Path) -> None:
+    """Names in a folder are on the disk only after this."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- checkpoint tree
+#
+# Python data with tensors in it <-> JSON that names the tensors.
+#
+#     encode({"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}, "extra", tensors)
+#         -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra.ema"}}, tensors["extra.ema"] = tensor
+#
+# What JSON has no word for is an object with one key that begins with '$': tuples, dicts with other keys than strings, floats
+# that are no numbers, dtypes. Anything else is refused: reading a checkpoint never runs code of its writer.
+
+_DICTS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
+_KINDS = {kind: tag for tag, kind in _DICTS.items()}
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON data. Its tensors go into `tensors` under their path. Raises CheckpointError with the path."""
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        name = path if path not in tensors else f"{path}#{len(tensors)}"  # {"a.b": x, "a": {"b": y}}
+        tensors[name] = value
+        return {"$tensor": name}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if type(value) in (list, tuple, torch.Size):
+        items = [encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
+    if type(value) in _KINDS:
+        keys = list(value)
+        if type(value) is dict and all(type(k) is str and not k.startswith("$") for k in keys):
+            return {k: encode(v, f"{path}.{k}", tensors) for k, v in value.items()}
+        pairs = [[encode(k, f"{path} (a key)", {}), encode(v, f"{path}.{k}", tensors)] for k, v in value.items()]
+        return {_KINDS[type(value)]: pairs}
+    raise CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold",
+        fix="give numbers, strings, None, tensors, and lists, tuples and dicts of them; or an object with state_dict() and "
+        "load_state_dict() that are such",
+    )
+
+
+def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Inverse of `encode`; tensor: what a name stands for."""
+    if isinstance(data, list):
+        return [decode(v, tensor) for v in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) != 1 or not next(iter(data)).startswith("$"):
+        return {k: decode(v, tensor) for k, v in data.items()}
+    (tag, held), *_ = data.items()
+    if tag == "$tensor":
+        return tensor(held)
+    if tag == "$float":
+        return float(held)
+    if tag == "$dtype":
+        return _dtype(held)
+    if tag == "$tuple":
+        return tuple(decode(v, tensor) for v in held)
+    if tag in _DICTS:
+        return _DICTS[tag]({decode(k, tensor): decode(v, tensor) for k, v in held})
+    raise CheckpointError(f"a checkpoint holds '{tag}', which this version of megafx does not know")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"a checkpoint names '{name}', which is no dtype of torch {torch.__version__}")
+    return found
+
+
+def tensor_names(data: Any) -> Iterator[str]:
+    """Names of the tensors that encoded data refer to."""
+    if isinstance(data, list):
+        for value in data:
+            yield from tensor_names(value)
+    elif isinstance(data, Mapping):
+        if set(data) == {"$tensor"}:
+            yield data["$tensor"]
+        else:
+            yield from tensor_names(list(data.values()))

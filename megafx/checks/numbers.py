@@ -1,0 +1,308 @@
+"""MEGAFX_CHECK=2: run the program before and after each pass, and name the first pass that changed its numbers.
+
+The inputs are made up from the graph's own shapes. Until shapes are local the graph runs on one rank; afterwards on all of
+them, in the simulator. Data-parallel ranks join in from `place_batch` on, with the parts of one longer batch. Gradients, which
+appear when the joint graph is built, are first compared with autograd's on the last graph of global shapes and one batch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from megafx.analysis.overlap import is_region_gather
+from megafx.checks.simulate import TOLERANCE, Logical, local_inputs, logical_of, relative_error, run_logical, simulate
+from megafx.errors import MegafxError, PlacementError
+from megafx.ir.program import PLACEMENT, VAL, Input, Phase, Program
+from megafx.ops.collectives import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, AxisContext, on_mesh
+from megafx.placements.data_axis import DataAxis
+from megafx.placements.tensors import shard_tensor, unshard_tensors
+from megafx.placements.types import I, Placement, dual, nested
+
+# -- check numbers data
+#
+# Numbers of a program whose batch data-parallel ranks share (`Program.batch`): all of them in the simulator, put together.
+#
+# What place_batch typed is run on slices of one batch, as many times as long as one rank's. Where ranks have losses of their
+# own, all get the same rows: what each computes is then what one does, and so is the average of their gradients.
+
+
+def rows_dim(program: Program, value: Any) -> int | None:
+    """The dim of an input that has the batch."""
+    symbol = program.sizes.symbols.get("batch")
+    sizes = value.shape if isinstance(value, Tensor) else ()
+    for dim, n in enumerate(sizes):
+        if isinstance(n, torch.SymInt) and symbol in n.node.expr.free_symbols:
+            return dim
+    return None
+
+
+def run_on_data(
+    program: Program, values: Mapping[str, Any], storage: Mapping[str, Placement], data: DataAxis, t: int
+) -> Logical:
+    """As `run_logical`, on data.ranks times t ranks. values: of the whole batch, or of one rank's where losses are its own."""
+    sharded = any(map(is_region_gather, program.graph.nodes))
+    inputs: list[list[Any]] = []
+    for part in range(data.ranks):
+        given = local_inputs(program, _part(program, values, part, data.ranks), storage, t)
+        for rank, mine in enumerate(given if sharded else ()):
+            for i, spec in enumerate(program.inputs):
+                if spec.kind == "param":
+                    mine[i] = _shard(values[spec.name], storage.get(spec.name, I), data, t, part, rank)
+        inputs += given
+    sizes = {REPLICA_AXIS: data.replicas, SHARD_AXIS: data.shard_ranks} if data.sharded else {BATCH_AXIS: data.ranks}
+    results = simulate(program, inputs, mesh={**sizes, TENSOR_AXIS: t})
+    reduced = program.unreduced is not None
+    skipped = "gradient" if sharded and reduced else ""
+    parts = [
+        logical_of(program, results[k * t : (k + 1) * t], inputs[k * t], storage, t, skipped) for k in range(data.ranks)
+    ]
+    found = parts[0]
+    assert program.batch is not None
+    for output, placement in zip(program.outputs, program.batch.outputs, strict=False):
+        each: list[Any] = [p.outputs.get(output.name) for p in parts]
+        if placement.is_shard and isinstance(each[0], Tensor):
+            found.outputs[output.name] = torch.cat(each, placement.dim)
+        elif placement.kind == "P" and not reduced and isinstance(each[0], Tensor):
+            found.outputs[output.name] = torch.stack(each).sum(0)
+    if skipped:
+        _unshard(program, found, results, values, storage, data, t)
+    elif not reduced:
+        for name, first in found.gradients.items():
+            if first is not None:
+                total = torch.stack([p.gradients[name] for p in parts]).sum(0)  # type: ignore[misc]  # every part has it where one has
+                found.gradients[name] = total if program.batch.summed else total / data.ranks
+    if program.batch.whole and not program.batch.summed:  # the average is to be compared with the sum
+        found.gradients = {n: None if g is None else g * data.ranks for n, g in found.gradients.items()}
+    return found
+
+
+def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
+    """What one data-parallel rank has of the inputs, and of tangents."""
+    assert program.batch is not None
+    if not program.batch.whole:
+        return dict(values)
+    outputs = zip(program.outputs, program.batch.outputs, strict=False)
+    dims = {spec.name: p.dim for spec, p in outputs if p.is_shard}
+    mine = dict(values)
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        dim = dims.get(spec.name) if spec.kind == "tangent" else None
+        if spec.kind == "user":
+            dim = rows_dim(program, node.meta[VAL])
+        if dim is not None and spec.name in mine:
+            mine[spec.name] = mine[spec.name].chunk(parts, dim)[part].contiguous()
+    return mine
+
+
+def _shard(whole: Tensor, tensor: Placement, data: DataAxis, t: int, part: int, rank: int) -> Tensor:
+    placement = nested(tensor, whole.shape, t, data.shard_ranks)
+    return shard_tensor(whole, placement, part % data.shard_ranks * t + rank, data.shard_ranks * t).clone()
+
+
+def _unshard(
+    program: Program,
+    found: Logical,
+    results: list[list[Any]],
+    values: Mapping[str, Any],
+    storage: Mapping[str, Placement],
+    data: DataAxis,
+    t: int,
+) -> None:
+    """Gradients from the shards of the ranks of the first copy."""
+    n = data.shard_ranks * t
+    for i, spec in enumerate(program.outputs):
+        if spec.kind == "gradient":
+            locals_ = [r[i] for r in results[:n]]
+            placement = nested(storage.get(spec.name, I), values[spec.name].shape, t, data.shard_ranks)
+            whole = None if locals_[0] is None else unshard_tensors(locals_, dual(placement), n)
+            found.gradients[spec.name] = whole
+
+
+AXIS = "tp"
+
+
+class NumberCheck:
+    """What a program computes on made-up inputs. ranks: size of the axis once shapes are local. data: of data parallelism."""
+
+    def __init__(self, program: Program, ranks: int, data: DataAxis | None = None) -> None:
+        self.ranks, self.data = ranks, data
+        self.parts = 1  # in which a batch is cut by now
+        self.values: dict[str, Any] = {}
+        self.storage: dict[str, Placement] = {}
+        self.expected = self._run(program)
+        self.random = self._is_random(program)
+        self.before = _snapshot(program)
+
+    def after(self, name: str, program: Program) -> None:
+        """Compare with what the program computed before pass `name`; raises MegafxError where it differs."""
+        if program.batch is not None and program.batch.whole and self.parts == 1:
+            self._lengthen(program, program.batch.ranks)
+        try:
+            found = self._run(program)
+            if found.gradients and not self.expected.gradients:
+                self.expected = replace(self.expected, gradients=self._autograd(self.before, found))
+        except PlacementError as error:
+            error.add_note(f"pass '{name}' left this program")
+            raise
+        differences = {} if self.random else _differences(found, self.expected)
+        if differences:
+            worst = max(differences, key=lambda what: differences[what])
+            raise MegafxError(
+                f"pass '{name}' changed numbers: {worst} by {differences[worst]:.1e}, "
+                f"{len(differences)} of {len(found.outputs) + len(found.gradients)} results differ",
+                fix=f"compare the graphs before and after it: MEGAFX_DEBUG=2 or MEGAFX_DUMP; stop there: "
+                f"MEGAFX_STOP_AFTER={name}",
+            )
+        self.expected = found
+        self.random = self._is_random(program)
+        if program.phase <= Phase.PLACED and program.batch is None:
+            self.before = _snapshot(program)
+
+    def _is_random(self, program: Program) -> bool:
+        """Whether two runs differ: until canonicalize, dropout draws from torch's own generator."""
+        return _may_draw(program) and bool(_differences(self._run(program), self.expected))
+
+    def _run(self, program: Program) -> Logical:
+        self._make_up_inputs(program)
+        if program.batch is not None:
+            assert self.data is not None
+            local = program.phase > Phase.PLACED
+            self.storage.update(_storage(program) if local else {})
+            return run_on_data(program, self.values, self.storage, self.data, self.ranks if local else 1)
+        if program.phase <= Phase.PLACED:
+            return run_logical(program, self.values, {}, 1)
+        self.storage.update(_storage(program))  # kept: later passes need not carry placements on
+        return run_logical(program, self.values, self.storage, self.ranks)
+
+    def _lengthen(self, program: Program, parts: int) -> None:
+        """From now on the batch is that of all data-parallel ranks."""
+        self.parts = parts
+        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+            dim = rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
+            if dim is not None:
+                self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, parts)
+        self.expected = run_logical(self.before, self.values, {}, 1)
+
+    def _make_up_inputs(self, program: Program) -> None:
+        """A value for each input that has none yet, by its name alone: passes may add inputs, never change one."""
+        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+            if spec.kind == "constant" or spec.name in self.values:
+                continue
+            if spec.kind == "tangent":
+                like = self.expected.outputs[spec.name]
+                self.values[spec.name] = torch.ones_like(like) if like.ndim == 0 else _noise(spec, like)
+            else:
+                self.values[spec.name] = _made_up(spec, node.meta[VAL])
+
+    def _autograd(self, program: Program, found: Logical) -> dict[str, Tensor | None]:
+        """Gradients of a graph with global shapes, for the tangents of the joint graph."""
+        leaves = {}
+        for name in found.gradients:
+            leaves[name] = self.values[name].detach().clone().requires_grad_()
+        inputs = [
+            program.constants[s.name] if s.kind == "constant" else leaves.get(s.name, self.values[s.name])
+            for s in program.inputs
+        ]
+        with on_mesh({AXIS: AxisContext(0, 1)}):
+            results = fx.Interpreter(program.gm).run(*inputs)
+        pairs = [
+            (value, self.values[spec.name])
+            for spec, value in zip(program.outputs, results, strict=True)
+            if spec.name in self.values and isinstance(value, Tensor) and value.requires_grad
+        ]
+        outputs, tangents = zip(*pairs, strict=True)
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), tangents, allow_unused=True)
+        return dict(zip(leaves, gradients, strict=True))
+
+
+def _snapshot(program: Program) -> Program:
+    """The program as it is now: its own graph, shared values."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    gm = fx.GraphModule(program.gm, graph)
+    return replace(program, gm=gm, inputs=list(program.inputs), outputs=list(program.outputs))
+
+
+def _storage(program: Program) -> dict[str, Placement]:
+    pairs = zip(program.placeholders(), program.inputs, strict=True)
+    return {s.name: node.meta[PLACEMENT] for node, s in pairs if s.kind == "param" and PLACEMENT in node.meta}
+
+
+def _may_draw(program: Program) -> bool:
+    """Whether some op can draw from torch's own generator (attention can; it does where its dropout is not 0)."""
+    return any(
+        isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
+        for n in program.graph.nodes
+    )
+
+
+def _made_up(spec: Input, value: Any, dim: int = 0, times: int = 1) -> Any:
+    """A value like the placeholder's: 0 or 1 for whole numbers, which are ids, labels, masks or token types.
+
+    times: as often the rows in `dim`.
+    """
+    if not isinstance(value, Tensor):
+        return _hint(value)
+    shape = [_hint(n) * (times if i == dim else 1) for i, n in enumerate(value.shape)]
+    like = torch.empty(shape, dtype=value.dtype)
+    if spec.kind == "seed":
+        return torch.tensor(1234)
+    if value.dtype == torch.bool:
+        return torch.ones_like(like)
+    if not value.dtype.is_floating_point:
+        return torch.randint(0, 2, shape, generator=_generator(spec)).to(value.dtype)
+    noise = _noise(spec, like)
+    return {"param": noise / 8, "buffer": noise.abs() + 0.5}.get(spec.kind, noise)  # a buffer may be a variance
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """The size in the trace. (int(size) would fix the symbol to it.)"""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def _noise(spec: Input, like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=_generator(spec), dtype=torch.float64).to(like.dtype)
+
+
+def _generator(spec: Input) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
+
+
+def _differences(found: Logical, expected: Logical) -> dict[str, float]:
+    """Results beyond rounding: 'output x', 'gradient of y', 'buffer z' -> relative error."""
+    pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("output", found.outputs, expected.outputs),
+        ("gradient of", found.gradients, expected.gradients),
+        ("buffer", found.mutations, expected.mutations),
+    ]
+    errors: dict[str, float] = {}
+    for what, theirs, ours in pairs:
+        # what is zero but for rounding, as a key bias's gradient, is held against the largest of its kind
+        largest = max((float(x.double().norm()) for x in ours.values() if _is_float(x)), default=0.0)
+        errors |= {
+            f"{what} '{name}'": _error(theirs[name], ours[name], largest / 100) for name in theirs if name in ours
+        }
+    return {what: error for what, error in errors.items() if error > 0.0}
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype.is_floating_point
+
+
+def _error(found: Any, expected: Any, floor: float) -> float:
+    """0 where equal up to rounding, not-a-number included; infinite where shapes or kinds differ."""
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        given = [x for x in (found, expected) if isinstance(x, Tensor)]
+        same = not given[0].any() if given else found == expected  # no gradient is a gradient of zeros
+        return 0.0 if same else float("inf")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    if torch.equal(found, expected):
+        return 0.0
+    error = relative_error(found, expected, floor)
+    return error if error > TOLERANCE.get(found.dtype, 0.0) else 0.0

@@ -1,0 +1,471 @@
+"""All ranks of one graph in one process, in lockstep, node by node, without autograd and without a process group.
+
+    simulate(program, [inputs of rank 0, inputs of rank 1, ..]) -> [outputs of rank 0, outputs of rank 1, ..]
+    simulate(program, inputs, mesh={"dp": 2, "tp": 3})             ranks in row-major order: the last axis varies fastest
+
+Ops run rank by rank (as that rank: collectives.on_mesh); a transition or a collective sees the values of all ranks at once,
+by definitions that share nothing with the code that runs on real ranks (`stacking`): transitions are put together and cut by
+placements.Layout.pieces. What a joint graph computes is what its nodes say, so a wrong backward shows.
+
+    run_logical(program, values, placements, t)   logical tensors in, logical outputs and gradients out
+    first_divergence(program, ..., reference)     the first node at which t ranks part from one
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+import megafx.ops.gather_region
+import megafx.ops.owners  # noqa: F401  registers the ops
+from megafx.errors import PlacementError, SourceLine
+from megafx.ir.program import PLACEMENT, VAL, Program, fqn_of, source_of
+from megafx.ir.sizes import symbol_sources
+from megafx.ops.collectives import BATCH_AXIS, COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, AxisContext, on_mesh
+from megafx.placements.tensors import shard_tensor, unshard_tensors
+from megafx.placements.types import I, Placement, dual
+
+Values = list[Any]  # one entry a rank
+c10d, mfx = torch.ops._c10d_functional, torch.ops.megafx
+
+# Rounding that a different order of summation explains: sqrt(terms) units in the last place, with room.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def simulate(
+    program: Program | fx.GraphModule,
+    per_rank_inputs: Sequence[Sequence[Any]],
+    *,
+    axis: str = "tp",
+    mesh: Mapping[str, int] | None = None,
+    watch: Callable[[fx.Node, Values], None] | None = None,
+) -> list[list[Any]]:
+    """Run the graph on len(per_rank_inputs) ranks. mesh: sizes of the axes by name; by default one, `axis`, has all ranks.
+    watch: called with each node and its value on every rank."""
+    gm = program.gm if isinstance(program, Program) else program
+    mesh = {axis: len(per_rank_inputs)} if mesh is None else mesh
+    if math.prod(mesh.values()) != len(per_rank_inputs):
+        raise PlacementError(f"inputs of {len(per_rank_inputs)} ranks for a mesh of {dict(mesh)}")
+    with torch.no_grad():
+        return _Lockstep(gm, mesh, watch).run(per_rank_inputs)
+
+
+class _Lockstep:
+    def __init__(
+        self, gm: fx.GraphModule, mesh: Mapping[str, int], watch: Callable[[fx.Node, Values], None] | None
+    ) -> None:
+        self.gm, self.t, self.watch = gm, math.prod(mesh.values()), watch
+        places = [dict(zip(mesh, at, strict=True)) for at in itertools.product(*map(range, mesh.values()))]
+        joined = [name for name in (REPLICA_AXIS, SHARD_AXIS) if name in mesh and BATCH_AXIS not in mesh]
+        sizes = {**mesh, **({BATCH_AXIS: math.prod(mesh[n] for n in joined)} if joined else {})}
+        for place in places if joined else ():
+            place[BATCH_AXIS] = functools.reduce(lambda at, name: at * mesh[name] + place[name], joined, 0)
+        parts = {BATCH_AXIS: joined} if joined else {}
+        if SHARD_AXIS in mesh and TENSOR_AXIS in mesh:
+            parts[COPY_AXIS], sizes[COPY_AXIS] = [SHARD_AXIS, TENSOR_AXIS], mesh[SHARD_AXIS] * mesh[TENSOR_AXIS]
+            for place in places:
+                place[COPY_AXIS] = place[SHARD_AXIS] * mesh[TENSOR_AXIS] + place[TENSOR_AXIS]
+        self.ranks = [{name: AxisContext(at, sizes[name]) for name, at in place.items()} for place in places]
+        self.groups: dict[str, list[list[int]]] = {}
+        for axis in sizes:
+            members: dict[Any, list[int]] = {}
+            moving = {axis, *parts.get(axis, ())}
+            for rank, place in enumerate(places):
+                members.setdefault(tuple(place[name] for name in mesh if name not in moving), []).append(rank)
+            self.groups[axis] = [*members.values()]
+
+    def run(self, per_rank_inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        last_use = {a: n for n in self.gm.graph.nodes for a in n.all_input_nodes}
+        dying: dict[fx.Node, list[fx.Node]] = {}
+        for node, user in last_use.items():
+            dying.setdefault(user, []).append(node)
+        inputs = zip(*per_rank_inputs, strict=True)
+        values: dict[fx.Node, Values] = {}
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                value = list(next(inputs))
+            else:
+                args, kwargs = zip(*(self._arguments(node, values, r) for r in range(self.t)), strict=True)
+                if node.op == "output":
+                    return [list(a[0]) if isinstance(a[0], (list, tuple)) else [a[0]] for a in args]
+                value = self._call(node, args, kwargs)
+            if self.watch is not None:
+                self.watch(node, value)
+            if node in last_use:
+                values[node] = value
+            for dead in dying.get(node, ()):
+                del values[dead]
+        raise AssertionError("a graph ends with its output")
+
+    @staticmethod
+    def _arguments(node: fx.Node, values: dict[fx.Node, Values], rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return fx.map_arg((node.args, node.kwargs), lambda n: values[n][rank])
+
+    def _call(self, node: fx.Node, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> Values:
+        if node.op == "get_attr":
+            return [_attribute(self.gm, str(node.target))] * self.t
+        if node.op != "call_function":
+            raise PlacementError(f"%{node.name}: a {node.op} cannot be simulated", fix="simulate graphs of ATen calls")
+        if node.target in CROSS_RANK:
+            return self._together(node, args, kwargs)
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional":
+            raise PlacementError(f"the simulator does not know the collective {node.target}")
+        results = []
+        for rank in range(self.t):
+            with on_mesh(self.ranks[rank]):
+                results.append(node.target(*args[rank], **kwargs[rank]))  # type: ignore[operator]
+        return results
+
+    def _together(self, node: fx.Node, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> Values:
+        """What the ranks of each group of the node's axis do."""
+        axis = next((a for a in args[0][1:] if isinstance(a, str) and a in self.groups), None)
+        results: Values = [None] * self.t
+        for group in self.groups[axis] if axis is not None else [list(range(self.t))]:
+            theirs = [args[r] for r in group]
+            if node.target is not mfx.of_rank.default:  # which the others hold nothing of
+                self._check_agreement(node, theirs)
+            made = CROSS_RANK[node.target]([a[0] for a in theirs], *theirs[0][1:], **kwargs[group[0]])
+            for rank, value in zip(group, made, strict=True):
+                results[rank] = value
+        return results
+
+    def _check_agreement(self, node: fx.Node, args: Sequence[tuple[Any, ...]]) -> None:
+        """Real ranks that disagree on a collective hang or mix data up."""
+        for rank, theirs in enumerate(args):
+            if theirs[1:] != args[0][1:] or _shapes(theirs[0]) != _shapes(args[0][0]):
+                raise PlacementError(
+                    f"%{node.name} ({node.target}): rank {rank} calls it with {_shapes(theirs[0])}, {theirs[1:]}, "
+                    f"rank 0 with {_shapes(args[0][0])}, {args[0][1:]}",
+                    module=fqn_of(node),
+                    source=source_of(node),
+                )
+
+
+def _shapes(x: Any) -> Any:
+    return tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, x)
+
+
+def _attribute(root: Any, path: str) -> Any:
+    for name in path.split("."):
+        root = getattr(root, name)
+    return root
+
+
+# -- what ranks do together, by definition
+
+
+def move_reference(
+    xs: Values, src: str, dst: str, src_layout: Sequence[int], dst_layout: Sequence[int], axis: str, size: int
+) -> Values:
+    """All ranks' values at src -> all ranks' values at dst. A PLACED graph, written for one rank, moves nothing."""
+    t = len(xs)
+    a, b = Placement.parse(src, src_layout), Placement.parse(dst, dst_layout)
+    if t == 1 or a == b or {a.kind, b.kind} == {"I", "R"}:
+        return [x.clone() for x in xs]
+    if size != t:
+        raise PlacementError(f"a transition for {size} ranks runs on {t}")
+    if b.kind == "P":
+        if not a.is_shard:
+            return [x.contiguous().clone() if r == 0 else torch.zeros_like(x).contiguous() for r, x in enumerate(xs)]
+        zeros = torch.zeros_like(xs[0])
+        return [unshard_tensors([x if r == q else zeros for q in range(t)], a, t) for r, x in enumerate(xs)]
+    whole = xs if a.kind in ("I", "R") else [unshard_tensors(xs, a, t)] * t
+    return [shard_tensor(w, b, r, t).contiguous().clone() for r, w in enumerate(whole)]
+
+
+def _reduced(xs: Values, op: str) -> Tensor:
+    stacked = torch.stack([*xs])
+    match op:
+        case "sum":
+            return stacked.sum(0)
+        case "avg":
+            return stacked.mean(0)
+        case "max":
+            return stacked.amax(0)
+        case "min":
+            return stacked.amin(0)
+    raise PlacementError(f"the simulator does not know the reduction '{op}'")
+
+
+def _batch_sum(xs: Values, axis: str, size: int) -> Values:
+    if size != len(xs):
+        raise PlacementError(f"a sum over {size} ranks runs on {len(xs)}")
+    return _all_reduce(xs, "sum", axis)
+
+
+def _all_reduce(xs: Values, op: str, group: str) -> Values:
+    total = _reduced(xs, op)
+    return [total.clone() for _ in xs]
+
+
+def _all_reduce_in_place(xs: Values, op: str, group: str) -> Values:
+    total = _reduced(xs, op)
+    return [x.copy_(total) for x in xs]
+
+
+def _all_gather(xs: Values, size: int, group: str) -> Values:
+    whole = torch.cat([*xs])
+    return [whole.clone() for _ in xs]
+
+
+def _reduce_scatter(xs: Values, op: str, size: int, group: str) -> Values:
+    return [part.clone() for part in _reduced(xs, op).tensor_split(len(xs))]
+
+
+def _all_to_all(xs: Values, received: Sequence[int], sent: Sequence[int], group: str) -> Values:
+    parts = [x.split([*sent]) for x in xs]
+    return [torch.cat([parts[q][r] for q in range(len(xs))]) for r in range(len(xs))]
+
+
+def _of_rank(xs: Values, owner: int, axis: str, size: int) -> Values:
+    """The owner's value. Real ranks do not send it, because no other computes with it; here all do, to the same effect."""
+    return [xs[owner if size > 1 else r].clone() for r in range(len(xs))]
+
+
+def _gather_region(lists: Values, size: int, axis: str) -> Values:
+    """Tensor after tensor, each with the rows of all ranks, from the next multiple of 128 elements on."""
+    wholes = [torch.cat([*xs]).flatten() for xs in zip(*lists, strict=True)]
+    flat = torch.cat([F.pad(whole, (0, -whole.numel() % 128)) for whole in wholes])
+    return [flat.clone() for _ in lists]
+
+
+def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
+    """The coalesced form: a list of tensors on every rank."""
+
+    def run(lists: Values, *args: Any) -> Values:
+        moved = [collective(list(xs), *args) for xs in zip(*lists, strict=True)]
+        return [list(xs) for xs in zip(*moved, strict=True)]
+
+    return run
+
+
+CROSS_RANK: dict[Any, Callable[..., Values]] = {
+    mfx.transition.default: move_reference,
+    mfx.batch_sum.default: _batch_sum,
+    mfx.of_rank.default: _of_rank,
+    mfx.gather_region.default: _gather_region,
+    c10d.wait_tensor.default: lambda xs: xs,
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_reduce_.default: _all_reduce_in_place,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.all_to_all_single.default: _all_to_all,
+    c10d.all_reduce_coalesced.default: _of_each(_all_reduce),
+    c10d.all_gather_into_tensor_coalesced.default: _of_each(_all_gather),
+    c10d.reduce_scatter_tensor_coalesced.default: _of_each(_reduce_scatter),
+}
+
+
+# -- logical values in and out
+
+
+def relative_error(a: Tensor, b: Tensor, floor: float | None = None) -> float:
+    """||a - b|| / max(||b||, floor); infinite where one is finite and the other is not. b: the reference.
+
+    floor: by default eps * sqrt(numel), as true zeros may come out as rounding noise.
+    """
+    a, b = (x.detach().to(torch.float64 if not x.is_complex() else torch.complex128) for x in (a, b))
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return math.inf
+    a, b = (torch.nan_to_num(x, 0.0, 1.0, -1.0) for x in (a, b))
+    if floor is None:
+        floor = torch.finfo(torch.float64).eps * max(1, b.numel()) ** 0.5
+    return float((a - b).norm()) / max(float(b.norm()), floor)
+
+
+@dataclass
+class Logical:
+    """What the ranks computed together, in the model's own terms. outputs, gradients, mutations: by name."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    mutations: dict[str, Tensor] = field(default_factory=dict)
+
+
+def local_inputs(
+    program: Program, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int
+) -> list[list[Any]]:
+    """Every rank's inputs, placed as `placements` says (by name; I where it does not). A tangent without a value is 1."""
+    per_rank: list[list[Any]] = [[] for _ in range(t)]
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        for rank in range(t):
+            if spec.kind == "tangent":
+                value = values.get(spec.name)
+                value = torch.ones((), dtype=node.meta[VAL].dtype) if value is None else value
+                placement = dual(_at_run_time(program, _result_placement(program, spec.name), per_rank[0]))
+            else:
+                value = program.constants[spec.name] if spec.kind == "constant" else values[spec.name]
+                placement = placements.get(spec.name, I)
+            per_rank[rank].append(_local(value, placement, rank, t) if isinstance(value, Tensor) else value)
+    return per_rank
+
+
+def _local(value: Tensor, placement: Placement, rank: int, t: int) -> Tensor:
+    if placement.kind == "P" and value.is_floating_point():  # no summand is zero, nor are two equal
+        return value * (2 * (rank + 1) / (t * (t + 1)))
+    return shard_tensor(value, placement, rank, t).clone()
+
+
+def _result_placement(program: Program, name: str) -> Placement:
+    """Placement of the user output `name`; whole on every rank where the graph says nothing."""
+    for spec, node in zip(program.outputs, program.results(), strict=True):
+        if spec.name == name and spec.kind == "user" and isinstance(node, fx.Node):
+            placement: Placement = spec.placement or node.meta.get(PLACEMENT, I)
+            return placement
+    return I
+
+
+def run_logical(
+    program: Program, values: Mapping[str, Any], placements: Mapping[str, Placement], t: int, *, axis: str = "tp"
+) -> Logical:
+    """Simulate t ranks on logical `values` (by input name; tangents by the name of their output).
+
+    placements: of parameters (plan.params); gradients come back at the duals. Raises PlacementError where ranks that
+    should hold the same result differ, or a gradient has something in its padding.
+    """
+    inputs = local_inputs(program, values, placements, t)
+    return logical_of(program, simulate(program, inputs, axis=axis), inputs[0], placements, t)
+
+
+def logical_of(
+    program: Program,
+    results: Sequence[Sequence[Any]],
+    inputs: Sequence[Any],
+    placements: Mapping[str, Placement],
+    t: int,
+    skipped: str = "",
+) -> Logical:
+    """Results of the t ranks put together, without outputs of kind `skipped`. inputs: of the first rank."""
+    logical = Logical()
+    for i, spec in enumerate(program.outputs):
+        if spec.kind == skipped:
+            continue
+        locals_ = [r[i] for r in results]
+        if spec.kind == "gradient":
+            what, into = "the gradient of", logical.gradients
+            placement = dual(placements.get(spec.name, I))
+        else:
+            what, into = spec.kind, logical.outputs if spec.kind == "user" else logical.mutations  # type: ignore[assignment]
+            placement = _result_placement(program, spec.name) if spec.kind == "user" else I
+            placement = _at_run_time(program, placement, inputs)
+        if isinstance(locals_[0], Tensor):
+            into[spec.name] = _together(locals_, placement, t, f"{what} '{spec.name}'", spec.kind == "gradient")
+        else:
+            into[spec.name] = locals_[0]
+    return logical
+
+
+def _together(locals_: Values, placement: Placement, t: int, what: str, zero_pads: bool) -> Tensor:
+    if placement.kind in ("I", "R"):
+        error = replica_error(locals_)
+        if error > TOLERANCE.get(locals_[0].dtype, 0.0):
+            raise PlacementError(f"{what} differs between ranks by {error:.1e}, but is {placement}")
+    whole = unshard_tensors(locals_, placement, t)
+    if zero_pads and placement.is_shard:
+        for rank, local in enumerate(locals_):
+            if not torch.equal(shard_tensor(whole, placement, rank, t), local):
+                raise PlacementError(f"{what} is not zero in the padding of rank {rank}")
+    return whole
+
+
+def replica_error(locals_: Values) -> float:
+    """How far ranks are from rank 0."""
+    return max((relative_error(x, locals_[0]) for x in locals_[1:] if not torch.equal(x, locals_[0])), default=0.0)
+
+
+# -- where two runs part
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first node at which ranks part from the reference. error: relative; inf for another shape."""
+
+    node: str
+    placement: Placement
+    error: float
+    found: str
+    fqn: str
+    source: SourceLine | None
+
+    def __str__(self) -> str:
+        where = f" in '{self.fqn}'" if self.fqn else ""
+        return f"%{self.node}{where} at {self.placement}: {self.found}" + (f" ({self.source})" if self.source else "")
+
+
+def first_divergence(
+    program: Program,
+    per_rank_inputs: Sequence[Sequence[Any]],
+    reference: Program,
+    reference_inputs: Sequence[Any],
+    *,
+    tolerance: float | None = None,
+    axis: str = "tp",
+) -> Divergence | None:
+    """Run `program` on all ranks and `reference` (the same graph before it was localized, or for t = 1) on one.
+
+    Nodes correspond by name. A node's value is put together by its placement; nodes without one are not compared.
+    tolerance: relative; None: by dtype (TOLERANCE).
+    """
+    t = len(per_rank_inputs)
+    names = {n.name for n in program.graph.nodes if PLACEMENT in n.meta}
+    expected: dict[str, Any] = {}
+
+    def keep(node: fx.Node, value: Values) -> None:
+        if node.name in names:
+            expected[node.name] = value[0]
+
+    simulate(reference, [reference_inputs], axis=axis, watch=keep)
+    found: list[Divergence] = []
+
+    def compare(node: fx.Node, value: Values) -> None:
+        if found or not isinstance(value[0], Tensor) or not isinstance(expected.get(node.name), Tensor):
+            return
+        placement, wanted = node.meta.get(PLACEMENT), expected.pop(node.name)
+        if placement is None:
+            return
+        placement = _at_run_time(program, placement, per_rank_inputs[0])
+        error, text = _difference(value, wanted, placement, t)
+        if error > (TOLERANCE.get(wanted.dtype, 0.0) if tolerance is None else tolerance):
+            found.append(Divergence(node.name, placement, error, text, fqn_of(node), source_of(node)))
+
+    simulate(program, per_rank_inputs, axis=axis, watch=compare)
+    return found[0] if found else None
+
+
+def _difference(value: Values, wanted: Tensor, placement: Placement, t: int) -> tuple[float, str]:
+    if placement.kind in ("I", "R") and (error := replica_error(value)) > 0.0:
+        return error, f"ranks that should hold the same differ by {error:.1e}"
+    try:
+        whole = unshard_tensors(value, placement, t)
+    except PlacementError as error:
+        return float("inf"), str(error)
+    if whole.shape != wanted.shape:
+        return float("inf"), f"ranks hold {tuple(whole.shape)} together, one process {tuple(wanted.shape)}"
+    off = relative_error(whole, wanted)
+    return off, f"differs from one process by {off:.1e}"
+
+
+def _at_run_time(program: Program, placement: Placement, inputs: Sequence[Any]) -> Placement:
+    """A placement with the sizes of this run in place of structural integers."""
+    if not placement.is_shard:
+        return placement
+    sizes_now = _symbol_values(program, inputs)
+    layout = [int(program.sizes.expr(n).xreplace(sizes_now)) for n in placement.flat_layout]
+    return Placement.parse(placement.tag, layout)
+
+
+def _symbol_values(program: Program, inputs: Sequence[Any]) -> dict[Any, int]:
+    position = {node: i for i, node in enumerate(program.placeholders())}
+    return {
+        symbol: inputs[position[node]].shape[dim] if dim >= 0 else inputs[position[node]]
+        for symbol, (node, dim) in symbol_sources(program.graph).items()
+    }

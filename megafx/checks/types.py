@@ -1,0 +1,338 @@
+"""The type checker of joint graphs, independent of the planner: it reads only the graph.
+
+    check_types(program, storage, t)
+
+What the ranks hold of each value (R: the same, S: shards, P: summands) is inferred from the graph's inputs (parameters at
+their storage placements, all else whole) through every op, forward and backward (inference.py). A transition must start
+from what its operand is. Outputs must be what they claim: a gradient at its parameter's storage, the loss whole, nothing
+partial. So a collective that is missing, doubled or of the wrong kind is found wherever it is: what it should have reduced
+arrives partial at an op that is not linear, beside a whole operand, or at an output.
+
+On local shapes one tensor can be read in several ways (a rank's [1, 64] may be one head of two, or half of one head), all of
+them true, so a value has a tuple of facts, and an op is right if it is for one reading of its operands.
+
+Lookups in a sharded vocabulary compute with the rank itself; lookups.py recognises them. Pads are not typed: the
+simulator's numbers are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from megafx.checks.lookups import Facts, Lookups
+from megafx.errors import PlacementError
+from megafx.ir.contracts import fail, layout_of
+from megafx.ir.nodes import drawn, draws, is_zero
+from megafx.ir.program import PHASE, PLACEMENT, VAL, Program
+from megafx.placements.types import I, Layout, P, Placement, R, S, dual
+from megafx.placements.views import flatten, refit, slice_layout, view_options
+from megafx.rules.families import VIEWS, Shape
+from megafx.rules.inference import VARYING, infer, is_uniform
+
+BACKWARD = "backward"
+MAX_READINGS = 64  # combinations of readings of an op's operands that are tried
+
+
+class HasParams(Protocol):
+    """A Plan: params maps FQNs to storage placements."""
+
+    params: dict[str, Placement]
+
+
+def check_types(program: Program, storage: Mapping[str, Placement] | HasParams, t: int) -> None:
+    """Raise PlacementError at the first value that is not what a use of it, or an output, takes it for.
+
+    storage: placement of each parameter by FQN, or a Plan. t: ranks of the axis.
+    """
+    params = storage if isinstance(storage, Mapping) else storage.params
+    _Checker(program, params, t).run()
+
+
+class _Checker:
+    def __init__(self, program: Program, storage: Mapping[str, Placement], t: int) -> None:
+        self.program, self.storage, self.t = program, storage, t
+        self.facts: dict[fx.Node, Facts] = {}
+        self.several: dict[fx.Node, list[tuple[Placement, ...]]] = {}  # of ops with several results: each reading
+        self.sliced: dict[Any, dict[Placement, None]] = {}  # (shape, dim, bounds) -> shards that were sliced so
+        self.copies: set[tuple[Shape, Placement]] = set()  # local shapes of values expanded along a shard
+        self.lookups = Lookups(program, self.facts, t)
+
+    def run(self) -> None:
+        for spec, node in zip(self.program.inputs, self.program.placeholders(), strict=True):
+            self.facts[node] = (self._claimed_input(spec),)
+        for node in self.program.graph.nodes:
+            if node.op == "call_function" and _tensors(node):
+                self._visit(node)
+        self._check_outputs()
+
+    # -- ends of the graph
+
+    def _claimed_input(self, spec: Any) -> Placement:
+        if spec.kind == "param":
+            return _value(self.storage.get(spec.name, R))
+        if spec.kind == "tangent":
+            results: Any = self.program.output_node().args[0]
+            for output, node in zip(self.program.outputs, results, strict=True):
+                if output.name == spec.name and output.kind != "gradient" and isinstance(node, fx.Node):
+                    return _value(dual(node.meta.get(PLACEMENT, I)))
+        return R
+
+    def _check_outputs(self) -> None:
+        inputs = {spec.name: spec for spec in self.program.inputs if spec.kind != "tangent"}
+        results: Any = self.program.output_node().args[0]
+        for spec, node in zip(self.program.outputs, results, strict=True):
+            if not isinstance(node, fx.Node) or not _tensors(node):
+                continue
+            if spec.kind == "gradient":
+                what, wanted = f"gradient of '{spec.name}'", self._claimed_input(inputs[spec.name])
+            else:
+                what = "loss" if spec.loss else f"output '{spec.name}'"
+                wanted = R if spec.loss else _value(node.meta.get(PLACEMENT, R))
+            if not self._is(node, wanted):
+                raise fail(
+                    node,
+                    f"is the {what}, which must be {_say(wanted)}; it is {self._show(node)}",
+                    "a transition is missing on the way, or is of the wrong kind",
+                )
+
+    def _is(self, node: fx.Node, wanted: Placement) -> bool:
+        facts = self.facts.get(node, ())
+        if wanted in facts:
+            return True
+        alike = R in facts and wanted.is_shard and is_uniform(node, wanted.dim, self.program.sizes, wanted.cut)
+        return alike or (wanted == P and R in facts and is_zero(node))
+
+    def _show(self, node: fx.Node) -> str:
+        return " or ".join(map(_say, self.facts[node])) if node in self.facts else self.lookups.show(node)
+
+    # -- ops
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args[:2]
+            each = self.several[source]  # type: ignore[index]
+            self.facts[node] = tuple(dict.fromkeys(results[index] for results in each))  # type: ignore[index]
+            return
+        handled = self.lookups.visit(node)
+        if handled is not None:
+            if handled and isinstance(node.meta[VAL], (tuple, list)):
+                self.several[node] = list(handled)
+            elif handled:
+                self.facts[node] = handled
+            return
+        strange = next((a for a in node.all_input_nodes if a in self.lookups.traits), None)
+        if strange is not None:
+            raise fail(node, f"takes %{strange.name}, which differs by rank: {self._show(strange)}")
+        check = _SPECIAL.get(str(node.target))
+        if check is not None:
+            check(self, node)
+        readings = _READINGS.get(str(node.target))
+        facts = readings(self, node) if readings is not None else ()
+        if facts:
+            self.facts[node] = self._also(node, facts)
+            return
+        found = self._infer(node)
+        if draws(node):
+            _check_draw(self, node, found)
+        if isinstance(node.meta[VAL], torch.Tensor):
+            self.facts[node] = self._also(node, tuple(dict.fromkeys(found)))
+        else:
+            self.several[node] = found
+
+    def _also(self, node: fx.Node, facts: Facts) -> Facts:
+        """Further readings of a value.
+
+        Constant along a dim, it is a shard of it by any layout: also by that which the node is marked with. So are local
+        copies of one element (an expand to [.., 1, ..] on each rank); the gradients of such copies are summands.
+        """
+        marked: Any = node.meta.get(PLACEMENT)
+        shape = self.program.sizes.shape(node.meta[VAL])
+        asked = marked is not None and marked.is_shard and R in facts and marked not in facts
+        if asked and is_uniform(node, marked.dim, self.program.sizes, marked.cut):
+            facts = (*facts, marked)
+            self.copies.add((shape, marked))
+        copied = any(f.is_shard and shape[f.dim] == 1 and (shape, f) in self.copies for f in facts)
+        if copied and P not in facts and node.meta.get(PHASE) == BACKWARD:
+            facts = (*facts, P)
+        return facts
+
+    def _infer(self, node: fx.Node) -> list[Any]:
+        """What `infer` makes of each reading of the operands that it accepts; its refusal if it accepts none."""
+        tensors = [a for a in node.all_input_nodes if a in self.facts]
+        found: list[Any] = []
+        refusal: PlacementError | None = None
+        for reading in itertools.islice(itertools.product(*(self.facts[a] for a in tensors)), MAX_READINGS):
+            try:
+                result = infer(node, dict(zip(tensors, reading, strict=True)), self.t, self.program.sizes)
+            except PlacementError as error:
+                refusal = error
+                continue
+            if result == VARYING:
+                raise fail(node, "differs by rank in a way that no rule knows")
+            found.append(result)
+        if not found:
+            assert refusal is not None
+            raise refusal
+        return found
+
+
+def _value(p: Placement) -> Placement:
+    """The fact of a placement: I and R are the same value."""
+    return R if p.kind == "I" else p
+
+
+def _say(p: Placement) -> str:
+    return {"R": "whole", "P": "partial"}.get(p.kind, f"shard {p}")
+
+
+def _tensors(node: fx.Node) -> bool:
+    value = node.meta[VAL]
+    return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,)))
+
+
+# -- what to look at before an op's rule: rules are on whole values, and a row of one may be wrong on shards
+
+
+def _check_mean(checker: _Checker, node: fx.Node) -> None:
+    source: Any = node.args[0]
+    over = node.args[1] if len(node.args) > 1 else None
+    n = source.meta[VAL].ndim
+    dims = {d % n for d in over} if isinstance(over, (list, tuple)) and over else set(range(n))
+    for fact in checker.facts.get(source, ()):
+        if fact.is_shard and fact.dim in dims:
+            raise fail(node, f"%{source.name} is {_say(fact)}: a mean over it divides by the local count")
+
+
+def _check_embedding(checker: _Checker, node: fx.Node) -> None:
+    """A table cut by rows is looked up by `lookups`' steps alone: ids are global, rows local."""
+    table: Any = node.args[0]
+    if any(f.is_shard and f.dim == 0 for f in checker.facts.get(table, ())):
+        raise fail(node, f"looks up all ids in %{table.name}, of which a rank has some rows")
+
+
+def _check_transition(checker: _Checker, node: fx.Node) -> None:
+    if node.args[6] != checker.t:
+        raise fail(node, f"is for {node.args[6]} ranks, the axis has {checker.t}")
+
+
+# -- ops whose result can be read in several ways
+
+
+def _view_readings(checker: _Checker, node: fx.Node) -> Facts:
+    source: Any = node.args[0]
+    before, after = (checker.program.sizes.shape(n.meta[VAL]) for n in (source, node))
+    found: list[Placement] = []
+    for fact in checker.facts[source]:
+        if not fact.is_shard:
+            found.append(fact)
+        elif str(node.target) == "aten.unsqueeze.default":
+            new = int(node.args[1]) % len(after)  # type: ignore[arg-type]
+            found.append(S(fact.dim + (fact.dim >= new), fact.cut))
+        elif str(node.target) == "aten.squeeze.dim":
+            gone = int(node.args[1]) % len(before)  # type: ignore[arg-type]
+            if before[gone] != 1 or fact.dim != gone:
+                found.append(S(fact.dim - (before[gone] == 1 and fact.dim > gone), fact.cut))
+        else:
+            found += [S(*o) for o in _view_shards(before, after, fact.dim, fact.cut, checker.t)]
+    return tuple(dict.fromkeys(found))
+
+
+def _view_shards(a: Shape, b: Shape, dim: int, cut: Layout, t: int) -> list[tuple[int, Layout]]:
+    """`view_options`, and where a cut dim has one local element, also those in which it belongs to the dim on its left.
+
+    [b, 2, 1, s] cut at dim 2 -> [b, 2, s]: the rank's copy of each of two heads (of 2*2), not of s.
+    """
+    found = view_options(a, b, dim, cut, t)
+    if dim and a[dim] == 1:
+        found += view_options(a[:dim] + a[dim + 1 :], b, dim - 1, flatten(cut, a[dim - 1], 1, t), t)
+    for k in range(1, len(b)):
+        if b[k] == 1:
+            for d, whole in view_options(a, b[:k] + b[k + 1 :], dim, cut, t):
+                part = refit(whole, b[k - 1], 1, t) if d == k - 1 else None
+                if part is not None:
+                    found.append((k, part))
+    return found
+
+
+def _part_readings(checker: _Checker, node: fx.Node) -> Facts:
+    """The gradient of one part of a blocked shard is a shard by each layout of which a forward slice took that part."""
+    grad, _, dim, start, end, step = (*node.args, 1)[:6]
+    shape, t = checker.program.sizes.shape(node.meta[VAL]), checker.t
+    dim, parts = int(dim) % len(shape), checker.facts.get(grad, ())  # type: ignore[arg-type]
+    low, high = _bounds(start, end, shape[dim])
+    found: list[Placement] = []
+    for whole in checker.sliced.get((shape, dim, low, high), ()) if step == 1 else ():
+        cut = slice_layout(whole.cut, low, high, t, lambda b: -(-b.count // t) * b.unit)
+        if cut is not None and S(dim, cut) in parts:
+            found.append(whole)
+    return tuple(found)
+
+
+def _remember_slice(checker: _Checker, node: fx.Node) -> None:
+    source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])[:5]
+    shape = checker.program.sizes.shape(source.meta[VAL])  # type: ignore[union-attr]
+    dim = int(dim) % len(shape)  # type: ignore[arg-type]
+    if step == 1:
+        wholes = checker.sliced.setdefault((shape, dim, *_bounds(start, end, shape[dim])), {})
+        facts = checker.facts.get(source, ())  # type: ignore[arg-type]
+        wholes.update({fact: None for fact in facts if fact.is_shard and fact.dim == dim})
+
+
+def _dropout_readings(checker: _Checker, node: fx.Node) -> Facts:
+    """Dropout draws by global index, so it must be told how its operand is cut."""
+    x, told = node.args[0], _told(checker, node)
+    assert isinstance(x, fx.Node)
+    if checker._is(x, told):
+        return (told,)
+    if told == R and checker._is(x, P):
+        return (P,)
+    raise fail(node, f"draws the mask of a value that is {_say(told)}; %{x.name} is {checker._show(x)}")
+
+
+def _told(checker: _Checker, node: fx.Node) -> Placement:
+    """How an op that draws was told that its result is cut."""
+    given = drawn(node)
+    dim, flat = int(given["shard_dim"]), given["layout"]
+    return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
+
+
+def _check_draw(checker: _Checker, node: fx.Node, found: list[Any]) -> None:
+    """An op draws for its result; its backward for the gradient of that, the first operand."""
+    given, told = drawn(node), _told(checker, node)
+    if given["seed"] is None or not given["p"]:
+        return
+    first = node.all_input_nodes[0]
+    results = {r[0] if isinstance(r, tuple) else r for r in found}
+    if told in results or (told == R and P in results) or checker._is(first, told):
+        return
+    held = " or ".join(map(_say, sorted(results, key=str)))
+    raise fail(node, f"draws for a value that is {_say(told)}; it is {held}")
+
+
+def _bounds(start: Any, end: Any, n: int) -> tuple[int, int]:
+    """Static bounds of a slice of a dim of n elements; (-1, -1) for others."""
+    start, end = 0 if start is None else start, n if end is None else end
+    if not isinstance(start, int) or not isinstance(end, int):
+        return -1, -1
+    return (max(start + n, 0) if start < 0 else min(start, n)), (end + n if end < 0 else min(end, n))
+
+
+_SPECIAL: dict[str, Callable[[_Checker, fx.Node], None]] = {
+    "aten.mean.default": _check_mean,
+    "aten.mean.dim": _check_mean,
+    "aten.slice.Tensor": _remember_slice,
+    "aten.embedding.default": _check_embedding,
+    "megafx.transition.default": _check_transition,
+}
+
+_READINGS: dict[str, Callable[[_Checker, fx.Node], Facts]] = {
+    **dict.fromkeys(VIEWS, _view_readings),
+    "aten.slice_backward.default": _part_readings,
+    "megafx.dropout.default": _dropout_readings,
+}

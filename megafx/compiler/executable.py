@@ -1,0 +1,323 @@
+"""Run a compiled program on this rank: a forward graph and a backward graph, as generated Python code or through Inductor.
+
+Both run without autograd and without ambient autocast: derivatives are nodes already, and dtypes are what the graph says.
+Values are freed after their last use, kept ones too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from megafx.errors import UsageError
+
+if TYPE_CHECKING:
+    from megafx.passes.lower.partition import Saved
+import contextlib
+import operator
+from collections.abc import Iterator
+
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
+from megafx.distributed.parameters import Joined
+from megafx.ir.nodes import no_autocast
+from megafx.ir.program import VAL, Program
+from megafx.passes.lower.call_directly import call_directly
+from megafx.passes.lower.partition import Partition, Saved, partition
+from megafx.passes.lower.reuse_buffers import reuse_buffers
+
+# -- later
+#
+# Lazy outputs of one call, between its forward and the first use of one of them.
+
+
+class Later:
+    """Lazy outputs of one call: computed once, from values that forward left and from inputs as they were then.
+
+    `make(i)` gives the i-th. What they need is dropped once they are made, or with this object.
+    """
+
+    def __init__(
+        self, saved: Sequence[Saved], values: list[Any], run: Callable[[list[Any]], list[Any]], inputs: Sequence[int]
+    ) -> None:
+        """saved: what each of the values is. inputs: indices of the program's inputs among them."""
+        self.saved, self.values, self.run, self.inputs = saved, values, run, inputs
+        self.watched: list[tuple[str, torch.Tensor, int | None]] = []
+        for what, value in zip(saved, values, strict=True):
+            self.watch(what.name, value)
+        self.made: list[Any] | None = None
+
+    def watch(self, name: str, value: Any) -> None:
+        """Outputs are not made once this tensor has changed in place."""
+        if isinstance(value, torch.Tensor):
+            self.watched.append((name, value, _version(value)))
+
+    @property
+    def device(self) -> torch.device:
+        return next(v.device for v in (*(self.made or ()), *self.values) if isinstance(v, torch.Tensor))
+
+    def make(self, index: int) -> torch.Tensor:
+        if self.made is None:
+            for name, value, version in self.watched:
+                if _version(value) != version:
+                    raise UsageError(
+                        f"logits of a training call are read after '{name}' was changed in place (by an optimizer's step?): "
+                        f"they are computed at the first use, from the weights of then",
+                        fix="read them before the weights change, or pass Config(lazy_outputs=False)",
+                    )
+            self.made = self.run(self.values)
+            self.values, self.watched = [], []
+        found: torch.Tensor = self.made[index]
+        return found
+
+
+class LazyOutput(NamedTuple):
+    """What forward gives in the place of a lazy output: `make()` is its local value."""
+
+    later: Later
+    place: int
+
+    def make(self) -> torch.Tensor:
+        return self.later.make(self.place)
+
+
+def _version(x: Any) -> int | None:
+    return x._version if isinstance(x, torch.Tensor) and not x.is_inference() else None
+
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Kept:
+    """What one forward call hands to its backward. values: `Partition.saved` in order, emptied by backward."""
+
+    def __init__(
+        self,
+        values: list[Any],
+        versions: list[tuple[int, int]],
+        parts: list[tuple[torch.Tensor, int, Saved]],
+        tangents: list[torch.Tensor],
+    ) -> None:
+        self.values = values
+        self.versions = versions  # (position in values, version) of memory that the user can reach and change
+        self.parts = parts  # the same of tensors that stand for a kept one: (tensor, version, what was kept)
+        self.like = [(t.shape, t.dtype, t.device) for t in tangents]
+
+    def watch(self, parameter: torch.Tensor, saved: Saved) -> None:
+        """Backward refuses to run once it has changed: changes of a DTensor are none of its local tensor's."""
+        self.parts.append((parameter, parameter._version, saved))
+
+
+class Executable:
+    """forward(inputs) -> (outputs, kept); backward(kept, tangents) -> gradients, None for inputs that none depends on.
+
+    inputs: tensors (and ints) in the order of `program.inputs` without the tangents. outputs: in the order of
+    `program.outputs` without the gradients, with a LazyOutput for each lazy one. kept is None where there is no backward.
+    tangents: one per differentiated output. context: entered around each run, such as `lambda: on_mesh(...)`.
+    gathered: what the graphs of one model have gathered. see: to be called with each parameter before forward.
+    """
+
+    def __init__(
+        self,
+        parts: Partition,
+        outputs: int,
+        differentiated: list[int],
+        context: Context = contextlib.nullcontext,
+        gathered: GatheredParameters | None = None,
+    ) -> None:
+        self.parts, self.outputs, self.differentiated, self.context = parts, outputs, differentiated, context
+        self.gathered = gathered or GatheredParameters()
+        self.see: Callable[[DTensor], None] | None = self.gathered.see if parts.gathered else None
+        self._forward: Callable[..., Any] = call_directly(reuse_buffers(parts.forward)).forward
+        self._backward: Callable[[list[Any]], Any] | None = None
+        self._last_backward = self._backward
+        if parts.backward is not None:
+            owned = {s.name for s in parts.saved if s.kind == "value" and not s.shared}
+            self._backward = self._last_backward = call_directly(parts.backward).forward
+            if (reusing := reuse_buffers(parts.backward, owned)) is not parts.backward:
+                self._last_backward = call_directly(reusing).forward
+        self._given = [s.index for s in parts.saved if s.kind == "input"]
+        self._values = sum(s.kind != "input" for s in parts.saved)
+        self._joins = [
+            Gathered(indices, *parts.gathered[k], self.gathered) if k in parts.gathered else Joined(indices)
+            for k, indices in enumerate(parts.joins)
+        ]
+        count = len(parts.forward.graph.find_nodes(op="placeholder")) - len(self._joins)
+        self._watched = [i for i, s in enumerate(parts.saved) if s.shared and s.index < count]
+        joined = [s for s in parts.saved if s.index >= count]
+        self._watched_parts = [(k, s) for s in joined for k in parts.joins[s.index - count]]
+        own = [(s.index, s) for s in parts.saved if s.kind == "input" and s.index < count]
+        self.read_in_backward = own + self._watched_parts  # (index of an input, what is kept of it)
+
+    @staticmethod
+    def of(
+        program: Program, context: Context = contextlib.nullcontext, gathered: GatheredParameters | None = None
+    ) -> Executable:
+        """Partition a program (lowered and bound; a program without gradients gets a forward only) and make it runnable."""
+        names = [o.name for o in program.outputs if o.kind != "gradient"]
+        differentiated = [names.index(i.name) for i in program.inputs if i.kind == "tangent"]
+        return Executable(partition(program), len(names), differentiated, context, gathered)
+
+    def compiled(self, **options: Any) -> Executable:
+        """The same through `torch.compile`, sizes that the program knows as dynamic being so. options: of torch.compile.
+
+        Each graph is compiled by itself: compiled around autograd, Inductor would
+        partition again, by rules that know neither our collectives nor our tags. Kept values live until backward ends.
+        """
+        made = Executable(self.parts, self.outputs, self.differentiated, self.context, self.gathered)
+        made._forward = _compiled(self.parts.forward, options)
+        if self.parts.backward is not None:
+            run = _compiled(_unboxed(self.parts.backward), options)
+            made._backward = made._last_backward = lambda arguments: run(*arguments)
+        return made
+
+    def takes_what(self, other: Executable) -> bool:
+        """Whether backward can run on what the other one's forward keeps."""
+        mine, theirs = ([(s.kind, s.index, s.fqn, s.numel) for s in x.parts.saved] for x in (self, other))
+        return mine == theirs
+
+    def forward(self, inputs: list[Any]) -> tuple[list[Any], Kept | None]:
+        given, inputs = inputs, [_contiguous(x) for x in inputs]
+        with self._running():
+            inputs += [join(inputs) for join in self._joins]
+            results = self._forward(*inputs)
+        outputs = list(results[: self.outputs])
+        if self._backward is None:
+            return outputs, None
+        last = self.outputs + self._values
+        if self.parts.lazy:
+            self._postpone(outputs, [*given, *inputs[len(given) :]], list(results[last:]))
+        values = [*(inputs[i] for i in self._given), *results[self.outputs : last]]
+        versions = [(i, values[i]._version) for i in self._watched if not values[i].is_inference()]
+        parts = [(inputs[k], inputs[k]._version, s) for k, s in self._watched_parts if not inputs[k].is_inference()]
+        return outputs, Kept(values, versions, parts, [outputs[i] for i in self.differentiated])
+
+    def _postpone(self, outputs: list[Any], inputs: list[Any], values: list[Any]) -> None:
+        saved = self.parts.saved_later
+        values = [*(inputs[s.index] for s in saved if s.kind == "input"), *values]
+        own, joins = len(inputs) - len(self.parts.joins), self.parts.joins
+        read = [s.index for s in saved if s.kind == "input"]
+        later = Later(saved, values, self._make_later, [k for i in read for k in ((i,) if i < own else joins[i - own])])
+        for index, place in enumerate(self.parts.lazy):
+            outputs[place] = LazyOutput(later, index)
+
+    def _make_later(self, values: list[Any]) -> list[Any]:
+        assert self.parts.later is not None
+        with self._running():
+            pairs = zip(self.parts.saved_later, values, strict=True)
+            return list(self.parts.later(*(_contiguous(v) if s.kind == "input" else v for s, v in pairs)))
+
+    def backward(
+        self,
+        kept: Kept,
+        tangents: list[torch.Tensor | None],
+        retain: bool = False,
+        pending: Sequence[torch.Tensor] = (),
+    ) -> list[torch.Tensor | None]:
+        """retain: leave `kept` as it is for another backward. pending: for the program's inputs of that kind."""
+        assert self._backward is not None, "this program was built without gradients"
+        if self.parts.saved and not kept.values:
+            raise UsageError(
+                "backward ran through this call's graph before, and its values are freed",
+                fix="call backward(retain_graph=True) the first time",
+            )
+        changed = [self.parts.saved[i] for i, version in kept.versions if kept.values[i]._version != version]
+        changed += [saved for part, version, saved in kept.parts if part._version != version]
+        for saved in changed:
+            raise UsageError(
+                f"'{saved.name}' was changed in place between forward and backward, which needs its old value",
+                module=saved.fqn,
+                source=saved.source,
+            )
+        seeds = [_tangent(t, like) for t, like in zip(tangents, kept.like, strict=True)]
+        arguments = [*kept.values, *seeds, *pending]
+        if not retain:
+            kept.values = []
+        del seeds
+        run = self._backward if retain else self._last_backward  # the last one may overwrite what was kept
+        assert run is not None
+        with self._running():
+            return list(run(arguments))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with torch.no_grad(), no_autocast(), self.context():
+            yield
+
+
+def _contiguous(x: Any) -> Any:
+    """The graphs were traced on contiguous inputs: their views are legal on no others."""
+    return x.contiguous() if isinstance(x, torch.Tensor) else x
+
+
+def _tangent(tangent: torch.Tensor | None, like: tuple[Any, Any, Any]) -> torch.Tensor:
+    if tangent is None:
+        shape, dtype, device = like
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return tangent.contiguous()
+
+
+def _compiled(gm: fx.GraphModule, options: dict[str, Any]) -> Callable[..., Any]:
+    """`torch.compile` with dynamic sizes, except those that the graph has as numbers: the first call's tensors say so.
+
+    Where sizes of a later call make torch compile again, that call's tensors have no marks: checks in the graph say it then.
+    Without them the number of features is unknown, and with it what a kernel's loads are aligned to.
+    """
+    from torch._dynamo import mark_static  # half a second that eager runs need not pay
+
+    if not options:
+        options = {"options": _inductor_options()}
+    values = [n.meta.get(VAL) for n in gm.graph.find_nodes(op="placeholder")]
+    run = torch.compile(_with_sizes_checked(gm), **{"dynamic": True, **options})
+    marked = False
+
+    def call(*arguments: Any) -> Any:
+        nonlocal marked
+        if not marked:
+            for argument, value in zip(arguments, values, strict=True):
+                for dim, _ in _numbers(value) if isinstance(argument, torch.Tensor) else ():
+                    mark_static(argument, dim)
+            marked = True
+        return run(*arguments)
+
+    return call
+
+
+def _numbers(value: Any) -> list[tuple[int, int]]:
+    """(dim, size) where the graph has the size of a value as a number."""
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    return [(dim, size) for dim, size in enumerate(shape) if isinstance(size, int)]
+
+
+def _with_sizes_checked(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same code, which first checks the sizes that it has as numbers, of what it uses: other inputs may be anything."""
+    graph = fx.Graph()
+    result = graph.graph_copy(gm.graph, {})
+    graph.output(result)
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        for node in graph.find_nodes(op="placeholder"):
+            for dim, size in _numbers(node.meta.get(VAL)) if node.users else ():
+                found = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                equal = graph.call_function(operator.eq, (found, size))
+                graph.call_function(torch._check, (equal,))
+    return fx.GraphModule(gm, graph)
+
+
+def _inductor_options() -> dict[str, Any]:
+    """Numbers reach our kernels as fp32, as they do outside of Inductor, where it knows the choice: as fp64, which is its
+    default, they would make a kernel's sums fp64 (and those that run in a loop an error)."""
+    from torch._inductor import config
+
+    name = "_use_fp64_for_unbacked_floats"
+    return {name: False} if hasattr(config, name) else {}
+
+
+def _unboxed(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same code with ordinary arguments."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)

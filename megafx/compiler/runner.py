@@ -1,0 +1,226 @@
+"""Runs an ordered list of passes over a program: timing, logging, dumping, checking, skipping. Knows no pass by name.
+
+A pass is a function `(program, ...) -> number of changes` whose module says `REQUIRES` (the phase, or phases, that it
+accepts) and `ENSURES` (the phase that it leaves; absent where it leaves the one it found).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megafx.checks.numbers import NumberCheck
+from megafx.config import Config
+from megafx.debugging import Debug, current, is_reporting_rank, say
+from megafx.errors import ConfigError, MegafxError, PlacementError
+from megafx.ir import dump
+from megafx.ir.contracts import verify
+from megafx.ir.nodes import no_autocast
+from megafx.ir.program import Phase, Program
+from megafx.placements.data_axis import DataAxis
+
+
+class PipelineStopped(MegafxError):
+    """MEGAFX_STOP_AFTER stopped the pipeline; `program` is what the named pass left."""
+
+    def __init__(self, name: str, program: Program) -> None:
+        super().__init__(
+            f"the pipeline stopped after pass '{name}'", fix="unset MEGAFX_STOP_AFTER to run it to the end"
+        )
+        self.program = program
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named pass. requires: phases that it accepts; ensures: the phase it leaves (None: the one it found)."""
+
+    name: str
+    run: Callable[[Program], int]
+    requires: tuple[Phase, ...] = tuple(Phase)
+    ensures: Phase | None = None
+
+    @staticmethod
+    def of(function: Callable[..., int], *args: object, **options: object) -> Pass:
+        """The pass that calls `function(program, *args, **options)`, with the contract of the function's module."""
+        module = sys.modules[function.__module__]
+        requires = getattr(module, "REQUIRES", tuple(Phase))
+        requires = (requires,) if isinstance(requires, Phase) else tuple(requires)
+        run = functools.partial(_call, function, args, options)
+        return Pass(function.__name__, run, requires, getattr(module, "ENSURES", None))
+
+
+def _call(function: Callable[..., int], args: tuple[object, ...], options: dict[str, object], program: Program) -> int:
+    return function(program, *args, **options)
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did."""
+
+    index: int
+    name: str
+    changes: int
+    nodes_before: int
+    nodes_after: int
+    duration_ms: float
+    skipped: bool = False
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"megafx {self.index:02d} {self.name:<24} skipped"
+        delta = self.nodes_after - self.nodes_before
+        return (
+            f"megafx {self.index:02d} {self.name:<24} {self.changes:>5} changes  {self.nodes_after:>6} nodes"
+            f" ({delta:+d})  {self.duration_ms:.1f} ms"
+        )
+
+
+@dataclass
+class Dumps:
+    """Numbered text files of one pipeline run; writes nothing without a folder or off the reporting rank."""
+
+    folder: Path | None
+    count: int = 0
+
+    def write(self, name: str, graph_text: str) -> None:
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"{self.count:02d}_{name}.txt").write_text(graph_text + "\n")
+        self.count += 1
+
+
+_runs_in_folder: dict[str, int] = {}
+
+
+def _dumps(settings: Debug) -> Dumps:
+    """The first run of this process dumps into the folder itself, the n-th further one into its `graph<n>`."""
+    if settings.dump is None or not is_reporting_rank():
+        return Dumps(None)
+    run = _runs_in_folder.get(settings.dump, 0)
+    _runs_in_folder[settings.dump] = run + 1
+    return Dumps(Path(settings.dump) / (f"graph{run}" if run else ""))
+
+
+def insert_user_passes(passes: Sequence[Pass], config: Config, known: Sequence[str] = ()) -> list[Pass]:
+    """The list with `config.passes` at their places, in the order given.
+
+    known: passes of other graphs; what goes beside one of these is left out here.
+    """
+    result = list(passes)
+    for where, function in config.passes:
+        side, name = where.split()
+        names = [p.name for p in result]
+        if name not in names:
+            if name in known:
+                continue
+            fix = f"passes: {', '.join(known or names)}"
+            raise ConfigError(f"Config.passes says '{where}', but the pipeline has no such pass", fix=fix)
+        mine = Pass.of(function)
+        if mine.name in names:
+            raise ConfigError(
+                f"Config.passes brings a second pass '{mine.name}'", fix="give your function another name"
+            )
+        result.insert(names.index(name) + (side == "after"), mine)
+    return result
+
+
+def run_passes(
+    program: Program,
+    passes: Sequence[Pass],
+    *,
+    ranks: int = 1,
+    data: DataAxis | None = None,
+    settings: Debug | None = None,
+    known: Sequence[str] = (),
+) -> list[PassRecord]:
+    """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says.
+
+    ranks: size of the axis, on which MEGAFX_CHECK=2 runs the program once its shapes are local; data: of data parallelism.
+    known: passes that other graphs go through, which flags may name too.
+    """
+    settings = current() if settings is None else settings
+    _check_names([*(step.name for step in passes), *known], settings)
+    dumps = _dumps(settings)
+    wants_text = dumps.folder is not None or settings.level >= 2
+    before_text = dump.text(program, details=True) if wants_text else ""
+    dumps.write("capture", before_text)
+    numbers = NumberCheck(program, ranks, data) if settings.check >= 2 else None
+    records: list[PassRecord] = []
+    for index, step in enumerate(passes, 1):
+        if step.name in settings.skip:
+            nodes = len(program.graph.nodes)
+            records.append(PassRecord(index, step.name, 0, nodes, nodes, 0.0, skipped=True))
+            _log(settings, 1, str(records[-1]))
+            continue
+        _check_phase(step, program, settings)
+        records.append(_run(step, index, program))
+        _log(settings, 1, str(records[-1]))
+        if wants_text:
+            after_text = dump.text(program, details=True)
+            dumps.write(step.name, after_text)
+            changed = dump.diff(before_text, after_text) if settings.level >= 2 else ""
+            _log(settings, 2, changed)
+            _log(settings, 4, after_text)
+            before_text = after_text
+        if settings.check >= 1:
+            _verify(step, program)
+        if numbers is not None:
+            numbers.after(step.name, program)
+        if step.name == settings.stop_after:
+            program.gm.recompile()
+            raise PipelineStopped(step.name, program)
+    program.gm.recompile()  # once: passes read graphs, not code, and writing the code of each is a tenth of a compile
+    return records
+
+
+def _run(step: Pass, index: int, program: Program) -> PassRecord:
+    nodes, phase = len(program.graph.nodes), program.phase
+    start = time.perf_counter()
+    with no_autocast():
+        changes = step.run(program)
+    duration_ms = 1e3 * (time.perf_counter() - start)
+    expected = phase if step.ensures is None else step.ensures
+    if program.phase != expected:
+        raise MegafxError(
+            f"pass '{step.name}' left phase {program.phase.name}, but its contract says {expected.name}",
+            fix="set program.phase at the end of the pass, or correct ENSURES",
+        )
+    program.graph.lint()
+    return PassRecord(index, step.name, changes, nodes, len(program.graph.nodes), duration_ms)
+
+
+def _log(settings: Debug, level: int, message: str) -> None:
+    if settings.level >= level and message:
+        say(message)
+
+
+def _check_names(names: Sequence[str], settings: Debug) -> None:
+    names = list(dict.fromkeys(names))
+    for flag, asked in (("MEGAFX_SKIP", settings.skip), ("MEGAFX_STOP_AFTER", (settings.stop_after,))):
+        for name in asked:
+            if name is not None and name not in names:
+                raise ConfigError(f"{flag} names '{name}', which is no pass", fix=f"passes: {', '.join(names)}")
+
+
+def _check_phase(step: Pass, program: Program, settings: Debug) -> None:
+    if program.phase in step.requires:
+        return
+    wanted = " or ".join(phase.name for phase in step.requires)
+    found = f"pass '{step.name}' requires phase {wanted}, but the program is at {program.phase.name}"
+    if settings.skip:
+        raise ConfigError(found, fix=f"do not skip {', '.join(settings.skip)}: a later pass needs what it does")
+    raise MegafxError(
+        found, fix="put the pass where its phase holds (Config.passes: 'after <pass>' or 'before <pass>')"
+    )
+
+
+def _verify(step: Pass, program: Program) -> None:
+    try:
+        verify(program)
+    except PlacementError as error:
+        error.add_note(f"pass '{step.name}' left this program")
+        raise

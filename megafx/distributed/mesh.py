@@ -1,0 +1,143 @@
+"""The ranks of a run as a mesh: data-parallel ranks times tensor-parallel ranks.
+
+A mesh of the user's may name its dims 'tp', and 'dp' or 'dp_replicate' and 'dp_shard'; else one is made of the world, with
+the tensor-parallel ranks of a group next to each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megafx.config import Config
+from megafx.distributed.failures import wait_at_exit
+from megafx.errors import AgreementError
+from megafx.ops.collectives import BATCH_AXIS, COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, AxisContext
+from megafx.placements.data_axis import DDP, DataAxis
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Where this rank is.
+
+    tensor: 1-d, of the tensor-parallel axis; None for one rank without a process group. data: None for one data-parallel
+    rank. axes: this rank on each axis of data parallelism. batch, everyone: groups of the data-parallel ranks and of all.
+    shards: 1-d, of the ranks that hold one copy of sharded parameters, tensor-parallel ranks next to each other.
+    """
+
+    tensor: DeviceMesh | None
+    data: DataAxis | None = None
+    axes: dict[str, AxisContext] = field(default_factory=dict)
+    batch: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
+    shards: DeviceMesh | None = None
+
+
+def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -> Meshes:
+    """The meshes of a run. Collective over the world where the mesh is to be made. Raises AgreementError."""
+    if mesh is None:
+        mesh = _world(config, device)
+        if mesh is None:
+            return Meshes(None)
+    wait_at_exit()
+    tensor = tensor_mesh(mesh, config.tensor_model_parallel_size)
+    names = [n for n in (REPLICA_AXIS, SHARD_AXIS, BATCH_AXIS) if n in (mesh.mesh_dim_names or ())]
+    ranks = 1
+    for name in names:
+        ranks *= mesh[name].size()
+    if config.data_parallel_size == 1 or (ranks == 1 and config.data_parallel_size is None):
+        return Meshes(tensor if tensor is not None and tensor.size() > 1 else None)
+    if config.data_parallel_size is not None and config.data_parallel_size != ranks:
+        raise AgreementError(
+            f"data_parallel_size={config.data_parallel_size}, but the mesh has {ranks} data-parallel ranks",
+            fix=f"make them equal; such dims of a mesh are named '{BATCH_AXIS}', or '{REPLICA_AXIS}' and '{SHARD_AXIS}'",
+        )
+    if tensor is None:
+        raise AgreementError(f"mesh {mesh} has no dim '{TENSOR_AXIS}'", fix="add one, of one rank if need be")
+    return _with_data(config, mesh, tensor, names, ranks)
+
+
+def _world(config: Config, device: torch.device) -> DeviceMesh | None:
+    """A mesh of all ranks; None for one rank."""
+    t, d = config.tensor_model_parallel_size, config.data_parallel_size or 1
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+    if world is None:
+        if (t or 1) * d == 1:
+            return None
+        sizes = f"tensor_model_parallel_size={t}" + (f", data_parallel_size={d}" if d > 1 else "")
+        raise AgreementError(
+            f"{sizes}, but there is no process group",
+            fix=f"start with `torchrun --standalone --nproc-per-node {(t or 1) * d}` and call "
+            "torch.distributed.init_process_group()",
+        )
+    if t == 1 and d == 1:
+        return None
+    if t is None and world % d == 0:
+        t = world // d
+    if t is None or t * d != world:
+        asked = [f"tensor_model_parallel_size={t}"] if t is not None else []
+        asked += [f"data_parallel_size={d}"] if d > 1 else []
+        raise AgreementError(
+            f"{', '.join(asked)}, but the world has {world} ranks",
+            fix=f"start {(t or 1) * d} ranks, or set data_parallel_size so that their product is {world}",
+        )
+    if world == 1:
+        return None
+    kind = device.type if device.type != "meta" else "cuda" if torch.cuda.is_available() else "cpu"
+    if d == 1:
+        return init_device_mesh(kind, (t,), mesh_dim_names=(TENSOR_AXIS,))
+    shard = config.data_parallel_shard_size
+    if config.data_parallel == DDP or shard in (None, d):
+        return init_device_mesh(kind, (d, t), mesh_dim_names=(BATCH_AXIS, TENSOR_AXIS))
+    assert shard is not None
+    return init_device_mesh(kind, (d // shard, shard, t), mesh_dim_names=(REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS))
+
+
+def tensor_mesh(mesh: DeviceMesh, size: int | None = None) -> DeviceMesh:
+    """The tensor-parallel dim of a mesh, which has `size` ranks. Raises AgreementError."""
+    names = mesh.mesh_dim_names or ()
+    if TENSOR_AXIS in names and mesh.ndim > 1:
+        mesh = mesh[TENSOR_AXIS]
+    if mesh.ndim != 1:
+        raise AgreementError(
+            f"mesh {mesh} has {mesh.ndim} dims, none of them named '{TENSOR_AXIS}'",
+            fix=f"name one dim '{TENSOR_AXIS}'",
+        )
+    if size is not None and size != mesh.size():
+        raise AgreementError(
+            f"tensor_model_parallel_size={size}, but dim '{TENSOR_AXIS}' of the mesh has {mesh.size()} ranks",
+            fix="make them equal",
+        )
+    return mesh
+
+
+def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list[str], ranks: int) -> Meshes:
+    shard = mesh[SHARD_AXIS].size() if SHARD_AXIS in names else ranks
+    if config.data_parallel == DDP:
+        shard = 1
+    elif config.data_parallel_shard_size not in (None, shard):
+        raise AgreementError(
+            f"data_parallel_shard_size={config.data_parallel_shard_size}, but the mesh has {shard} ranks to a copy",
+            fix=f"name the dims '{REPLICA_AXIS}' and '{SHARD_AXIS}'",
+        )
+    batch = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten(BATCH_AXIS)
+    everyone = mesh[(*names, TENSOR_AXIS)]._flatten("_".join((*names, TENSOR_AXIS)))
+    axes = {BATCH_AXIS: _context(batch)}
+    shards = None
+    if shard > 1:
+        along = mesh[SHARD_AXIS] if SHARD_AXIS in names else batch
+        axes[SHARD_AXIS] = _context(along)
+        both = (SHARD_AXIS if SHARD_AXIS in names else names[0], TENSOR_AXIS)
+        shards = mesh[both]._flatten(COPY_AXIS)
+        axes[COPY_AXIS] = _context(shards)
+        if REPLICA_AXIS in names:
+            axes[REPLICA_AXIS] = _context(mesh[REPLICA_AXIS])
+    data = DataAxis(ranks, config.data_parallel, shard, config.data_parallel_bucket_mib * 2**20)
+    return Meshes(tensor, data, axes, batch.get_group(), everyone.get_group(), shards)
+
+
+def _context(mesh: DeviceMesh) -> AxisContext:
+    return AxisContext(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)

@@ -1,0 +1,129 @@
+"""`TPTensor`: the DTensor that parameters, their gradients and optimizer state are at t > 1.
+
+Its shape is the logical one; its local tensor is the physical shard of `placements.Layout`: block-permuted, and zero padded
+where units do not divide. Which operations see what:
+
+    elementwise, foreach and fused optimizer ops     run on local tensors as they are (order does not matter; pads stay zero)
+    norms and sums                                   DTensor's own, over the physical tensor (pads are zero and add nothing)
+    full_tensor, redistribute to Replicate, copy_,
+    torch.distributed.checkpoint                     speak the logical layout
+    everything else                                  DTensor's own where the physical order is the logical one, else UsageError
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from megafx.distributed.tensor_dispatch import DispatchedTensor
+from megafx.distributed.tensor_layout import gather_shards, is_permuted, placement_of
+from megafx.errors import UsageError
+from megafx.placements.slices import ShardSlice, shard_slices
+from megafx.placements.tensors import shard_tensor
+
+_new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
+
+
+def wrap(local: torch.Tensor, spec: DTensorSpec) -> TPTensor:
+    """Local tensor -> TPTensor without gradient; `spec` from `make_spec`, for the same dtype."""
+    return _new(TPTensor, local, spec, requires_grad=False)  # type: ignore[return-value]
+
+
+class TPTensor(DispatchedTensor):
+    """See the module docstring. Made by `wrap`, or from a parameter by `params.replicate_parameters`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TPTensor:
+        if id(self) not in memo:
+            copy = wrap(self._local_tensor.clone(), self._spec).requires_grad_(self.requires_grad)
+            vars(copy).update(vars(self))
+            memo[id(self)] = copy
+            if self.is_leaf and self.grad is not None:
+                copy.grad = self.grad.__deepcopy__(memo)
+        return cast(TPTensor, memo[id(self)])
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The logical tensor on every rank. Collective; differentiable."""
+        if not is_permuted(self):
+            return super().full_tensor(grad_placements=grad_placements)
+        return cast(torch.Tensor, _Full.apply(self))
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's physical shard."""
+        if not is_permuted(self) or not torch.is_grad_enabled():
+            return super().to_local(grad_placements=grad_placements)
+        return cast(torch.Tensor, _Local.apply(self))
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        if not is_permuted(self) or placements is None:
+            return super().redistribute(device_mesh, placements, **options)
+        if tuple(placements) == self._spec.placements:
+            return self
+        if all(p.is_replicate() for p in placements):
+            return DTensor.from_local(self.full_tensor(), self._spec.mesh, list(placements), run_check=False)
+        raise UsageError(
+            f"{self._spec.placements[0]} cannot be redistributed to {tuple(placements)}",
+            fix="use full_tensor(), then torch.distributed.tensor.distribute_tensor",
+        )
+
+    # -- torch.distributed.checkpoint: chunks in logical coordinates
+
+    def _slices(self) -> list[ShardSlice]:
+        mesh = self._spec.mesh
+        return shard_slices(self.shape, placement_of(self), mesh.get_local_rank(), mesh.size())
+
+    def __create_chunk_list__(self) -> list[Any]:
+        if not is_permuted(self):
+            return super().__create_chunk_list__()
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(x.offsets), torch.Size(x.sizes)) for x in self._slices()]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        if not is_permuted(self):
+            return super().__create_write_items__(fqn, object)
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        if not is_permuted(self):
+            return super().__get_tensor_shard__(index)
+        for box in self._slices():
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                return self._local_tensor[box.local]
+        raise UsageError(f"this rank holds no chunk of '{index.fqn}' at {index.offset}")
+
+
+class _Full(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: TPTensor) -> torch.Tensor:
+        ctx.spec, ctx.placement = x._spec, placement_of(x)
+        return gather_shards(x._local_tensor, ctx.placement, x._spec.mesh.get_group())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> TPTensor:
+        mesh = ctx.spec.mesh
+        return wrap(shard_tensor(grad, ctx.placement, mesh.get_local_rank(), mesh.size()), ctx.spec)
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: TPTensor) -> torch.Tensor:
+        ctx.spec = x._spec
+        return x._local_tensor.view_as(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> TPTensor:
+        return wrap(grad, ctx.spec)

@@ -1,0 +1,374 @@
+"""Operations on tensors whose physical order is not the logical one: which run on local tensors, which are DTensor's own, and
+which are refused. The table is in distributed/tensor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafx.distributed.finite import unscale_gradients
+from megafx.distributed.tensor_layout import (
+    LayoutShard,
+    NestedShard,
+    is_permuted,
+    make_spec,
+    nested_padding,
+    pads,
+    physical_spec,
+    placement_of,
+)
+from megafx.errors import UsageError
+from megafx.placements.tensors import shard_tensor
+
+aten = torch.ops.aten
+_new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
+
+
+class DispatchedTensor(DTensor):
+    """The part of `TPTensor` that operations go through."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten.detach.default:
+            return _new(type(args[0]), args[0]._local_tensor, args[0]._spec, requires_grad=False)
+        if func is aten.add_.Tensor and not kwargs and _same_spec(*args):  # gradient accumulation
+            args[0]._local_tensor.add_(args[1]._local_tensor)
+            _count_write(args[0])
+            return args[0]
+        kwargs = kwargs or {}
+        result = _run(func, args, kwargs)
+        for written in _written(func):
+            _count_write(args[written] if isinstance(written, int) and written < len(args) else kwargs.get(written))
+        return result
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return unscale_gradients(func, *args, **kwargs)
+    done, result = _on_locals(func, args, kwargs) if _order_free(func) else (False, None)
+    return result if done else _on_dtensors(func, args, kwargs)
+
+
+@cache
+def _written(func: Any) -> tuple[int | str, ...]:
+    """Positions (of keyword arguments: names) of what the operation writes into."""
+    arguments = func._schema.arguments
+    writes = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(arguments[i].name if arguments[i].kwarg_only else i for i in writes)
+
+
+def _count_write(x: Any) -> None:
+    """What is written through a DTensor counts as written into its local tensor, which below autograd nobody sees to."""
+    for tensor in x if isinstance(x, (list, tuple)) else (x,):
+        if isinstance(tensor, DTensor) and not tensor._local_tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor._local_tensor)
+
+
+class _Dispatching(TorchDispatchMode):
+    """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`, others where they go anyway."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mine = [t for t in types if issubclass(t, DispatchedTensor)]
+        if mine:
+            return max(mine, key=lambda t: len(t.__mro__)).__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _through_mode(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """`__torch_function__` where there is no dispatch of subclasses."""
+    with torch._C.DisableTorchFunctionSubclass(), _Dispatching():
+        return func(*args, **(kwargs or {}))
+
+
+# Before 2.13 the C++ dispatch of DTensor takes its subclasses too and never asks them: neither `__torch_dispatch__` nor the
+# engine's accumulation of gradients sees a TPTensor. What the user calls then comes through a mode, and what autograd calls
+# through DTensor's table of handlers, which that dispatch does ask.
+SUBCLASS_DISPATCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def _handle(func: Any, args: Any, kwargs: Any) -> Any:
+    """The handler of one operation: DTensor's own way, but for TPTensors."""
+    if any(isinstance(x, DispatchedTensor) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+        return DispatchedTensor.__torch_dispatch__(func, (), args, kwargs)
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    own = handlers.pop(func)
+    try:
+        return func(*args, **(kwargs or {}))
+    finally:
+        handlers[func] = own
+
+
+_OF_AUTOGRAD = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.view.default,
+    aten.expand.default,
+    aten.new_empty_strided.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.copy_.default,
+    aten.add.Tensor,
+    aten.add_.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.neg.default,
+    aten.pow.Tensor_Scalar,
+)
+
+if not SUBCLASS_DISPATCH:
+    DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
+    _handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    _handlers.update(dict.fromkeys(_OF_AUTOGRAD, _handle))
+
+
+def _same_spec(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and a._spec is b._spec
+
+
+# -- operations to which the order of elements is nothing
+
+_LOCAL_NAMES = frozenset(
+    [
+        "alias",
+        "clone",
+        "copy_",
+        "empty_like",
+        "fill_",
+        "full_like",
+        "ones_like",
+        "zero_",
+        "zeros_like",
+        "_to_copy",
+        "lerp",
+        "lerp_",
+        "_fused_adam_",
+        "_fused_adamw_",
+        "_fused_sgd_",
+        "_fused_adagrad_",
+    ]
+)
+_FOREACH_REDUCES = frozenset(["_foreach_norm", "_foreach_max", "_foreach_powsum"])
+# Operations that give zero where all sharded operands are zero; after the others pads are zeroed again.
+_KEEPS_ZERO = frozenset(
+    [
+        "alias",
+        "clone",
+        "copy_",
+        "zero_",
+        "zeros_like",
+        "_to_copy",
+        "lerp",
+        "lerp_",
+        "neg",
+        "neg_",
+        "sqrt",
+        "sqrt_",
+        "abs",
+        "abs_",
+        "mul",
+        "mul_",
+        "addcmul",
+        "addcmul_",
+        "sign",
+    ]
+)
+_NORMS = frozenset(["linalg_vector_norm", "norm", "_foreach_norm"])
+_RANDOM = frozenset(["normal_", "uniform_", "bernoulli_", "exponential_", "rand_like", "randn_like", "random_"])
+_SAME_SHAPE_VIEWS = frozenset(["view", "_unsafe_view", "reshape", "expand"])
+
+
+@cache
+def _op_name(func: Any) -> str:
+    return func._schema.name.split("::")[1]
+
+
+@cache
+def _order_free(func: Any) -> bool:
+    name = _op_name(func)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if name.startswith("_foreach_"):
+        return name not in _FOREACH_REDUCES
+    return torch.Tag.pointwise in func.tags or name in _LOCAL_NAMES
+
+
+class _Mixed(Exception):
+    """Operands at different placements."""
+
+
+def _local_of(x: Any, like: DispatchedTensor) -> Any:
+    """The local tensor of an operand beside `like`; raises _Mixed where it cannot be had without communication."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    spec = like._spec
+    if isinstance(x, DTensor):
+        if x._spec.placements == spec.placements and x.shape == like.shape:
+            return x._local_tensor
+        if not x._spec.placements[0].is_replicate():
+            raise _Mixed
+        x = x._local_tensor
+    if x.dim() == 0:
+        return x
+    if x.shape == like.shape and (placement := placement_of(like)).kind != "P":
+        return shard_tensor(x, placement, spec.mesh.get_local_rank(), spec.mesh.size())
+    raise _Mixed
+
+
+def _rewrap(out: Any, like: DispatchedTensor, name: str, sources: dict[int, Any]) -> Any:
+    if not isinstance(out, torch.Tensor):
+        return out
+    spec = like._spec
+    if is_permuted(like) and name not in _KEEPS_ZERO:
+        zero_pads(out, spec)
+    if id(out) in sources:
+        return sources[id(out)]
+    if out.dtype != like.dtype:
+        spec = make_spec(spec.mesh, placement_of(like), like.shape, out.dtype)
+    return _new(type(like), out, spec, requires_grad=False)
+
+
+def zero_pads(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Zero, in place, what of a permuted shard is padding."""
+    shard = cast(LayoutShard, spec.placements[0])
+    if isinstance(shard, NestedShard):
+        mask = nested_padding(spec.mesh, shard, spec.shape, local.device)
+        if mask is not None:
+            local.masked_fill_(mask, 0)
+        return
+    for start, length in pads(spec.mesh, shard):
+        local.narrow(shard.dim, start, length).zero_()
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and any(isinstance(e, torch.Tensor) for e in x)
+
+
+def _on_locals(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """(whether it could be done on local tensors, result)."""
+    name = _op_name(func)
+    values = [*args, *kwargs.values()]
+    lists = [v for v in values if _is_list(v)]
+    sources: dict[int, Any] = {}
+    try:
+        if lists:
+            rows: list[Any] = [
+                next((x for x in row if isinstance(x, DispatchedTensor)), None) for row in zip(*lists, strict=True)
+            ]
+            if None in rows:
+                return False, None
+            convert = lambda v: [_local_of(x, r) for x, r in zip(v, rows, strict=True)] if _is_list(v) else _scalar(v)  # noqa: E731
+        else:
+            rows = [next(v for v in values if isinstance(v, DispatchedTensor))]
+            convert = lambda v: _local_of(v, rows[0])  # noqa: E731
+        local_args, local_kwargs = [convert(a) for a in args], {k: convert(v) for k, v in kwargs.items()}
+    except _Mixed:
+        return False, None
+    for given, local in zip(values, [*local_args, *local_kwargs.values()], strict=True):
+        pairs = zip(given, local, strict=True) if _is_list(given) else [(given, local)]
+        sources.update({id(b): a for a, b in pairs if isinstance(a, DispatchedTensor)})
+    out = func(*local_args, **local_kwargs)
+    if isinstance(out, (list, tuple)):
+        return True, type(out)(_rewrap(o, r, name, sources) for o, r in zip(out, rows, strict=True))
+    if lists and out is None:
+        _zero_after_in_place(func, lists, rows, name)
+        return True, None
+    return True, _rewrap(out, rows[0], name, sources)
+
+
+def _zero_after_in_place(func: Any, lists: Sequence[Any], rows: Sequence[DispatchedTensor], name: str) -> None:
+    if name.removeprefix("_foreach_") in _KEEPS_ZERO:
+        return
+    mutated = lists if name.startswith("_fused_") else lists[:1]
+    for tensors in mutated:
+        for x, row in zip(tensors, rows, strict=True):
+            if is_permuted(x) and x.shape == row.shape:
+                zero_pads(x._local_tensor, x._spec)
+
+
+def _scalar(x: Any) -> Any:
+    if isinstance(x, DTensor):
+        if x.dim() == 0 and x._spec.placements[0].is_replicate():
+            return x._local_tensor
+        raise _Mixed
+    return x
+
+
+# -- everything else
+
+
+def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run `func` as DTensor's own, with permuted tensors only where their order is nothing."""
+    name = _op_name(func)
+    tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, DispatchedTensor)]
+    permuted = next((x for x in tensors if is_permuted(x)), None)
+    if permuted is not None:
+        if name in _SAME_SHAPE_VIEWS and tuple(args[1]) == tuple(permuted.shape):
+            return _new(type(permuted), permuted._local_tensor, permuted._spec, requires_grad=False)
+        if name == "mean" and len(args) == 1 and not kwargs:
+            return _on_dtensors(aten.sum.default, args, {}) / args[0].numel()
+        _check_order_free(func, name, args, kwargs, permuted)
+    plain = {id(x): _as_dtensor(x, name in _NORMS) for x in tensors}
+    back = {id(d): x for x, d in ((x, plain[id(x)]) for x in tensors)}
+    swap = lambda x: plain.get(id(x), x)  # noqa: E731
+    args, kwargs = torch.utils._pytree.tree_map(swap, (list(args), kwargs))
+    try:
+        out = func(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise _direct_use(func) from error
+    if name in _RANDOM and permuted is not None:
+        assert permuted is not None
+        if not func._schema.is_mutable:
+            out = _new(type(permuted), out._local_tensor, permuted._spec, requires_grad=False)
+        zero_pads(out._local_tensor, permuted._spec)
+    return torch.utils._pytree.tree_map(lambda x: back.get(id(x), x), out)
+
+
+def _as_dtensor(x: DispatchedTensor, zero_for_none: bool) -> DTensor:
+    """zero_for_none: where this rank holds nothing, zeros stand for it, as norms of nothing are an error for some orders."""
+    spec, local = x._spec, x._local_tensor
+    if zero_for_none and not local.numel() and x.numel():
+        local = local.new_zeros([1, *x.shape[1:]])
+    shard = spec.placements[0]
+    if isinstance(shard, LayoutShard):
+        assert spec.tensor_meta is not None
+        spec = physical_spec(spec.mesh, shard, x.shape, spec.tensor_meta.dtype)
+    return _new(DTensor, local, spec, requires_grad=False)
+
+
+def _check_order_free(func: Any, name: str, args: Any, kwargs: Any, x: DispatchedTensor) -> None:
+    """DTensor's own reductions over the physical tensor are right: zero pads add nothing."""
+    whole = len(args) < 3 or not args[2]  # no `dim` argument: a reduction of the whole tensor
+    if name in _NORMS:
+        order = args[1] if len(args) > 1 and args[1] is not None else 2
+        if whole and not kwargs.get("dim") and order >= 0:
+            return
+    elif name in ("sum", "any", "count_nonzero"):
+        if len(args) < 2 and not kwargs.get("dim"):
+            return
+    elif name in _RANDOM:
+        return
+    raise UsageError(
+        f"{func} on a parameter stored as {x._spec.placements[0]}: its local tensor is not a slice of the logical tensor",
+        fix="use full_tensor() for the logical tensor; to compute with it, call the whole model, not this submodule",
+    )
+
+
+def _direct_use(func: Any) -> UsageError:
+    return UsageError(
+        f"{func} met a parameter of a parallelized model and a plain tensor",
+        fix="call the whole model: its submodules hold shards; full_tensor() gives a parameter's whole value",
+    )

@@ -1,0 +1,174 @@
+"""`megafx.verify`: all ranks of a training call in one process against the plain model, and where they first part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megafx.capture.export import capture_call
+from megafx.checks.simulate import TOLERANCE, Divergence, first_divergence, local_inputs, relative_error, run_logical
+from megafx.compiler.pipeline import Compiled, Request, compile_program
+from megafx.config import Config
+from megafx.errors import UsageError
+from megafx.ir.program import VAL, Program
+from megafx.planner.hardware import Hardware
+
+GRADIENT_FLOOR = 1e-6  # a gradient this much smaller than all of them together is zero but for rounding
+
+
+@dataclass
+class Verdict:
+    """Relative errors by name. reference: 'eager', or 'megafx at t=1' where dropout draws other bits than eager's."""
+
+    t: int
+    reference: str
+    tolerance: float
+    outputs: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    divergence: Divergence | None = None
+
+    @property
+    def ok(self) -> bool:
+        return all(e <= self.tolerance for e in (*self.outputs.values(), *self.gradients.values()))
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        worst = max(self.gradients.items(), key=lambda kv: kv[1], default=("none", 0.0))
+        lines = [
+            f"{'equal' if self.ok else 'DIFFERENT'}: {self.t} ranks against {self.reference}, tolerance {self.tolerance:.0e}",
+            *(f"  output {name}: {error:.1e}" for name, error in self.outputs.items()),
+            f"  {len(self.gradients)} gradients, worst {worst[1]:.1e} ({worst[0]})",
+        ]
+        if self.divergence is not None:
+            lines.append(f"  they first part at {self.divergence}")
+        return "\n".join(lines)
+
+
+def verify_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    config: Config,
+    hardware: Hardware,
+    *,
+    loss_fn: Callable[..., Tensor] | None = None,
+    loss_inputs: Mapping[str, Any] | None = None,
+    tolerance: float | None = None,
+) -> Verdict:
+    """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process.
+
+    The model is used as it is (train or eval, with its weights) and left unchanged.
+    """
+    t = config.tensor_model_parallel_size or 2
+    leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    if any(x.device.type == "meta" for x in (*model.parameters(), *leaves)):
+        raise UsageError("verify computes, so it needs real weights and inputs", fix="materialise the model first")
+
+    def compiled(ranks: int) -> Compiled:
+        program = capture_call(
+            model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules
+        )
+        request = Request(config, ranks, hardware, {}, None, lambda index, spec: spec.kind == "param")
+        return compile_program(program, request)
+
+    sharded, single = compiled(t), compiled(1)
+    plain = _plain(model)
+    eager = _eager_outputs(plain, single.program, args, kwargs, loss_fn, loss_inputs)
+    values = _values(sharded, model, args, kwargs, loss_inputs)
+    tangents = {name: torch.ones_like(eager[name]) for name in _differentiated(single)}
+    values |= tangents
+    found = run_logical(sharded.program, values, sharded.plan.params, t)
+    alone = run_logical(single.program, values, single.plan.params, 1)
+    random = any(spec.kind == "seed" for spec in sharded.program.inputs)
+    if random:
+        outputs, gradients = alone.outputs, alone.gradients
+    else:
+        torch.autograd.backward([eager[name] for name in tangents], [*tangents.values()])
+        outputs = {name: value.detach() for name, value in eager.items()}
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+    limit = _rounding(single) if tolerance is None else tolerance
+    verdict = Verdict(t, "megafx at t=1" if random else "eager", limit)
+    for name, wanted in outputs.items():
+        verdict.outputs[name] = _error(found.outputs[name], wanted, 0.0)
+    scale = sum(float(g.double().norm()) ** 2 for g in gradients.values() if g is not None) ** 0.5
+    for name, gradient in gradients.items():
+        got = found.gradients.get(name)
+        if gradient is not None:
+            verdict.gradients[name] = _error(got if got is not None else torch.zeros_like(gradient), gradient, scale)
+    if not verdict.ok:
+        placements = sharded.plan.params
+        verdict.divergence = first_divergence(
+            sharded.program,
+            local_inputs(sharded.program, values, placements, t),
+            single.program,
+            local_inputs(single.program, values, single.plan.params, 1)[0],
+            tolerance=limit,
+        )
+    return verdict
+
+
+def _values(compiled: Compiled, model: nn.Module, args: Any, kwargs: Any, loss_inputs: Any) -> dict[str, Any]:
+    """Logical values of the graph's inputs, by name."""
+    call = compiled.program.call
+    assert call is not None
+    state = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    user = iter(call.flatten(args, kwargs, loss_inputs))
+    values: dict[str, Any] = {}
+    for spec in compiled.program.inputs:
+        if spec.kind in ("param", "buffer"):
+            values[spec.name] = state[spec.name].detach()
+        elif spec.kind == "user":
+            values[spec.name] = next(user).detach()
+        elif spec.kind == "seed":
+            values[spec.name] = torch.tensor(torch.initial_seed() % 2**62, dtype=torch.int64)
+    return values
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """A copy to run as it is. Graphs have no key-value cache, so the plain call returns none either."""
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False  # type: ignore[union-attr]
+    return plain
+
+
+def _eager_outputs(
+    plain: nn.Module, program: Program, args: Any, kwargs: Any, loss_fn: Any, loss_inputs: Any
+) -> dict[str, Tensor]:
+    """Tensor outputs of the plain model, with autograd's graph, by the names that the graph gives them."""
+    output = plain(*args, **kwargs)
+    if loss_fn is not None and loss_inputs:
+        output = (loss_fn(output, **loss_inputs), output)
+    assert program.call is not None
+    leaves = torch.utils._pytree.tree_leaves(output)
+    order = [leaf.index for leaf in program.call.out_leaves]
+    user = [o for o in program.outputs if o.kind == "user"]
+    named = {user[i].name: leaf for i, leaf in zip(order, leaves, strict=True) if i >= 0}
+    return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
+
+
+def _differentiated(compiled: Compiled) -> list[str]:
+    """Names of the outputs that bring a tangent."""
+    return [compiled.program.outputs[i].name for i in compiled.differentiated]
+
+
+def _rounding(compiled: Compiled) -> float:
+    """What the coarsest dtype of inputs and casts rounds to: fp64 models may compute their loss in fp32."""
+    nodes = [n for n in compiled.program.graph.nodes if n.op == "placeholder" or "_to_copy" in str(n.target)]
+    dtypes = {n.meta[VAL].dtype for n in nodes if isinstance(n.meta[VAL], Tensor)}
+    return max((TOLERANCE[d] for d in dtypes if d in TOLERANCE), default=TOLERANCE[torch.float32])
+
+
+def _error(found: Tensor, wanted: Tensor, scale: float) -> float:
+    return relative_error(found, wanted, max(GRADIENT_FLOOR * scale, torch.finfo(torch.float64).tiny))

@@ -1,0 +1,107 @@
+"""Sizes that the data of a tensor decides: how many rows an expert gets.
+
+torch.export gives such a size a symbol of its own, of which nothing may be asked (unbacked). In a `Program` it is an ordinary
+size with a hint, like those of the inputs: planning, fusing and differentiating need know nothing of it. It is the size of the
+result of `megafx.rows` (kernels/rows.py), which finds it by its name here, so that running the op on fakes again gives the
+same size. Hints are primes above those of capture/dims.py. As with every size, what is traced holds for 0 and 1 too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+
+FIRST_HINT = 127
+
+
+class DataShapeEnv(ShapeEnv):
+    """A ShapeEnv that knows sizes of data by name, and answers while it traces whether there are any rows with yes.
+
+    Code that asks (`if rows.numel() == 0: continue`) skips work on no rows. Done on no rows, that work gives nothing, so that
+    a graph without the question computes the same. asked: called at each question so answered.
+    """
+
+    def __init__(self, asked: Callable[[], None] = lambda: None, **options: Any) -> None:
+        super().__init__(**options)
+        self.asked = asked
+        self.row_counts: dict[str, torch.SymInt] = {}
+
+    def row_count(self, name: str) -> torch.SymInt:
+        """The size called `name`: the same at each call."""
+        if name not in self.row_counts:
+            from torch._dynamo.source import ConstantSource  # export has imported it; importing megafx need not
+
+            hint = FIRST_HINT - 1
+            for _ in range(len(self.row_counts) + 1):
+                hint = int(sympy.nextprime(hint))
+            source = ConstantSource(f"rows_{name}")
+            symbol = self.create_symbol(hint, source, DimDynamic.DYNAMIC)
+            self.row_counts[name] = self.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[assignment]  # no int
+        return self.row_counts[name]
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().evaluate_expr(orig_expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            answer = if_there_are_rows(self.simplify(orig_expr), self.is_unbacked_symint)
+            if answer is None:
+                raise
+            self.asked()
+            return sympy.true if answer else sympy.false
+
+
+def same_rows(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Symbol]:
+    """unbacked symbol -> the first that it must be equal to, as ops between values with these numbers of rows demand.
+
+    Two masks that are computed alike have a symbol each until what they select is added up.
+    """
+    first: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def root(symbol: sympy.Symbol) -> sympy.Symbol:
+        while symbol in first:
+            symbol = first[symbol]
+        return symbol
+
+    for demands in shape_env.deferred_runtime_asserts.values():
+        for expr in (shape_env.replace(demand.expr) for demand in demands):
+            if isinstance(expr, sympy.Eq) and all(s.is_Symbol and shape_env.is_unbacked_symint(s) for s in expr.args):
+                a, b = sorted(map(root, expr.args), key=lambda s: (len(s.name), s.name))
+                if a != b:
+                    first[b] = a
+    return {symbol: root(symbol) for symbol in first}
+
+
+@contextlib.contextmanager
+def naming_row_counts(asked: Callable[[], None]) -> Iterator[None]:
+    """Within: torch.export traces with a `DataShapeEnv`. It makes its own ShapeEnv, whatever the inputs have."""
+    from torch._export import non_strict_utils
+
+    before = non_strict_utils.ShapeEnv
+    non_strict_utils.ShapeEnv = functools.partial(DataShapeEnv, asked)  # type: ignore[assignment,misc]  # its constructor
+    try:
+        yield
+    finally:
+        non_strict_utils.ShapeEnv = before  # type: ignore[misc]  # a module's name for a class
+
+
+def if_there_are_rows(question: Any, from_data: Callable[[sympy.Symbol], bool]) -> bool | None:
+    """What a comparison with a number of rows is for every number but 0; None where that is not one answer."""
+    if not isinstance(question, sympy.core.relational.Relational) or len(question.free_symbols) != 1:
+        return None
+    (rows,) = question.free_symbols
+    difference = sympy.expand(question.lhs - question.rhs)
+    if not from_data(rows) or not difference.is_polynomial(rows) or sympy.degree(difference, rows) != 1:
+        return None
+    equal = -difference.coeff(rows, 0) / difference.coeff(rows, 1)  # the number for which the two sides are equal
+    if isinstance(question, (sympy.Eq, sympy.Ne)):
+        one_answer = equal < 1 or not equal.is_Integer
+    else:
+        first, last = (bool(question.subs(rows, n)) for n in (1, sympy.Max(sympy.ceiling(equal), 1) + 1))
+        one_answer = first == last
+    return bool(question.subs(rows, 1)) if one_answer else None

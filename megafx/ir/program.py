@@ -1,0 +1,302 @@
+"""The intermediate form: a `Program` is a flat ATen graph with named inputs and outputs.
+
+Meta keys of a node (the only ones that passes may rely on):
+
+    val        FakeTensor, SymInt or tuple of them; global shapes until `localize_shapes`, one rank's afterwards
+    source     SourceLine of the user's code
+    fqn        path of the user's module that the node belongs to ('' is the root)
+    made_by    tuple of pass names that made or rewrote the node; () is capture
+    placement  Placement of the value, from `insert_transitions` on (absent: a replicated value that needs no gradient)
+    phase      'backward' on backward nodes of a joint graph
+    recompute  True on forward nodes whose value backward computes again (`partition`) instead of keeping it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from megafx.errors import SourceLine
+from megafx.ir.sizes import Sizes
+from megafx.placements.types import Placement
+
+if TYPE_CHECKING:
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._pytree import TreeSpec
+
+    from megafx.ir.call_spec import CallSpec
+
+VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by", "placement", "phase"
+RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
+
+
+class Phase(IntEnum):
+    """What a graph is; `ir/contracts.py` says what is legal in each."""
+
+    CAPTURED = 0  # as exported: in-place ops, aliases of tied weights, asserts
+    CANONICAL = 1  # functional, one spelling for each thing, sizes rooted on graph inputs
+    PLANNED = 2  # plan chosen; graph unchanged
+    PLACED = 3  # transitions inserted, placements on nodes; shapes still global, transitions are identities
+    LOCAL = 4  # one rank's shapes
+    JOINT = 5  # forward and backward in one graph
+    LOWERED = 6  # transitions are collectives (start, wait) and local ops
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder. name: FQN of the parameter or buffer, or the path of a user input such as `args[0]`.
+
+    A 'pending' one is a gradient of that parameter that earlier calls held back (`data_parallel`).
+    """
+
+    kind: Literal["param", "buffer", "constant", "user", "seed", "tangent", "pending"]
+    name: str
+    aliases: tuple[str, ...] = ()  # further FQNs of a tied parameter
+
+
+@dataclass(frozen=True)
+class Output:
+    """One element of the output tuple. name: path of a user output; FQN of the buffer or parameter otherwise.
+
+    placement: what the value leaves at, from `insert_transitions` on; it stands where lowering has dropped the identity
+    (R -> I) that the node's own placement would tell. lazy: it may be computed when somebody first reads it (lazy_outputs).
+    cache: path inside of a key-value cache that the call returns or changes ('' where it is none).
+    """
+
+    kind: Literal["user", "mutation", "gradient", "saved"]
+    name: str
+    loss: bool = False
+    placement: Placement | None = None
+    lazy: bool = False
+    cache: str = ""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something the user should know: what was not fused, not sharded, specialised, or brought to agreement."""
+
+    topic: str  # 'capture', 'plan', 'replicated', 'agreement', ...
+    message: str
+    fqn: str = ""
+    source: SourceLine | None = None
+
+    def __str__(self) -> str:
+        where = f" [{self.fqn}]" if self.fqn else ""
+        return f"{self.topic}{where}: {self.message}" + (f" ({self.source})" if self.source else "")
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One replaced match of a pattern. stage: the pass that replaced it; elements: of the largest value that it covered."""
+
+    pattern: str
+    fqn: str
+    source: SourceLine | None
+    stage: str
+    elements: int = 0  # structural, as `Sizes` counts
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the batch is cut over the data-parallel ranks (`place_batch`).
+
+    outputs: placement of each forward result on that axis. summed: the loss is the mean over the batch of all ranks, so that
+    gradients are to be added; else each rank's loss is of its own rows, and gradients are averaged. equal: the graph relies on
+    batches of equal shapes. whole: values were typed, and draws are parts of one mask.
+    """
+
+    ranks: int
+    outputs: tuple[Placement, ...]
+    summed: bool
+    equal: bool
+    whole: bool = True
+
+
+@dataclass
+class Program:
+    """A captured call of a model. inputs and outputs are in the order of placeholders and of the output tuple."""
+
+    gm: fx.GraphModule
+    inputs: list[Input]
+    outputs: list[Output]
+    sizes: Sizes
+    fake_mode: FakeTensorMode
+    out_spec: TreeSpec
+    constants: dict[str, Any] = field(default_factory=dict)  # name of a 'constant' input -> tensor
+    phase: Phase = Phase.CAPTURED
+    notes: list[Note] = field(default_factory=list)
+    fusions: list[Fusion] = field(default_factory=list)  # in the order in which they were made
+    table: Callable[[str], Any] = lambda name: None  # FQN of a buffer -> what it holds (tables.py), where that is known
+    assumed: dict[str, Any] = field(default_factory=dict)  # buffers whose numbers the graph relies on -> what they held
+    batch: Batch | None = None  # on the data-parallel axis, where there is one
+    unreduced: Program | None = (
+        None  # the same with each rank's own gradients (set by compiler/pipeline.py, for no_sync)
+    )
+    call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.gm.graph
+
+    def copy(self) -> Program:
+        """The same program with a graph and lists of its own; values, sizes and constants are shared."""
+        graph = fx.Graph()
+        result = graph.graph_copy(self.graph, {})
+        graph.output(result).meta.update(self.output_node().meta)
+        gm = fx.GraphModule(self.gm, graph)
+        own = {"inputs": [*self.inputs], "outputs": [*self.outputs], "notes": [*self.notes], "fusions": [*self.fusions]}
+        own["assumed"] = dict(self.assumed)
+        return replace(self, gm=gm, **own)  # type: ignore[arg-type]
+
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    def output_node(self) -> fx.Node:
+        return self.graph.output_node()
+
+    def results(self) -> tuple[Any, ...]:
+        """What the graph returns, one for each of `outputs`: nodes, or the constants themselves."""
+        values: Any = self.output_node().args[0]
+        return tuple(values)
+
+    def note(self, topic: str, message: str, node: fx.Node | None = None) -> None:
+        """Record a note once."""
+        note = Note(topic, message, *((fqn_of(node), source_of(node)) if node is not None else ()))
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+def fqn_of(node: fx.Node) -> str:
+    return node.meta.get(FQN, "")
+
+
+def source_of(node: fx.Node) -> SourceLine | None:
+    return node.meta.get(SOURCE)
+
+
+def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
+    """Give a new node the user's line and module of the node that it stems from, and the pass that made it."""
+    for key in (SOURCE, FQN, PHASE, RECOMPUTE, "nn_module_stack", "stack_trace"):
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+    node.meta[MADE_BY] = (*origin.meta.get(MADE_BY, ()), by)
+    return node
+
+
+def get_at(node: fx.Node, path: tuple[Any, ...]) -> Any:
+    """The argument of `node` at `path`: a position, a position inside a list argument, or a keyword."""
+    first, *rest = path
+    found: Any = node.kwargs[first] if isinstance(first, str) else node.args[first]
+    for index in rest:
+        found = found[index]
+    return found
+
+
+def set_at(node: fx.Node, path: tuple[Any, ...], value: fx.Node) -> None:
+    """Replace the argument of `node` at `path`."""
+    first, *rest = path
+    if rest:
+        items = list(get_at(node, (first,)))
+        items[rest[0]] = value
+        value = items  # type: ignore[assignment]
+    if isinstance(first, str):
+        node.update_kwarg(first, value)
+    else:
+        node.update_arg(first, value)
+
+
+def fake_args(args: Any) -> Any:
+    """Replace nodes by their values."""
+    return fx.node.map_arg(args, lambda n: n.meta[VAL])
+
+
+class Builder:
+    """Emits nodes before `where` that stem from `origin`, each with `val` computed by running the op on fakes."""
+
+    def __init__(self, program: Program, where: fx.Node, origin: fx.Node, by: str) -> None:
+        self.program, self.where, self.origin, self.by = program, where, origin, by
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        graph = self.program.graph
+        with graph.inserting_before(self.where):
+            node = graph.call_function(target, args, kwargs)
+        with self.program.fake_mode, torch.no_grad(), enable_python_dispatcher():
+            node.meta[VAL] = target(*fake_args(args), **fake_args(kwargs))
+        return inherit(node, self.origin, self.by)
+
+
+def recompute_val(program: Program, node: fx.Node) -> None:
+    """Set `val` from the node's operands."""
+    with program.fake_mode, torch.no_grad(), enable_python_dispatcher():
+        node.meta[VAL] = node.target(*fake_args(node.args), **fake_args(node.kwargs))  # type: ignore[operator]
+
+
+def number_nodes(graph: fx.Graph) -> None:
+    """Name each op after its target and its place: `linear`, `linear_1`, ... Graphs that are alike then have equal names.
+
+    fx names say in which order passes made nodes, which differs between a graph and its copy.
+    """
+    names = fx.graph._Namespace()
+    inputs = list(graph.find_nodes(op="placeholder"))
+    for node in [*inputs, *(n for n in graph.nodes if n.op != "placeholder")]:
+        target = node.target
+        name = node.name
+        if node.op == "call_function":
+            name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else target.__name__
+        node.name = names.create_name(name, node)
+    graph._graph_namespace = names
+
+
+def ancestors(roots: Iterable[Any], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """Nodes that the roots depend on, roots included; not looking behind nodes where `stop` holds. Other roots are left out."""
+    seen: set[fx.Node] = set()
+    todo = [n for n in roots if isinstance(n, fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not stop(node):
+            todo += node.all_input_nodes
+    return seen
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """Operands that are tensors, in argument order, each once."""
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]
+
+
+def active_nodes(program: Program) -> set[fx.Node]:
+    """Nodes whose value depends on a parameter or a floating user input: those that get placements.
+
+    The others (ids, masks, position tables) are computed whole on every rank and sliced without communication. A value that
+    needs no gradient can be active: the comparison in `where(x > 0, x, 0)` is sharded as x is.
+    """
+    active: set[fx.Node] = set()
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        if spec.kind == "param" or (spec.kind == "user" and is_floating(node)):
+            active.add(node)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and _has_tensor(node) and any(a in active for a in node.all_input_nodes):
+            active.add(node)
+    return active
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get(VAL)
+    values: Iterable[Any] = value if isinstance(value, (tuple, list)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _has_tensor(node: fx.Node) -> bool:
+    return bool(_tensors(node))
+
+
+def is_floating(node: fx.Node) -> bool:
+    return any(v.dtype.is_floating_point or v.dtype.is_complex for v in _tensors(node))

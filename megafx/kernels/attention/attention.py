@@ -1,0 +1,271 @@
+"""megafx::attention: softmax attention with counter-based dropout, grouped heads, causal, window, soft-cap and masks.
+
+    s = scale q k^T;  s = c tanh(s / c) where c = softcap > 0;  s += masks, or -inf where a bool mask is False
+    s = -inf where causal and key > query, or where |query - key| >= window > 0 (both counted from 0 in the whole sequence)
+    w = softmax over keys;  out = (w * keep / (1 - p)) v;  a row that sees no key gives zeros, and zero gradients
+
+q [b, nq, s, e], k [b, n, t, e], v [b, n, t, f], nq a multiple of n: query heads i * nq / n onwards share KV head i, which is
+not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], the same
+beside a mask that the batch shares (a relative bias, ALiBi), so that nothing of [b, nq, s, t] is made; it gets no gradient.
+Causal and window masks are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
+
+Arithmetic: products of the inputs' dtype accumulated in fp32, softmax in fp32 (fp64 for fp64), results rounded once.
+Saved: q, k, v, out and one number a row; the weights and their dropout are computed again in backward.
+Dropout: Philox4x32-7 at (key group, query, head, batch), all global (attention_reference.py): a shard of batch, heads or
+queries (shard_dim 0, 1, 2 with its layout) draws its slice of the one-process mask. p > 0 without a seed: a seed is drawn
+from torch's generator (calls outside of a megafx graph).
+
+Without mask, window, soft-cap and dropout the op is aten.scaled_dot_product_attention: the library's kernels.
+Else: attention_forward, attention_backward, attention_mask_backward; Triton on CUDA (attention_triton.py), FlashAttention-2
+(Dao 2023, arXiv 2307.08691) with separate kernels for dq and for dk, dv: deterministic. CPU and fp64: the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megafx.kernels.attention import attention_reference as reference
+from megafx.kernels.attention.attention_reference import Options, empty_results, heads_inside
+from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
+from megafx.rules.families import Arg, Call, Row, family
+
+_OPTIONS = (
+    "float scale, bool causal, int window, float softcap, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
+)
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, Tensor? seed"
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, *rest: Any
+) -> Tensor:
+    scale, causal, window, softcap, p = rest[:5]
+    if mask is None:
+        mask, key_mask = key_mask, None
+    if mask is None and not (window or softcap or p):
+        grouped = q.shape[1] != k.shape[1]
+        return torch.ops.aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
+    if p and seed is None:
+        seed = torch.randint(2**63 - 1, (), device=q.device)
+    return torch.ops.megafx.attention_forward(q, k, v, mask, key_mask, seed, *rest)[0]
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, o: Options
+) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"attention takes 4 dims, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1] or q.shape[0] != k.shape[0]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} KV heads")
+    if not 0.0 <= o.p <= 1.0:
+        raise ValueError(f"dropout probability must be between 0 and 1, got {o.p}")
+    if o.p and seed is None:
+        raise ValueError("attention_forward with dropout needs a seed")
+    if o.window < 0 or o.softcap < 0:
+        raise ValueError(f"window and softcap must not be negative, got {o.window} and {o.softcap}")
+    if mask is not None:
+        whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        wanted = whole if mask.dim() == 4 else (whole[0], whole[3])
+        if mask.dim() not in (2, 4) or any(m not in (1, n) for m, n in zip(mask.shape, wanted, strict=True)):
+            raise ValueError(f"mask {tuple(mask.shape)} is neither [b, t] nor broadcastable to {whole}")
+    if key_mask is not None:
+        if mask is None:
+            raise ValueError("a key_mask without a mask is the mask")
+        wanted = (q.shape[0], k.shape[2])
+        if key_mask.dim() != 2 or any(m not in (1, n) for m, n in zip(key_mask.shape, wanted, strict=True)):
+            raise ValueError(f"key_mask {tuple(key_mask.shape)} is not broadcastable to [b, t] {wanted}")
+        if key_mask.requires_grad:
+            raise ValueError("a key_mask gets no gradient: add it to the mask")
+
+
+def _options(rest: Sequence[Any]) -> Options:
+    return Options(*rest[:-2], tuple(rest[-2]), rest[-1])  # type: ignore[misc, arg-type, call-arg]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Any, key_mask: Any, seed: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+    o = _options(rest)
+    _check(q, k, v, mask, key_mask, seed, o)
+    if runs_triton(q):
+        from megafx.kernels.attention import attention_triton
+
+        return attention_triton.forward(q, k, v, mask, key_mask, seed, o)
+    return reference.forward(q, k, v, mask, key_mask, seed, o)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, key_mask: Any, seed: Any, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    o = _options(rest)
+    if runs_triton(q):
+        from megafx.kernels.attention import attention_backward_triton
+
+        return attention_backward_triton.backward(grad, q, k, v, mask, key_mask, seed, out, lse, o)
+    return reference.backward(grad, q, k, v, mask, key_mask, seed, o)
+
+
+def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:
+    """Parts of [b, s, all widths], in `order` (0: q, 1: k, 2: v) side by side, as gradients of q, k and v."""
+    operands, start = (q, k, v), 0
+    views: list[Tensor] = [packed] * 3
+    for i in order:
+        _, heads, _, width = operands[i].shape
+        views[i] = packed.narrow(-1, start, heads * width).unflatten(-1, (heads, width)).transpose(1, 2)
+        start += heads * width
+    return views
+
+
+def _packed_shape(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, key_mask: Any, seed: Any, out: Tensor, lse: Tensor, order: Any,
+    *_: Any,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[0], q.shape[2], sum(x.shape[1] * x.shape[3] for x in (q, k, v)))
+
+
+def _backward_packed(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    key_mask: Any,
+    seed: Any,
+    out: Tensor,
+    lse: Tensor,
+    order: Any,
+    *rest: Any,
+) -> Tensor:
+    packed, o = _packed_shape(grad, q, k, v, mask, key_mask, seed, out, lse, order), _options(rest)
+    into = _packed_views(packed, q, k, v, order)
+    if runs_triton(q):
+        from megafx.kernels.attention import attention_backward_triton
+
+        attention_backward_triton.backward(grad, q, k, v, mask, key_mask, seed, out, lse, o, into=into)
+    else:
+        reference.backward(grad, q, k, v, mask, key_mask, seed, o, into=into)
+    return packed
+
+
+def _mask_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key_mask: Any, seed: Any, out: Tensor, lse: Tensor,
+    *rest: Any,
+) -> Tensor:  # fmt: skip
+    o = _options(rest)
+    if runs_triton(q):
+        from megafx.kernels.attention import attention_mask_triton
+
+        return attention_mask_triton.mask_backward(grad, q, k, v, mask, key_mask, seed, out, lse, o)
+    return reference.mask_backward(grad, q, k, v, mask, key_mask, seed, o)
+
+
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, mask, key_mask, seed, *ctx.rest = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, mask, key_mask, seed, *output)
+
+
+def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * (6 + len(ctx.rest))
+    arguments = (grad, *ctx.saved_tensors, *ctx.rest)
+    dq, dk, dv = torch.ops.megafx.attention_backward(*arguments)
+    dmask = torch.ops.megafx.attention_mask_backward(*arguments) if ctx.needs_input_grad[3] else None
+    return dq, dk, dv, dmask, None, None, *[None] * len(ctx.rest)
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(q, v)
+
+
+def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return heads_inside(q), heads_inside(k), heads_inside(v)
+
+
+def _mask_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *_: Any) -> Tensor:
+    return mask.new_empty(mask.shape)
+
+
+define_composite(f"attention({_OPERANDS}, {_OPTIONS}) -> Tensor", rule=None, body=_attention)
+define_op(
+    f"attention_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    rule=None,
+    reference=_forward,
+    fake=_forward_shapes,
+    launches=True,
+)
+define_op(
+    f"attention_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    rule=None,
+    reference=_backward,
+    fake=_backward_shapes,
+    launches=True,
+)
+# Gradients side by side in one tensor, as a fused q, k, v projection reads them: passes/backward/pack_attention_gradients.py
+define_op(
+    f"attention_backward_packed(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, int[] order, {_OPTIONS}) -> Tensor",
+    rule=None,
+    reference=_backward_packed,
+    fake=_packed_shape,
+    launches=True,
+)
+define_op(
+    f"attention_mask_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
+    rule=None,
+    reference=_mask_backward,
+    fake=_mask_shape,
+    launches=True,
+)
+define_gradient("attention_forward", _gradient, _saves)
+
+
+# -- sharding: a family, since the dims depend on the mask's and on causality
+
+
+@family("megafx.attention", "megafx.attention_forward")
+def _forward_rule(call: Call) -> Row:
+    """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
+    statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
+    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, ~ -> b (n g) t f{statistics}"
+    return _row(call, text)
+
+
+@family("megafx.attention_backward", "megafx.attention_mask_backward")
+def _backward_rule(call: Call) -> Row:
+    """Linear in the gradient; also where v is partial, and with it the output: so are the gradients of q and k.
+
+    They are sums over v's width f: of the products of gradient and v, and of gradient and output.
+    """
+    operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, b s!, ~, b (n g) t f, b (n g) t"
+    if call.op == "megafx.attention_mask_backward.default":
+        mask = call.get("mask")
+        return _row(call, f"nl[0]: {operands} -> {_mask_gradient_dims(mask)}", partials=(((3, 7), "P"),))
+    results = "b (n g) t e!; b n s! e!; b n s! f"
+    return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 7), "PPR"),))
+
+
+def _operand_dims(call: Call, e: str, f: str) -> str:
+    return f"b (n g) t {e}, b n s! {e}, b n s! {f}, {_mask_dims(call.get('mask'))}"
+
+
+def _mask_dims(mask: Any) -> str:
+    return "b s!" if isinstance(mask, Arg) and len(mask.shape) == 2 else "b (n g) t s!"
+
+
+def _mask_gradient_dims(mask: Arg) -> str:
+    """A dim that the mask broadcasts over is summed: a rank with some of the batch has a part of the sum."""
+    dims = zip(mask.shape, ("b", "(n g)", "t", "s!"), strict=True)
+    return " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
+
+
+def _row(call: Call, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> Row:
+    if not (call.get("causal") or call.get("window")):
+        return Row(text, partials=partials)
+    text = text.replace(" t ", " t! ").replace(" t,", " t!,").replace(" t;", " t!;")
+    text = text + "!" if text.endswith(" t") else text
+    return Row(text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials)

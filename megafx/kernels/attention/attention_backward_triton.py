@@ -1,0 +1,365 @@
+"""megafx::attention backward on CUDA: gradients of q, k and v. attention.py has the formula.
+
+    delta = sum_f(out * grad);  dw = keep / (1 - p) * (grad v^T);  ds = w (dw - delta);  dq = scale ds k;  dk = scale ds^T q
+    dv = (w keep / (1 - p))^T grad;  dmask = ds before the slope of the soft-cap, summed over the dims it is broadcast along
+
+The weights are computed again, from q, k and the saved log-sum-exp. `_query_gradient` goes by rows; on the way it makes
+delta, draws the dropout again and leaves both for `_key_gradient` (the dropout as bits), which goes by keys and sums over
+the query heads that share them, in order: no atomics. Its tiles are keys by queries, so that weights and their gradients
+stay in registers as the left side of the products that give dv and dk.
+
+At 128 wide the two products that `_query_gradient` would do again cost more than to keep ds in memory: `_key_gradient`
+leaves it and `_query_product` multiplies it. Heads are then done in groups, as many as WORKSPACE holds. At 64 wide it is the
+other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafx.kernels.attention.attention_bits_triton import keep_bytes, kept_tile, kept_words, leave, spread
+from megafx.kernels.attention.attention_reference import Options, heads_inside
+from megafx.kernels.attention.attention_triton import (
+    Call,
+    coordinates,
+    described,
+    key_range,
+    schedule,
+    score_tile,
+    takes_descriptors,
+    tile,
+)
+from megafx.kernels.common.op import launch
+from megafx.kernels.common.tiles_triton import LOG2E
+
+WORKSPACE = 2**29  # bytes for ds, or else for the dropout's bits (s * t / 8 bytes a head), at a time
+
+# -- dq
+
+
+@triton.jit
+def _query_tiles(
+    dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, b, kv, q0, qi, qp, lo, hi,
+    kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, KEPT, head, batch, k0, k1, below,
+    E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    EDGE: tl.constexpr, DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
+        n0 = tl.multiple_of(n0, BN)
+        k = tile(K, b, kv, n0, kb, kh, ks, T, E, EP, BN, TMA)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        v = tile(V, b, kv, n0, vb, vh, vs, T, F, FP, BN, TMA)
+        dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        ki = n0 + tl.arange(0, BN)[None, :]
+        x, slope = score_tile(
+            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T,
+            window, factor, cap,
+            CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
+        )  # fmt: skip
+        w = tl.math.exp2(x - lse[:, None]) if SOFTCAP or KIND > 0 else tl.math.exp2(x * factor - lse[:, None])
+        if DROP:
+            group = (n0 // 8 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
+            bits = keep_bytes(group, qp.to(tl.uint32)[:, None], head, batch, k0, k1, below)
+            leave(KEPT, bits, q0, n0, S, BM)
+            dw = tl.where(spread(bits, BM, BN), dw, 0.0)
+        ds = w * (dw - delta[:, None])
+        if SOFTCAP:
+            ds = ds * slope
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=["op_id", "threshold", "first_head"])
+def _query_gradient(
+    Q, K, V, DO,  # IN
+    DQ,  # [b, H, S, E] OUT
+    OUT,  # [b, H, S, F] IN
+    LSE,  # [b, H, S] fp32 IN
+    STATS,  # [2, b, H, S to multiples of 64] fp32 OUT: the statistic in base 2, delta
+    KEPT,  # decisions, int32, OUT with DROP
+    MASK, KEYS, SEED, BATCHES, HEADS, QUERIES,
+    qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, gb, gh, gs, ob, oh, os, mask_b, mask_h, mask_q, mask_k,
+    keys_b, H, G, S, T, window, op_id, threshold, rescale, factor, cap, share, scale, first_head, stats_apart,
+    E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(S, BM)
+    block, bh = schedule(tl.program_id(0), blocks, GROUP)
+    kept = KEPT + bh.to(tl.int64) * kept_words(S, T)
+    bh += first_head
+    q0 = (blocks - 1 - block) * BM
+    b = bh // H
+    h = bh % H
+    kv = h // G
+    qi = q0 + tl.arange(0, BM)
+    qp, head, batch, k0, k1, below = coordinates(
+        SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP
+    )  # fmt: skip
+    mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+    keys_at = b.to(tl.int64) * keys_b
+    q = tile(Q, b, h, q0, qb, qh, qs, S, E, EP, BM, TMA)
+    do = tile(DO, b, h, q0, db, dh, ds, S, F, FP, BM, TMA)
+    o = tile(OUT, b, h, q0, ob, oh, os, S, F, FP, BM, TMA)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) * share
+    lse = tl.load(LSE + bh.to(tl.int64) * S + qi, mask=qi < S, other=float("inf")) * LOG2E
+    padded = tl.cdiv(S, 64) * 64
+    at = STATS + bh.to(tl.int64) * padded + qi
+    tl.store(at, lse, mask=qi < padded)
+    tl.store(at + stats_apart, delta, mask=qi < padded)
+    first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
+    if not PRODUCT:
+        if DROP:
+            for n0 in range(first, last, BN):
+                group = (n0 // 8 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
+                leave(kept, keep_bytes(group, qp.to(tl.uint32)[:, None], head, batch, k0, k1, below), q0, n0, S, BM)
+    else:
+        dq = tl.zeros([BM, EP], tl.float32)
+        dq = _query_tiles(
+            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, b, kv, q0, qi, qp, first, whole,
+            kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
+            E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
+        )  # fmt: skip
+        dq = _query_tiles(
+            dq, q, do, lse, delta, K, V, MASK, mask_at, KEYS, keys_at, b, kv, q0, qi, qp, tl.maximum(first, whole), last,
+            kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, kept, head, batch, k0, k1, below,
+            E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
+        )  # fmt: skip
+        columns = tl.arange(0, EP)[None, :]
+        at = DQ + b.to(tl.int64) * gb + h.to(tl.int64) * gh + qi.to(tl.int64)[:, None] * gs + columns
+        tl.store(at, (dq * (rescale * scale)).to(DQ.dtype.element_ty), mask=(qi[:, None] < S) & (columns < E))
+
+
+@triton.jit(do_not_specialize=["first_head"])
+def _query_product(
+    DS,  # [heads, T, S to multiples of 64] of _key_gradient, keys by queries, IN
+    K,  # [b, H / G, T, E] IN
+    DQ,  # [b, H, S, E] OUT
+    kb, kh, ks, gb, gh, gs, H, G, S, T, rescale, scale, first_head,
+    E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MAPPED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """dq = scale ds k, of ds that is in memory."""
+    blocks = tl.cdiv(S, BM)
+    block, bh = schedule(tl.program_id(0), blocks, GROUP)
+    q0 = (blocks - 1 - block) * BM
+    padded = tl.cdiv(S, 64) * 64
+    at = DS + bh.to(tl.int64) * (tl.cdiv(T, 64) * 64) * padded
+    bh += first_head
+    b = bh // H
+    h = bh % H
+    qi = q0 + tl.arange(0, BM)
+    _, _, last = key_range(q0, T, 0, BM, BN, CAUSAL, False, MAPPED)
+    dq = tl.zeros([BM, EP], tl.float32)
+    for n0 in tl.range(0, last, BN, num_stages=STAGES):
+        n0 = tl.multiple_of(n0, BN)
+        k = tile(K, b, h // G, n0, kb, kh, ks, T, E, EP, BN, TMA)
+        ki = (n0 + tl.arange(0, BN))[:, None]
+        ds = tl.load(at + ki.to(tl.int64) * padded + qi[None, :], mask=ki < T, other=0.0)
+        dq = tl.dot(tl.trans(ds), k, dq, input_precision=PRECISION)
+    columns = tl.arange(0, EP)[None, :]
+    at = DQ + b.to(tl.int64) * gb + h.to(tl.int64) * gh + qi.to(tl.int64)[:, None] * gs + columns
+    tl.store(at, (dq * (rescale * scale)).to(DQ.dtype.element_ty), mask=(qi[:, None] < S) & (columns < E))
+
+
+# -- dk, dv
+
+
+@triton.jit
+def _key_tiles(
+    dk, dv, k, v, Q, DO, STATS, stats_apart, MASK, KEYS, QUERIES, mask_at, keys_at, b, h, n0, lo, hi,
+    qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, KEPT, DS,
+    E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    EDGE: tl.constexpr, DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    for q0 in tl.range(lo, hi, BM, num_stages=STAGES):
+        q0 = tl.multiple_of(q0, BM)
+        q = tile(Q, b, h, q0, qb, qh, qs, S, E, EP, BM, TMA)
+        do = tile(DO, b, h, q0, db, dh, ds, S, F, FP, BM, TMA)
+        qi = q0 + tl.arange(0, BM)
+        ki = n0 + tl.arange(0, BN)
+        qp = qi
+        if QUERIES is not None:
+            qp = tl.load(QUERIES + qi, mask=qi < S, other=0)
+        lse = tl.load(STATS + q0 + tl.arange(0, BM))
+        delta = tl.load(STATS + stats_apart + q0 + tl.arange(0, BM))
+        x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        x, slope = score_tile(
+            x, qi[None, :], qp[None, :], ki[:, None], MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T,
+            window, factor, cap,
+            CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
+        )  # fmt: skip
+        w = tl.math.exp2(x - lse[None, :]) if SOFTCAP or KIND > 0 else tl.math.exp2(x * factor - lse[None, :])
+        dw = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        kept = w
+        if DROP:
+            kept = tl.where(kept_tile(KEPT, q0, n0, S, BM), w, 0.0)
+        dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
+        dx = kept * dw - w * delta[None, :]  # one select serves both products
+        if SOFTCAP:
+            dx = dx * slope
+        if DS is not None:
+            padded = tl.cdiv(S, 64) * 64
+            tl.store(DS + ki.to(tl.int64)[:, None] * padded + qi[None, :], dx.to(q.dtype))
+        dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["first_head"])
+def _key_gradient(
+    Q, K, V, DO,  # IN
+    DK,  # [b, H / G, T, E] OUT
+    DV,  # [b, H / G, T, F] OUT
+    STATS,  # of _query_gradient IN
+    KEPT,  # decisions, as _query_gradient left them, int32 IN
+    DS,  # [heads, T, S to multiples of 64] OUT, or None
+    MASK, KEYS, QUERIES,
+    qb, qh, qs, kb, kh, ks, vb, vh, vs, db, dh, ds, eb, eh, es, fb, fh, fs, mask_b, mask_h, mask_q, mask_k,
+    keys_b, H, G, S, T, window, rescale, factor, cap, scale, first_head, stats_apart,
+    E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(T, BN)
+    block, bkv = schedule(tl.program_id(0), blocks, GROUP)  # block 0 has the most rows
+    bkv += first_head
+    n0 = block * BN
+    heads = H // G
+    b = bkv // heads
+    kv = bkv % heads
+    k = tile(K, b, kv, n0, kb, kh, ks, T, E, EP, BN, TMA)
+    v = tile(V, b, kv, n0, vb, vh, vs, T, F, FP, BN, TMA)
+    dk = tl.zeros([BN, EP], tl.float32)
+    dv = tl.zeros([BN, FP], tl.float32)
+    lo = 0
+    hi = S
+    whole = 0  # rows [whole, hi) see every key of the block
+    if QUERIES is not None:
+        whole = S
+    else:
+        if CAUSAL:
+            lo = tl.minimum(n0 // BM * BM, S)
+            whole = tl.minimum(tl.cdiv(n0 + BN - 1, BM) * BM, S)
+        if WINDOW:
+            lo = tl.maximum(lo, (tl.maximum(0, n0 - window + 1)) // BM * BM)
+            hi = tl.minimum(S, n0 + BN - 1 + window)
+            whole = hi
+    for g in range(G):
+        h = kv * G + g
+        bh = b * H + h
+        stats = STATS + bh.to(tl.int64) * (tl.cdiv(S, 64) * 64)
+        ds_at = DS
+        if DS is not None:
+            ds_at = DS + (bh - first_head * G).to(tl.int64) * (tl.cdiv(T, 64) * 64) * (tl.cdiv(S, 64) * 64)
+        kept = KEPT + (bh - first_head * G).to(tl.int64) * kept_words(S, T)
+        mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+        keys_at = b.to(tl.int64) * keys_b
+        dk, dv = _key_tiles(
+            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, QUERIES, mask_at, keys_at, b, h, n0, lo, whole,
+            qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
+            E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
+        )  # fmt: skip
+        dk, dv = _key_tiles(
+            dk, dv, k, v, Q, DO, stats, stats_apart, MASK, KEYS, QUERIES, mask_at, keys_at, b, h, n0,
+            tl.maximum(lo, whole), hi, qb, qh, qs, db, dh, ds, mask_q, mask_k, S, T, window, factor, cap, kept, ds_at,
+            E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
+        )  # fmt: skip
+    ki = n0 + tl.arange(0, BN)
+    columns = tl.arange(0, EP)[None, :]
+    at = DK + b.to(tl.int64) * eb + kv.to(tl.int64) * eh + ki.to(tl.int64)[:, None] * es + columns
+    tl.store(at, (dk * (rescale * scale)).to(DK.dtype.element_ty), mask=(ki[:, None] < T) & (columns < E))
+    columns = tl.arange(0, FP)[None, :]
+    at = DV + b.to(tl.int64) * fb + kv.to(tl.int64) * fh + ki.to(tl.int64)[:, None] * fs + columns
+    tl.store(at, (dv * rescale).to(DV.dtype.element_ty), mask=(ki[:, None] < T) & (columns < F))
+
+
+# -- host
+
+
+def query_config(c: Call) -> dict[str, Any]:
+    wide = c.width > 256
+    warps = 8 if wide else 4
+    return dict(BM=32 if c.width > 512 else 64, BN=64, STAGES=1 if wide else 2, num_warps=warps, GROUP=16)
+
+
+def key_config(c: Call) -> dict[str, Any]:
+    """Short tiles leave registers for three stages (measured: H200)."""
+    wide = c.width > 256
+    short = c.width > 128 or not c.dropped
+    warps = 8 if wide else 4
+    return dict(BM=32 if short else 64, BN=64, STAGES=1 if wide else 3, num_warps=warps, GROUP=8 if short else 16)
+
+
+def product_config() -> dict[str, Any]:
+    return dict(BM=64, BN=64, STAGES=3, num_warps=4, GROUP=16)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None,
+    seed: Tensor | None, out: Tensor, lse: Tensor, o: Options, by_query: dict[str, Any] | None = None,
+    by_key: dict[str, Any] | None = None,
+    into: Sequence[Tensor] | None = None, workspace: int = WORKSPACE, separate: bool | None = None,
+    by_product: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """by_query, by_key, by_product: overrides of the configurations. into: memory for the results. separate: ds by memory;
+    None: where that is faster."""
+    dq, dk, dv = into or (heads_inside(q), heads_inside(k), heads_inside(v))
+    c = Call(q, k, v, mask, key_mask, seed, o)
+    if c.empty:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    grad, out = c.rows(grad), c.rows(out)
+    tma = takes_descriptors(c.q, c.k, c.v, grad, out)
+    first = {**query_config(c), "TMA": tma, "DROP": c.dropped, **(by_query or {})}
+    then = {**key_config(c), "TMA": tma, "DROP": c.dropped, **(by_key or {})}
+    last = {**product_config(), "TMA": tma, **(by_product or {})}
+    ep, fp, groups = c.flags["EP"], c.flags["FP"], c.h // c.n
+    rows, keys = (triton.cdiv(n, 64) * 64 for n in (c.s, c.t))
+    padded = c.b * c.h * rows
+    stats = torch.empty(2 * padded, dtype=torch.float32, device=q.device)
+    size = rows * keys * groups * q.element_size()  # of ds of the heads that share k and v
+    apart = separate if separate is not None else c.width == 256 and not o.window and size <= workspace
+    each = size if apart else rows * keys * groups // 8 if c.dropped else 0
+    step = min(c.b * c.n, max(1, workspace // each)) if each else c.b * c.n
+    kept = torch.empty(step * groups * rows * keys // 32 if c.dropped else 0, dtype=torch.int32, device=q.device)
+    ds = torch.empty(step * groups * rows * keys, dtype=q.dtype, device=q.device) if apart else None
+    for head in range(0, c.b * c.n, step):  # of k and v
+        heads = min(step, c.b * c.n - head)
+        bm, bn, tma = first["BM"], first["BN"], first["TMA"]
+        launch(
+            _query_gradient, (triton.cdiv(c.s, bm) * heads * groups,), q,
+            described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
+            described(grad, bm, fp, tma), dq, described(out, bm, fp, tma), lse, stats, kept, c.mask, c.keys,
+            c.seed, *c.maps,
+            *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
+            *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes, *c.factors, c.share, o.scale, head * groups,
+            padded, **c.flags, **first | {"GROUP": math.gcd(first["GROUP"], heads * groups)}, PRODUCT=not apart,
+        )  # fmt: skip
+        bm, bn, tma = then["BM"], then["BN"], then["TMA"]
+        launch(
+            _key_gradient, (triton.cdiv(c.t, bn) * heads,), q,
+            described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
+            described(grad, bm, fp, tma), dk, dv, stats, kept, ds, c.mask, c.keys,
+            c.maps[2],
+            *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dk.stride()[:3],
+            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes[:5], c.rescale, *c.factors, o.scale, head,
+            padded, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
+        )  # fmt: skip
+        if ds is not None:
+            bm, bn, tma = last["BM"], last["BN"], last["TMA"]
+            launch(
+                _query_product, (triton.cdiv(c.s, bm) * heads * groups,), q,
+                ds, described(c.k, bn, ep, tma), dq, *c.k.stride()[:3], *dq.stride()[:3], *c.sizes[:4], c.rescale,
+                o.scale, head * groups, E=c.flags["E"], EP=ep, CAUSAL=o.causal, MAPPED=c.maps[2] is not None,
+                PRECISION=c.flags["PRECISION"], **last | {"GROUP": math.gcd(last["GROUP"], heads * groups)},
+            )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,228 @@
+"""megafx::attention in plain torch: the CPU path, and the oracle of the Triton kernels. attention.py has the formula.
+
+Also the mask's random bits: for a query and a key of one head
+
+    key     = first two words of Philox4x32-7 at counter (op id, 0, 0, 0), keyed by the 64-bit seed
+    counter = (group, query, head, batch), all global; group g holds the 8 keys 64 (g >> 3) + 8 j + (g & 7), j = 0..7
+    draw j  = half (j & 1) of output word (j >> 1); keep where draw >= round(p * 65536)
+
+A stride of 8 between the keys of a group, because these are the columns that one thread owns in an accumulator row of the
+tensor core: a kernel that needs a tile of decisions moves nothing between threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megafx.kernels.common import philox
+from megafx.ops import collectives
+from megafx.placements.types import Layout
+
+
+class Options(NamedTuple):
+    """The arguments of the op that are no tensors."""
+
+    scale: float
+    causal: bool
+    window: int
+    softcap: float
+    p: float
+    op_id: int
+    shard_dim: int
+    layout: tuple[int, ...]
+    axis: str
+
+
+def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
+    """0-d int64 -> the key of one op's draws."""
+    first, second, *_ = philox.philox4x32((op_id, 0, 0, 0), philox.key_of(seed))
+    return int(first), int(second)
+
+
+def positions(size: int, dim: int, options: Options, device: torch.device) -> Tensor | None:
+    """Global indices [size] of this rank's elements of result dim `dim`; None where they are 0, 1, 2, ..."""
+    before = collectives.batch_rank(options.axis) if dim == 0 and options.p else 0
+    if options.shard_dim != dim:
+        return _positions(size, (1, size, 1), 0, 1, before * size, str(device)) if before else None
+    rank, t = collectives.axis_rank(options.axis), collectives.axis_size(options.axis)
+    return _positions(size, options.layout, rank, t, before * Layout.from_flat(options.layout).size, str(device))
+
+
+@lru_cache(maxsize=256)
+def _positions(size: int, layout: tuple[int, ...], rank: int, t: int, before: int, device: str) -> Tensor:
+    cut = Layout.from_flat(layout)
+    if cut.local_size(t) != size:
+        raise ValueError(f"a dim of {size} elements is no shard of layout {cut} on {t} ranks")
+    found = torch.zeros(size, dtype=torch.int32)  # pads: position 0
+    for start, local, length in cut.pieces(rank, t):
+        found[local : local + length] = torch.arange(before + start, before + start + length)
+    return found.to(device)
+
+
+def _index(size: int, dim: int, options: Options, device: torch.device) -> Tensor:
+    found = positions(size, dim, options, device)
+    return torch.arange(size, device=device) if found is None else found.long()
+
+
+def keep_mask(where: tuple[Tensor, ...], keys: int, key: tuple[int, int], p: float) -> Tensor:
+    """where: global indices [b], [h], [s]; and a number of keys -> bool [b, h, s, keys], True where the weight is kept."""
+    batch, heads, queries = where
+    blocks = -(-keys // 64)
+    group = torch.arange(blocks * 8, device=queries.device)
+    shape = (len(batch), len(heads), len(queries), blocks * 8)
+    counter = [
+        x.view(view).expand(shape).contiguous()
+        for x, view in (
+            (group, (1, 1, 1, -1)),
+            (queries, (1, 1, -1, 1)),
+            (heads, (1, -1, 1, 1)),
+            (batch, (-1, 1, 1, 1)),
+        )
+    ]
+    words = philox.philox4x32((counter[0], counter[1], counter[2], counter[3]), key)
+    draws = torch.stack(
+        [torch.as_tensor(half) for w in words for half in (w & 0xFFFF, w >> 16)], -1
+    )  # [b, h, s, group, j]
+    draws = draws.view(*shape[:3], blocks, 8, 8).transpose(-1, -2).reshape(*shape[:3], blocks * 64)
+    return draws[..., :keys] >= philox.threshold(p)
+
+
+class _Part(NamedTuple):
+    """One batch element with everything that forward and backward share. [n, g, s, t]: KV heads, their queries' heads."""
+
+    q: Tensor  # [n, g, s, e]
+    k: Tensor  # [n, 1, t, e]
+    v: Tensor  # [n, 1, t, f]
+    slope: Tensor | None  # of the soft-cap
+    weights: Tensor  # softmax
+    kept: Tensor | None  # weights' factor: 0 or 1 / (1 - p)
+    lse: Tensor  # [n, g, s]
+
+
+def _part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: tuple[Tensor, ...],
+    seed: Tensor | None,
+    o: Options,
+    where: tuple[Tensor, ...],
+) -> _Part:
+    """q [nq, s, e], k [n, t, e], v [n, t, f], masks broadcastable to [nq, s, t]; where: batch [1], heads, queries."""
+    (heads, s, _), (n, t, _) = q.shape, k.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    split = (n, heads // n, s)
+    q, k, v = q.to(dtype).view(*split, -1), k.to(dtype).unsqueeze(1), v.to(dtype).unsqueeze(1)
+    scores, slope = (q * o.scale) @ k.transpose(-1, -2), None
+    if o.softcap:
+        tanh = (scores / o.softcap).tanh()
+        scores, slope = tanh * o.softcap, 1 - tanh * tanh
+    for mask in masks:
+        mask = mask.expand(heads, s, t).view(*split, t)
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(dtype)
+    distance = where[2][:, None] - torch.arange(t, device=q.device)
+    if o.causal:
+        scores = scores.masked_fill(distance < 0, -math.inf)
+    if o.window:
+        scores = scores.masked_fill(distance.abs() >= o.window, -math.inf)
+    high = scores.amax(-1, keepdim=True) if t else scores.new_full((*split, 1), -math.inf)
+    powers = (scores - high.masked_fill(high == -math.inf, 0)).exp()
+    total = powers.sum(-1, keepdim=True)
+    weights = powers / total.masked_fill(total == 0, 1)  # a row that sees nothing: zeros
+    lse = (high + total.log()).masked_fill(total == 0, math.inf).squeeze(-1)
+    kept = None
+    if philox.threshold(o.p):
+        assert seed is not None
+        keep = keep_mask(where, t, subkey(seed, o.op_id), o.p).view(*split, t)
+        factor = philox.scale(o.p)
+        kept = keep.to(dtype) * (factor if math.isfinite(factor) else 0.0)
+    return _Part(q, k, v, slope, weights, kept, lse)
+
+
+def _parts(
+    q: Tensor, given: tuple[Tensor | None, Tensor | None], o: Options
+) -> list[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """For each batch element: its index, its masks and its global positions."""
+    batch, heads, s, _ = q.shape
+    where = [_index(size, dim, o, q.device) for dim, size in enumerate((batch, heads, s))]
+    masks = [m[:, None, None] if m.dim() == 2 else m for m in given if m is not None]
+    masks = [m.expand(batch, *m.shape[1:]) for m in masks]
+    return [(i, tuple(m[i] for m in masks), (where[0][i : i + 1], where[1], where[2])) for i in range(batch)]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, o: Options
+) -> tuple[Tensor, Tensor]:
+    """-> (out [b, nq, s, f], lse [b, nq, s]: log sum exp of each row's scores, infinite where it sees nothing)."""
+    out, lse = empty_results(q, v)
+    for i, m, where in _parts(q, (mask, key_mask), o):
+        part = _part(q[i], k[i], v[i], m, seed, o, where)
+        weights = part.weights if part.kept is None else part.weights * part.kept
+        out[i] = (weights @ part.v).flatten(0, 1)
+        lse[i] = part.lse.flatten(0, 1)
+    return out, lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None,
+    o: Options, into: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> gradients of q, k, v; into: memory for them."""
+    dq, dk, dv = into or (heads_inside(q), heads_inside(k), heads_inside(v))
+    for i, m, where in _parts(q, (mask, key_mask), o):
+        part = _part(q[i], k[i], v[i], m, seed, o, where)
+        ds, weights, wide = _scores_gradient(part, grad[i])
+        ds = ds if part.slope is None else ds * part.slope
+        dv[i] = (weights.transpose(-1, -2) @ wide).sum(1)
+        dq[i] = (ds @ part.k * o.scale).flatten(0, 1)
+        dk[i] = (ds.transpose(-1, -2) @ part.q * o.scale).sum(1)
+    return dq, dk, dv
+
+
+def mask_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    key_mask: Tensor | None,
+    seed: Tensor | None,
+    o: Options,
+) -> Tensor:
+    """-> gradient of an additive mask, summed over the dims along which it is broadcast."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    whole = mask[:, None, None] if mask.dim() == 2 else mask
+    total = torch.zeros(whole.shape, dtype=dtype, device=mask.device)
+    for i, m, where in _parts(q, (mask, key_mask), o):
+        ds, *_ = _scores_gradient(_part(q[i], k[i], v[i], m, seed, o, where), grad[i])
+        total[i if whole.shape[0] > 1 else 0] += ds.flatten(0, 1).sum_to_size(whole.shape[1:])
+    return total.view(mask.shape).to(mask.dtype)
+
+
+def _scores_gradient(part: _Part, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (gradient of the scores after the soft-cap, the weights that met v, the gradient [n, g, s, f])."""
+    wide = grad.to(part.q.dtype).reshape(*part.q.shape[:3], -1)
+    dp = wide @ part.v.transpose(-1, -2)
+    weights = part.weights
+    if part.kept is not None:
+        dp, weights = dp * part.kept, weights * part.kept
+    return part.weights * (dp - (part.weights * dp).sum(-1, keepdim=True)), weights, wide
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out [b, nq, s, f] in q's dtype, lse [b, nq, s]."""
+    batch, heads, s, _ = q.shape
+    out = q.new_empty(batch, s, heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, s, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def heads_inside(x: Tensor) -> Tensor:
+    """An empty [b, h, s, d] that lies in memory as [b, s, h, d]: what projections read and write."""
+    batch, heads, length, width = x.shape
+    return x.new_empty(batch, length, heads, width).transpose(1, 2)

@@ -1,0 +1,366 @@
+"""megafx::attention forward on CUDA; attention.py has the formula, attention_reference.py the mask's bits.
+
+One program makes BM rows of one head: an online softmax in base 2 over tiles of BN keys, those that causality and the
+window let it see; tiles where every pair is visible and inside skip the comparisons. Dropout: attention_bits_triton.py.
+
+Tiles come through 4-D tensor descriptors (TMA: any strides that are multiples of 16 bytes, bounds for free), else through
+pointers. An additive mask below -6e4 (a finfo.min) absorbs the score: it counts as -8192, so that a row that is masked so
+throughout stays uniform, as in eager (its statistic, and so its weights in backward, good to 5e-4); -inf hides.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafx.kernels.attention.attention_bits_triton import keep_tile, subkey
+from megafx.kernels.attention.attention_reference import Options, empty_results, positions
+from megafx.kernels.common import philox
+from megafx.kernels.common.op import as_bytes, launch
+from megafx.kernels.common.tiles_triton import LOG2E
+
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+ABSORBED: tl.constexpr = tl.constexpr(-8192.0)
+ABSORBS: tl.constexpr = tl.constexpr(-6.0e4)
+
+
+# -- tiles and scores
+
+
+@triton.jit
+def schedule(pid, blocks, GROUP: tl.constexpr):
+    """-> (block, head): heads in groups that share the cache, the block slow inside of a group."""
+    inside = pid % (GROUP * blocks)
+    return inside // GROUP, pid // (GROUP * blocks) * GROUP + inside % GROUP
+
+
+@triton.jit
+def tile(
+    X, b, h, row, stride_b, stride_h, stride_s, length,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows row .. row + B of head h: [B, DP], zeros beyond `length` and D."""
+    if TMA:
+        return tl.reshape(X.load([b, h, row, 0]), [B, DP])
+    else:
+        rows = row + tl.arange(0, B)
+        columns = tl.arange(0, DP)
+        at = X + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        at = at + rows.to(tl.int64)[:, None] * stride_s + columns[None, :]
+        inside = rows[:, None] < length
+        if D != DP:
+            inside = inside & (columns[None, :] < D)
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _masked(x, given, BOOL: tl.constexpr):
+    if BOOL:
+        return tl.where(given != 0, x, float("-inf"))
+    else:
+        bias = given.to(tl.float32)
+        hidden = tl.where(bias == float("-inf"), float("-inf"), ABSORBED)
+        return tl.where(bias > ABSORBS, x + bias * LOG2E, hidden)
+
+
+@triton.jit
+def score_tile(
+    x, qi, qp, ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T, window, factor, cap,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """x = q k^T -> (scores in base 2, slope of the soft-cap). qi, qp: query (here, in the whole sequence), ki: key.
+
+    Without soft-cap and mask (KIND 0) the scores are still to be multiplied by `factor`.
+    KIND: 1 a bool mask, 2 an additive one; ROWS: it depends on the query. KEYS: one more, of keys, bool (uint8) or additive.
+    EDGE: pairs may be out of sight or of bounds.
+    """
+    slope = x
+    if SOFTCAP:
+        bent = 1.0 - 2.0 / (tl.math.exp2(x * factor) + 1.0)  # tanh
+        slope = 1.0 - bent * bent
+        x = bent * cap
+    elif KIND > 0:
+        x = x * factor
+    if KIND > 0:
+        if ROWS:
+            at = MASK + mask_at + qi.to(tl.int64) * mask_q + ki.to(tl.int64) * mask_k
+            given = tl.load(at, mask=(qi < S) & (ki < T), other=0)
+        else:
+            given = tl.load(MASK + mask_at + ki.to(tl.int64) * mask_k, mask=ki < T, other=0)
+        x = _masked(x, given, KIND == 1)
+    if KEYS is not None:
+        given = tl.load(KEYS + keys_at + ki, mask=ki < T, other=0)
+        x = tl.where(x == float("-inf"), x, _masked(x, given, KEYS.dtype.element_ty == tl.uint8))
+    if EDGE:
+        seen = ki < T
+        if CAUSAL:
+            seen = seen & (ki <= qp)
+        if WINDOW:
+            seen = seen & (qp - ki < window) & (ki - qp < window)
+        x = tl.where(seen, x, float("-inf"))
+    return x, slope
+
+
+@triton.jit
+def key_range(
+    q0, T, window,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """-> (first, whole, last): keys [first, whole) are all visible and inside, [whole, last) are to be compared."""
+    last = T
+    first = 0
+    whole = (T // BN) * BN
+    if MAPPED:  # queries in any order
+        whole = 0
+    else:
+        if CAUSAL:
+            last = tl.minimum(T, q0 + BM)
+            whole = tl.minimum(whole, ((q0 + 1) // BN) * BN)
+        if WINDOW:
+            first = tl.maximum(0, q0 - window + 1) // BN * BN
+            last = tl.minimum(last, q0 + BM - 1 + window)
+            whole = first
+    return first, whole, last
+
+
+# -- forward
+
+
+@triton.jit
+def _forward_tiles(
+    acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, b, kv, qi, qp, lo, hi,
+    kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
+    E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    EDGE: tl.constexpr, DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
+        n0 = tl.multiple_of(n0, BN)
+        k = tile(K, b, kv, n0, kb, kh, ks, T, E, EP, BN, TMA)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        ki = n0 + tl.arange(0, BN)[None, :]
+        x, _ = score_tile(
+            x, qi[:, None], qp[:, None], ki, MASK, mask_at, mask_q, mask_k, KEYS, keys_at, S, T,
+            window, factor, cap,
+            CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, EDGE,
+        )  # fmt: skip
+        new = tl.maximum(high, tl.max(x, 1)) if SOFTCAP or KIND > 0 else tl.maximum(high, tl.max(x, 1) * factor)
+        base = new
+        if WINDOW or KIND > 0:  # a row may have seen nothing yet
+            base = tl.where(new == float("-inf"), 0.0, new)
+        w = tl.math.exp2(x - base[:, None]) if SOFTCAP or KIND > 0 else tl.math.exp2(x * factor - base[:, None])
+        shrink = tl.math.exp2(high - base)
+        total = total * shrink + tl.sum(w, 1)
+        if DROP:
+            w = tl.where(keep_tile(n0, qp.to(tl.uint32), head, batch, k0, k1, below, BM, BN), w, 0.0)
+        acc = acc * shrink[:, None]
+        v = tile(V, b, kv, n0, vb, vh, vs, T, F, FP, BN, TMA)
+        acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
+        high = new
+    return acc, total, high
+
+
+@triton.jit(do_not_specialize=["op_id", "threshold"])
+def _forward(
+    Q,  # [b, H, S, E] pointer or descriptor IN
+    K,  # [b, H / G, T, E] IN
+    V,  # [b, H / G, T, F] IN
+    OUT,  # [b, H, S, F] OUT
+    LSE,  # [b, H, S] fp32 OUT, natural logarithm
+    MASK,  # [b, H, S, T] by strides, bool as uint8 or additive, IN
+    KEYS,  # [b, T] by a stride, bool as uint8 or additive, IN, or None
+    SEED,  # [] int64 IN
+    BATCHES, HEADS, QUERIES,  # [b], [H], [S] int32 IN: indices in the whole, or None
+    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, mask_b, mask_h, mask_q, mask_k, keys_b,
+    H, G, S, T, window, op_id, threshold, rescale, factor, cap,
+    E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(S, BM)
+    block, bh = schedule(tl.program_id(0), blocks, GROUP)
+    q0 = (blocks - 1 - block) * BM  # the longest rows first
+    b = bh // H
+    h = bh % H
+    kv = h // G
+    qi = q0 + tl.arange(0, BM)
+    qp, head, batch, k0, k1, below = coordinates(
+        SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP
+    )  # fmt: skip
+    mask_at = b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+    keys_at = b.to(tl.int64) * keys_b
+    q = tile(Q, b, h, q0, qb, qh, qs, S, E, EP, BM, TMA)
+    acc = tl.zeros([BM, FP], tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    high = tl.full([BM], float("-inf"), tl.float32)
+    first, whole, last = key_range(q0, T, window, BM, BN, CAUSAL, WINDOW, QUERIES is not None)
+    acc, total, high = _forward_tiles(
+        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, b, kv, qi, qp, first, whole,
+        kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
+        E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, False, DROP, TMA, PRECISION, STAGES,
+    )  # fmt: skip
+    acc, total, high = _forward_tiles(
+        acc, total, high, q, K, V, MASK, mask_at, KEYS, keys_at, b, kv, qi, qp, tl.maximum(first, whole), last,
+        kb, kh, ks, vb, vh, vs, mask_q, mask_k, S, T, window, factor, cap, head, batch, k0, k1, below,
+        E, EP, F, FP, BM, BN, CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True, DROP, TMA, PRECISION, STAGES,
+    )  # fmt: skip
+    seen = total > 0
+    safe = tl.where(seen, total, 1.0)
+    acc = acc * (rescale / safe)[:, None]
+    lse = tl.where(seen, (high + tl.math.log2(safe)) * LN2, float("inf"))
+    tl.store(LSE + bh.to(tl.int64) * S + qi, lse, mask=qi < S)
+    columns = tl.arange(0, FP)[None, :]
+    at = OUT + b.to(tl.int64) * ob + h.to(tl.int64) * oh + qi.to(tl.int64)[:, None] * os + columns
+    tl.store(at, acc.to(OUT.dtype.element_ty), mask=(qi[:, None] < S) & (columns < F))
+
+
+@triton.jit
+def coordinates(SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DROP: tl.constexpr):
+    """Where this rank's elements are in the whole, and the op's key: queries, head, batch, key, threshold << 16."""
+    qp = qi
+    if QUERIES is not None:
+        qp = tl.load(QUERIES + qi, mask=qi < S, other=0)
+    head = h.to(tl.uint32)
+    batch = b.to(tl.uint32)
+    k0 = head
+    k1 = head
+    below = head
+    if DROP:
+        if HEADS is not None:
+            head = tl.load(HEADS + h).to(tl.uint32)
+        if BATCHES is not None:
+            batch = tl.load(BATCHES + b).to(tl.uint32)
+        k0, k1 = subkey(SEED, op_id)
+        below = tl.cast(threshold, tl.uint32) << 16
+    return qp, head, batch, k0, k1, below
+
+
+# -- host
+
+
+class Call:
+    """What the launchers of one call share: geometry, flags and arguments by name."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        key_mask: Tensor | None,
+        seed: Tensor | None,
+        o: Options,
+    ) -> None:
+        self.q, self.k, self.v = (self.rows(x) for x in (q, k, v))
+        self.b, self.h, self.s, self.e = q.shape
+        self.n, self.t, self.f = k.shape[1], k.shape[2], v.shape[3]
+        self.like, self.o = q, o
+        below = philox.threshold(o.p)
+        self.dropped = below > 0
+        self.rescale = philox.scale(o.p) if below < philox.DRAWS else 0.0
+        self.share = 1 - below / philox.DRAWS
+        softcap = o.softcap > 0
+        whole = mask
+        if mask is not None:
+            whole = mask[:, None, None] if mask.dim() == 2 else mask
+            whole = as_bytes(whole) if whole.dtype == torch.bool else whole
+            whole = whole.expand(self.b, self.h, self.s, self.t)
+        self.mask = whole
+        strides = whole.stride() if whole is not None else (0, 0, 0, 0)
+        self.mask_strides = strides
+        self.keys = None if key_mask is None else self._of_keys(key_mask)
+        self.keys_stride = 0 if self.keys is None else self.keys.stride(0)
+        kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+        factor = 2 * o.scale / o.softcap if softcap else o.scale
+        device = q.device
+        self.seed = seed.to(device) if self.dropped and seed is not None else None
+        self.maps = [positions(size, dim, o, device) for dim, size in enumerate(q.shape[:3])]
+        # without soft-cap and mask the maximum of the scaled scores is taken before scaling
+        assert o.scale > 0 or softcap or kind, "a scale that is not positive needs a mask"
+        self.sizes = (self.h, self.h // self.n, self.s, self.t, o.window, o.op_id, below, self.rescale)
+        self.factors = (factor * LOG2E.value, o.softcap * LOG2E.value)
+        self.flags: dict[str, Any] = dict(
+            E=self.e, EP=_power(self.e), F=self.f, FP=_power(self.f),
+            CAUSAL=o.causal, WINDOW=o.window > 0, SOFTCAP=softcap, KIND=kind, ROWS=strides[2] != 0,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+
+    def _of_keys(self, mask: Tensor) -> Tensor:
+        mask = mask.expand(mask.shape[0], self.t)
+        mask = mask if mask.stride(1) == 1 or self.t == 1 else mask.contiguous()
+        mask = as_bytes(mask) if mask.dtype == torch.bool else mask
+        return mask.expand(self.b, self.t)
+
+    @staticmethod
+    def rows(x: Tensor) -> Tensor:
+        """With consecutive elements along the last dim."""
+        return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+    @property
+    def width(self) -> int:
+        """Bytes of the wider row."""
+        return int(max(self.flags["EP"], self.flags["FP"])) * self.q.element_size()
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.b, self.h, self.s, self.t)
+
+    def group(self, heads: int, wanted: int) -> int:
+        return math.gcd(wanted, self.b * heads)
+
+
+def _power(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def takes_descriptors(*tensors: Tensor) -> bool:
+    """TMA: 16-byte aligned starts and strides, Hopper or later."""
+    if tensors[0].device.type == "cuda" and torch.cuda.get_device_capability(tensors[0].device)[0] < 9:
+        return False
+    return all(
+        x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 and s > 0 for s in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+def described(x: Tensor, rows: int, columns: int, tma: bool) -> Any:
+    """The kernel argument of a [b, h, s, d] tensor that is read in tiles."""
+    if not tma:
+        return x
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+
+
+def forward_config(c: Call) -> dict[str, Any]:
+    """64 x 64 on 4 warps is fastest up to 128 wide: several programs share a core (measured: H200)."""
+    stages = 2 if c.width <= 128 else 3 if c.width <= 256 else 1
+    return dict(BM=32 if c.width > 512 else 64, BN=64, STAGES=stages, num_warps=4 if c.width <= 256 else 8, GROUP=16)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, o: Options,
+    **config: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """config: overrides of `forward_config`, for tuning; TMA=bool."""
+    out, lse = empty_results(q, v)
+    c = Call(q, k, v, mask, key_mask, seed, o)
+    if c.empty:
+        return out.zero_(), lse.fill_(math.inf)
+    config = {**forward_config(c), "TMA": takes_descriptors(c.q, c.k, c.v), **config}
+    bm, bn, tma = config["BM"], config["BN"], config["TMA"]
+    config["GROUP"] = c.group(c.h, config["GROUP"])
+    launch(
+        _forward, (triton.cdiv(c.s, bm) * c.b * c.h,), q,
+        described(c.q, bm, c.flags["EP"], tma), described(c.k, bn, c.flags["EP"], tma),
+        described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.seed, *c.maps,
+        *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *out.stride()[:3], *c.mask_strides,
+        c.keys_stride, *c.sizes, *c.factors, DROP=c.dropped, **c.flags, **config,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,29 @@
+"""megafx::rows: where a mask is true; the one op of a graph whose result has a size that data decides.
+
+    mask bool [A, B, ...] -> int64 [n, dims of the mask], in row-major order; n = number of true elements
+
+nonzero, where(mask), x[mask] and masked_select become it (passes/canonicalize/data_rows.py), with indexing by its columns.
+size: the name of n among the sizes of the graph (data_sizes.py). The host waits for n, as it does in eager mode.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megafx.ir.data_sizes import DataShapeEnv
+from megafx.kernels.common.op import define_op
+
+
+def rows(mask: Tensor, size: str) -> Tensor:
+    return mask.nonzero()
+
+
+def _fake(mask: Tensor, size: str) -> Tensor:
+    mode = getattr(mask, "fake_mode", None)
+    env = getattr(mode, "shape_env", None)
+    n = env.row_count(size) if isinstance(env, DataShapeEnv) else torch.library.get_ctx().new_dynamic_size()
+    return torch.empty((n, mask.dim()), dtype=torch.int64, device=mask.device)
+
+
+define_op("rows(Tensor mask, str size) -> Tensor", rule="nl: ~...! -> ~r! d!", reference=rows, fake=_fake)

@@ -1,0 +1,213 @@
+"""megafx::layer_norm and megafx::rms_norm over the last dim, any length; one pass over memory in each direction.
+
+    layer_norm   y = (x - mean) rstd w + b       mean = E[x], rstd = 1 / sqrt(E[(x - mean)^2] + eps)
+    rms_norm     y = x rstd (w + offset)         rstd = 1 / sqrt(E[x^2] + eps); offset 1: a gamma centred on zero
+
+    x [..., H], weight [H] or none, bias [H] or none -> y [..., H] in x's dtype; mean, rstd [...] fp32 (fp64 for fp64)
+
+    backward, with u = normalised x and v = dy (w + offset):
+    dx = rstd (v - E[v] - u E[u v])  (rms_norm: without E[v]);  dw = sum over rows of dy u;  db = sum over rows of dy
+
+Arithmetic in fp32 (fp64 for fp64), rounded once. Saved: x and one or two numbers a row. A weight gradient that is not
+wanted is an empty tensor. Sums over rows have a fixed order: the same bits every run.
+
+layer_norm is layer_norm_forward with its statistics left out: the planner sees the one, the joint graph the other.
+CPU and fp64: the plain torch below. CUDA: kernels/norm/norms_launch.py.
+Ba, Kiros, Hinton 2016 (1607.06450); Zhang, Sennrich 2019 (1910.07467).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megafx.kernels.common.op import define_composite, define_gradient, define_op, new_like, wide
+from megafx.kernels.dropout.bias_dropout_add import rows_summed
+
+Statistics = tuple[Tensor | None, Tensor]  # mean (none for rms_norm), rstd; [...]
+
+
+def check_norm(name: str, x: Tensor, *vectors: Tensor | None) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"{name} needs a floating-point tensor, got {x.dtype} {tuple(x.shape)}")
+    if x.dim() == 0:
+        raise ValueError(f"{name} needs a tensor with a last dim, got a scalar")
+    for vector in vectors:
+        if vector is not None and vector.shape != x.shape[-1:]:
+            raise ValueError(f"{name}: a weight of {tuple(vector.shape)} does not fit the last dim of {tuple(x.shape)}")
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, rms: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x in the dtype to compute in -> y in that dtype, mean [...], rstd [...]."""
+    mean = None
+    if not rms:
+        mean = x.mean(-1)
+        x = x - mean[..., None]
+    rstd = (x.square().mean(-1) + eps).rsqrt()
+    y = x * rstd[..., None]
+    if weight is not None:
+        y = y * (weight.to(x.dtype) + offset if offset else weight.to(x.dtype))
+    if bias is not None:
+        y = y + bias.to(x.dtype)
+    return y.contiguous(), mean, rstd
+
+
+def norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad, x in the dtype to compute in -> dx, dweight [H], dbias [H] in that dtype."""
+    unit = (x if mean is None else x - mean[..., None]) * rstd[..., None]
+    v = grad if weight is None else grad * (weight.to(x.dtype) + offset)
+    dx = v - unit * (unit * v).mean(-1, keepdim=True)
+    if mean is not None:
+        dx = dx - v.mean(-1, keepdim=True)
+    return dx * rstd[..., None], rows_summed(grad * unit), rows_summed(grad)
+
+
+def _wanted(sums: Tensor, wanted: bool, like: Tensor | None) -> Tensor:
+    if not wanted:
+        return sums.new_empty(0, dtype=sums.dtype if like is None else like.dtype)
+    return sums.to(sums.dtype if like is None else like.dtype, copy=True)
+
+
+# -- layer_norm
+
+
+def layer_norm_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_norm("layer_norm", x, weight, bias)
+    y, mean, rstd = normalize(x.to(wide(x.dtype)), weight, bias, eps, 0.0, False)
+    assert mean is not None
+    return y.to(x.dtype), mean, rstd
+
+
+def layer_norm_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, want_weight: bool, want_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = wide(x.dtype)
+    dx, dweight, dbias = norm_gradients(grad.to(dtype), x.to(dtype), weight, mean, rstd, 0.0)
+    return dx.to(x.dtype).contiguous(), _wanted(dweight, want_weight, weight), _wanted(dbias, want_bias, weight)
+
+
+def _layer_norm_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    check_norm("layer_norm", x, weight, bias)
+    statistic = x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+    return new_like(x), statistic, torch.empty_like(statistic)
+
+
+def vector_like(x: Tensor, weight: Tensor | None, wanted: bool) -> Tensor:
+    """An empty gradient of a vector [H]; [0] where it is not wanted. Its dtype: the weight's; without one, statistics'."""
+    dtype = wide(x.dtype) if weight is None else weight.dtype
+    return torch.empty(x.shape[-1:] if wanted else (0,), dtype=dtype, device=x.device)
+
+
+define_composite(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    rule="nl[1]: ... c!, c!, +c! -> ... c!",
+    why={"c": "the norm runs over the dim"},
+    body=lambda x, weight, bias, eps: torch.ops.megafx.layer_norm_forward(x, weight, bias, eps)[0],
+)
+define_op(
+    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
+    rule="nl[1]: ... c!, c!, +c! -> ... c!; ~...; ~...",
+    reference=layer_norm_reference,
+    triton="norm.norms_launch:layer_norm_forward",
+    fake=_layer_norm_fake,
+)
+define_op(
+    "layer_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool want_weight, bool want_bias)"
+    " -> (Tensor, Tensor, Tensor)",
+    rule="nl[0]: ... c!, ... c!, c!, ..., ... -> ... c!; c!; c!",
+    partials=(((2,), "PRR"),),  # the gradient of x alone depends on the weight
+    reference=layer_norm_backward_reference,
+    triton="norm.norms_launch:layer_norm_backward",
+    fake=lambda grad, x, weight, mean, rstd, want_weight, want_bias: (
+        new_like(x),
+        vector_like(x, weight, want_weight),
+        vector_like(x, weight, want_bias),
+    ),
+)
+
+
+def _layer_norm_saves(ctx, inputs, output) -> None:
+    x, weight, bias, _ = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, *output[1:])
+
+
+def _layer_norm_gradient(ctx, grad, *_):
+    if grad is None:
+        return None, None, None, None
+    want_weight, want_bias = ctx.needs_input_grad[1:3]
+    dx, dw, db = torch.ops.megafx.layer_norm_backward(grad, *ctx.saved_tensors, want_weight, want_bias)
+    return dx, dw if want_weight else None, db.to(ctx.bias_dtype) if want_bias else None, None
+
+
+define_gradient("layer_norm_forward", _layer_norm_gradient, _layer_norm_saves)
+
+# -- rms_norm
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    check_norm("rms_norm", x, weight)
+    y, _, rstd = normalize(x.to(wide(x.dtype)), weight, None, eps, offset, True)
+    return y.to(x.dtype), rstd
+
+
+def rms_norm_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, want_weight: bool
+) -> tuple[Tensor, Tensor]:
+    dtype = wide(x.dtype)
+    dx, dweight, _ = norm_gradients(grad.to(dtype), x.to(dtype), weight, None, rstd, offset)
+    return dx.to(x.dtype).contiguous(), _wanted(dweight, want_weight, weight)
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    check_norm("rms_norm", x, weight)
+    return new_like(x), x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
+
+
+define_composite(
+    "rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor",
+    rule="nl: ... c!, c! -> ... c!",
+    why={"c": "the norm runs over the dim"},
+    body=lambda x, weight, eps, offset: torch.ops.megafx.rms_norm_forward(x, weight, eps, offset)[0],
+)
+define_op(
+    "rms_norm_forward(Tensor x, Tensor? weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
+    rule="nl: ... c!, c! -> ... c!; ~...",
+    reference=rms_norm_reference,
+    triton="norm.norms_launch:rms_norm_forward",
+    fake=_rms_norm_fake,
+)
+define_op(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, float offset, bool want_weight)"
+    " -> (Tensor, Tensor)",
+    rule="nl[0]: ... c!, ... c!, c!, ... -> ... c!; c!",
+    reference=rms_norm_backward_reference,
+    triton="norm.norms_launch:rms_norm_backward",
+    fake=lambda grad, x, weight, rstd, offset, want_weight: (new_like(x), vector_like(x, weight, want_weight)),
+)
+
+
+def _rms_norm_saves(ctx, inputs, output) -> None:
+    x, weight, _, ctx.offset = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _rms_norm_gradient(ctx, grad, _):
+    if grad is None:
+        return None, None, None, None
+    want_weight = ctx.needs_input_grad[1]
+    dx, dw = torch.ops.megafx.rms_norm_backward(grad, *ctx.saved_tensors, ctx.offset, want_weight)
+    return dx, dw if want_weight else None, None, None
+
+
+define_gradient("rms_norm_forward", _rms_norm_gradient, _rms_norm_saves)

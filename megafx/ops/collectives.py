@@ -1,0 +1,265 @@
+"""Transitions and rank-dependent values as ops, and the ranks that they run on.
+
+    megafx::transition    local value at src -> local value at dst (placements.TRANSITIONS); backward: the dual transition
+    megafx::axis_index    () -> this rank's coordinate, 0-d int64
+    megafx::rank_select   [t, ...] -> [...]      backward: rank_place
+    megafx::rank_place    [...] -> [t, ...]      backward: rank_select
+    megafx::rank0_only    x on rank 0, zeros elsewhere; its own backward
+    megafx::batch_sum     summands -> their sum over the ranks of the axis; its own backward (P -> R)
+
+The graph is the same on every rank: which rank runs it is known only from `on_mesh`, inside which these ops (and dropout
+and cross entropy) must be executed:
+
+    with on_mesh({"tp": AxisContext(rank=0, size=2, group_name="0")}):
+        y = torch.ops.megafx.transition(x, "P", "I", [], [], "tp", 2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # gives _c10d_functional its fake implementations
+from torch import Tensor
+
+from megafx.errors import UsageError
+from megafx.placements.moves import Ops, is_identity, move, moved_shape
+
+c10d = torch.ops._c10d_functional
+
+# The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
+# and those that share a copy together with their tensor-parallel ranks. An op that draws for rows of the batch names its axis
+# as 'dp+tp'.
+TENSOR_AXIS = "tp"
+BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
+DATA_AXES = (BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS)
+
+
+@dataclass(frozen=True)
+class AxisContext:
+    """This process on one mesh axis. group_name: of the c10d process group; '' where no collective may run."""
+
+    rank: int
+    size: int
+    group_name: str = ""
+
+
+# Plain module state, not thread-local: autograd runs backward on threads of its own, and the caller enters `on_mesh` there.
+_entered: list[Mapping[str, AxisContext]] = []
+
+
+@contextmanager
+def on_mesh(axes: Mapping[str, AxisContext]) -> Iterator[None]:
+    """Run megafx ops as the given rank of each axis."""
+    _entered.append(axes)
+    try:
+        yield
+    finally:
+        _entered.pop()
+
+
+def axis_context(axis: str) -> AxisContext:
+    if not _entered or axis not in _entered[-1]:
+        raise UsageError(
+            f"a graph for mesh axis '{axis}' runs outside of the mesh",
+            fix="run it in `with megafx.ops.collectives.on_mesh({axis: AxisContext(rank, size, group_name)}):`",
+        )
+    return _entered[-1][axis]
+
+
+def with_batch(axis: str) -> str:
+    """The axis of a draw, for rows that are one rank's part of the batch."""
+    return f"{BATCH_AXIS}+{axis}"
+
+
+def with_axis(told: str, axis: str) -> str:
+    """The axis of a draw on another tensor-parallel axis, for the same rows."""
+    return with_batch(axis) if told.startswith(f"{BATCH_AXIS}+") else axis
+
+
+def batch_rank(axis: str) -> int:
+    """Which part of the batch a draw on this axis is for."""
+    return axis_context(BATCH_AXIS).rank if axis.startswith(f"{BATCH_AXIS}+") else 0
+
+
+def place_on(axis: str) -> tuple[int, ...] | None:
+    """(rank, size, part of the batch) on the axis of a draw; None outside of `on_mesh`."""
+    plain = axis.rpartition("+")[2]
+    context = _entered[-1].get(plain) if _entered else None
+    return None if context is None else (context.rank, context.size, batch_rank(axis))
+
+
+def axis_rank(axis: str) -> int:
+    return axis_context(axis.rpartition("+")[2]).rank
+
+
+def axis_size(axis: str) -> int:
+    return axis_context(axis.rpartition("+")[2]).size
+
+
+class _RankOps(Ops):
+    """`stacking.Ops` on the tensors of a real rank, collectives waited for at once."""
+
+    def __init__(self, context: AxisContext) -> None:
+        self.rank, self.group = context.rank, context.group_name
+
+    def rank_select(self, x: Any) -> Any:
+        return x[self.rank].clone(memory_format=torch.contiguous_format)
+
+    def rank_place(self, x: Any, t: int) -> Any:
+        return _place(x, t, self.rank)
+
+    def rank0_only(self, x: Any) -> Any:
+        return x.clone() if self.rank == 0 else torch.zeros_like(x)
+
+    def all_reduce(self, x: Any) -> Any:
+        return c10d.wait_tensor(c10d.all_reduce(x, "sum", self.group))
+
+    def all_gather(self, x: Any, t: int) -> Any:
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(x, t, self.group))
+
+    def reduce_scatter(self, x: Any, t: int) -> Any:
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", t, self.group))
+
+    def all_to_all(self, x: Any, t: int) -> Any:
+        return c10d.wait_tensor(c10d.all_to_all_single(x, [1] * t, [1] * t, self.group))
+
+
+def _place(x: Tensor, size: int, rank: int) -> Tensor:
+    out = x.new_zeros([size, *x.shape])
+    out[rank] = x
+    return out
+
+
+def _dual_tag(tag: str) -> str:
+    return {"R": "P", "P": "R"}.get(tag, tag)
+
+
+@torch.library.custom_op("megafx::transition", mutates_args=())
+def transition(
+    x: Tensor, src: str, dst: str, src_layout: Sequence[int], dst_layout: Sequence[int], axis: str, size: int
+) -> Tensor:
+    """x: this rank's value at src -> its value at dst; layouts are Layout.flat() of shards, else []."""
+    if is_identity(src, dst, src_layout, dst_layout, size):
+        return x.clone()
+    context = axis_context(axis)
+    if context.size != size:
+        raise UsageError(f"a transition for {size} ranks runs on axis '{axis}' of {context.size} ranks")
+    out = move(x, src, dst, src_layout, dst_layout, size, _RankOps(context))
+    return out.clone() if out.untyped_storage()._cdata == x.untyped_storage()._cdata else out
+
+
+@transition.register_fake
+def _(x, src, dst, src_layout, dst_layout, axis, size):
+    if is_identity(src, dst, src_layout, dst_layout, size):
+        return torch.empty_like(x)
+    return x.new_empty(moved_shape(x.shape, src, dst, src_layout, dst_layout, size))
+
+
+def _transition_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.move = inputs[1:]
+
+
+def dual_move(
+    src: str, dst: str, src_layout: Sequence[int], dst_layout: Sequence[int], axis: str, size: int
+) -> tuple[Any, ...]:
+    """Arguments of a transition -> those of its backward: a gradient has the dual placement and moves from dst to src."""
+    return _dual_tag(dst), _dual_tag(src), dst_layout, src_layout, axis, size
+
+
+def _transition_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return torch.ops.megafx.transition(grad, *dual_move(*ctx.move)), None, None, None, None, None, None
+
+
+transition.register_autograd(_transition_backward, setup_context=_transition_context)
+
+
+@torch.library.custom_op("megafx::axis_index", mutates_args=())
+def axis_index(axis: str, device: torch.device) -> Tensor:
+    """() -> 0-d int64: this rank's coordinate on the axis."""
+    return torch.full((), axis_rank(axis), dtype=torch.int64, device=device)
+
+
+@axis_index.register_fake
+def _(axis, device):
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op("megafx::rank_select", mutates_args=())
+def rank_select(x: Tensor, axis: str) -> Tensor:
+    """x: [t, ...] -> [...]: this rank's entry."""
+    return x[axis_rank(axis)].clone(memory_format=torch.contiguous_format)
+
+
+@rank_select.register_fake
+def _(x, axis):
+    return x.new_empty(x.shape[1:])
+
+
+@torch.library.custom_op("megafx::rank_place", mutates_args=())
+def rank_place(x: Tensor, size: int, axis: str) -> Tensor:
+    """x: [...] -> [t, ...]: x at this rank's entry, zeros elsewhere."""
+    return _place(x, size, axis_rank(axis))
+
+
+@rank_place.register_fake
+def _(x, size, axis):
+    return x.new_empty([size, *x.shape])
+
+
+@torch.library.custom_op("megafx::rank0_only", mutates_args=())
+def rank0_only(x: Tensor, axis: str) -> Tensor:
+    """x: held by every rank -> summands of it: x on rank 0, zeros elsewhere."""
+    return x.clone() if axis_rank(axis) == 0 else torch.zeros_like(x)
+
+
+@rank0_only.register_fake
+def _(x, axis):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("megafx::batch_sum", mutates_args=())
+def batch_sum(x: Tensor, axis: str, size: int) -> Tensor:
+    """x: summands of the ranks -> their sum, on every rank."""
+    return torch.ops.megafx.transition(x, "P", "R", [], [], axis, size)
+
+
+@batch_sum.register_fake
+def _(x: Tensor, axis: str, size: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.where = inputs[1:]
+
+
+batch_sum.register_autograd(
+    lambda ctx, grad: (torch.ops.megafx.batch_sum(grad, *ctx.where), None, None), setup_context=_sum_context
+)
+
+
+def _select_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.axis = inputs
+    ctx.size = x.shape[0]
+
+
+def _place_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.axis = inputs[2]
+
+
+def _rank0_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.axis = inputs[1]
+
+
+rank_select.register_autograd(
+    lambda ctx, grad: (torch.ops.megafx.rank_place(grad, ctx.size, ctx.axis), None), setup_context=_select_context
+)
+rank_place.register_autograd(
+    lambda ctx, grad: (torch.ops.megafx.rank_select(grad, ctx.axis), None, None), setup_context=_place_context
+)
+rank0_only.register_autograd(
+    lambda ctx, grad: (torch.ops.megafx.rank0_only(grad, ctx.axis), None), setup_context=_rank0_context
+)

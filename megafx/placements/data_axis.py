@@ -1,0 +1,50 @@
+"""How many ranks share the work of a batch, and how they hold parameters. No torch import.
+
+    ddp     every rank holds all parameters; gradients are all-reduced
+    zero1   ranks hold shards of parameters (so that their optimizer has the state of a shard), gathered at the first forward
+            after a step and kept until the next; gradients are reduce-scattered. Source: Rajbhandari et al. 2020 (ZeRO)
+    fsdp    the same, but gathered a region at a time, freed after use and gathered again in backward. Source: Zhao et al. 2023
+
+With `shard_ranks` less than `ranks`, shards are of that many ranks, and groups of them hold copies (HSDP): gradients are
+reduce-scattered within a group and all-reduced between groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megafx.placements.types import Layout
+
+DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
+FORMS = (DDP, ZERO1, FSDP)
+
+
+@dataclass(frozen=True)
+class DataAxis:
+    """form: of FORMS. bucket_bytes: gradients are reduced together until they are this many."""
+
+    ranks: int
+    form: str = DDP
+    shard_ranks: int = 1
+    bucket_bytes: int = 25 * 2**20
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds less than whole parameters."""
+        return self.shard_ranks > 1
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return self.ranks // self.shard_ranks
+
+
+def rows_of(length: int, data: DataAxis, t: int, cut: bool) -> tuple[bool, int, Layout]:
+    """Who shares the rows of a parameter that has `length` of them on a tensor-parallel rank: (whether data-parallel ranks
+    alone, number of ranks, how).
+
+    cut: tensor-parallel ranks hold shards; else all of their rows are the same, and are shared among them too.
+    """
+    alone = cut or t == 1
+    ranks = data.shard_ranks * (1 if alone else t)
+    return alone, ranks, Layout.contiguous(length, ranks)

@@ -1,0 +1,307 @@
+"""Placements: the type of a tensor value on one mesh axis. No torch import.
+
+    I          invariant: every rank holds the same value; its gradient is the same and complete on every rank
+    R          replicate: every rank holds the same value; its gradient is a partial sum on every rank
+    S(d, L)    shard: every rank holds a slice of dim d, cut as layout L says; its gradient likewise
+    P          partial: ranks hold summands; its gradient is the same and complete on every rank
+
+A `Layout` says how one dim is cut over the `t` ranks of the axis. The dim is `rep` equal repeats of a pattern of blocks;
+each block is `count` units of `unit` consecutive elements; each block is split over the ranks by whole units, rank r
+taking units [r*c, (r+1)*c) with c = ceil(count / t). Where t does not divide count, the last ranks hold padding, so that
+every rank's local dim has the same length: rep * sum(ceil(count/t) * unit). Examples:
+
+    contiguous dim of n            rep 1, blocks ((n, 1),)
+    25 heads of 64                 rep 1, blocks ((25, 64),)                 a head stays whole
+    fused q|k|v of C each          rep 3, blocks ((heads, d),)
+    fused q|k|v of unequal sizes   rep 1, blocks ((n, d), (kv, d), (kv, d))
+    flattened batch x sequence     rep b, blocks ((s, 1),)                   sharded on the sequence
+
+Sizes are plain integers. Dynamic sizes enter as structural integers (`ir.Sizes`): large primes that stand for symbols,
+so products and equality mean the same as on the symbolic expressions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Block(NamedTuple):
+    """`count` units of `unit` consecutive elements; a unit is never cut."""
+
+    count: int  # type: ignore[assignment]  # hides tuple.count, which means nothing here
+    unit: int
+
+    @property
+    def size(self) -> int:
+        return self.count * self.unit
+
+
+class Piece(NamedTuple):
+    """`length` elements at `local_start` of a rank's dim are those at `global_start` of the whole dim."""
+
+    global_start: int
+    local_start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one dim is cut over the ranks of an axis; see the module docstring. Build with `Layout.of`."""
+
+    rep: int
+    blocks: tuple[Block, ...]
+
+    @staticmethod
+    def of(blocks: Iterable[tuple[int, int]], t: int, rep: int = 1) -> Layout:
+        """The canonical layout on t ranks: equal cuts compare equal.
+
+        A block that t divides is written as t units (only the cut points matter), and a periodic list of blocks as one
+        period repeated.
+        """
+        cut = tuple(Block(t, c * u // t) if c % t == 0 else Block(c, u) for c, u in blocks)
+        n = len(cut)
+        period = next(p for p in range(1, n + 1) if n % p == 0 and cut == cut[:p] * (n // p))
+        return Layout(rep * (n // period), cut[:period])
+
+    @staticmethod
+    def contiguous(n: int, t: int) -> Layout:
+        return Layout.of([(n, 1)], t)
+
+    @property
+    def pattern_size(self) -> int:
+        return sum(b.size for b in self.blocks)
+
+    @property
+    def size(self) -> int:
+        """Length of the whole (logical) dim."""
+        return self.rep * self.pattern_size
+
+    def local_size(self, t: int) -> int:
+        """Length of every rank's dim, padding included."""
+        return self.rep * sum(-(-b.count // t) * b.unit for b in self.blocks)
+
+    def padded(self, t: int) -> bool:
+        """Whether some rank holds padding (a symbolic count, being prime, counts as padded)."""
+        return any(b.count % t for b in self.blocks)
+
+    def simple(self) -> bool:
+        """One block, not repeated: rank r holds one contiguous range of the dim."""
+        return self.rep == 1 and len(self.blocks) == 1
+
+    def contiguous_shards(self, t: int) -> bool:
+        """The shards in rank order, one after another, are the dim itself (torch.chunk's layout)."""
+        return self.simple() and not self.padded(t)
+
+    def pieces(self, rank: int, t: int) -> Iterator[Piece]:
+        """The ranges of the whole dim that `rank` holds, in local order, padding left out."""
+        local = 0
+        for r in range(self.rep):
+            start = r * self.pattern_size
+            for count, unit in self.blocks:
+                per_rank = -(-count // t)
+                have = max(0, min(count - rank * per_rank, per_rank))
+                if have:
+                    yield Piece(start + rank * per_rank * unit, local, have * unit)
+                local += per_rank * unit
+                start += count * unit
+
+    def flat(self) -> tuple[int, ...]:
+        """[rep, count0, unit0, count1, unit1, ...]: the form in which graphs carry a layout."""
+        return (self.rep, *(x for b in self.blocks for x in b))
+
+    @staticmethod
+    def from_flat(flat: Iterable[int]) -> Layout:
+        rep, *rest = flat
+        return Layout(rep, tuple(Block(c, u) for c, u in zip(rest[::2], rest[1::2], strict=True)))
+
+    def __str__(self) -> str:
+        body = "+".join(f"{c}x{u}" if u != 1 else f"{c}" for c, u in self.blocks)
+        return f"{self.rep}*({body})" if self.rep != 1 else body
+
+
+@dataclass(frozen=True)
+class Placement:
+    """I, R, P or S(dim, layout) on one mesh axis."""
+
+    kind: str
+    dim: int = -1
+    layout: Layout | None = None
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def cut(self) -> Layout:
+        """The layout of a shard."""
+        assert self.layout is not None, f"{self} is not a shard"
+        return self.layout
+
+    @property
+    def tag(self) -> str:
+        """'I', 'R', 'P', or 'S<dim>': the form in which graphs carry a placement (the layout goes beside it)."""
+        return f"S{self.dim}" if self.is_shard else self.kind
+
+    @property
+    def flat_layout(self) -> tuple[int, ...]:
+        return self.cut.flat() if self.is_shard else ()
+
+    @staticmethod
+    def parse(tag: str, flat: Iterable[int] = ()) -> Placement:
+        """Inverse of (`tag`, `flat_layout`)."""
+        if tag in ("I", "R", "P"):
+            return Placement(tag)
+        if not re.fullmatch(r"S\d+", tag):
+            raise ValueError(f"'{tag}' is no placement: expected I, R, P or S<dim>")
+        return S(int(tag[1:]), Layout.from_flat(flat))
+
+    def __str__(self) -> str:
+        if not self.is_shard:
+            return self.kind
+        return f"S{self.dim}" if self.cut.simple() else f"S{self.dim}/{self.cut}"
+
+    __repr__ = __str__
+
+
+I, R, P = Placement("I"), Placement("R"), Placement("P")  # noqa: E741  (the invariant placement is named I everywhere)
+
+
+def S(dim: int, layout: Layout) -> Placement:
+    assert dim >= 0, "shard dims are counted from the front"
+    return Placement("S", dim, layout)
+
+
+def dual(p: Placement) -> Placement:
+    """The placement of the gradient of a value placed at p."""
+    return {"I": I, "R": P, "P": R}.get(p.kind, p)
+
+
+class Transition(NamedTuple):
+    """One row of the table: what moves forward and backward when a value changes placement."""
+
+    forward: str
+    backward: str
+    megatron: str = ""
+
+
+LOCAL = "local"  # no communication: identity, slice, pad or mask
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
+
+# The one source of truth. backward of (a -> b) is forward of (dual(b) -> dual(a)).
+TRANSITIONS: dict[tuple[str, str], Transition] = {
+    ("I", "R"): Transition(LOCAL, ALL_REDUCE, "copy_to_region"),
+    ("P", "I"): Transition(ALL_REDUCE, LOCAL, "reduce_from_region"),
+    ("S", "R"): Transition(ALL_GATHER, REDUCE_SCATTER, "gather_from_sequence_parallel"),
+    ("P", "S"): Transition(REDUCE_SCATTER, ALL_GATHER, "reduce_scatter_to_sequence_parallel"),
+    ("S", "I"): Transition(ALL_GATHER, LOCAL, "gather_from_region"),
+    ("I", "S"): Transition(LOCAL, ALL_GATHER, "scatter_to_region"),
+    ("S", "S"): Transition(ALL_TO_ALL, ALL_TO_ALL),
+    ("P", "R"): Transition(ALL_REDUCE, ALL_REDUCE),
+    ("R", "S"): Transition(LOCAL, LOCAL),
+    ("S", "P"): Transition(LOCAL, LOCAL),
+    ("R", "P"): Transition(LOCAL, LOCAL),
+    ("R", "I"): Transition(LOCAL, LOCAL),
+    ("I", "P"): Transition(LOCAL, LOCAL),
+}
+
+
+def transition(src: Placement, dst: Placement) -> Transition:
+    """The row for src -> dst; equal placements move nothing."""
+    if src == dst:
+        return Transition(LOCAL, LOCAL)
+    return TRANSITIONS[src.kind, dst.kind]
+
+
+def payload(collective: str, numel: int, t: int) -> int:
+    """Elements that one rank sends for `collective` on a tensor of `numel` global elements (ring).
+
+    all_reduce 2n(t-1)/t; all_gather and reduce_scatter n(t-1)/t; all_to_all n(t-1)/t^2.
+    """
+    if collective == LOCAL or t == 1:
+        return 0
+    share = math.ceil(numel * (t - 1) / t)
+    return {ALL_REDUCE: 2 * share, ALL_TO_ALL: math.ceil(share / t)}.get(collective, share)
+
+
+# -- placements nested
+#
+# Shards of shards: what a rank holds of a parameter that tensor-parallel ranks cut, and data-parallel ranks cut again.
+#
+#     Nested(S(d, L), t, ranks, rows)    rank r of ranks * t holds the rows (dim 0) of tensor-parallel rank r % t's shard that
+#                                        are data-parallel rank r // t's, padded so that every rank has as many
+#
+# Parameters that tensor-parallel ranks hold whole are cut over all of these ranks, which a plain S(0) says. No torch import.
+
+
+@dataclass(frozen=True)
+class Nested(Placement):
+    """See the module docstring. tensor: the cut over t ranks; ranks: those that cut again; rows: of one shard's dim 0."""
+
+    tensor: Placement = I
+    t: int = 1
+    ranks: int = 1
+    rows: int = 0
+
+    @property
+    def inner(self) -> Placement:
+        """How data-parallel ranks cut the tensor-parallel shard."""
+        return S(0, Layout.contiguous(self.rows, self.ranks))
+
+    def local_shape(self, shape: Sequence[int]) -> list[int]:
+        """Of a parameter of logical `shape`, on every rank."""
+        local = [*shape]
+        local[self.tensor.dim] = self.tensor.cut.local_size(self.t)
+        local[0] = self.inner.cut.local_size(self.ranks)
+        return local
+
+    def __str__(self) -> str:
+        return f"{self.tensor} of {self.t} ranks, its rows cut over {self.ranks}"
+
+    __repr__ = __str__
+
+
+def nested(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Placement:
+    """How `ranks` groups of t tensor-parallel ranks, which hold a parameter of `shape` at `tensor` (I or S), cut it further.
+
+    Of a parameter without dims: I.
+    """
+    if not shape:
+        return I
+    if not tensor.is_shard or t == 1:
+        return S(0, Layout.contiguous(shape[0], ranks * t))
+    rows = tensor.cut.local_size(t) if tensor.dim == 0 else shape[0]
+    return Nested("S", 0, Layout.contiguous(rows, ranks), tensor, t, ranks, rows)
+
+
+# -- placements owned
+#
+# Values that one rank of an axis holds whole and the others not at all: the parameters of an expert that is that rank's.
+#
+#     Owned(S(0, one block), owner)    rank `owner` holds all rows (dim 0), the others a tensor of no rows
+#
+# As a placement it is a shard of dim 0, of which the owner's part is the whole. No torch import.
+
+
+@dataclass(frozen=True)
+class Owned(Placement):
+    """See the module docstring. Build with `owned`."""
+
+    owner: int = 0
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> list[int]:
+        """What `rank` holds of a tensor of logical `shape`."""
+        return [shape[0] if rank == self.owner else 0, *shape[1:]]
+
+    def __str__(self) -> str:
+        return f"S0/rank {self.owner}"
+
+    __repr__ = __str__
+
+
+def owned(rows: int, owner: int) -> Owned:
+    """How a tensor whose dim 0 has `rows` is held by `owner` alone."""
+    return Owned("S", 0, Layout(1, (Block(1, rows),)), owner)

@@ -1,0 +1,114 @@
+"""What the planning passes share: the question (config, ranks, hardware) and, once planned, the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from torch import fx
+
+from megafx.config import Config
+from megafx.ir.program import PLACEMENT, VAL, Program
+from megafx.placements.types import I, Placement
+from megafx.planner.fusion_profile import FusionProfile
+from megafx.planner.hardware import Hardware
+from megafx.planner.plan import Plan
+from megafx.rules.strategies import OpRule
+
+Accepts = frozenset[str | Placement]  # kinds ('S'), tags ('S1') or full placements
+
+
+@dataclass
+class Planning:
+    """One graph's planning, from `plan_sharding` to `localize_shapes`.
+
+    fixed: storage of parameters that an earlier graph has settled. training: gradients will be taken, so transitions cost
+    backward time. given: a plan to apply instead of solving. agree: this rank's plan -> the plan of all ranks. caches: by path
+    in a key-value cache, the placement that it leaves a graph at, where an earlier graph has settled it (`fixed` has those
+    that come into this graph sharded).
+    """
+
+    config: Config
+    t: int
+    hardware: Hardware
+    training: bool
+    fixed: dict[str, Placement] = field(default_factory=dict)
+    given: Plan | None = None
+    agree: Callable[[Plan], Plan] | None = None
+    caches: dict[str, Placement] = field(default_factory=dict)
+    fusions: FusionProfile | None = field(init=False)  # what was measured on this hardware
+    # filled by plan_sharding
+    plan: Plan | None = None
+    rules: dict[fx.Node, OpRule] = field(default_factory=dict)
+    owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (owners.py)
+    weights: set[fx.Node] = field(default_factory=set)
+    accepts: dict[fx.Node, Accepts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.fusions = FusionProfile.choose(self.config.fusion_profile, self.hardware.name)
+
+    @property
+    def solved(self) -> Plan:
+        assert self.plan is not None, "plan_sharding has not run"
+        return self.plan
+
+
+WHOLE: Accepts = frozenset("I")
+ANY_VALUE: Accepts = frozenset("IRS")  # an output without gradient may stay sharded until somebody looks at it
+
+
+def accepts(wanted: Accepts, placement: Placement) -> bool:
+    """Whether an output may leave the graph so."""
+    return placement.kind in wanted or placement.tag in wanted or placement in wanted
+
+
+def way_out(wanted: Accepts) -> Placement:
+    """What an output is brought to that is at nothing acceptable."""
+    return next((p for p in wanted if isinstance(p, Placement)), I)
+
+
+def accepted_outputs(
+    program: Program, active: set[fx.Node], config: Config, caches: Mapping[str, Placement] = MappingProxyType({})
+) -> dict[fx.Node, Accepts]:
+    """For each active node that is a graph output: the placements it may leave at.
+
+    Caches leave as an earlier graph's did; the first graph's as they come, but cut along no dim whose size differs between
+    calls.
+    The loss and mutated buffers leave invariant. Beside a loss other outputs are lazy, and with gather_outputs=False they
+    stay sharded; a value that is both must satisfy both.
+    """
+    found: dict[fx.Node, Accepts] = {}
+    has_loss = any(o.loss for o in program.outputs)
+    lazy = (has_loss and not config.differentiable_outputs) or not config.gather_outputs
+    for node, spec in zip(program.results(), program.outputs, strict=True):
+        if not isinstance(node, fx.Node) or node not in active:
+            continue
+        kinds: Accepts = ANY_VALUE if lazy and spec.kind == "user" and not spec.loss else WHOLE
+        if spec.cache:
+            kinds = _cache_placements(node, caches.get(spec.cache))
+        found[node] = found.get(node, kinds) & kinds or WHOLE
+    return found
+
+
+def _cache_placements(node: fx.Node, settled: Placement | None) -> Accepts:
+    shape = node.meta[VAL].shape
+    if settled is not None and settled.is_shard and settled.cut.size == shape[settled.dim]:
+        return frozenset([settled])
+    static = [f"S{d}" for d, n in enumerate(shape) if isinstance(n, int)] if settled is None else []
+    return frozenset(["I", "R", *static])
+
+
+def price_workload(program: Program, config: Config) -> None:
+    """Set the sizes that the planner prices: micro_batch_size and seq_length, where the graph has such symbols."""
+    sizes = program.sizes
+    if "batch" in sizes.symbols:
+        sizes.workload_of[sizes.symbols["batch"]] = config.micro_batch_size
+    if config.seq_length is not None:
+        for name, symbol in sizes.symbols.items():
+            if name == "seq" or name.startswith("target"):
+                sizes.workload_of[symbol] = config.seq_length
+
+
+def placement_of(node: fx.Node) -> Placement | None:
+    return node.meta.get(PLACEMENT)

@@ -1,0 +1,194 @@
+"""What things cost: bytes and seconds of collectives, transitions, ops, parameters. No torch import.
+
+Seconds are model numbers for choosing between plans, not predictions of a step time. All sizes are at the workload
+(plain element counts, never structural integers). `numel` is that of the whole value, `t` the ranks of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megafx.placements.types import ALL_REDUCE, LOCAL, Placement, payload, transition
+from megafx.planner.hardware import Hardware
+
+# Tie-breaks (seconds): small enough to decide only between plans of equal cost. Without them the all-reduce slides past
+# dropout and residual add: legal, equally fast, and not what anybody expects to read.
+TRANSITION_TIE_SECONDS = 1e-9
+PARTIAL_TIE_SECONDS = 2e-9
+
+# Gradient all-reduces of replicated parameters are coalesced into one call a step, so each pays a share of alpha. With
+# a whole alpha each, norm weights come out stored sharded and gathered.
+COALESCED_ALPHA = 0.05
+
+# Bytes over device memory per parameter and step, AdamW with fp32 state in a bf16 model: read and write two moments
+# (16) and the fp32 master (8), read the gradient (2) and write it (2), write the bf16 weight (2).
+OPTIMIZER_BYTES = 30
+
+# Forward, gradient of the input, gradient of the weight: a training step does each op's work about three times.
+TRAINING_PASSES = 3
+
+# Exchange rate of memory: a byte saved for backward is priced as one byte of memory traffic, about where recomputing an
+# elementwise op (which reads its input once more) costs as much as keeping its result.
+SAVED_TRAFFIC = 1.0
+
+DTYPE_OF_ITEMSIZE = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+MATMULS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "grouped_mm", "grouped_mlp"})
+ATTENTION = frozenset({"scaled_dot_product_attention", "attention", "attention_forward"})
+# ops that move nothing: views, reshapes counted as such, and ends of what one rank computes (owners.py)
+# fmt: off
+VIEWS = frozenset(
+    {
+        "view", "reshape", "_unsafe_view", "transpose", "permute", "t", "expand", "expand_as", "unsqueeze",
+        "squeeze", "flatten", "unflatten", "slice", "select", "narrow", "split", "split_with_sizes", "chunk",
+        "unbind", "alias", "detach", "getitem", "for_rank", "of_rank", "rank_only",
+    }
+)
+# fmt: on
+
+
+class Cost(NamedTuple):
+    """Time and bytes sent by one rank, forward and backward."""
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.forward_bytes + self.backward_bytes
+
+    @property
+    def cost_us(self) -> float:
+        return self.seconds * 1e6
+
+
+# -- communication
+
+
+def collective_bytes(collective: str, numel: int, itemsize: int, t: int) -> int:
+    """Bytes that one rank sends (ring), from `placements.payload`."""
+    return payload(collective, numel, t) * itemsize
+
+
+def collective_seconds(
+    collective: str, numel: int, itemsize: int, hardware: Hardware, t: int, *, alphas: float = 1.0
+) -> float:
+    """alpha + bytes / bandwidth; `alphas`: the share of a launch that it pays. Local or t = 1: nothing."""
+    if collective == LOCAL or t == 1:
+        return 0.0
+    sent = collective_bytes(collective, numel, itemsize, t)
+    return alphas * hardware.alpha_seconds + sent / hardware.link_bytes_per_second
+
+
+def transition_cost(
+    src: Placement,
+    dst: Placement,
+    numel: int,
+    itemsize: int,
+    hardware: Hardware,
+    t: int,
+    needs_grad: bool = True,
+    is_param: bool = False,
+) -> Cost:
+    """src -> dst of one value, by the transition table. is_param: its gradient all-reduce is coalesced with others."""
+    row = transition(src, dst)
+    backward = row.backward if needs_grad else LOCAL
+    coalesced = COALESCED_ALPHA if is_param and backward == ALL_REDUCE else 1.0
+    return Cost(
+        collective_seconds(row.forward, numel, itemsize, hardware, t),
+        collective_seconds(backward, numel, itemsize, hardware, t, alphas=coalesced),
+        collective_bytes(row.forward, numel, itemsize, t),
+        collective_bytes(backward, numel, itemsize, t),
+    )
+
+
+def transition_seconds(
+    src: Placement,
+    dst: Placement,
+    numel: int,
+    itemsize: int,
+    hardware: Hardware,
+    t: int,
+    needs_grad: bool = True,
+    is_param: bool = False,
+) -> float:
+    """What the planner minimises: forward plus backward, plus the tie-break against needless transitions."""
+    if src == dst:
+        return 0.0
+    cost = transition_cost(src, dst, numel, itemsize, hardware, t, needs_grad, is_param)
+    return cost.seconds + TRANSITION_TIE_SECONDS
+
+
+# -- computation
+
+
+def matmul_seconds(flops: float, dtype: str, hardware: Hardware) -> float:
+    return flops / hardware.flops(dtype)
+
+
+def memory_seconds(bytes_moved: float, hardware: Hardware) -> float:
+    return bytes_moved / hardware.memory_bytes_per_second
+
+
+def saved_activation_seconds(bytes_saved: float, hardware: Hardware) -> float:
+    """Price of keeping bytes for backward (no time passes: an exchange rate between memory and time)."""
+    return memory_seconds(SAVED_TRAFFIC * bytes_saved, hardware)
+
+
+def optimizer_seconds(numel: int, hardware: Hardware) -> float:
+    """Optimizer traffic of a parameter kept whole on every rank; 1/t of it where it is sharded."""
+    return memory_seconds(OPTIMIZER_BYTES * numel, hardware)
+
+
+def op_name(target: str) -> str:
+    """'aten.linear.default' -> 'linear'; '<built-in function getitem>' -> 'getitem'."""
+    parts = target.strip("<>").replace("built-in function ", "").split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def op_flops(target: str, out_numel: int, contraction: int) -> int:
+    """FLOPs of one forward pass. contraction: terms summed per output element (of a matmul), keys (of attention)."""
+    name = op_name(target)
+    if name in MATMULS:
+        return 2 * out_numel * contraction
+    return 4 * out_numel * contraction if name in ATTENTION else 0
+
+
+def op_bytes(target: str, out_bytes: int, operand_bytes: Sequence[int]) -> int:
+    """Bytes over device memory in one forward pass: each operand read and the result written once."""
+    name = op_name(target)
+    if name in VIEWS:
+        return 0
+    if name == "embedding":
+        return 2 * out_bytes  # only the rows looked up are read
+    return out_bytes + sum(operand_bytes)
+
+
+def op_seconds(
+    target: str,
+    *,
+    out_numel: int,
+    out_itemsize: int,
+    operand_bytes: Sequence[int],
+    contraction: int,
+    hardware: Hardware,
+    training: bool,
+) -> float:
+    """Time of the whole op on one rank, the slower of arithmetic and memory; training: with its backward and the price
+    of its saved result. An op that the plan shards costs 1/t of it."""
+    out_bytes = out_numel * out_itemsize
+    moved = op_bytes(target, out_bytes, operand_bytes)
+    dtype = DTYPE_OF_ITEMSIZE.get(out_itemsize, "float32")
+    arithmetic = matmul_seconds(op_flops(target, out_numel, contraction), dtype, hardware)
+    once = max(arithmetic, memory_seconds(moved, hardware))
+    if not training:
+        return once
+    saved = saved_activation_seconds(out_bytes, hardware) if moved else 0.0
+    return TRAINING_PASSES * once + saved

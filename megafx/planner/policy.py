@@ -1,0 +1,321 @@
+"""Policies: strategies that the planner may not use, each removed with a reason that the report shows.
+
+Costs alone find cheaper and stranger plans than Megatron's: hidden-sharded residuals,
+tensor parallelism turned into data parallelism, weights gathered at every use. The default policy takes those away, hard:
+
+    batch        the batch dim is not sharded on the tensor-parallel axis (that is data parallelism)
+    sequence     with sequence_parallel=False no dim of the sequence is sharded; with True, norms run on a sequence shard
+    normalised   a dim that a norm normalises over, followed through ops that keep it, stays whole on activations; but the
+                 result of a matmul may be gathered where its weight cannot be sharded otherwise
+    weights      matmul weights are sharded wherever a strategy can, and are never gathered
+    router       a weight whose result is ranked (topk, sort, argmax, the indices of max) along the weight's own dim is
+                 whole: every rank needs every score, and a gather a layer costs more than the few columns of a router save
+
+`planner_policy="free"` lifts them all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from megafx.ir.program import VAL, Program
+from megafx.placements.types import P, Placement
+from megafx.placements.views import dim_groups
+from megafx.rules.strategies import OpRule, Strategy
+
+BATCH = "the batch is not sharded on the tensor-parallel axis"
+SEQUENCE = "sequence_parallel=False: the sequence is not sharded"
+NORMALISED = "a norm normalises over this dim, so the activation keeps it whole"
+SHARD_WEIGHTS = "a matmul weight is sharded where it can be"
+ROUTER = "a router: its scores are ranked (topk, sort, argmax) over this dim, which every rank needs whole"
+SEQUENCE_WANTED = "sequence_parallel=True: norms, dropouts and residuals run on a shard of the sequence"
+
+RANKINGS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "topk.default",
+        "sort.default",
+        "sort.stable",
+        "argsort.default",
+        "argsort.stable",
+        "argmax.default",
+        "argmin.default",
+    )
+)
+EXTREMES = frozenset(("aten.max.dim", "aten.min.dim"))  # rank where they are asked for indices, not for values alone
+MATMULS = frozenset(
+    f"aten.{name}"
+    for name in ("linear.default", "mm.default", "matmul.default", "bmm.default", "addmm.default", "baddbmm.default")
+) | frozenset({"megafx.grouped_mm.default", "megafx.grouped_mlp.default"})
+VIEWS_OF_WEIGHTS = frozenset(
+    f"aten.{name}"
+    for name in [
+        "t.default",
+        "transpose.int",
+        "permute.default",
+        "numpy_T.default",
+        "to.dtype",
+        "view.default",
+        "reshape.default",
+        "slice.Tensor",
+        "select.int",
+        "unsqueeze.default",
+        "squeeze.dim",
+        "contiguous.default",
+        "clone.default",
+        "_to_copy.default",
+    ]
+)
+
+
+class DimClasses:
+    """Union-find over (node, dim) of activations: dims joined by a shared factor or by a view that keeps them."""
+
+    def __init__(self, rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Program) -> None:
+        self._parent: dict[tuple[fx.Node, int], tuple[fx.Node, int]] = {}
+        for node, rule in rules.items():
+            if rule.kind == "view":
+                self._join_view(node, rule, program)
+                continue
+            places: dict[str, list[tuple[fx.Node, int]]] = defaultdict(list)
+            sides = [(o.node, o.factors) for o in rule.operands] + [(node, rule.result)]
+            for owner, factors in sides:
+                if owner in weights:
+                    continue
+                for dim, factor in enumerate(factors):
+                    if isinstance(factor, str):
+                        places[factor].append((owner, dim))
+            for same in places.values():
+                for other in same[1:]:
+                    self._join(same[0], other)
+
+    def _join_view(self, node: fx.Node, rule: OpRule, program: Program) -> None:
+        source = rule.operands[0].node
+        before, after = program.sizes.shape(source.meta[VAL]), program.sizes.shape(node.meta[VAL])
+        for dims_in, dims_out in dim_groups(before, after):
+            kept_in = [d for d in dims_in if before[d] != 1]
+            kept_out = [d for d in dims_out if after[d] != 1]
+            if len(kept_in) == len(kept_out) == 1:
+                self._join((source, kept_in[0]), (node, kept_out[0]))
+
+    def find(self, place: tuple[fx.Node, int]) -> tuple[fx.Node, int]:
+        root = place
+        while self._parent.setdefault(root, root) != root:
+            root = self._parent[root]
+        while self._parent[place] != root:
+            self._parent[place], place = root, self._parent[place]
+        return root
+
+    def _join(self, a: tuple[fx.Node, int], b: tuple[fx.Node, int]) -> None:
+        self._parent[self.find(a)] = self.find(b)
+
+    def roots(self, places: Iterable[tuple[fx.Node, int]]) -> set[tuple[fx.Node, int]]:
+        return {self.find(p) for p in places}
+
+
+def weight_values(program: Program, active: set[fx.Node]) -> set[fx.Node]:
+    """Parameters and the views and casts of them: values whose gathering would gather a weight."""
+    weights = {n for n, spec in zip(program.placeholders(), program.inputs, strict=True) if spec.kind == "param"}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and str(node.target) in VIEWS_OF_WEIGHTS and node in active:
+            operands = [a for a in node.all_input_nodes if a in active]
+            if operands and all(a in weights for a in operands):
+                weights.add(node)
+    return weights
+
+
+def _normalised_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
+    """The (value, dim) that a norm normalises over: the dims of layer_norm, or of the mean inside a hand-written norm."""
+    name = str(node.target)
+    source = rule.operands[0] if rule.operands else None
+    if source is None:
+        return []
+    if "_norm" in name and rule.forbidden:
+        return [(source.node, d) for d, f in enumerate(source.factors) if f in rule.forbidden]
+    if name in ("aten.mean.dim", "aten.var.correction", "aten.var.dim"):
+        keepdim = (len(node.args) > 2 and node.args[2]) or node.kwargs.get("keepdim", False)
+        last = len(source.factors) - 1
+        if keepdim and source.factors[last] is not None and source.factors[last] not in rule.result:
+            return [(source.node, last)]
+    return []
+
+
+def _ranked_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
+    """The (value, dim) that topk, sort, argmax or the indices of a max rank."""
+    name = str(node.target)
+    indexed = name in EXTREMES and any(u.args[1:] == (1,) and u.users for u in node.users)  # of (values, indices)
+    if (name not in RANKINGS and not indexed) or not rule.operands:
+        return []
+    source = rule.operands[0]
+    return [(source.node, d) for d, f in enumerate(source.factors) if f in rule.forbidden]
+
+
+class Policy:
+    """Says for each strategy whether it may be used, and if not, why."""
+
+    def __init__(
+        self,
+        program: Program,
+        rules: dict[fx.Node, OpRule],
+        active: set[fx.Node],
+        *,
+        sequence_parallel: bool | str,
+        free: bool = False,
+    ) -> None:
+        self.program, self.free, self.sequence_parallel = program, free, sequence_parallel
+        self.weights = weight_values(program, active)
+        # weight -> reasons for which strategies that shard it were taken away, in order
+        self.kept_whole: dict[fx.Node, dict[str, None]] = defaultdict(dict)
+        self._axis_of: dict[Placement, str] = {}
+        classes = DimClasses(rules, self.weights, program)
+        self._classes = classes
+        self._normalised = classes.roots(p for n, r in rules.items() for p in _normalised_places(n, r))
+        self._ranked = classes.roots(p for n, r in rules.items() for p in _ranked_places(n, r))
+        batch, seq = [], []
+        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+            value = node.meta.get(VAL)
+            if spec.kind == "user" and isinstance(value, torch.Tensor) and value.ndim >= 1:
+                batch.append((node, 0))
+                if value.ndim == 2 and not value.dtype.is_floating_point:  # token ids, masks, labels: [batch, seq]
+                    seq.append((node, 1))
+        self._batch, self._seq = classes.roots(batch), classes.roots(seq)
+
+    def axis_of(self, node: fx.Node, placement: Placement) -> str:
+        """'batch', 'seq' or '': which axis of the data a shard of this value cuts."""
+        if not placement.is_shard:
+            return ""
+        if placement not in self._axis_of:
+            self._axis_of[placement] = self._symbolic_axis(placement)
+        if self._axis_of[placement]:
+            return self._axis_of[placement]
+        root = self._classes.find((node, placement.dim))
+        return "batch" if root in self._batch else "seq" if root in self._seq else ""
+
+    def _symbolic_axis(self, placement: Placement) -> str:
+        sizes = self.program.sizes
+        cut = [b.count for b in placement.cut.blocks] + [b.unit for b in placement.cut.blocks]
+        if all(sizes.is_static(n) for n in cut):
+            return ""
+        return "batch" if any(sizes.mentions(n, "batch") for n in cut) else "seq"
+
+    def reason(self, node: fx.Node, rule: OpRule, strategy: Strategy) -> str:
+        """Why this strategy may not be used, or ''."""
+        if self.free:
+            return ""
+        values = [(o.node, p) for o, p in zip(rule.operands, strategy.ins, strict=True)]
+        for value, placement in (*values, (node, strategy.out)):
+            if not placement.is_shard or value in self.weights:
+                continue
+            axis = self.axis_of(value, placement)
+            if axis == "batch":
+                return BATCH
+            if axis == "seq" and self.sequence_parallel is False:
+                return SEQUENCE
+            if self._classes.find((value, placement.dim)) in self._normalised:
+                return NORMALISED
+        return ""
+
+    def in_residual_stream(self, node: fx.Node) -> bool:
+        """Whether the value has a normalised dim: norms, dropouts and residual sums, not the parallel regions."""
+        value = node.meta[VAL]
+        dims = range(getattr(value, "ndim", 0))
+        return node not in self.weights and any(self._classes.find((node, d)) in self._normalised for d in dims)
+
+    def shards_sequence(self, node: fx.Node, strategy: Strategy) -> bool:
+        return self.axis_of(node, strategy.out) == "seq"
+
+    def filter(
+        self, node: fx.Node, rule: OpRule, strategies: list[Strategy], *, overridden: bool = False
+    ) -> tuple[list[Strategy], dict[str, int]]:
+        """The strategies left, and {reason: how many it took}.
+
+        overridden: an override chose these strategies, so it holds where the policies would leave none of them.
+        """
+        if self.free:
+            return strategies, {}
+        left: list[Strategy] = []
+        gone: dict[str, int] = defaultdict(int)
+        reasons = [self.reason(node, rule, s) for s in strategies]
+        yielding = overridden and all(reasons)
+        for strategy, reason in zip(strategies, reasons, strict=True):
+            if reason and not (yielding and reason != BATCH):
+                gone[reason] += 1
+                self._remember_whole(rule, strategy, reason)
+            else:
+                left.append(strategy)
+        if self.sequence_parallel is True:
+            left = self._prefer_sequence(node, rule, left, gone)
+        weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
+        if str(node.target) in MATMULS and weights and node not in self.weights and not overridden:
+            if any(self._is_router(node, rule, i) for i in weights):
+                return self._whole_weights(rule, left, weights, gone), {r: n for r, n in gone.items() if n}
+            sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]
+            left = prefer(left, sharded, SHARD_WEIGHTS, gone)
+            if not sharded and (back := _column_parallel(strategies, reasons, weights)):
+                left, gone[NORMALISED] = [*left, *back], gone[NORMALISED] - len(back)
+        return left, {reason: count for reason, count in gone.items() if count}
+
+    def _is_router(self, node: fx.Node, rule: OpRule, weight: int) -> bool:
+        """Whether the result is ranked along the dim that the weight gives it, which is none longer than what it sums over:
+        a vocabulary is."""
+        factors = rule.operands[weight].factors
+        own = {f: d for d, f in enumerate(rule.result) if isinstance(f, str) and f in factors}
+        summed = [rule.sizes[f] for f in factors if isinstance(f, str) and f not in own]
+        ranked = [f for f, d in own.items() if self._classes.find((node, d)) in self._ranked]
+        return bool(summed) and any(rule.sizes[f] <= max(summed) for f in ranked)
+
+    def _whole_weights(
+        self, rule: OpRule, left: list[Strategy], weights: list[int], gone: dict[str, int]
+    ) -> list[Strategy]:
+        kept = [s for s in left if not any(s.ins[i].is_shard for i in weights)]
+        for strategy in left if kept else ():
+            if strategy not in kept:
+                self._remember_whole(rule, strategy, ROUTER)
+        return prefer(left, kept, ROUTER, gone)
+
+    def _remember_whole(self, rule: OpRule, strategy: Strategy, reason: str) -> None:
+        for operand, placement in zip(rule.operands, strategy.ins, strict=True):
+            if placement.is_shard and operand.node in self.weights:
+                self.kept_whole[operand.node].setdefault(reason)
+
+    def _prefer_sequence(
+        self, node: fx.Node, rule: OpRule, left: list[Strategy], gone: dict[str, int]
+    ) -> list[Strategy]:
+        """Norms on a shard of the sequence; the rest of the residual stream there too, or still partial."""
+        on_shard = [s for s in left if self.shards_sequence(node, s)]
+        if _normalised_places(node, rule):
+            return prefer(left, on_shard, SEQUENCE_WANTED, gone)
+        if on_shard and self.in_residual_stream(node):
+            return prefer(left, [*on_shard, *(s for s in left if s.out == P)], SEQUENCE_WANTED, gone)
+        return left
+
+    def allows_conversion(self, node: fx.Node, src: Placement, dst: Placement) -> bool:
+        """Weights are neither gathered nor stored whole and used in slices."""
+        if self.free or node not in self.weights or src == dst:
+            return True
+        return not src.is_shard and not dst.is_shard
+
+
+def _column_parallel(strategies: list[Strategy], reasons: list[str], weights: list[int]) -> list[Strategy]:
+    """Strategies that shard a weight and the result, which a norm needs whole (a norm over all of q, a low-rank q): where a
+    matmul has no other that shards its weight, cost decides between these with a gather and the whole weight."""
+    return [
+        s
+        for s, reason in zip(strategies, reasons, strict=True)
+        if reason == NORMALISED
+        and s.out.is_shard
+        and any(s.ins[i].is_shard for i in weights)
+        and not any(p.is_shard for i, p in enumerate(s.ins) if i not in weights)
+    ]
+
+
+def prefer(left: list[Strategy], wanted: list[Strategy], reason: str, gone: dict[str, int]) -> list[Strategy]:
+    """The wanted strategies where there are any; counts the others as removed for `reason`."""
+    if not wanted or len(wanted) == len(left):
+        return left
+    gone[reason] += len(left) - len(wanted)
+    return wanted

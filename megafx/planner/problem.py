@@ -1,0 +1,364 @@
+"""The planning problem of one graph as variables and cost tables, and back from an assignment to a Plan.
+
+Variables: one per op (its strategy), one per parameter (its storage), and one per value with several uses: (the placement it
+is produced at, the set of further placements that are materialised), priced by the cheapest way to make each of them once.
+That last variable is what lets q, k and v share one gather. Source: Zheng et al. 2022 (Alpa) for the factor-graph view;
+bucket elimination solves it exactly (solver.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from megafx.ir.program import VAL, Program, fqn_of, is_floating
+from megafx.placements.types import I, P, Placement, S
+from megafx.planner.context import Accepts, accepts, way_out
+from megafx.planner.cost import ATTENTION, op_name, op_seconds, optimizer_seconds, transition_seconds
+from megafx.planner.hardware import Hardware
+from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
+from megafx.planner.policy import Policy
+from megafx.planner.solver import Solution, Table
+from megafx.rules.strategies import OpRule, Strategy
+
+MAX_EXTRA_PLACEMENTS = 2  # measured on 6 instances: the optimum with 2 equals that with 3 (planner experiment)
+
+
+@dataclass(frozen=True)
+class Use:
+    """Operand `index` of `consumer`."""
+
+    consumer: fx.Node
+    index: int
+
+
+@dataclass
+class Workload:
+    """What the planner prices: the step's size in elements, its training state and the machine."""
+
+    hardware: Hardware
+    t: int
+    training: bool
+
+
+@dataclass
+class Problem:
+    """domains: the strategies of each op and parameter. accepts: the placements that graph outputs may leave at."""
+
+    program: Program
+    rules: dict[fx.Node, OpRule]
+    domains: dict[fx.Node, list[Strategy]]
+    accepts: dict[fx.Node, Accepts]
+    policy: Policy
+    work: Workload
+    params: set[fx.Node] = field(default_factory=set)
+    uses: dict[fx.Node, list[Use]] = field(default_factory=dict)
+    values: dict[fx.Node, list[tuple[Placement, tuple[Placement, ...]]]] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)
+    removed: list[Removal] = field(default_factory=list)
+    _numel: dict[fx.Node, int] = field(default_factory=dict)
+    _memo: dict[Any, Any] = field(default_factory=dict)
+    _domain_ids: dict[tuple[Strategy, ...], int] = field(default_factory=dict)
+    _domain_id_of: dict[fx.Node, int] = field(default_factory=dict)
+
+    # -- what is priced
+
+    def numel(self, node: fx.Node) -> int:
+        """Elements of the value at the workload."""
+        if node not in self._numel:
+            shape = self.program.sizes.shape(node.meta[VAL])
+            self._numel[node] = math.prod(self.program.sizes.workload(n) for n in shape)
+        return self._numel[node]
+
+    def conversion_seconds(self, node: fx.Node, src: Placement, dst: Placement) -> float:
+        """Time of one transition of this value, forward and backward; inf where a policy forbids it."""
+        if src == dst:
+            return 0.0
+        if not self.policy.allows_conversion(node, src, dst):
+            return math.inf
+        value = node.meta[VAL]
+        grad = self.work.training and is_floating(node)
+        is_param = node in self.params
+        key = (self.numel(node), value.dtype.itemsize, src.kind, dst.kind, grad, is_param)
+        if key not in self._memo:
+            self._memo[key] = transition_seconds(
+                src,
+                dst,
+                numel=self.numel(node),
+                itemsize=value.dtype.itemsize,
+                hardware=self.work.hardware,
+                t=self.work.t,
+                needs_grad=grad,
+                is_param=is_param,
+            )
+        return self._memo[key]
+
+    def tree(
+        self, node: fx.Node, src: Placement, wanted: tuple[Placement, ...]
+    ) -> tuple[float, tuple[Conversion, ...]]:
+        """The cheapest order of conversions that makes every placement of `wanted` from `src`, each once."""
+        best: tuple[float, tuple[Conversion, ...]] = (math.inf, ())
+        for order in itertools.permutations(wanted):
+            have, cost, moves = [src], 0.0, []
+            for dst in order:
+                prices = [self.conversion_seconds(node, h, dst) for h in have]
+                cheapest = min(range(len(have)), key=prices.__getitem__)
+                cost += prices[cheapest]
+                moves.append(Conversion(have[cheapest], dst))
+                have.append(dst)
+            if cost < best[0] - 1e-15 or not best[1]:
+                best = (cost, tuple(moves))
+        return best if wanted else (0.0, ())
+
+    # -- variables and tables
+
+    def build(self) -> None:
+        """Fill params, uses, values and tables from the domains."""
+        inputs = zip(self.program.placeholders(), self.program.inputs, strict=True)
+        self.params = {n for n, spec in inputs if spec.kind == "param"}
+        uses: dict[fx.Node, list[Use]] = defaultdict(list)
+        for node, rule in self.rules.items():
+            for index, operand in enumerate(rule.operands):
+                if operand.active:
+                    uses[operand.node].append(Use(node, index))
+        self.uses = dict(uses)
+        for node in self.domains:
+            self._add((("op", node),), self._unary(node))
+            self._add_uses(node)
+            if node.target is operator.getitem:
+                self._add_element(node)
+
+    def _domain_id(self, node: fx.Node) -> int:
+        if node not in self._domain_id_of:
+            key = tuple(self.domains[node])
+            self._domain_id_of[node] = self._domain_ids.setdefault(key, len(self._domain_ids))
+        return self._domain_id_of[node]
+
+    def _add(self, scope: tuple[Any, ...], cost: np.ndarray) -> None:
+        self.tables.append(Table(scope, cost))
+
+    def _cached(self, key: Any, make: Any) -> np.ndarray:
+        """Repeated layers share one array, which the solver recognises by identity."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def _unary(self, node: fx.Node) -> np.ndarray:
+        if node.op == "placeholder":
+            key: Any = ("input", self._domain_id(node), self.numel(node), node in self.params)
+            return self._cached(key, lambda: self._storage_costs(node))
+        rule = self.rules[node]
+        operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
+        value = node.meta[VAL]
+        size = self.numel(node) if hasattr(value, "shape") else 0
+        key = ("op", str(node.target), self._domain_id(node), operands, size, self._contraction(rule))
+        return self._cached(key, lambda: self._op_costs(node, rule))
+
+    def _storage_costs(self, node: fx.Node) -> np.ndarray:
+        if node not in self.params or not self.work.training:
+            return np.zeros(len(self.domains[node]))
+        return np.array(
+            [
+                optimizer_seconds(self.numel(node), self.work.hardware) / (self.work.t if s.out.is_shard else 1)
+                for s in self.domains[node]
+            ]
+        )
+
+    def _contraction(self, rule: OpRule) -> int:
+        """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
+        if op_name(str(rule.node.target)) in ATTENTION:
+            return self.program.sizes.workload(self.program.sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
+        if op_name(str(rule.node.target)) == "grouped_mlp":
+            return joined_terms(rule.node)
+        inside = {f for f in rule.result if f}
+        multiplied = [o for o in rule.operands if o.role == "x"]
+        sizes: dict[str, int] = {}
+        for operand in multiplied:
+            for dim, factor in enumerate(operand.factors):
+                if factor and factor not in inside and sum(factor in o.factors for o in multiplied) > 1:
+                    sizes[factor] = self.program.sizes.workload(
+                        self.program.sizes.of(operand.node.meta[VAL].shape[dim])
+                    )
+        return math.prod(sizes.values())
+
+    def _op_costs(self, node: fx.Node, rule: OpRule) -> np.ndarray:
+        value = node.meta[VAL]
+        if not hasattr(value, "shape"):
+            return np.zeros(len(self.domains[node]))
+        operand_bytes = [self.numel(o.node) * o.node.meta[VAL].dtype.itemsize for o in rule.operands]
+        seconds = op_seconds(
+            str(node.target),
+            out_numel=self.numel(node),
+            out_itemsize=value.dtype.itemsize,
+            operand_bytes=operand_bytes,
+            contraction=self._contraction(rule),
+            hardware=self.work.hardware,
+            training=self.work.training,
+        )
+        return np.array(
+            [seconds / (self.work.t if s.factor else 1) + (2e-9 if s.out == P else 0.0) for s in self.domains[node]]
+        )
+
+    def _add_uses(self, node: fx.Node) -> None:
+        uses, leaves = self.uses.get(node, []), self.accepts.get(node)
+        if not uses and leaves is None:
+            return
+        produced = [s.out for s in self.domains[node]]
+        if not uses:
+            self._add((("op", node),), np.array([self._leaving_seconds(node, p, ()) for p in produced]))
+        elif len(uses) == 1 and leaves is None:
+            self._add_edge(node, uses[0])
+        else:
+            self._add_value(node, uses, leaves)
+
+    def _add_element(self, node: fx.Node) -> None:
+        """An element is where the op that made it is: a tuple has no transitions."""
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source in self.domains:
+            same = [[0.0 if a.out == b.out else math.inf for b in self.domains[node]] for a in self.domains[source]]
+            key = ("element", self._domain_id(source), self._domain_id(node))
+            self._add((("op", source), ("op", node)), self._cached(key, lambda: np.array(same)))
+
+    def _leaving_seconds(self, node: fx.Node, src: Placement, others: tuple[Placement, ...]) -> float:
+        """Price of leaving the graph: nothing where the output may stay as one of these is, else the way to what it may be."""
+        wanted = self.accepts[node]
+        if any(accepts(wanted, p) for p in (src, *others)):
+            return 0.0
+        return min(self.conversion_seconds(node, p, way_out(wanted)) for p in (src, *others))
+
+    def _add_edge(self, node: fx.Node, use: Use) -> None:
+        key = (
+            "edge",
+            self._domain_id(node),
+            self._domain_id(use.consumer),
+            use.index,
+            self.numel(node),
+            node.meta[VAL].dtype,
+            node in self.policy.weights,
+            node in self.params,
+        )
+
+        def costs() -> np.ndarray:
+            wanted = [s.ins[use.index] for s in self.domains[use.consumer]]
+            return np.array([[self.conversion_seconds(node, s.out, w) for w in wanted] for s in self.domains[node]])
+
+        self._add((("op", node), ("op", use.consumer)), self._cached(key, costs))
+
+    def _add_value(self, node: fx.Node, uses: list[Use], wanted: Accepts | None) -> None:
+        consumers: dict[fx.Node, list[int]] = defaultdict(list)
+        for use in uses:
+            consumers[use.consumer].append(use.index)
+        own = self._domain_id(node)
+        users = tuple((self._domain_id(c), tuple(i)) for c, i in consumers.items())
+        size = (self.numel(node), node.meta[VAL].dtype, node in self.policy.weights, node in self.params)
+        key = ("value", own, tuple(sorted(set(users))), min(len(uses), 3), size, wanted)
+        domain, prices = self._cached((*key, "domain"), lambda: self._value_domain(node, uses, wanted))
+        self.values[node] = domain
+        variable = ("val", node)
+        self._add((variable,), prices)
+        self._add((("op", node), variable), self._cached((*key, "made"), lambda: self._made_at(node, domain)))
+        for consumer, indices in consumers.items():
+            made = (*key, "used", self._domain_id(consumer), tuple(indices))
+            table = self._cached(made, lambda c=consumer, i=indices: self._served(c, i, domain))
+            self._add((variable, ("op", consumer)), table)
+
+    def _value_domain(
+        self, node: fx.Node, uses: list[Use], leaves: Accepts | None
+    ) -> tuple[list[tuple[Placement, tuple[Placement, ...]]], np.ndarray]:
+        produced = _distinct(s.out for s in self.domains[node])
+        asked = _distinct(s.ins[u.index] for u in uses for s in self.domains[u.consumer])
+        if leaves is not None and way_out(leaves) not in asked:
+            asked.append(way_out(leaves))
+        domain, prices = [], []
+        for src in produced:
+            others = [p for p in asked if p != src]
+            for extra in range(min(MAX_EXTRA_PLACEMENTS, len(others)) + 1):
+                for wanted in itertools.combinations(others, extra):
+                    price = self.tree(node, src, wanted)[0]
+                    if leaves is not None:
+                        price += self._leaving_seconds(node, src, wanted)
+                    if math.isfinite(price):
+                        domain.append((src, wanted))
+                        prices.append(price)
+        return domain, np.array(prices)
+
+    def _made_at(self, node: fx.Node, domain: list[Any]) -> np.ndarray:
+        return np.array([[0.0 if s.out == src else math.inf for src, _ in domain] for s in self.domains[node]])
+
+    def _served(self, consumer: fx.Node, indices: list[int], domain: list[Any]) -> np.ndarray:
+        wanted = [[s.ins[i] for i in indices] for s in self.domains[consumer]]
+        return np.array(
+            [[0.0 if all(w == src or w in extra for w in ws) else math.inf for ws in wanted] for src, extra in domain]
+        )
+
+    @property
+    def sizes_of_domains(self) -> dict[Any, int]:
+        """Variable -> number of choices, as the solver wants them."""
+        ops = {("op", n): len(d) for n, d in self.domains.items()}
+        return ops | {("val", n): len(d) for n, d in self.values.items()}
+
+    # -- back to a plan
+
+    def plan_of(self, assignment: dict[Any, int]) -> Plan:
+        """The Plan that an assignment of all op variables means (value variables are used where assigned)."""
+        plan = Plan(t=self.work.t)
+        chosen = {n: d[assignment["op", n]] for n, d in self.domains.items()}
+        for node, strategy in chosen.items():
+            if node.op == "call_function":
+                plan.ops[node.name] = OpChoice(strategy.ins, strategy.out, strategy.factor, fqn_of(node), strategy.note)
+            moves = self._moves(node, chosen, assignment)
+            if moves:
+                plan.conversions[node.name] = moves
+        for node, spec in zip(self.program.placeholders(), self.program.inputs, strict=True):
+            if spec.kind == "param":
+                plan.params[spec.name] = chosen[node].out if node in chosen else I
+        return plan
+
+    def _moves(
+        self, node: fx.Node, chosen: dict[fx.Node, Strategy], assignment: dict[Any, int]
+    ) -> tuple[Conversion, ...]:
+        src = chosen[node].out
+        wanted = _distinct(chosen[u.consumer].ins[u.index] for u in self.uses.get(node, []))
+        wanted = [p for p in wanted if p != src]
+        if node in self.values and ("val", node) in assignment:
+            wanted = list(self.values[node][assignment["val", node]][1])
+        leaves = self.accepts.get(node)
+        if leaves is not None and not any(accepts(leaves, p) for p in (src, *wanted)):
+            wanted.append(way_out(leaves))
+        return self.tree(node, src, tuple(wanted))[1]
+
+
+def _distinct(items: Any) -> list[Any]:
+    return list(dict.fromkeys(items))
+
+
+def storage(placements: list[Placement]) -> list[Strategy]:
+    """A parameter's domain: the placements that it may be stored at."""
+    return [Strategy((), p, "", "") for p in placements]
+
+
+def shard_candidates(cuts: Any) -> list[Placement]:
+    """(dim, Layout) pairs -> S placements in a fixed order."""
+    return [S(dim, layout) for dim, layout in sorted(cuts, key=lambda c: (c[0], c[1].flat()))]
+
+
+def removals(node: fx.Node, gone: dict[str, int]) -> list[Removal]:
+    return [Removal(node.name, fqn_of(node), count, reason) for reason, count in gone.items()]
+
+
+def assignment_of(solution: Solution) -> dict[Any, int]:
+    return solution.assignment
+
+
+def joined_terms(node: Any) -> int:
+    """Terms summed for each element of a grouped_mlp's result: the last product's, and its share of the first ones'."""
+    _, _, _, ups, down, *_ = node.args
+    _, ffn, out = down.meta[VAL].shape
+    return int(ffn + sum(up.meta[VAL].shape[1] * up.meta[VAL].shape[2] for up in ups) // out)

@@ -1,0 +1,280 @@
+"""What a pattern's `make` computes, put in the place of a match.
+
+`make` is traced on the fake tensors of a match. Matches alike (shapes, dtypes, numbers) share one trace, the Template; only
+the dropouts' numbers and layouts are each match's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megafx.ir import nodes as draws
+from megafx.ir.dump import dtype_text
+from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
+from megafx.ir.sizes import SizeEmitter
+from megafx.rewrite.match import Match
+from megafx.rewrite.pattern import Drop, PatternError, parameters
+from megafx.rewrite.trace import plain_modes
+
+aten = torch.ops.aten
+Respell = Callable[[Program, list[fx.Node]], None]
+Refuse = Callable[[list[fx.Node], list[tuple[fx.Node, fx.Node]]], str]  # (new ops, (new, replaced) of each result)
+
+
+class Template(NamedTuple):
+    """make as a graph. seeds: placeholder -> number of the drop; refusal: why its results do not fit, or ''."""
+
+    graph: fx.Graph
+    operands: dict[fx.Node, str]
+    seeds: dict[fx.Node, int]
+    results: tuple[Any, ...]
+    refusal: str
+
+
+class Replacer:
+    """Replaces matches in one program. refuse: why new ops may not stand for what they replace, or ''."""
+
+    def __init__(self, program: Program, by: str, respell: Respell, refuse: Refuse | None = None) -> None:
+        self.program, self.by, self.respell, self.refuse = program, by, respell, refuse
+        self.sizes = SizeEmitter(program.graph, program.sizes)
+        self.templates: dict[Any, Template] = {}
+
+    def replace(self, match: Match) -> list[fx.Node] | str:
+        """The new nodes in the graph, or why the match cannot be replaced."""
+        template = self._template(match)
+        if template.refusal:
+            return template.refusal
+        where = self._place(match)
+        if where is None:
+            return "its results are used before all of its operands are there"
+        made = self._instantiate(match, template, where)
+        new = [made[n] for n in template.graph.nodes if n.op == "call_function" and not _is_size(n)]
+        if self.refuse is not None:
+            pairs = zip((made[n] for n in template.results), match.roots, strict=True)
+            reason = self.refuse(new, list(pairs))
+            if reason:
+                for node in reversed(new):
+                    self.program.graph.erase_node(node)
+                return reason
+        self._finish(match, template, made)
+        return [n for n in new if not n._erased]
+
+    # -- templates
+
+    def _template(self, match: Match) -> Template:
+        operands = tuple((n, self._type(match.operands[n])) for n in match.operands)
+        drops = tuple((d.p, d.seed is None) for d in match.drops)
+        letters = tuple(sorted(match.letters.items()))
+        roots = tuple(self._type(r) for r in match.roots)
+        key = (id(match.trace), operands, drops, tuple(sorted(match.numbers.items())), letters, roots)
+        if key not in self.templates:
+            self.templates[key] = self._make(match)
+        return self.templates[key]
+
+    def _type(self, node: fx.Node) -> Any:
+        value = node.meta[VAL]
+        if not isinstance(value, torch.Tensor):
+            return None
+        of = self.program.sizes.of
+        return (tuple(map(of, value.shape)), tuple(map(of, value.stride())), value.dtype, value.device)
+
+    def _make(self, match: Match) -> Template:
+        """Trace make on the match's values."""
+        pattern = match.pattern
+        names = list(match.operands)
+        given = [k for k, d in enumerate(match.drops) if d.seed is not None]
+        takes = parameters(pattern.make)
+        mode = self.program.fake_mode
+        with mode:
+            values = [match.operands[n].meta[VAL].detach() for n in names]
+            seeds = [torch.empty((), dtype=torch.int64, device=match.drops[k].seed.meta[VAL].device) for k in given]
+
+        def call(*tensors: torch.Tensor) -> Any:
+            tensor_of = dict(zip(names, tensors, strict=False))
+            seed_of = dict(zip(given, tensors[len(names) :], strict=True))
+            drops = tuple(Drop(seed_of.get(k), d.p, k) for k, d in enumerate(match.drops))
+            special = {"drop": drops[0] if drops else Drop(), "drops": drops}
+            return pattern.make(
+                **{n: tensor_of[n] if n in tensor_of else special[n] if n in special else match[n] for n in takes}
+            )
+
+        try:
+            with plain_modes(), torch.no_grad():
+                gm = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*values, *seeds)
+        except Exception as error:
+            text = str(error).strip().split("\n")[0]
+            raise PatternError(
+                f"{match.trace}: make cannot be traced: {type(error).__name__}: {text}",
+                module=fqn_of(match.roots[0]),
+                source=source_of(match.roots[0]),
+                fix="make gets tensors of these shapes: "
+                + ", ".join(f"{n} {dtype_text(v.dtype)}{list(v.shape)}" for n, v in zip(names, values, strict=True)),
+            ) from error
+        placeholders = list(gm.graph.find_nodes(op="placeholder"))
+        returned: Any = gm.graph.output_node().args[0]
+        results = tuple(returned) if isinstance(returned, (list, tuple)) else (returned,)
+        gm.graph.eliminate_dead_code()
+        operands = dict(zip(placeholders, names, strict=False))
+        seed_nodes = dict(zip(placeholders[len(names) :], given, strict=True))
+        self._check(match, gm.graph)
+        return Template(gm.graph, operands, seed_nodes, results, self._misfit(match, results))
+
+    def _check(self, match: Match, graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="get_attr"):
+            raise PatternError(
+                f"{match.trace}: make brings a tensor of its own (%{node.name})", fix="make it of operands"
+            )
+        for node in graph.nodes:
+            target = node.target
+            if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+                continue
+            if target._schema.is_mutable:
+                raise PatternError(f"{match.trace}: make writes in place ({target})", fix="use the functional operator")
+            if torch.Tag.nondeterministic_seeded in target.tags and not draws.positions(target) and not _is_off(node):
+                raise PatternError(
+                    f"{match.trace}: make draws random numbers by {target}",
+                    fix="pass *drop.args to an op that takes them",
+                )
+
+    def _misfit(self, match: Match, results: tuple[Any, ...]) -> str:
+        if len(results) != len(match.roots):
+            raise PatternError(f"{match.trace}: match has {len(match.roots)} results, make {len(results)}")
+        for node, root in zip(results, match.roots, strict=True):
+            made = node.meta[VAL] if isinstance(node, fx.Node) else node
+            have = root.meta[VAL]
+            if not isinstance(made, torch.Tensor):
+                raise PatternError(f"{match.trace}: make returns {made!r}, which is no tensor")
+            sizes = self.program.sizes
+            if made.dtype != have.dtype or sizes.shape(made) != sizes.shape(have):
+                return (
+                    f"it would make {dtype_text(made.dtype)}{list(made.shape)} of "
+                    f"{dtype_text(have.dtype)}{list(have.shape)}"
+                )
+        return ""
+
+    # -- into the graph
+
+    def _place(self, match: Match) -> fx.Node | None:
+        """The node in front of which the new ones go: after every operand, before every user of a result."""
+        roots, inside = match.roots, set(match.matched)
+        if len(roots) == 1:
+            return roots[0]
+        needs = [*match.operands.values()]
+        for drop in match.drops:
+            needs += [n for n in (drop.seed, *drop.layout) if isinstance(n, fx.Node)]
+        last = max(needs, default=roots[0])
+        first = min((u for r in roots for u in r.users if u not in inside), default=None)
+        if first is None or max(roots) < first:
+            return max(roots)
+        return first if last < first else self._make_room(match, needs, last)
+
+    def _make_room(self, match: Match, needs: list[fx.Node], last: fx.Node) -> fx.Node | None:
+        """Move what depends on the results behind the last operand; None where an operand itself depends on them."""
+        matched = set(match.matched)
+        dependent: dict[fx.Node, None] = {}
+        node = min(matched)
+        while node is not last.next:
+            if node not in matched and any(a in matched or a in dependent for a in node.all_input_nodes):
+                dependent[node] = None
+            node = node.next
+        if any(n in dependent for n in needs):
+            return None
+        behind = last
+        for moved in dependent:
+            behind.append(moved)
+            behind = moved
+        return next(iter(dependent))
+
+    def _instantiate(self, match: Match, template: Template, where: fx.Node) -> dict[fx.Node, Any]:
+        made: dict[fx.Node, Any] = {n: match.operands[name] for n, name in template.operands.items()}
+        drops = match.drops
+        made |= {n: drops[k].seed for n, k in template.seeds.items()}
+        free = list(match.matched)
+        for node in template.graph.nodes:
+            if node.op != "call_function":
+                continue
+            value = node.meta[VAL]
+            if _is_size(node):
+                made[node] = self.sizes(self.program.sizes.of(value))
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: made[n])
+            with self.program.graph.inserting_before(where):
+                new = self.program.graph.call_function(node.target, args, kwargs)
+            origin = _origin(new, free) or match.roots[0]
+            if origin in free:
+                free.remove(origin)
+            inherit(new, origin, self.by)
+            if draws.draws(new):
+                self._number(node, new, template, drops)
+            new.meta[VAL] = self._like(value)
+            made[node] = new
+        return made
+
+    def _like(self, value: Any) -> Any:
+        """The value of a template's node once more: matches of one template have the same types."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._like, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        with self.program.fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    def _number(self, node: fx.Node, new: fx.Node, template: Template, drops: tuple[Drop, ...]) -> None:
+        """Give an op that draws the number and the layout of the dropout that it replaces."""
+        seed = draws.drawn(node)["seed"]
+        if seed is not None:
+            drop = drops[template.seeds[seed]]
+            layout = list(drop.layout)
+            draws.redraw(new, op_id=drop.op_id, shard_dim=drop.shard_dim, layout=layout, axis=drop.axis)
+
+    def _finish(self, match: Match, template: Template, made: dict[fx.Node, Any]) -> None:
+        """Users read the new results; what nobody reads any more leaves the graph."""
+        program = self.program
+        for node, root in zip(template.results, match.roots, strict=True):
+            new = made[node]
+            if new not in match.operands.values():
+                inherit(new, root, self.by)
+                if PLACEMENT in root.meta:
+                    new.meta[PLACEMENT] = root.meta[PLACEMENT]
+            root.replace_all_uses_with(new)
+        first = match.roots[0]
+        place = (fqn_of(first), source_of(first))
+        program.fusions.append(Fusion(match.pattern.name, *place, self.by, match.elements))
+        matched = set(match.matched)
+        for node in sorted(matched, reverse=True):
+            if not node.users:
+                program.graph.erase_node(node)
+        nodes = (n for n in template.graph.nodes if n.op == "call_function" and not _is_size(n))
+        odd = [made[n] for n in nodes if not _canonical(n.target)]
+        if odd:
+            self.respell(program, odd)
+
+
+def _is_off(node: fx.Node) -> bool:
+    """Whether the op's dropout is off. Tracing leaves out arguments that are at their defaults."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {a.name: a.default_value for a in schema}
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
+    return (defaults | given).get("dropout_p") == 0
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta[VAL], (torch.SymInt, int))
+
+
+def _origin(new: fx.Node, free: list[fx.Node]) -> fx.Node | None:
+    """The replaced node that a new one stands for: the same op, on the same operand if there is one."""
+    alike = [n for n in free if n.target == new.target]
+    operands = set(new.all_input_nodes)
+    return next((n for n in alike if operands & set(n.all_input_nodes)), alike[0] if alike else None)
+
+
+def _canonical(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return target is aten.linear.default or target.namespace != "aten"

@@ -1,0 +1,383 @@
+"""A pattern's `match` as a small canonical graph: traced once a process for each variant, dtypes and number of leading dims.
+
+Letters of sizes are distinct primes while tracing, so that a size in the trace (3 * 1009) tells which product of letters it
+is; declared numbers are distinct markers. `Trace.calls` has every node's arguments by schema name, with sizes and numbers
+recognised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_structure
+
+from megafx.ir import nodes as draws
+from megafx.ir.program import VAL, Input, Output, Program
+from megafx.ir.sizes import Sizes
+from megafx.rewrite.pattern import Drop, Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
+
+# -- rewrite arguments
+#
+# The arguments of a node by schema name, in the form in which pattern and graph are compared.
+
+aten = torch.ops.aten
+
+# Ops whose first two operands may be exchanged (`add` where alpha is 1).
+COMMUTES = frozenset(
+    {
+        aten.add.Tensor,
+        aten.mul.Tensor,
+        aten.maximum.default,
+        aten.minimum.default,
+        aten.eq.Tensor,
+        aten.ne.Tensor,
+        aten.bitwise_and.Tensor,
+        aten.bitwise_or.Tensor,
+        aten.logical_and.default,
+        aten.logical_or.default,
+    }
+)
+# Arguments of ATen ops that do not say what is computed.
+_IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "copy"})
+_DIMS = frozenset({"dim", "dims", "dim0", "dim1"})
+
+
+def arguments_of(node: fx.Node) -> list[tuple[str, Any]]:
+    """(schema name, value) of what says what the node computes: defaults filled in, dims counted from the front, numbers
+    of where and how a tensor lies left out, as are the six arguments of ops that draw."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return [(str(i), a) for i, a in enumerate(node.args)] + sorted(node.kwargs.items())
+    ignored = _IGNORED if target.namespace == "aten" else draws.NAMES if draws.positions(target) else ()
+    found = []
+    for i, argument in enumerate(target._schema.arguments):
+        name = argument.name
+        if name in ignored:
+            continue
+        if i < len(node.args):
+            value = node.args[i]
+        elif name in node.kwargs:
+            value = node.kwargs[name]
+        else:
+            value = argument.default_value if argument.has_default_value() else None
+        found.append((name, _from_front(node, value) if name in _DIMS else value))
+    return found
+
+
+def _from_front(node: fx.Node, dim: Any) -> Any:
+    first = node.args[0] if node.args else None
+    like = first if isinstance(first, fx.Node) else node
+    value = like.meta.get(VAL)
+    rank = value.dim() if isinstance(value, torch.Tensor) else 0
+    if isinstance(dim, int) and not isinstance(dim, bool):
+        return dim + rank if dim < 0 else dim
+    return [_from_front(node, d) for d in dim] if isinstance(dim, (list, tuple)) else dim
+
+
+Canonicalize = Callable[[Program], int]
+
+# Letters while tracing. Larger than any number in a model's code; small enough that six of them multiply within 2**63.
+PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
+
+
+class Size(NamedTuple):
+    """A size in a pattern: coefficient times letters."""
+
+    coefficient: int
+    letters: tuple[str, ...]
+
+
+class Number(NamedTuple):
+    """A number that is captured."""
+
+    name: str
+
+
+class Call(NamedTuple):
+    """A node of a trace. arguments: (schema name, value), without what is not compared."""
+
+    target: Any
+    arguments: tuple[tuple[str, Any], ...]
+    commutes: bool
+    draws: bool
+
+
+@dataclass
+class Trace:
+    """match of one variant as a graph. inputs: node -> name of a parameter; seeds are no inputs but parts of drops.
+
+    search: the roots, those made of most nodes first.
+    drops: its nodes that draw. markers: what the declared numbers were while tracing.
+    """
+
+    pattern: type[Pattern]
+    variant: Variant
+    dtypes: dict[str, torch.dtype]
+    lead: int
+    specs: dict[str, TensorSpec]
+    graph: fx.Graph
+    inputs: dict[fx.Node, str]
+    roots: tuple[fx.Node, ...]
+    search: tuple[fx.Node, ...]
+    calls: dict[fx.Node, Call]
+    drops: tuple[fx.Node, ...]
+    markers: dict[str, float]
+    targets: Counter[Any] = field(default_factory=Counter)
+
+    @property
+    def size(self) -> int:
+        return len(self.calls)
+
+    @property
+    def anchor(self) -> fx.Node:
+        """The root that matching starts from."""
+        return self.search[0]
+
+    def __str__(self) -> str:
+        details = [str(self.variant)] if str(self.variant) else []
+        return f"{self.pattern.name}({', '.join(details)})"
+
+    def key(self) -> Any:
+        """Equal for traces that match the same graphs."""
+        numbers = {n: i for i, n in enumerate(self.graph.nodes)}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return ("node", numbers[value])
+            if isinstance(value, (list, tuple)) and not isinstance(value, (Size, Number)):
+                return tuple(map(plain, value))
+            return (type(value).__name__, value)
+
+        calls = tuple((c.target, tuple((k, plain(v)) for k, v in c.arguments)) for c in self.calls.values())
+        inputs = tuple((numbers[n], name, str(self.specs.get(name))) for n, name in self.inputs.items())
+        roots, dtypes = tuple(numbers[r] for r in self.roots), tuple(sorted(self.dtypes.items(), key=str))
+        return (calls, inputs, roots, dtypes, self.lead if any(s.dots for s in self.specs.values()) else 0)
+
+
+_cache: dict[Any, Trace | None] = {}
+
+
+def trace_of(
+    pattern: type[Pattern],
+    variant: Variant,
+    dtypes: Mapping[str, torch.dtype],
+    lead: int,
+    canonicalize: Canonicalize,
+) -> Trace | None:
+    """The trace, made at the first call; None where match cannot compute with these dtypes mixed."""
+    key = (pattern, variant, tuple(sorted(dtypes.items())), lead)
+    if key not in _cache:
+        try:
+            _cache[key] = _Tracing(pattern, variant, dict(dtypes), lead).run(canonicalize)
+        except PatternError:
+            raise
+        except Exception as error:
+            if len(set(dtypes.values())) < 2:
+                raise _untraceable(pattern, variant, "match", error) from error
+            _cache[key] = None
+    return _cache[key]
+
+
+def _untraceable(pattern: type[Pattern], variant: Variant, part: str, error: Exception) -> PatternError:
+    which = f" ({variant})" if str(variant) else ""
+    text = str(error).strip().split("\n")[0]
+    return PatternError(
+        f"pattern '{pattern.name}'{which}: {part} cannot be traced: {type(error).__name__}: {text}",
+        fix="run it on tensors of the declared shapes; what depends on data, or on sizes by branching, cannot be a pattern",
+    )
+
+
+@contextlib.contextmanager
+def plain_modes() -> Iterator[None]:
+    """No autocast or inference mode of the caller's gets into a trace."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+_mode: list[FakeTensorMode] = []
+
+
+def _fake_mode() -> FakeTensorMode:
+    if not _mode:
+        _mode.append(FakeTensorMode(allow_non_fake_inputs=True))
+    return _mode[0]
+
+
+class _Tracing:
+    """One trace in the making."""
+
+    def __init__(self, pattern: type[Pattern], variant: Variant, dtypes: dict[str, torch.dtype], lead: int) -> None:
+        self.pattern, self.variant, self.dtypes, self.lead = pattern, variant, dtypes, lead
+        self.chosen = dict(variant.values)
+        self.specs = specs_of(pattern, self.chosen)
+        self.prime_of: dict[str, int] = {}
+        self.marker_of: dict[str, float] = {}
+
+    def run(self, canonicalize: Canonicalize) -> Trace:
+        mode = _fake_mode()
+        names = [n for n in self.specs if n not in self.variant.absent]
+        with mode:
+            values = {n: torch.empty(self._shape(self.specs[n]), dtype=self._dtype(self.specs[n])) for n in names}
+            seed = torch.empty((), dtype=torch.int64)
+        takes = parameters(self.pattern.match)
+        inputs = [Input("param" if self.specs[n].param else "user", n) for n in names]
+        numbers = {n: self._marker(n, kind) for n, kind in self.pattern.scalars.items() if n in takes}
+        extra = {n: v for n, v in self.chosen.items() if n in takes}
+
+        def call(*tensors: torch.Tensor) -> Any:
+            given: dict[str, Any] = dict.fromkeys(takes)
+            given |= dict(zip(names, tensors, strict=False)) | numbers | extra
+            if "drop" in takes:
+                given["drop"] = Drop(tensors[len(names)], 0.5, 0)
+            return self.pattern.match(**given)
+
+        arguments = list(values.values())
+        if "drop" in takes:
+            arguments.append(seed)
+            inputs.append(Input("seed", "drop"))
+        with plain_modes():
+            gm = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*arguments)
+        output = gm.graph.output_node()
+        several = isinstance(output.args[0], (list, tuple))
+        output.args = (tuple(output.args[0]) if several else (output.args[0],),)  # type: ignore[arg-type]
+        results: Any = output.args[0]
+        if not results or any(not isinstance(r, fx.Node) for r in results):
+            raise PatternError(f"pattern '{self.pattern.name}': match returns something that is no tensor")
+        outputs = [Output("user", str(i)) for i in range(len(results))]
+        program = Program(gm, inputs, outputs, Sizes(), mode, tree_structure(tuple(range(len(results)))))
+        canonicalize(program)
+        return self._finish(program)
+
+    def _shape(self, spec: TensorSpec) -> list[int]:
+        shape = [self._prime(f"_{self.lead - i}") for i in range(self.lead)] if spec.dots else []
+        for dim in spec.dims:
+            size = dim.coefficient
+            for letter in dim.letters:
+                size *= self._prime(letter)
+            shape.append(size)
+        return shape
+
+    def _prime(self, letter: str) -> int:
+        if letter not in self.prime_of:
+            if len(self.prime_of) == len(PRIMES):
+                raise PatternError(f"pattern '{self.pattern.name}' has more than {len(PRIMES)} sizes")
+            self.prime_of[letter] = PRIMES[len(self.prime_of)]
+        return self.prime_of[letter]
+
+    def _dtype(self, spec: TensorSpec) -> torch.dtype:
+        return self.dtypes[spec.dtype] if spec.free_dtype else DTYPE_OF[spec.dtype]
+
+    def _marker(self, name: str, kind: type) -> Any:
+        if kind is int:
+            return self._prime(name)
+        self.marker_of[name] = _Marker(0.0507 + 0.0618033988749 * (len(self.marker_of) + 1))
+        return self.marker_of[name]
+
+    # -- reading the trace
+
+    def _finish(self, program: Program) -> Trace:
+        inputs, seeds = {}, set()
+        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+            if spec.kind == "seed":
+                seeds.add(node)
+            else:
+                inputs[node] = spec.name
+        results = program.results()
+        for node, name in inputs.items():
+            if not node.users:
+                raise PatternError(f"pattern '{self.pattern.name}' ({self.variant}): match does not use '{name}'")
+        if any(r.op != "call_function" for r in results):
+            raise PatternError(f"pattern '{self.pattern.name}' ({self.variant}): match computes nothing")
+        nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+        calls = {n: self._call(n) for n in nodes}
+        return Trace(
+            self.pattern,
+            self.variant,
+            self.dtypes,
+            self.lead,
+            self.specs,
+            program.graph,
+            inputs,
+            results,
+            tuple(sorted(results, key=lambda r: -_size_below(r))),
+            calls,
+            tuple(n for n in nodes if draws.draws(n)),
+            {name: float(marker) for name, marker in self.marker_of.items()},
+            Counter(n.target for n in nodes),
+        )
+
+    def _call(self, node: fx.Node) -> Call:
+        arguments = tuple((name, self._value(value)) for name, value in arguments_of(node))
+        alpha = dict(arguments).get("alpha", 1)
+        return Call(node.target, arguments, node.target in COMMUTES and alpha == 1, draws.draws(node))
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._value, value))
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, float):
+            return next((Number(n) for n, marker in self.marker_of.items() if marker == value), value)
+        if isinstance(value, int):
+            rest, letters = value, []
+            for letter, prime in self.prime_of.items():
+                while rest and rest % prime == 0:
+                    rest //= prime
+                    letters.append(letter)
+            return Size(rest, tuple(letters)) if letters else value
+        return value
+
+
+def _size_below(root: fx.Node) -> int:
+    """Nodes that a value is made of."""
+    seen, stack = {root}, [root]
+    while stack:
+        for n in stack.pop().all_input_nodes:
+            if n not in seen:
+                seen.add(n)
+                stack.append(n)
+    return len(seen)
+
+
+class _Marker(float):
+    """A declared number while tracing. Arithmetic on it would lose it."""
+
+    def _refuse(self, other: Any = None) -> Any:
+        if isinstance(other, torch.Tensor):
+            return NotImplemented
+        raise PatternError(
+            "match computes with a declared number before an op takes it",
+            fix="write the number where the op takes it, and let make compute (make gets what was found)",
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __neg__ = __abs__ = _refuse  # type: ignore
+
+
+DTYPE_OF = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}

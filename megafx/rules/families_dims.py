@@ -1,0 +1,283 @@
+"""Families of ops that move, repeat, cut, join and reduce dims, and of scalars that decide linearity."""
+
+from __future__ import annotations
+
+from megafx.ir.sizes import FIRST_PRIME
+from megafx.rules.families import Arg, Call, Part, Row, dims, family
+
+# -- moving and repeating dims
+
+
+@family(
+    "aten.permute", "aten.transpose.int", "aten.t", "aten.numpy_T", "aten.mT", "aten.mH", "aten.swapaxes",
+    "aten.swapdims", "aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.adjoint",
+)  # fmt: skip
+def _permute(call: Call) -> str:
+    n = len(call.first.shape)
+    order = list(range(n))
+    op = call.op.split(".")[1]
+    if op == "permute":
+        order = [d % n for d in call.get("dims")]
+    elif op in ("movedim", "moveaxis"):
+        source, target = call.get("source"), call.get("destination")
+        source, target = [(x,) if isinstance(x, int) else x for x in (source, target)]
+        order = [d for d in order if d not in {s % n for s in source}]
+        for at, d in sorted((b % n, a % n) for a, b in zip(source, target, strict=True)):
+            order.insert(at, d)
+    elif op == "numpy_T":
+        order.reverse()
+    elif n >= 2:
+        a, b = {"t": (0, 1)}.get(op, (-2, -1))
+        for name_a, name_b in (("dim0", "dim1"), ("axis0", "axis1")):
+            a, b = call.get(name_a, a), call.get(name_b, b)
+        order[a], order[b] = order[b], order[a]
+    return f"lin: {dims(call.first.shape)} -> {' '.join(f'f{d}' for d in order)}"
+
+
+@family("aten.expand", "aten.broadcast_to", "aten.expand_copy", "aten.expand_as")
+def _expand(call: Call) -> str:
+    """An expanded dim is a factor of the result alone: sharding it costs nothing."""
+    out = call.results[0]
+    other = ", *" if "expand_as" in call.op else ""
+    return f"lin: {dims(call.first.shape, start=len(out) - len(call.first.shape))}{other} -> {dims(out)}"
+
+
+@family("aten.repeat", "aten.tile")
+def _repeat(call: Call) -> Row:
+    """n repeats of a dim are a merged dim: (repeat, dim)."""
+    repeats = call.get("repeats") or call.get("dims")
+    out, lead = call.results[0], len(call.results[0]) - len(call.first.shape)
+    repeats = (1,) * (len(out) - len(repeats)) + tuple(repeats)
+    entries = [f"r{i}" if i < lead else f"f{i}" if r == 1 else f"(r{i} f{i})" for i, r in enumerate(repeats)]
+    why = {f"r{i}": "the dim is repeated whole" for i in range(len(out))}
+    return Row(f"lin: {dims(call.first.shape, start=lead)} -> {' '.join(entries)}", why)
+
+
+@family("aten.repeat_interleave.self_int")
+def _repeat_interleave(call: Call) -> Row | None:
+    if call.get("dim") is None:
+        return None
+    d, shape = call.dim(), call.first.shape
+    out = [f"(f{i} r)" if i == d and call.get("repeats") != 1 else f"f{i}" for i in range(len(shape))]
+    return Row(f"lin: {dims(shape)} -> {' '.join(out)}", {"r": "each element is repeated whole"})
+
+
+# -- parts of dims
+
+
+@family("aten.slice.Tensor", "aten.narrow", "aten.slice_copy.Tensor")
+def _slice(call: Call) -> Row | str:
+    shape, d = call.first.shape, call.dim()
+    n, out = shape[d], call.results[0][d]
+    plain = f"lin: {dims(shape)} -> {dims(shape)}"
+    if n == out:
+        return plain
+    start = call.get("start") or 0
+    whole = f"lin: {dims(shape, (d,))} -> {dims(shape, (d,)).replace(f'f{d}!', '1')}"
+    if not isinstance(start, int) or max(abs(start), n) >= FIRST_PRIME:
+        return Row(whole, {f"f{d}": "a slice of a dim of dynamic length"})
+    if call.get("step", 1) != 1:
+        return Row(whole, {f"f{d}": "a slice with a step"})
+    start = min(start + n if start < 0 else start, n)
+    return Row(plain, parts={-1: Part(f"f{d}", start, start + out)})
+
+
+@family("aten.select.int", "aten.select_copy.int")
+def _select(call: Call) -> Row:
+    shape, d = call.first.shape, call.dim()
+    left = " ".join(f"f{i}" for i in range(len(shape)) if i != d)
+    return Row(f"lin: {dims(shape, (d,))} -> {left}", {f"f{d}": "one element of the dim is selected"})
+
+
+@family("aten.cat", "aten.concat", "aten.concatenate")
+def _cat(call: Call) -> Row | None:
+    tensors = call.get("tensors")
+    if any(len(a.shape) != len(call.results[0]) for a in tensors):
+        return None  # legacy: empty tensors of one dim are dropped
+    d = call.dim(ndim=len(call.results[0]))
+    parts, at = {}, 0
+    for i, a in enumerate(tensors):
+        parts[i] = Part(f"f{d}", at, at + a.shape[d])
+        at += a.shape[d]
+    text = f"lin: {', '.join('+' + dims(a.shape) for a in tensors)} -> {dims(call.results[0])}"
+    if at >= FIRST_PRIME:
+        return Row(text, {f"f{d}": "concatenation along a dim of dynamic length"}, parts)
+    return Row(text, parts=parts)
+
+
+@family("aten.stack")
+def _stack(call: Call) -> str:
+    shape = call.get("tensors")[0].shape
+    out = [f"f{i}" for i in range(len(shape))]
+    out.insert(call.dim(ndim=len(shape) + 1), "1")
+    return f"lin: {', '.join('+' + dims(shape) for _ in call.get('tensors'))} -> {' '.join(out)}"
+
+
+@family("aten.slice_backward", "aten.select_backward")
+def _part_backward(call: Call) -> Row:
+    out = call.results[0]
+    d = call.dim(ndim=len(out))
+    grad = [f"f{i}" for i in range(len(out))]
+    if "select" in call.op:
+        grad.pop(d)
+    elif call.first.shape[d] != out[d]:
+        grad[d] = "1"
+    elif call.first.shape == out:
+        return Row(f"lin: {' '.join(grad)} -> {' '.join(grad)}")
+    return Row(f"lin: {' '.join(grad)} -> {dims(out, (d,))}", {f"f{d}": "the gradient of a part of the dim"})
+
+
+@family("aten.slice_scatter", "aten.select_scatter")
+def _part_scatter(call: Call) -> Row:
+    shape, d = call.first.shape, call.dim()
+    source = [f"f{i}" for i in range(len(shape))]
+    if "select" in call.op:
+        source.pop(d)
+    else:
+        source[d] = "1"
+    text = f"lin: +{dims(shape, (d,))}, +{' '.join(source)} -> {dims(shape, (d,))}"
+    return Row(text, {f"f{d}": "a part of the dim is replaced"})
+
+
+@family("aten.pad", "aten.constant_pad_nd")
+def _pad(call: Call) -> Row:
+    shape, out = call.first.shape, call.results[0]
+    whole = tuple(i for i in range(len(shape)) if shape[i] != out[i])
+    constant = call.get("mode", "constant") == "constant"
+    linear = not constant or not call.get("value")
+    right = " ".join("1" if i in whole else f"f{i}" for i in range(len(out)))
+    why = {f"f{i}": "the dim is padded" for i in whole}
+    return Row(f"{'lin' if linear else 'nl'}: {dims(shape, whole)} -> {right}", why)
+
+
+@family("aten.flip", "aten.roll", "aten.fliplr", "aten.flipud")
+def _reorder(call: Call) -> Row:
+    shape = call.first.shape
+    named = {"aten.fliplr.default": (1,), "aten.flipud.default": (0,)}.get(call.op, call.get("dims"))
+    moved = tuple(d % len(shape) for d in named) if named else tuple(range(len(shape)))
+    why = {f"f{d}": "elements move along the dim" for d in moved}
+    return Row(f"lin: {dims(shape, moved)} -> {dims(shape, moved)}", why)
+
+
+# -- along a dim
+
+_ALONG_NONLINEAR = "softmax.int log_softmax.int _softmax _log_softmax cumprod logcumsumexp _safe_softmax"
+
+
+def _dim_whole(call: Call, kind: str, operands: int = 1) -> Row:
+    shape, d = call.first.shape, call.dim()
+    text = dims(shape, (d,))
+    results = "; ".join([text] * len(call.results))
+    why = {f"f{d}": f"{call.op.split('.')[1].lstrip('_')} runs along the dim"}
+    return Row(f"{kind}: {', '.join([text] * operands)} -> {results}", why)
+
+
+@family(*(f"aten.{op}" for op in _ALONG_NONLINEAR.split()), "aten.cummax", "aten.cummin", "aten.sort", "aten.argsort")
+def _along(call: Call) -> Row:
+    return _dim_whole(call, "nl")
+
+
+@family("aten.cumsum")
+def _cumsum(call: Call) -> Row:
+    return _dim_whole(call, "lin")
+
+
+@family("aten._softmax_backward_data", "aten._log_softmax_backward_data")
+def _softmax_backward(call: Call) -> Row:
+    return _dim_whole(call, "nl[0]", 2)
+
+
+@family("aten.glu", "aten.topk", "aten.kthvalue", "aten.mode")
+def _resized(call: Call) -> Row:
+    """The dim comes out with another length, or none."""
+    shape, d = call.first.shape, call.dim()
+    out = [f"f{i}" for i in range(len(shape))]
+    out[d] = "1"
+    if call.results[0] and len(call.results[0]) < len(shape):
+        out.pop(d)
+    results = "; ".join([" ".join(out)] * len(call.results))
+    why = {f"f{d}": f"{call.op.split('.')[1]} runs along the dim"}
+    return Row(f"nl: {dims(shape, (d,))} -> {results}", why)
+
+
+@family("aten.log_sigmoid_forward", "aten.log_sigmoid_backward")
+def _log_sigmoid(call: Call) -> str:
+    """The buffer between forward and backward is as large as the input on CPU, empty on CUDA."""
+    buffer = call.results[-1] if "forward" in call.op else call.get("buffer").shape
+    kept = "..." if buffer == call.first.shape else "*"
+    return f"nl: ... -> ...; {kept}" if "forward" in call.op else f"nl[0]: ..., ..., {kept} -> ..."
+
+
+# -- reductions
+
+_SUMS = "sum.dim_IntList sum.default mean.dim mean.default"
+_COUNTS = "count_nonzero.default count_nonzero.dim_IntList"  # sums of what is not linear
+_OTHER_REDUCTIONS = (
+    "any.default any.dim any.dims all.default all.dim all.dims argmax argmin amax amin max.default min.default max.dim "
+    "min.dim logsumexp prod.default prod.dim_int var.correction var.default var.dim std.correction std.default std.dim "
+    "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype linalg_vector_norm "
+    "var_mean.correction std_mean.correction aminmax median.default median.dim"
+)
+
+
+@family(*(f"aten.{op}" for op in f"{_SUMS} {_COUNTS} {_OTHER_REDUCTIONS}".split()))
+def _reduce(call: Call) -> Row:
+    """Sums over a sharded dim are partial (a mean divides by the whole count); other reductions keep the dim whole."""
+    shape = call.first.shape
+    if call.results[0] == shape and call.get("dim") in ((), []):  # any and all over no dims
+        return Row("nl: ... -> ...")
+    named = call.get("dim")
+    over = (named,) if isinstance(named, int) else named
+    over = tuple(d % max(len(shape), 1) for d in over) if over else tuple(range(len(shape)))
+    out = " ".join(f"f{i}" if i not in over else "1" for i in range(len(shape)) if i not in over or call.get("keepdim"))
+    results = "; ".join([out] * len(call.results))
+    op = call.op.removeprefix("aten.")
+    if op in _SUMS.split():
+        return Row(f"lin: {dims(shape)} -> {results}")
+    if op in _COUNTS.split():
+        return Row(f"nl: {dims(shape)} -> {results}")
+    why = {f"f{d}": f"{op.split('.')[0]} over the dim is no sum" for d in over}
+    return Row(f"nl: {dims(shape, over)} -> {results}", why)
+
+
+# -- scalars decide linearity
+
+
+@family("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar", "aten.rsub.Scalar")
+def _affine(call: Call) -> str:
+    """x + c with a nonzero scalar c is affine: P would add c once on each rank."""
+    scalar = call.get("other")
+    tensors = [v for v in call.values if isinstance(v, Arg)]
+    if len(tensors) == 2:
+        return "lin: +..., +... -> ..."
+    return "lin: ... -> ..." if isinstance(scalar, (int, float)) and scalar == 0 else "nl: ... -> ..."
+
+
+@family("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.masked_fill.Scalar")
+def _where(call: Call) -> str:
+    scalar = next((call.get(n) for n in ("other", "self", "value") if isinstance(call.get(n), (int, float))), 0)
+    order = {"masked_fill": "+..., ~...", "where": "~..., +..."}[call.op.split(".")[1]]
+    if call.op == "aten.where.self":
+        return "lin: ~..., +..., +... -> ..."
+    return f"{'lin' if scalar == 0 else 'nl'}: {order if scalar == 0 else order.replace('+', '')} -> ..."
+
+
+# -- rotary embedding of q and k
+
+
+@family("megafx.rope_qk", "megafx.rope_qk_backward")
+def _rope_qk(call: Call) -> str | None:
+    """(n g) heads of q on n heads of k; the head dim is the one in which they differ, else where the tables broadcast."""
+    q, k, cos = (v.shape for v in call.values[:3])
+    if len(q) != len(k):
+        return None
+    table = (1,) * (len(q) - len(cos)) + cos
+    lead = range(len(q) - 1)
+    heads = [d for d in lead if q[d] != k[d]] or [d for d in lead if table[d] == 1 != q[d]][-1:]
+    if len(heads) > 1:
+        return None
+    names = [f"f{d}" for d in lead]
+    of_q = " ".join("(n g)" if [d] == heads else x for d, x in enumerate(names))
+    of_k = " ".join("n" if [d] == heads else x for d, x in enumerate(names))
+    of_table = " ".join(["1" if [d] == heads else x for d, x in enumerate(names)][len(q) - len(cos) :])
+    return f"nl: {of_q} d!, {of_k} d!, ~{of_table} r!, ~{of_table} r! -> {of_q} d!; {of_k} d!"

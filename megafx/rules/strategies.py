@@ -1,0 +1,417 @@
+"""Sharding rules of graph nodes: which placements an op takes and gives.
+
+`rule_for` finds an op's rule (a user's, the table's or a family's), puts it on the node's shapes and names the operands;
+`strategies` lists its legal rows. Both are memoised by signature (op, shapes, scalar arguments): layers repeat.
+
+A row is one of
+    I ... -> I   and  R ... -> R     the same work on every rank; exist for every op
+    P            one group of operands that the op is linear in, all others R
+    S            one factor sharded by one layout: operands that have it S, others R, '+' operands P if the factor is summed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+import megafx.rules.families_dims
+import megafx.rules.families_math  # noqa: F401  registers its families, as does the line above
+from megafx.ir.nodes import is_zero
+from megafx.ir.program import VAL, Program
+from megafx.ir.sizes import Sizes
+from megafx.placements.types import I, Layout, P, Placement, R, S
+from megafx.placements.views import flatten, map_view, refit, slice_layout
+from megafx.rules.aten import RULES
+from megafx.rules.families import FAMILIES, VIEWS, Arg, Call, Part, Row, Shape
+from megafx.rules.grammar import RuleError, bind, declared_rules, names, op_key, parse, registered_rule
+
+if TYPE_CHECKING:
+    from megafx.rules.candidates import Candidates
+
+Entries = tuple[str | None, ...]
+
+# Factors whose sharding is no sum and no slice of the op: localize_shapes replaces the op. Only one block, not repeated.
+SPECIAL = {
+    "aten.embedding.default": "v",  # rows of the table: masked lookup -> P
+    "megafx.cross_entropy.default": "v",  # statistics are gathered, the loss comes out complete -> I
+    "megafx.cross_entropy_lse.default": "v",
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One operand of a template. slot: its place among the op's tensor arguments. zero: every rank may add it to summands."""
+
+    slot: int
+    factors: Entries
+    role: str
+    active: bool
+    shape: Shape
+    zero: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """A rule on shapes, shared by all nodes with the same signature (compared by identity).
+
+    groups: operands that may be partial together, and what each result then is ('P' or 'R').
+    """
+
+    op: str
+    kind: str
+    operands: tuple[Spec, ...]
+    results: tuple[Entries, ...]
+    shapes: tuple[Shape, ...]
+    several: bool
+    sizes: dict[str, int] = field(default_factory=dict)
+    forbidden: dict[str, str] = field(default_factory=dict)
+    groups: tuple[tuple[tuple[int, ...], str], ...] = ()
+    parts: dict[int, Part] = field(default_factory=dict)
+    special: str | None = None
+    reason: str = ""
+    roles: tuple[str, ...] = ()  # of results: 'x', '~' never partial by linearity, '*' no tensor of interest
+
+    def entries(self, i: int, result: int = 0) -> Entries:
+        """Factors by dim of operand i, or of a result for i = -1."""
+        return self.results[result] if i == -1 else self.operands[i].factors
+
+    def summed(self, f: str, result: int = 0) -> bool:
+        """Whether sharding f leaves the result partial: f is not in it, and the op is linear in an operand that has f."""
+        return not self.carries(-1, f, result) and any(
+            self.carries(i, f) for g, outs in self.groups if outs[result] == "P" for i in g
+        )
+
+    def untouched(self, f: str, result: int) -> bool:
+        """Whether a result does not depend on how f is sharded: only operands that it is independent of have f."""
+        role = self.roles[result] if self.roles else "x"
+        carriers = {i for i in range(len(self.operands)) if self.carries(i, f)}
+        return role == "*" or (role == "~" and carriers <= {i for g, _ in self.groups for i in g})
+
+    def carries(self, i: int, f: str, result: int = 0) -> bool:
+        return any(f in names(e) for e in self.entries(i, result))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor operand of a node. path: position in args, `(0,)`, `(0, 2)` inside a list, or `("attn_mask",)` in kwargs.
+
+    factors: one entry a dim: None (broadcast or not shardable), 'f', or '(n g)' for a merged dim (`rules.names` splits it).
+    """
+
+    node: fx.Node
+    path: tuple[int | str, ...]
+    factors: Entries
+    role: str
+    active: bool
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """The rule of one node. kind: 'factors', 'view' (dims map by views.py) or 'none' (only I and R rows; see reason).
+
+    result: entries of the result's dims; a tuple of them for an op with several results.
+    linear: groups of operands that may be partial together. sizes: structural length of each factor.
+    """
+
+    node: fx.Node
+    kind: str
+    operands: tuple[Operand, ...]
+    result: tuple[Any, ...]
+    forbidden: dict[str, str]
+    linear: tuple[tuple[int, ...], ...]
+    reason: str
+    sizes: dict[str, int]
+    template: Template
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One legal row. ins: a placement for each operand of the rule (inactive operands: I whole, S sliced for free).
+
+    factor: the sharded factor; 'dim<d>' of the operand for views; '' for all-I, all-R and partial rows.
+    """
+
+    ins: tuple[Placement, ...]
+    out: Placement
+    factor: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{' '.join(map(str, self.ins))} -> {self.out}"
+
+
+# -- nodes -> calls
+
+
+@cache
+def _schema(target: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, default, holds tensors) of each argument."""
+    return tuple(
+        (a.name, a.default_value if a.has_default_value() else None, "Tensor" in str(a.type))
+        for a in target._schema.arguments
+    )
+
+
+def schema_of(op: str) -> list[tuple[str, Any, bool, bool]]:
+    """(name, default, holds tensors, keyword only) of each argument of 'namespace.name.overload'."""
+    namespace, name, overload = op.split(".")
+    target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    keyword = [a.kwarg_only for a in target._schema.arguments]
+    return [(*a, k) for a, k in zip(_schema(target), keyword, strict=True)]
+
+
+class _Reader:
+    """Turns a node into a Call and remembers where its tensors came from."""
+
+    def __init__(self, sizes: Sizes, active: Container[fx.Node], cuts: Mapping[fx.Node, int]) -> None:
+        self.sizes, self.active, self.cuts = sizes, active, cuts
+        self.tensors: list[tuple[tuple[int | str, ...], fx.Node] | None] = []
+
+    def value(self, a: Any, path: tuple[int | str, ...]) -> Any:
+        if isinstance(a, fx.Node):
+            val = a.meta.get(VAL)
+            if isinstance(val, torch.Tensor):
+                self.tensors.append((path, a))
+                return Arg(self.sizes.shape(val), a in self.active, self.cuts.get(a, -1), is_zero(a))
+            return self.sizes.of(val) if isinstance(val, (int, torch.SymInt)) else "symbolic"
+        if isinstance(a, (list, tuple)):
+            return tuple(self.value(x, (*path, i)) for i, x in enumerate(a))
+        return a if isinstance(a, (int, float, bool, str, type(None))) else str(a)
+
+    def call(self, node: fx.Node) -> Call:
+        values = []
+        schema = _schema(node.target) if isinstance(node.target, torch._ops.OpOverload) else ()
+        for i, (name, default, tensor) in enumerate(schema):
+            given, path = (node.args[i], i) if i < len(node.args) else (node.kwargs.get(name, default), name)
+            before = len(self.tensors)
+            values.append(self.value(given, (path,)))
+            if tensor and len(self.tensors) == before and not isinstance(given, (list, tuple)):
+                self.tensors.append(None)
+        if not schema:
+            values = [self.value(a, (i,)) for i, a in enumerate(node.args)]
+            values += [self.value(a, (k,)) for k, a in node.kwargs.items()]
+        val = node.meta.get(VAL)
+        several = isinstance(val, (tuple, list))
+        results: Any = val if several else (val,)
+        shapes = tuple(self.sizes.shape(v) if isinstance(v, torch.Tensor) else None for v in results)
+        key = op_key(node.target) if schema else getattr(node.target, "__name__", str(node.target))
+        return Call(key, tuple(n for n, _, _ in schema), tuple(values), shapes, several)
+
+
+def read_call(
+    node: fx.Node, sizes: Sizes, active: Container[fx.Node], cuts: Mapping[fx.Node, int]
+) -> tuple[Call, list[tuple[tuple[int | str, ...], fx.Node] | None]]:
+    """The call that a node is, and for each tensor argument its path and node (None where left out).
+
+    cuts: the sharded dim of operands on local shapes.
+    """
+    reader = _Reader(sizes, active, cuts)
+    return reader.call(node), reader.tensors
+
+
+def rule_for(node: fx.Node, program: Program, active: Container[fx.Node]) -> OpRule:
+    """The rule of an active call_function node; kind 'none' with a reason where there is none."""
+    return rule_of(node, program.sizes, active)
+
+
+def rule_of(node: fx.Node, sizes: Sizes, active: Container[fx.Node], own: str | None = None) -> OpRule:
+    """`rule_for` without a program. own: a rule string to use in place of the op's."""
+    call, tensors = read_call(node, sizes, active, {})
+    template = template_of(call, tuple(x is not None for x in tensors), own or registered_rule(call.op))
+    operands = []
+    for spec in template.operands:
+        path, source = tensors[spec.slot]  # type: ignore[misc]
+        operands.append(Operand(source, path, spec.factors, spec.role, spec.active))
+    return OpRule(
+        node,
+        template.kind,
+        tuple(operands),
+        template.results if template.several else template.results[0],
+        template.forbidden,
+        tuple(g for g, _ in template.groups),
+        template.reason,
+        template.sizes,
+        template,
+    )
+
+
+# -- calls -> templates
+
+
+def _args(values: Any) -> Iterator[Arg]:
+    for v in values:
+        if isinstance(v, Arg):
+            yield v
+        elif isinstance(v, tuple):
+            yield from _args(v)
+
+
+@lru_cache(maxsize=65536)
+def template_of(call: Call, present: tuple[bool, ...], own: str | None) -> Template:
+    """The rule of a call. present: which tensor arguments are given; own: the user's registered rule."""
+    given = list(_args(call.values))
+    args: list[Arg | None] = [given.pop(0) if p else None for p in present]
+    if call.op in VIEWS and own is None:
+        return _view(call, args)
+    row = _row(call, own)
+    if row is None:
+        element = call.op == "getitem"
+        return _none(call, args, "an element of an op with several results" if element else f"no rule for {call.op}")
+    try:
+        return _bound(call, args, row)
+    except RuleError as e:
+        return _none(call, args, str(e))
+
+
+def _row(call: Call, own: str | None) -> Row | None:
+    if own is not None:
+        return Row(own)
+    if call.op in declared_rules():
+        declared = declared_rules()[call.op]
+        return Row(declared.rule, dict(declared.why), partials=declared.partials)
+    made = FAMILIES[call.op](call) if call.op in FAMILIES else RULES.get(call.op)
+    return Row(made) if isinstance(made, str) else made
+
+
+def _bound(call: Call, args: list[Arg | None], row: Row) -> Template:
+    rule = parse(row.text)
+    while len(args) > len(rule.operands) and args[-1] is None:
+        args = args[:-1]
+    free = [(i, part.factor) for i, part in row.parts.items()]
+    shapes = [a and a.shape for a in args]
+    bound = bind(rule, shapes, call.results, free=free, cut=[-1 if a is None else a.cut for a in args])
+    slots = [i for i, factors in enumerate(bound.operands) if factors is not None]
+    order = {slot: i for i, slot in enumerate(slots)}
+    specs = []
+    for slot in slots:
+        arg = args[slot]
+        assert arg is not None
+        specs.append(Spec(slot, bound.operands[slot] or (), rule.operands[slot].role, arg.active, arg.shape, arg.zero))
+    kept = "".join("R" if p.role in "~*" else "P" for p in rule.results[: len(call.results)])
+    groups = [(g, kept) for g in rule.groups] + list(row.partials)
+    special = SPECIAL.get(call.op)
+    return Template(
+        call.op,
+        "factors",
+        tuple(specs),
+        bound.results,
+        tuple(s or () for s in call.results),
+        call.several,
+        bound.sizes,
+        {**bound.forbidden, **{f: why for f, why in row.why.items() if f in bound.sizes}},
+        tuple((tuple(order[i] for i in g if i in order), outs) for g, outs in groups if g[0] in order),
+        {(i if i == -1 else order[i]): part for i, part in row.parts.items() if part.factor in bound.sizes},
+        special,
+        roles=tuple(p.role for p in rule.results[: len(call.results)]),
+    )
+
+
+def _view(call: Call, args: list[Arg | None]) -> Template:
+    source = args[0]
+    assert source is not None
+    shape = call.results[0] or ()
+    operand = Spec(0, tuple(f"dim{d}" for d in range(len(source.shape))), "x", source.active, source.shape)
+    return Template(call.op, "view", (operand,), ((None,) * len(shape),), (shape,), False, groups=(((0,), "P"),))
+
+
+def _none(call: Call, args: list[Arg | None], reason: str) -> Template:
+    specs = tuple(Spec(i, (None,) * len(a.shape), "x", a.active, a.shape) for i, a in enumerate(args) if a is not None)
+    shapes = tuple(s or () for s in call.results)
+    return Template(
+        call.op, "none", specs, tuple((None,) * len(s) for s in shapes), shapes, call.several, reason=reason
+    )
+
+
+# -- templates -> rows
+
+
+def place(template: Template, i: int, f: str, layout: Layout, t: int, result: int = 0) -> Placement | None:
+    """Where operand i (or a result, i = -1) is when factor f is sharded by `layout`; None where it cannot be.
+
+    layout cuts the factor's whole length; a merged dim or a part of the factor is cut accordingly.
+    """
+    for d, entry in enumerate(template.entries(i, result)):
+        if f not in names(entry):
+            continue
+        cut: Layout | None = layout
+        if entry != f:
+            major, minor = _around(template, entry, f)
+            cut = flatten(layout, major, minor, t)
+        part = template.parts.get(i)
+        if part is not None and part.factor == f:
+            cut = slice_layout(layout, part.start, part.end, t)
+        return None if cut is None else S(d, cut)
+    if i == -1:
+        return P if template.summed(f, result) else R if template.untouched(f, result) else None
+    spec = template.operands[i]
+    if spec.role == "+" and template.summed(f, result):
+        return P if spec.active else I if spec.zero else None
+    return R if spec.active else I
+
+
+def _around(template: Template, entry: str | None, f: str) -> tuple[int, int]:
+    """Lengths of the factors before and after f in a merged dim."""
+    parts = names(entry)
+    at = parts.index(f)
+    return math.prod(template.sizes[x] for x in parts[:at]), math.prod(template.sizes[x] for x in parts[at + 1 :])
+
+
+def factor_layouts(template: Template, i: int, dim: int, layout: Layout, t: int) -> Iterator[tuple[str, Layout]]:
+    """The factors (with layouts) that a shard of a dim of operand i (or the result, -1) can be; not for parts."""
+    entry = template.entries(i)[dim]
+    for f in names(entry):
+        if f in template.forbidden:
+            continue
+        cut: Layout | None = layout
+        if entry != f:
+            major, minor = _around(template, entry, f)
+            cut = refit(layout, major, minor, t)
+        if cut is not None and not (f == template.special and not cut.simple()):
+            yield f, cut
+
+
+def row(template: Template, f: str, layout: Layout, t: int) -> Strategy | None:
+    """The row that shards factor f by `layout`, if every operand and the result can be placed."""
+    if template.kind == "view":
+        mapped = map_view(template.operands[0].shape, template.shapes[0], int(f[3:]), layout, t)
+        return mapped and Strategy((S(int(f[3:]), layout),), S(*mapped), f)
+    if f == template.special:
+        ins = [S(s.factors.index(f), layout) if f in s.factors else (R if s.active else I) for s in template.operands]
+        return Strategy(tuple(ins), P if "embedding" in template.op else I, f, "vocab-parallel")
+    out = place(template, -1, f, layout, t)
+    placed = [place(template, i, f, layout, t) for i in range(len(template.operands))]
+    if out is None or None in placed:
+        return None
+    return Strategy(tuple(p for p in placed if p is not None), out, f)
+
+
+@lru_cache(maxsize=65536)
+def _rows(template: Template, layouts: tuple[tuple[str, Layout], ...], t: int) -> tuple[Strategy, ...]:
+    specs = template.operands
+    rows = [
+        Strategy(tuple(I for _ in specs), I),
+        Strategy(tuple(R if s.active else I for s in specs), R),
+    ]
+    if template.kind == "none" or template.several:
+        return tuple(rows)
+    for group, _ in template.groups:
+        added = [i for i in group if specs[i].active]
+        if added and all(specs[i].active or specs[i].zero for i in group):
+            ins = tuple(P if i in added else R if s.active else I for i, s in enumerate(specs))
+            rows.append(Strategy(ins, P, note="linear"))
+    for f, layout in layouts:
+        made = row(template, f, layout, t)
+        if made is not None:
+            rows.append(made)
+    return tuple({(s.ins, s.out): s for s in reversed(rows)}.values())[::-1]
+
+
+def strategies(rule: OpRule, candidates: Candidates, sizes: Sizes, t: int) -> list[Strategy]:
+    """Every legal row of a node's rule, for the layouts that `candidates` found for its factors."""
+    return list(_rows(rule.template, candidates.layouts_of(rule.node), t))

@@ -1,0 +1,261 @@
+"""A compiled graph bound to the parameters and buffers of a model, and run under one autograd.Function.
+
+Parameters are inputs of the Function, so that they have autograd edges and hooks of all kinds work; graphs take their local
+tensors without DTensor dispatch; each gradient is wrapped once with the parameter's own spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import sympy
+import torch
+from torch.distributed.tensor import DTensor
+
+from megafx.analysis.tables import TableGuard
+from megafx.capture.caches import give_back
+from megafx.compiler.executable import Later, LazyOutput
+from megafx.distributed.failures import stopping_with_others
+from megafx.distributed.parameters import Slot, shard_like
+from megafx.distributed.tensor import TPTensor, wrap
+from megafx.errors import UsageError
+from megafx.ir.call_spec import CallSpec
+from megafx.ir.program import VAL, Program
+from megafx.placements.types import Placement
+from megafx.runtime.cache_shard import CacheShard
+from megafx.runtime.held_gradients import HeldBack
+from megafx.runtime.keys import Call, bind_sizes
+from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
+
+if TYPE_CHECKING:
+    from megafx.compiler.executable import Kept
+    from megafx.passes.lower.partition import Saved
+    from megafx.runtime.runtime import Runtime
+
+
+class Runs(Protocol):
+    """What runs a compiled graph (executable.Executable)."""
+
+    read_in_backward: list[tuple[int, Saved]]
+    see: Callable[[DTensor], None] | None
+
+    def forward(self, inputs: list[Any]) -> tuple[list[Any], Any]: ...
+
+    def backward(self, kept: Any, tangents: list[Any], retain: bool = False) -> list[Any]: ...
+
+
+@dataclass
+class CompiledCall:
+    """One graph, and how a call maps to it.
+
+    program: inputs and outputs in placeholder order (`program.call` is the CallSpec). executable: forward(inputs without
+    tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one for each of `wrt` (indices of
+    inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. joined: FQNs of parameters that
+    the graph reads as one. shards: as `outputs.output_shards`. holding: other backward graphs, where ranks reduce gradients.
+    """
+
+    program: Program
+    executable: Runs
+    wrt: list[int]
+    differentiated: list[int]
+    params: Mapping[str, Placement]
+    joined: list[list[str]] = field(default_factory=list)
+    shards: list[OutputShard | None] | None = None
+    holding: HeldBack | None = None
+    spec: CallSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.program.call is not None
+        self.spec = self.program.call
+        self.shards = output_shards(self.program) if self.shards is None else self.shards
+
+
+class BoundGraph:
+    """A compiled call, bound to the parameters and buffers of a model."""
+
+    def __init__(self, runtime: Runtime, compiled: CompiledCall) -> None:
+        self.runtime, self.compiled = runtime, compiled
+        self.executable = compiled.executable
+        program = compiled.program
+        batch = program.batch
+        self.equal_batches = batch is not None and batch.equal
+        self.one_mask = batch is not None and batch.whole
+        self.tables = TableGuard(runtime.model, program.assumed)
+        self.inputs = [i for i in program.inputs if i.kind != "tangent"]
+        self.outputs = [o for o in program.outputs if o.kind != "gradient"]
+        self.user_outputs = [i for i, o in enumerate(self.outputs) if o.kind == "user"]
+        self.mutations = [(i, o.name) for i, o in enumerate(self.outputs) if o.kind == "mutation"]
+        slots = runtime.slots
+        self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
+        self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
+        self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
+        self.slot_of = {i: slots[x.name] for i, x in enumerate(self.inputs) if x.kind == "param"}
+        self.losses = [i for i, o in enumerate(self.outputs) if o.loss]
+        self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
+        self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
+
+    def fits(self, call: Call) -> bool:
+        """Whether sizes and values are those of the graph, and buffers that it relies on hold what they held."""
+        return self.compiled.spec.mismatch(call.args, call.kwargs, call.loss_inputs) is None and self.tables.holds()
+
+    def run(self, call: Call) -> Any:
+        inputs, user = self._inputs(call)
+        compiled = self.compiled
+        if compiled.wrt and torch.is_grad_enabled():
+            wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
+            step = _Step(self, inputs, call)
+            for index, output in zip(compiled.differentiated, _Run.apply(step, *wrt), strict=True):
+                step.outputs[index] = output
+            outputs = step.outputs
+        else:
+            outputs = self.finish(self.executable.forward(inputs)[0], call)
+        return give_back(compiled.spec.unflatten([outputs[i] for i in self.user_outputs]), call.caches)
+
+    def _inputs(self, call: Call) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        """(local tensors in placeholder order, position -> the user's own tensor)."""
+        runtime, see = self.runtime, self.executable.see
+        given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs))
+        slots = iter(self.slots)
+        inputs: list[Any] = []
+        user: dict[int, torch.Tensor] = {}
+        for spec in self.inputs:
+            if spec.kind == "param":
+                slot = next(slots)
+                param = slot.module._parameters[slot.key]
+                if see is not None and isinstance(param, TPTensor):
+                    see(param)
+                inputs.append(
+                    param._local_tensor if isinstance(param, TPTensor) else runtime.plain_parameter(spec.name, param)
+                )
+            elif spec.kind == "user":
+                value = user[len(inputs)] = next(given)
+                inputs.append(value.local.contiguous() if isinstance(value, CacheShard) else value.detach())
+            elif spec.kind == "buffer":
+                inputs.append(runtime.model.get_buffer(spec.name))
+            elif spec.kind == "constant":
+                inputs.append(self.compiled.program.constants[spec.name])
+            else:
+                inputs.append(runtime.seed(one_mask=self.one_mask))
+        return inputs, user
+
+    def finish(self, outputs: list[Any], call: Call) -> list[Any]:
+        """Write mutated buffers back; lazy and sharded outputs become lazy tensors, or DTensors."""
+        for index, name in self.mutations:
+            with torch.no_grad():
+                self._stored(name).copy_(outputs[index])
+        later = [i for i in self.lazy if isinstance(outputs[i], LazyOutput)]
+        if self.sharded or later:
+            self._wrap(outputs, later, bind_sizes(self.compiled.spec, call))
+        return outputs
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """The buffer, or the local tensor of the parameter, that the graph changes."""
+        slot = self.runtime.slots.get(name)
+        if slot is None:
+            return self.runtime.model.get_buffer(name)
+        param = slot.module._parameters[slot.key]
+        assert param is not None
+        return param._local_tensor if isinstance(param, DTensor) else param.detach()
+
+    def _wrap(self, outputs: list[Any], later: list[int], sizes: Mapping[sympy.Symbol, int]) -> None:
+        shards, mesh, program = self.compiled.shards, self.runtime.mesh, self.compiled.program
+        assert shards is not None
+        self._watch({id(outputs[i].later): outputs[i].later for i in later})
+        for index in later:
+            value: Any = program.results()[index].meta[VAL]
+            made: LazyOutput = outputs[index]
+            shape = bind_shape(value.shape, program.sizes, sizes)
+            outputs[index] = LazyTensor.of(made.make, shape, value.dtype, made.later.device)
+        for index in self.sharded:
+            shard = shards[index]
+            assert shard is not None and mesh is not None
+            make: Callable[..., Any] = make_lazy if self.runtime.gather_outputs else make_dtensor
+            make = CacheShard if self.outputs[index].cache else make
+            outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
+
+    def backward(self, kept: Any, tangents: list[Any], retain: bool) -> list[Any]:
+        """Gradients, one for each of `wrt`."""
+        holding, held = self.compiled.holding, self.runtime.held
+        if holding is not None and (held.now or held.sums):
+            parameters = {n: p for n, slot in self.runtime.slots.items() if (p := slot.get()) is not None}
+            found = holding.backward(held, parameters, self.wrt_names, kept, tangents, retain)
+            if found is not None:
+                return found
+        return self.executable.backward(kept, tangents, retain)
+
+    def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
+        names = [self.inputs[i].name for i in self.compiled.wrt]
+        pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
+        self.runtime.check_finite("gradients are", pairs)
+
+    def watch_parameters(self, kept: Kept) -> None:
+        """Parameters that backward reads and that are DTensors."""
+        for i, saved in self.executable.read_in_backward:
+            slot = self.slot_of.get(i)
+            parameter = None if slot is None else slot.module._parameters[slot.key]
+            if isinstance(parameter, TPTensor):
+                kept.watch(parameter, saved)
+
+    def _watch(self, laters: Mapping[int, Later]) -> None:
+        """Tell what is made later of which parameters: changes of a DTensor do not count as changes of its local tensor."""
+        for later in laters.values():
+            for i in later.inputs:
+                slot = self.slot_of.get(i)
+                if slot is not None:
+                    later.watch(self.inputs[i].name, slot.module._parameters[slot.key])
+
+
+class _Step:
+    """What one call hands to `_Run`. outputs: all of the graph's, filled by forward."""
+
+    def __init__(self, graph: BoundGraph, inputs: list[Any], call: Call) -> None:
+        self.graph, self.inputs, self.call = graph, inputs, call
+        self.outputs: list[Any] = []
+
+
+class _Run(torch.autograd.Function):
+    """Forward graph and backward graph as one autograd node; its outputs are those that bring a tangent."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:
+        graph = step.graph
+        outputs, ctx.kept = graph.executable.forward(step.inputs)
+        graph.watch_parameters(ctx.kept)
+        step.inputs = []
+        step.outputs = graph.finish(outputs, step.call)
+        graph.runtime.check_finite("the loss is", [(graph.outputs[i].name, step.outputs[i]) for i in graph.losses])
+        results = tuple(step.outputs[i] for i in graph.compiled.differentiated)
+        ctx.graph = graph
+        ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
+        ctx.layouts = [o if isinstance(o, TPTensor) else None for o in results]
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "double backward through a parallelized model: its backward graph has no derivative",
+                fix="call backward() or torch.autograd.grad() without create_graph=True",
+            )
+        graph: BoundGraph = ctx.graph
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        given = [_local_tangent(x, layout) for x, layout in zip(tangents, ctx.layouts, strict=True)]
+        with stopping_with_others("backward"):
+            gradients = graph.backward(ctx.kept, given, retain)
+            graph.check_gradients(gradients)
+        specs = ctx.specs
+        return (None, *[g if s is None or g is None else wrap(g, s) for g, s in zip(gradients, specs, strict=True)])
+
+
+def _local_tangent(tangent: Any, output: TPTensor | None) -> Any:
+    """The gradient of an output as the graph wants it: this rank's shard where the output was a DTensor."""
+    if output is None or tangent is None:
+        return tangent
+    if isinstance(tangent, DTensor) and tangent._spec.placements == output._spec.placements:
+        return tangent._local_tensor
+    whole = tangent.full_tensor() if isinstance(tangent, DTensor) else tangent
+    return shard_like(whole, output)._local_tensor

@@ -1,0 +1,170 @@
+"""Which graph serves a call: everything that capture bakes in, and nothing that it leaves dynamic.
+
+A key holds the structure of the call, the kinds of its tensors and its Python values, train/eval of each module, grad mode,
+autocast state, and dtype, device and requires_grad of each parameter. Sizes are not in it: `CallSpec.mismatch` compares
+those that a graph is specialised on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from megafx.capture.caches import states_for_caches
+from megafx.ir.call_spec import CallSpec, call_tree, leaf_name
+from megafx.ir.nodes import ambient_autocast
+from megafx.runtime.cache_shard import CacheShard
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model, normalised; names, leaves and spec of `call_spec.call_tree`; the caches that it was given.
+
+    part: the FQN of the submodule that is called, '' for the whole model.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_inputs: dict[str, Any]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    caches: list[Any]
+    part: str = ""
+
+    @staticmethod
+    def of(
+        args: Sequence[Any], kwargs: Mapping[str, Any], loss_inputs: Mapping[str, Any] | None = None, part: str = ""
+    ) -> Call:
+        args, kwargs, caches = states_for_caches(args, kwargs)
+        tree = call_tree(args, kwargs, loss_inputs)
+        leaves, spec = pytree.tree_flatten(tree)
+        return Call(*tree, leaves, spec, caches, part)
+
+    def names(self) -> list[str]:
+        paths, _ = pytree.tree_flatten_with_path((self.args, self.kwargs, self.loss_inputs))
+        return [leaf_name(path) for path, _ in paths]
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """(name as the user wrote it, tensor): 'ids' rather than 'kwargs[ids]'. Without shards of caches."""
+        pairs = zip(self.names(), self.leaves, strict=True)
+        whole = [(n, v) for n, v in pairs if isinstance(v, torch.Tensor) and not isinstance(v, CacheShard)]
+        return [(re.sub(r"^kwargs\[(.*?)\]", r"\1", n), v) for n, v in whole]
+
+
+def bind_sizes(spec: CallSpec, call: Call) -> dict[sympy.Symbol, int]:
+    """The sizes of this call for each symbol of the graph."""
+    bound: dict[sympy.Symbol, int] = {}
+    for leaf, value in zip(spec.leaves, call.leaves, strict=True):
+        for dim, size in enumerate(leaf.dims):
+            if isinstance(size, sympy.Symbol):
+                bound[size] = value.shape[dim]
+    return bound
+
+
+class Normalizer:
+    """Spellings of one call become one: positional arguments by name, arguments left at None as if not given.
+
+    forward: bound, so that `self` is none of its arguments.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        parameters = list(inspect.signature(forward).parameters.values())
+        kinds = {p.kind for p in parameters}
+        self.by_name = inspect.Parameter.VAR_POSITIONAL not in kinds and inspect.Parameter.POSITIONAL_ONLY not in kinds
+        self.positional = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        self.none_by_default = frozenset(p.name for p in parameters if p.default is None)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.by_name and len(args) <= len(self.positional):
+            given = dict(zip(self.positional, args, strict=False))
+            if not given.keys() & kwargs.keys():  # given twice: forward itself complains
+                args, kwargs = (), given | kwargs
+        return args, {k: v for k, v in kwargs.items() if v is not None or k not in self.none_by_default}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _leaf_kind(value: Any, grad: bool) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        where = value.placement if isinstance(value, CacheShard) else None
+        return "tensor", value.dtype, value.dim(), value.device, grad and value.requires_grad, where
+    return type(value), value
+
+
+@dataclass
+class Numbers:
+    """Which Python numbers vary between calls, by skeleton (the key without numbers) of the call.
+
+    A number is baked in at first. When one is seen with a second value it becomes a 0-d input; where capture cannot do that,
+    it stays baked in, one graph a value.
+    """
+
+    seen: dict[Hashable, list[Any]] = field(default_factory=dict)
+    varying: dict[Hashable, set[int]] = field(default_factory=dict)
+    baked: dict[Hashable, set[int]] = field(default_factory=dict)
+
+    def classify(self, skeleton: Hashable, leaves: Sequence[Any]) -> set[int]:
+        """Positions of the leaves that vary."""
+        first = self.seen.setdefault(skeleton, [v if _is_number(v) else None for v in leaves])
+        varying = self.varying.setdefault(skeleton, set())
+        baked = self.baked.get(skeleton, set())
+        for i, (old, new) in enumerate(zip(first, leaves, strict=True)):
+            if old is not None and i not in varying and i not in baked and old != new:
+                varying.add(i)
+        return varying
+
+    def bake(self, skeleton: Hashable) -> None:
+        """Give up on 0-d inputs for this skeleton."""
+        self.baked.setdefault(skeleton, set()).update(self.varying.pop(skeleton, set()))
+
+
+class KeyMaker:
+    """Keys for the calls of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.numbers = Numbers()
+        self._states: dict[Hashable, int] = {}
+        self._last: tuple[Hashable, int] = (None, -1)
+
+    def intern(self, state: Hashable) -> int:
+        """A small number for a long state; equal states get the same."""
+        if state != self._last[0]:  # by identity of bools and dtypes, element by element: no hashing in a steady loop
+            self._last = state, self._states.setdefault(state, len(self._states))
+        return self._last[1]
+
+    def skeleton(self, call: Call, state: Hashable, grad: bool) -> Hashable:
+        """The key without the values of numbers."""
+        kinds = tuple(type(v) if _is_number(v) else _leaf_kind(v, grad) for v in call.leaves)
+        return call.part, call.spec, kinds, grad, self.intern(state), autocast_state()
+
+    def key(self, skeleton: Hashable, call: Call) -> tuple[Hashable, frozenset[int]]:
+        """(key, positions of leaves that enter as 0-d tensors)."""
+        varying = frozenset(self.numbers.classify(skeleton, call.leaves))
+        baked = tuple(v if _is_number(v) and i not in varying else None for i, v in enumerate(call.leaves))
+        return (skeleton, baked, varying), varying
+
+
+def autocast_state() -> Hashable:
+    """The autocast contexts that are on."""
+    return tuple([tuple(context.values()) for context in ambient_autocast()])
+
+
+def module_state(modules: Sequence[nn.Module]) -> Hashable:
+    """train/eval of each module."""
+    return tuple([m.training for m in modules])
+
+
+def parameter_state(params: Sequence[torch.Tensor]) -> Hashable:
+    """What of the parameters is baked into a graph: requires_grad, dtype, on CUDA or not."""
+    return tuple([x for p in params for x in (p.requires_grad, p.dtype, p.is_cuda)])

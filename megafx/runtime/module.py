@@ -1,0 +1,244 @@
+"""The class of a parallelized model: a subclass of the user's, made on the fly.
+
+`isinstance`, `config`, `generate` and everything else of the class go on working; the root forward runs graphs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from megafx.distributed.failures import meet
+from megafx.errors import UsageError
+from megafx.weights.save import save_whole
+
+if TYPE_CHECKING:
+    from megafx.runtime.runtime import Runtime
+import contextlib
+import copy
+import functools
+import sys
+from typing import TYPE_CHECKING, cast
+
+from megafx.capture.huggingface import check_generation
+from megafx.runtime.guards import data_parallel_error, remove_guards
+from megafx.weights.state import full_state_dict, prepare_loading
+
+# -- save method
+#
+# `model.save_pretrained(folder)` of a sharded Hugging Face model, written as `megafx.save_pretrained` writes.
+#
+# What the method's arguments mean here: `max_shard_size`, `variant` and `save_original_format` what they mean there;
+# `is_main_process` is true on some rank, or nothing is written (the Trainer gives each rank its own); a `state_dict` of whole
+# tensors, adapters and quantized models are left to the method itself.
+
+CALLER = "model.save_pretrained"
+
+
+def bound(
+    method: Callable[..., Any], folder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The method's arguments by name, defaults included; None where the method itself has to save."""
+    known = inspect.signature(method)
+    options = known.bind(folder, *args, **kwargs)
+    options.apply_defaults()
+    model: Any = getattr(method, "__self__", None)
+    special = getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "hf_quantizer", None) is not None
+    if special or "max_shard_size" not in known.parameters or options.arguments.get("state_dict") is not None:
+        return None
+    return options.arguments
+
+
+def save(model: nn.Module, options: dict[str, Any], runtime: Runtime) -> None:
+    """Write the files. Collective over all ranks of the model."""
+    if options.get("push_to_hub"):
+        raise no_upload("save_pretrained(push_to_hub=True)")
+    if options.get("distributed_checkpoint"):
+        raise UsageError(
+            "save_pretrained(distributed_checkpoint=True) would write shards as this number of ranks lays them out",
+            fix="megafx.save_checkpoint(folder, model, optimizer, step=...), which loads on any number of ranks",
+        )
+    if not _wanted(bool(options.get("is_main_process", True)), runtime):
+        return
+    folder = Path(options["save_directory"])
+    save_whole(
+        model,
+        folder,
+        options["max_shard_size"],
+        CALLER,
+        variant=options.get("variant") or "",
+        original_format=bool(options.get("save_original_format", True)),
+    )
+    if runtime.is_first and getattr(model, "is_remote_code", bool)():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, str(folder), config=model.config)  # type: ignore[arg-type]  # HF annotates a dict
+
+
+def _wanted(main: bool, runtime: Runtime) -> bool:
+    """Whether some rank is to write."""
+    group = runtime.everyone
+    if group is None:
+        return main
+    meet(CALLER, group)
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, main, group=group)
+    return any(said)
+
+
+def no_upload(call: str) -> UsageError:
+    return UsageError(
+        f"{call} of a model whose weights are on several ranks",
+        fix="model.save_pretrained(folder) on every rank, then huggingface_hub.HfApi().upload_folder(folder_path=folder, "
+        "repo_id=...) on one",
+    )
+
+
+RUNTIME = "_megafx_runtime"
+
+
+class Parallel:
+    """Mixin of every parallelized model."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
+            raise data_parallel_error("fully_shard")
+        super().__init_subclass__(**kwargs)
+
+    @property
+    def megafx(self) -> Runtime:
+        """The runtime: plan, graphs, `captures`, notes."""
+        return cast("Runtime", vars(self)[RUNTIME])
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DDP asks for this attribute before it does anything to the module.
+        raise data_parallel_error("DistributedDataParallel")
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        # What FullyShardedDataParallel sets on every module before it flattens parameters.
+        raise data_parallel_error("FullyShardedDataParallel")
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients without reducing them over data-parallel ranks: `backward` in here holds them back.
+
+        The first backward outside adds what was held and reduces the sums. `zero_grad()`, of the model or of an optimizer,
+        drops what is held.
+        """
+        return self.megafx.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's; gradients that `no_sync` holds are dropped too."""
+        for name in [*self.megafx.held.sums]:
+            self.megafx.held.drop(name, self.megafx.slots[name].get())
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the user's class
+
+    def print_readable(self, fqn: str = "") -> str:
+        """Print (and return) the graph that runs under module path `fqn` as Python, with shapes, placements and origins."""
+        text: str = self.megafx.parallelizer.readable(fqn)
+        print(text)
+        return text
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's; whole tensors are sharded. With shards, `assign` copies too, since values have to be cut."""
+        model = cast(nn.Module, self)
+        if self.megafx.mesh is not None:
+            prepare_loading(model, state_dict)
+            assign = False
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]  # of the user's class
+        self.megafx.memory_given()
+        return result
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[misc]  # of the user's class
+        self.megafx.parameters_changed()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with parameters, gradients and graphs of its own making: it compiles anew with the same placements."""
+        runtime = self.megafx
+        new = runtime.original.__new__(runtime.original)
+        memo[id(self)] = new
+        for name, value in vars(self).items():
+            if name != RUNTIME:
+                vars(new)[name] = copy.deepcopy(value, memo)
+        remove_guards(new)
+        return runtime.copy_for(new)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a parallelized model cannot be pickled: each rank holds shards and graphs",
+            fix="save its state_dict() (or megafx.full_state_dict(model)), and parallelize a new model when loading",
+        )
+
+
+class _Pretrained:
+    """For Hugging Face models: `save_pretrained` writes original tensors; ranks that generate text draw the same tokens."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the class's own. Tokens are drawn on every rank: from rank 0's generator state, so that they are the same."""
+        check_generation(cast(nn.Module, self), args, kwargs)
+        cast(Parallel, self).megafx.same_generators()
+        return super().generate(*args, **kwargs)  # type: ignore[misc]  # of the user's class
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the class's own, on every rank: files are written by all of them, and none holds the whole model."""
+        runtime = cast(Parallel, self).megafx
+        original = super().save_pretrained  # type: ignore[misc]  # of the user's class
+        if runtime.mesh is None:
+            return original(save_directory, *args, **kwargs)
+        options = bound(original, save_directory, args, kwargs)
+        if options is not None:
+            return save(cast(nn.Module, self), options, runtime)
+        if kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = full_state_dict(cast(nn.Module, self))
+        kwargs["is_main_process"] = kwargs.get("is_main_process", True) and runtime.is_first
+        tp_size, self._tp_size = vars(self).get("_tp_size"), None
+        try:
+            return original(save_directory, *args, **kwargs)
+        finally:
+            self._tp_size = tp_size
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        if cast(Parallel, self).megafx.mesh is None:
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]  # of the user's class
+        raise no_upload("push_to_hub")
+
+
+def announce(model: nn.Module, t: int, replicas: int) -> None:
+    """Tell Trainer and accelerate of the ranks, so that they neither wrap the model nor split a group's batches."""
+    for name in ("tp_size", "_tp_size"):
+        if not isinstance(getattr(type(model), name, None), property):
+            setattr(model, name, t)
+    if t * replicas == 1 or not isinstance(model, _Pretrained):
+        return
+    model._is_distributed_loading_by_transformers = True  # type: ignore[assignment]  # "the model owns its placement"
+    module = sys.modules.get("transformers.distributed.configuration_utils")
+    known = getattr(module, "DistributedConfig", None)
+    if (
+        known is not None and "fsdp_size" in inspect.signature(known).parameters
+    ):  # from which Trainer has the other sizes
+        model.config.distributed_config = known(tp_size=t, tp_plan={}, fsdp_size=replicas)  # type: ignore[union-attr]
+
+
+def parallel_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `original` whose forward runs graphs."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.megafx.call(args, kwargs)
+
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    bases = (Parallel, _Pretrained, original) if hasattr(original, "save_pretrained") else (Parallel, original)
+    namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, bases, namespace)

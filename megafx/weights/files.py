@@ -1,0 +1,284 @@
+"""A folder of safetensors files (or one file) as one collection of named tensors, of which boxes are read.
+
+Files are opened with the safetensors library, which maps them into memory. Mapped pages count as memory of the process for
+as long as the map lives, so files are mapped anew after every `MAPPED` bytes: little more is held than what was asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megafx.errors import CheckpointError, MegafxError
+
+# -- safetensors writer
+#
+# One safetensors file, written as a stream: header, then tensor after tensor, hashed on the way, flushed to the disk.
+#
+# (`safetensors.torch.save_file` holds all bytes of a file in memory a second time.) Format: 8 bytes little-endian length of the
+# header, the header as JSON padded with spaces to a multiple of 8, the data:
+# https://github.com/huggingface/safetensors#format.
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+}
+NAMES = {name: dtype for dtype, name in DTYPES.items()}
+_BLOCK = 1 << 24  # bytes hashed and read at a time
+
+
+@dataclass(frozen=True)
+class Written:
+    """Size of a file in bytes and the digest of its contents."""
+
+    bytes: int
+    digest: str
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    if dtype not in DTYPES:
+        raise CheckpointError(f"safetensors has no {dtype}", fix="convert the tensor before saving it")
+    return DTYPES[dtype]
+
+
+def write(
+    path: Path,
+    entries: Sequence[tuple[str, torch.dtype, Sequence[int]]],
+    values: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Write tensors under the names of `entries` (name, dtype, shape) and flush them to the disk; `values` in the same order.
+
+    A value is asked for when it is written, so that one at a time has to be on the host.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, dtype, shape in entries:
+        size = dtype.itemsize * _numel(shape)
+        header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.blake2b(digest_size=16)
+    total = 0
+    with open(path, "wb") as file:
+        for block in (len(text).to_bytes(8, "little"), text):
+            total += _put(file, digest, block)
+        waiting = iter(values)
+        for entry in entries:  # no name here (nor in a zip) holds a value while the next one is made
+            total += _put_value(file, digest, entry, next(waiting, None))
+        if next(waiting, None) is not None:
+            raise ValueError("there are more values than entries")
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(total, digest.hexdigest())
+
+
+def _put_value(
+    file: BinaryIO, digest: hashlib.blake2b, entry: tuple[str, torch.dtype, Sequence[int]], value: torch.Tensor | None
+) -> int:
+    name, dtype, shape = entry
+    if value is None:
+        raise ValueError(f"there is no value for '{name}'")
+    if value.dtype != dtype or tuple(value.shape) != tuple(shape):
+        raise CheckpointError(f"'{name}' is {tuple(value.shape)} {value.dtype}, not {tuple(shape)} {dtype}")
+    if not value.numel():
+        return 0
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return _put(file, digest, raw.numpy().data)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _put(file: BinaryIO, digest: hashlib.blake2b, block: bytes | memoryview) -> int:
+    digest.update(block)
+    file.write(block)
+    return len(block)
+
+
+def digest_of(path: Path) -> str:
+    """What `Written.digest` is of the file as it is now."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAPPED = 1 << 25  # bytes; benchmarks/load_memory.py measures what is held
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: dtype as safetensors names it (F32, BF16, I64, ...)."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
+
+class SafetensorsFiles:
+    """entries: name -> Entry, of all files. Opening checks each file's header against its length."""
+
+    def __init__(self, path: str | Path) -> None:
+        """path: a .safetensors file, or a folder with model.safetensors.index.json, model.safetensors or any such files.
+
+        Raises CheckpointError, which lists every file that is missing, truncated or no safetensors file.
+        """
+        self.path = Path(path)
+        self.entries: dict[str, Entry] = {}
+        self._open: tuple[Path, Any] | None = None
+        self._used = 0
+        wrong: list[str] = []
+        for file, names in _files_of(self.path).items():
+            try:
+                self._read_header(file, names, wrong)
+            except (OSError, SafetensorError) as error:
+                wrong.append(f"{file.name}: {error}")
+        if wrong:
+            raise listed(f"'{self.path}' cannot be read", wrong, fix="copy the files again")
+
+    def _read_header(self, file: Path, names: Sequence[str] | None, wrong: list[str]) -> None:
+        with safe_open(file, framework="pt") as opened:
+            present = list(opened.keys())
+            for name in sorted({*present} - {*names}) if names is not None else ():
+                wrong.append(f"{file.name}: '{name}' is in the file, and not in {INDEX}")
+            for name in sorted({*names} - {*present}) if names is not None else ():
+                wrong.append(f"{file.name}: '{name}' is not in the file, and {INDEX} says so")
+            for name in present:
+                if name in self.entries:
+                    wrong.append(f"{file.name}: '{name}' is in {self.entries[name].file.name} too")
+                part = opened.get_slice(name)
+                self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
+
+    def blocks(self, name: str, box: Sequence[slice]) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+        """The tensor's values in a box of it, piece by piece: (where in the box, values), values being of the file's dtype.
+
+        A piece is at most `MAPPED` bytes (or one element of the first dims) and valid until the next one.
+        """
+        entry = self.entries[name]
+        sizes = [s.stop - s.start for s in box]
+        if not box:
+            yield (), self._slice(entry, name, 0)[...]
+            return
+        if 0 in sizes:
+            return
+        row = torch_dtype(entry.dtype).itemsize * math.prod(entry.shape[1:])  # pages of whole rows get mapped
+        step = max(1, MAPPED // max(row, 1))
+        for at in range(0, sizes[0], step):
+            length = min(step, sizes[0] - at)
+            part = self._slice(entry, name, length * row)
+            start = box[0].start + at
+            yield (slice(at, at + length), *(slice(0, n) for n in sizes[1:])), part[start : start + length, *box[1:]]
+            del part
+
+    def _slice(self, entry: Entry, name: str, size: int) -> Any:
+        """safetensors' own slice object, after counting `size` bytes as mapped."""
+        if self._open is None or self._open[0] != entry.file or self._used + size > MAPPED:
+            self._open = None
+            self._open = (entry.file, safe_open(entry.file, framework="pt").__enter__())
+            self._used = 0
+        self._used += size
+        return self._open[1].get_slice(name)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole tensor, in memory of its own."""
+        entry = self.entries[name]
+        made = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        for where, values in self.blocks(name, [slice(0, n) for n in entry.shape]):
+            made[where] = values
+        return made
+
+    def close(self) -> None:
+        self._open = None
+
+
+def _files_of(path: Path) -> dict[Path, list[str] | None]:
+    """File -> the names that an index says it has (None without an index)."""
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            return {path: None}
+        if path.name.endswith(".index.json"):
+            return _indexed(path)
+        raise CheckpointError(f"'{path}' is no safetensors file", fix=_PICKLE_FIX)
+    if not path.is_dir():
+        raise CheckpointError(f"there is no file or folder '{path}'", fix="give a folder of safetensors files")
+    if (path / INDEX).is_file():
+        return _indexed(path / INDEX)
+    found = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
+    if found:
+        return dict.fromkeys(found)
+    pickles = sorted(f.name for pattern in PICKLES for f in path.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"'{path}' has weights as pickles only ({', '.join(pickles[:3])}), which can run code when they are read",
+            fix=_PICKLE_FIX,
+        )
+    raise CheckpointError(f"'{path}' has no safetensors files", fix="give a folder of safetensors files")
+
+
+_PICKLE_FIX = (
+    "convert it once, on a machine where you trust the file: "
+    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors'), "
+    "or AutoModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) of transformers"
+)
+
+
+def _indexed(index: Path) -> dict[Path, list[str] | None]:
+    try:
+        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"'{index}' is no index of safetensors files: {error}", fix="copy the files again"
+        ) from error
+    found: dict[Path, list[str] | None] = {}
+    for name, file in places.items():
+        names = found.setdefault(index.parent / file, [])
+        assert names is not None
+        names.append(name)
+    return found
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """safetensors' name of a dtype -> torch's."""
+    if name not in NAMES:
+        raise CheckpointError(f"tensors of dtype {name} are not read", fix="convert them to a dtype of torch")
+    return NAMES[name]
+
+
+def listed(found: str, lines: Sequence[str], fix: str = "", kind: type[MegafxError] = CheckpointError) -> MegafxError:
+    """An error with one line for each thing found."""
+    return kind("\n  ".join([f"{found}:", *lines]), fix=fix)

@@ -1,0 +1,207 @@
+"""Values for a model on the meta device, from its own constructor: bit-equal to eager, at any degree of parallelism.
+
+    with torch.device("meta"):
+        model = Net(config)
+    megafx.parallelize(model, example_inputs=batch)
+    torch.manual_seed(0)
+    megafx.initialize(model, lambda: Net(config))    # what torch.manual_seed(0); Net(config) gives
+
+The constructor runs once more on fake tensors, which writes down what it computes (`init_log`), whatever code that is:
+`reset_parameters`, `model.apply(init)`, loops over named parameters, assignments. The steps then run in order with the
+generators as they are; each tensor that is final is cut to this rank's slices and dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Collection
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from megafx.distributed import agreement
+from megafx.errors import MegafxError, UsageError
+from megafx.runtime.module import RUNTIME
+from megafx.weights.constructor_log import (
+    Recorded,
+    Ref,
+    Storage,
+    draw_in_order,
+    execute,
+    record,
+    replay,
+    schedule,
+    view,
+)
+from megafx.weights.index_random import IndexRandom
+from megafx.weights.state import Stored, all_tensors, give_memory, stored_tensors
+
+Factory = Callable[[], Any]
+
+
+def initialize(
+    model: nn.Module,
+    factory: Factory | None = None,
+    *,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Give every parameter and buffer of `model` the value that factory() gives it in eager mode; returns `model`.
+
+    factory: builds the model (or the like of it: the same names and shapes), as eager code would, on the device on which eager
+    code would draw; for Hugging Face models it defaults to `type(model)(model.config)`. Values are converted to the dtypes of
+    `model`. Ranks draw from rank 0's generators, and hold no more than their shards and the few tensors that are being made.
+
+    seed: draw by element index instead (Philox, keyed by the seed, the operation and the index): each rank draws its slices
+    only, and nothing that is overwritten. Values are the same at any degree and distributed as eager's are, but they are not
+    eager's. Applies to `normal_` and `uniform_`; other draws come from a generator that is seeded for the operation.
+
+    What the constructor cannot do: make shapes of values (`x[x > 0]`), or take values by the address of their memory; what is
+    not made by torch (NumPy arrays) is taken as it is. device: of the memory, where the model has no mesh; default: the CPU.
+
+    Collective over all ranks of the model. Raises UsageError, on every rank and before anything is changed.
+    """
+    runtime = vars(model).get(RUNTIME)
+    group = None if runtime is None else runtime.everyone
+    error: MegafxError | None = None
+    if runtime is not None:
+        runtime.same_generators(everywhere=True)
+    try:
+        check_planned(model)
+        log = recorded(model, factory, seed)
+    except MegafxError as found:
+        error = found
+    agreement.raise_together(error, group)
+    _agree(model, log)
+    give_memory(model, device=None if device is None else torch.device(device))
+    fill(log, all_tensors(model), seed)
+    if runtime is not None:
+        runtime.memory_given()
+    return model
+
+
+def check_planned(model: nn.Module) -> None:
+    """Raise where parameters on meta are not cut yet: giving them memory would take that of the whole model."""
+    runtime = vars(model).get(RUNTIME)
+    if runtime is None or runtime.mesh is None or runtime.params is not None:
+        return
+    if any(p.is_meta for p in model.parameters()):
+        raise UsageError(
+            "the model is not planned yet, so it is not known which slices this rank holds",
+            fix="pass example_inputs= to megafx.parallelize",
+        )
+
+
+def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None) -> Recorded:
+    """The constructor's steps, checked against the model's names, shapes and ties. Raises UsageError with all that is wrong."""
+    log = record(factory or _hugging_face_factory(model), None if seed is None else IndexRandom(seed).run)
+    wrong = []
+    for tensor in all_tensors(model):
+        made = {name: log.refs.get(name) for name in tensor.names}
+        wrong += [f"'{name}' is not in the factory's model" for name, ref in made.items() if ref is None]
+        places = {ref if isinstance(ref, Ref) else id(ref) for ref in made.values() if ref is not None}
+        if len(places) > 1:
+            wrong.append(f"{', '.join(made)} are tied in the model, and not in the factory's")
+        for name, ref in made.items():
+            shape = None if ref is None else (ref.size if isinstance(ref, Ref) else tuple(ref.shape))
+            if shape is not None and shape != tuple(tensor.tensor.shape):
+                wrong.append(f"'{name}' is {shape} in the factory's model, {tuple(tensor.tensor.shape)} in this one")
+            if isinstance(ref, Ref) and _is_bare(log, ref.storage):
+                wrong.append(f"'{name}' is written by no initialiser: in eager mode too it is whatever was in memory")
+    if wrong:
+        raise UsageError(
+            "\n  ".join(["the factory's model is not this one, or has no values:", *wrong]),
+            fix="let it build the same model, and give values to all of it",
+        )
+    return log
+
+
+def fill(log: Recorded, tensors: Collection[Stored], seed: int | None = None, only_needed: bool = False) -> None:
+    """Run the steps that `tensors` need, and copy this rank's slices of each. seed: as it was for `recorded`.
+
+    only_needed: leave out what other tensors draw; values that are drawn are not eager's then.
+    """
+    by_memory: dict[Storage, list[tuple[Stored, Ref]]] = {}
+    for tensor in tensors:
+        ref = log.refs[tensor.name]
+        if isinstance(ref, Ref):
+            by_memory.setdefault(ref.storage, []).append((tensor, ref))
+        else:
+            _copy(tensor, ref)
+
+    def deliver(number: Storage, memory: torch.UntypedStorage) -> None:
+        for tensor, ref in by_memory[number]:
+            _copy(tensor, view(memory, ref))
+
+    if only_needed:
+        execute(log, schedule(log.steps, by_memory, keep=lambda step: False), deliver, draw_in_order)
+        return
+    if seed is None:
+        replay(log, by_memory, deliver)
+        return
+    random = IndexRandom(seed)
+    direct = random.fill_slices(log, by_memory)
+    rest = [number for number in by_memory if number not in direct]
+    execute(log, schedule(log.steps, rest, keep=lambda step: False), deliver, random.run)
+
+
+class Rest:
+    """Tensors on meta for which files have no values (buffers that are not persistent): they get the constructor's.
+
+    Made before anything is changed: raises UsageError where it is not known how the model is built. also: names of others.
+    """
+
+    def __init__(self, model: nn.Module, factory: Factory | None, also: Collection[str] = ()) -> None:
+        saved = {t.name for t in stored_tensors(model)} - {*also}
+        self.model = model
+        self.names = [t.name for t in all_tensors(model) if t.tensor.is_meta and t.name not in saved]
+        self.log: Recorded | None = None
+        if self.names:
+            try:
+                self.log = recorded(model, factory)
+            except MegafxError as error:
+                found = f"no file has {', '.join(self.names)}: they get what the constructor gives, but {error.found}"
+                raise type(error)(found, fix=error.fix) from error
+
+    def fill(self) -> None:
+        """Compute their values, once they have memory."""
+        if self.log is not None:
+            fill(self.log, [t for t in all_tensors(self.model) if t.name in self.names], only_needed=True)
+
+
+@torch.no_grad()
+def _copy(tensor: Stored, whole: torch.Tensor) -> None:
+    for box in tensor.slices:
+        tensor.local[box.local].copy_(whole[box.original])
+
+
+def _is_bare(log: Recorded, number: Storage) -> bool:
+    """Whether nothing writes a memory, or what leaves it uninitialised."""
+    last = next((step for step in reversed(log.steps) if number in step.writes), None)
+    return last is None or last.leaves_as_is
+
+
+def _agree(model: nn.Module, log: Recorded) -> None:
+    """Ranks that recorded the same steps, with the same seeds in them."""
+    runtime = vars(model).get(RUNTIME)
+    if runtime is not None and runtime.everyone is not None:
+        seeds = b"".join(s.seeded.cpu().numpy().tobytes() for s in log.steps if s.seeded is not None)
+        text = f"{[str(s.func) for s in log.steps]} {hashlib.blake2b(seeds).hexdigest()}"
+        fix = "build the same model on every rank, and seed generators of your own alike"
+        agreement.check_same("what the constructor draws", text, runtime.everyone, fix)
+
+
+def _hugging_face_factory(model: nn.Module) -> Factory:
+    runtime = vars(model).get(RUNTIME)
+    kind = type(model) if runtime is None else runtime.original
+    if not (hasattr(kind, "from_pretrained") and hasattr(model, "config")):
+        raise UsageError(
+            f"how a {kind.__name__} is built is not known",
+            fix="pass a factory: megafx.initialize(model, lambda: Net(config))",
+        )
+    config = copy.deepcopy(cast(Any, model).config)
+    if getattr(config, "distributed_config", None) is not None:
+        config.distributed_config = None  # what `parallelize` told Trainer of the ranks
+    return lambda: kind(config)

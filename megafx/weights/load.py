@@ -1,0 +1,148 @@
+"""Safetensors straight into the shards of a model: a rank reads its own slices only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megafx.distributed import agreement
+from megafx.errors import CheckpointError, MegafxError
+from megafx.runtime.module import RUNTIME
+from megafx.weights.files import Entry, SafetensorsFiles, listed, torch_dtype
+from megafx.weights.initialize import Factory, Rest, check_planned
+from megafx.weights.names import Sources, find_sources
+from megafx.weights.state import Stored, give_memory, stored_tensors
+
+
+def load_safetensors(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    factory: Factory | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Load `model` (parallelized or not, on meta or not) from safetensors; returns `model`.
+
+    path: a file, or a folder as Hugging Face models have it (an index and its files, or any .safetensors files). Each rank
+    reads the slices that it holds, converts them to the model's dtypes and writes them into its shards; a model on meta gets
+    memory for these, and its parameters stay the same objects. Peak memory is that of the shards and of one block of a file.
+    Tensors that transformers merges or splits while it loads (experts) are made whole, one group at a time.
+
+    Names are those of the state dict; for Hugging Face models also those that `from_pretrained` takes. A tied tensor needs
+    one of its names. Buffers that no file has (not persistent ones) and that are on meta get their values from the
+    constructor, as in `megafx.initialize`: factory is needed where the model is not of Hugging Face.
+
+    device: of the memory, where the model has no mesh. Raises CheckpointError on every rank, before anything is changed, with
+    all tensors that are missing, unexpected, of another shape or kind, and files that are truncated; UsageError where the
+    model is not planned yet. Collective over all ranks of the model. Pickles are never read.
+    """
+    runtime = vars(model).get(RUNTIME)
+    group = None if runtime is None else runtime.everyone
+    error: MegafxError | None = None
+    try:
+        check_planned(model)
+        files = SafetensorsFiles(path)
+        tensors = stored_tensors(model)
+        sources = find_sources(model, [name for t in tensors for name in t.names], files.entries)
+        unfilled = check_fit(tensors, sources, files)
+        rest = Rest(model, factory, unfilled)
+    except MegafxError as found:
+        error = found
+    agreement.raise_together(error, group)
+    given = give_memory(model, device=None if device is None else torch.device(device))
+    _read(stored_tensors(model), sources, files)
+    files.close()
+    rest.fill()
+    if runtime is not None and given:
+        runtime.memory_given()
+    if sources.transforms is not None:
+        model._weight_conversions = sources.transforms  # type: ignore[assignment]  # what transformers reverts when it saves
+    return model
+
+
+def check_fit(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFiles) -> set[str]:
+    """Raise with everything that is wrong; the names of tensors that may be missing and are."""
+    wrong: list[str] = []
+    unfilled: set[str] = set()
+    made: dict[str, torch.Tensor] = {}
+    for conversion in sources.converted:
+        try:
+            made.update(conversion.shapes(files.entries))
+        except Exception as error:  # whatever transformers' operations raise on tensors that do not fit
+            parts = ", ".join(name for name, _ in conversion.parts)
+            wrong.append(f"{parts} cannot be converted: {error}")
+    for tensor in tensors:
+        present = [name for name in tensor.names if name in sources.direct]
+        for name in present:
+            stored = sources.direct[name]
+            entry = files.entries[stored]
+            wrong += _misfits(tensor, entry.shape, entry, stored)
+        for name in tensor.names:
+            if name in made:
+                wrong += _misfits(tensor, tuple(made[name].shape), None, name)
+        if len(present) > 1 and not wrong:
+            wrong += _unequal(tensor, [sources.direct[name] for name in present], files)
+        if not present and not any(name in made for name in tensor.names):
+            if any(sources.optional(name) for name in tensor.names):
+                unfilled.add(tensor.name)
+            else:
+                also = f" (also named {', '.join(tensor.names[1:])})" if tensor.names[1:] else ""
+                wrong.append(f"missing: {tensor.name}{also}, {tuple(tensor.tensor.shape)}")
+    known = {name for t in tensors for name in t.names}
+    wrong += [f"unexpected: {name}, {files.entries[name].shape}" for name in sources.unexpected]
+    wrong += [f"unexpected: {name}, made of several" for name in sorted(made.keys() - known)]
+    if wrong:
+        raise listed(
+            f"'{files.path}' does not fit the model",
+            wrong,
+            fix=f"nothing was changed; names were matched by {sources.rules}",
+        )
+    return unfilled
+
+
+def _misfits(tensor: Stored, shape: tuple[int, ...], entry: Entry | None, name: str) -> list[str]:
+    wrong = []
+    if shape != tuple(tensor.tensor.shape):
+        wrong.append(f"misshapen: {name}, {shape}, is {tuple(tensor.tensor.shape)} in the model")
+    if entry is not None:
+        try:
+            torch_dtype(entry.dtype)
+        except CheckpointError as error:
+            wrong.append(f"{name}: {error.found}")
+        if entry.is_float != tensor.tensor.dtype.is_floating_point:
+            wrong.append(f"of another kind: {name}, {entry.dtype}, is {tensor.tensor.dtype} in the model (quantized?)")
+    return wrong
+
+
+def _unequal(tensor: Stored, names: Sequence[str], files: SafetensorsFiles) -> list[str]:
+    """Tied tensors that a file has under several names hold the same, as far as this rank's slices go."""
+    for box in tensor.slices:
+        for other in names[1:]:
+            pairs = zip(files.blocks(names[0], box.original), files.blocks(other, box.original), strict=True)
+            if not all(torch.equal(a, b) for (_, a), (_, b) in pairs):
+                return [f"tied in the model, and not equal: {names[0]}, {other}"]
+    return []
+
+
+@torch.no_grad()
+def _read(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFiles) -> None:
+    """Values into memory: file by file, then what is converted."""
+    by_name = {name: t for t in tensors for name in t.names}
+    direct = {}
+    for tensor in tensors:
+        name = next((sources.direct[n] for n in tensor.names if n in sources.direct), None)
+        if name is not None:
+            direct[name] = tensor
+    for name in sorted(direct, key=lambda n: (files.entries[n].file, n)):
+        local = direct[name].local
+        for box in direct[name].slices:
+            place = local[box.local]
+            for where, values in files.blocks(name, box.original):
+                place[where].copy_(values)
+    for conversion in sources.converted:
+        for name, whole in conversion.make(files.whole).items():
+            for box in by_name[name].slices:
+                by_name[name].local[box.local].copy_(whole[box.original])

@@ -1,0 +1,191 @@
+"""Which tensors of files are which tensors of a model, and what has to be done to them, for loading and for saving.
+
+For Hugging Face models this follows transformers' own tables (`conversion_mapping.py`, `core_model_loading.py`): renamed
+tensors, tensors that are merged or split (experts that files have one by one), the base model's prefix present or absent,
+names that may be missing or superfluous. Any other model has to have the names of its state dict.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafx.weights.files import Entry, torch_dtype
+from megafx.weights.state import Stored
+
+
+@dataclass
+class Sources:
+    """Where the values of a model's tensors are.
+
+    direct: name in the model -> name in the files. converted: groups of tensors that are made together. unexpected: names in
+    the files that nothing takes. optional: whether a name of the model may be missing. rules: what renamed something.
+    transforms: of transformers' that did.
+    """
+
+    direct: dict[str, str] = field(default_factory=dict)
+    converted: list[Conversion] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    optional: Callable[[str], bool] = lambda name: False
+    rules: str = "the names of the model's state dict"
+    transforms: list[Any] | None = None
+
+
+@dataclass
+class Conversion:
+    """Tensors of files that become tensors of the model by transformers' operations, held whole for as long as that takes."""
+
+    converter: Any
+    first: str
+    parts: list[tuple[str, str]]  # (name in the files, the converter's pattern that it fits)
+    model: nn.Module
+
+    def make(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Name in the model -> tensor, made of what `read` gives for names in the files."""
+        converter = copy.deepcopy(self.converter)
+        for name, pattern in self.parts:
+            converter.add_tensor(self.first, name, pattern, read(name))
+        made = converter.convert(self.first, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def shapes(self, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
+        """The same with meta tensors: what would be made."""
+        return self.make(lambda n: torch.empty(entries[n].shape, dtype=torch_dtype(entries[n].dtype), device="meta"))
+
+
+def find_sources(model: nn.Module, names: Sequence[str], stored: Iterable[str]) -> Sources:
+    """names: those of the model's state, aliases of tied tensors included. stored: those in the files."""
+    known = dict.fromkeys(names, True)
+    if hasattr(model, "base_model_prefix") and hasattr(model, "config"):
+        return _hugging_face(model, known, stored)
+    found = Sources()
+    for name in stored:
+        if name in known:
+            found.direct[name] = name
+        else:
+            found.unexpected.append(name)
+    return found
+
+
+def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> Sources:
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    prefix = model.base_model_prefix
+    found = Sources(rules="transformers' renamings and the prefix " + repr(prefix))
+    groups: dict[str, Conversion] = {}
+    ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected") + _old_buffers(model)
+    for name in sorted(stored, key=loading.dot_natural_key):
+        new, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
+        if new not in known and name in known:
+            new, pattern = name, None  # a rule for old files, which this one is not
+        if new not in known:
+            if not any(re.search(p, name) for p in ignored):
+                found.unexpected.append(name)
+        elif pattern is None:
+            found.direct[new] = name
+        else:
+            group = groups.setdefault(new, Conversion(by_pattern[pattern], new, [], model))
+            group.parts.append((name, pattern))
+    found.converted = [*groups.values()]
+    found.transforms = [t for t in transforms if t.was_used()]
+    may_miss = _patterns(model, "_keys_to_ignore_on_load_missing")
+    found.optional = lambda name: any(re.search(p, name) for p in may_miss)
+    return found
+
+
+def _patterns(model: Any, attribute: str) -> list[str]:
+    return sorted(getattr(model, attribute, None) or ())
+
+
+def _old_buffers(model: nn.Module) -> list[str]:
+    """Buffers that old files have, and that models keep out of their state now (as transformers' own loading has it)."""
+    names = [name for name, _ in model.named_buffers()]
+    old = [r"rotary_emb\.inv_freq"] if any(n.endswith("rotary_emb.inv_freq") for n in names) else []
+    return old + ([r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in names) else [])
+
+
+# -- saving
+
+
+@dataclass
+class Saving:
+    """Tensors of the model that become tensors of a file together. entries: (name in the file, dtype, shape)."""
+
+    names: list[str]
+    entries: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    make: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in self.entries)
+
+
+def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: bool = True) -> list[Saving]:
+    """How `tensors` are written: tied ones once, under the name that transformers keeps, and as `from_pretrained` reads them.
+
+    original_format: renamed and merged tensors get back the names and shapes of the files that the model was loaded from, or
+    of published ones.
+    """
+    tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
+    left_out = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    kept = {
+        next((n for n in t.names if n not in tied), t.name): t for t in tensors if not left_out.intersection(t.names)
+    }
+    if not original_format or not (hasattr(model, "base_model_prefix") and hasattr(model, "config")):
+        return [_as_it_is(name, name, t) for name, t in kept.items()]
+    from transformers import core_model_loading as loading
+
+    transforms = [t.reverse_transform() for t in reversed(_saving_transforms(model))]
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    groups: dict[str, Conversion] = {}
+    found = []
+    for name in sorted(kept, key=loading.dot_natural_key):
+        new, pattern = loading.apply_converters(name, converters)
+        if pattern is None:
+            found.append(_as_it_is(name, loading.apply_renamings(name, renamings), kept[name]))
+        else:
+            groups.setdefault(new, Conversion(by_pattern[pattern], new, [], model)).parts.append((name, pattern))
+    for group in groups.values():
+        found.append(_converted(group, kept, lambda name: loading.apply_renamings(name, renamings)))
+    return found
+
+
+def _saving_transforms(model: Any) -> list[Any]:
+    """Those that renamed something when the model was loaded; else all that apply to its class, as transformers has it."""
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = getattr(model, "_weight_conversions", None)
+    if known is not None:
+        return list(known)
+    return [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, loading.PrefixChange)]
+
+
+def _as_it_is(name: str, new: str, stored: Stored) -> Saving:
+    return Saving([name], [(new, stored.tensor.dtype, tuple(stored.tensor.shape))], lambda values: [*values])
+
+
+def _converted(group: Conversion, kept: Mapping[str, Stored], rename: Callable[[str], str]) -> Saving:
+    names = [name for name, _ in group.parts]
+
+    def meta(name: str) -> torch.Tensor:
+        return torch.empty(kept[name].tensor.shape, dtype=kept[name].tensor.dtype, device="meta")
+
+    made = group.make(meta)
+    entries = [(rename(name), x.dtype, tuple(x.shape)) for name, x in made.items()]
+    return Saving(
+        names, entries, lambda values: [*group.make(dict(zip(names, values, strict=True)).__getitem__).values()]
+    )

@@ -1,0 +1,203 @@
+"""The tensors that a model's state consists of, each once, with its names and with where this rank's part of it lies.
+
+    for stored in stored_tensors(model):        # parameters, then persistent buffers; tied ones once
+        for box in stored.slices:
+            stored.local[box.local].copy_(original_tensor[box.original])
+
+`local` shows the memory itself: parameters that merged linears keep side by side are views, and stay so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megafx.distributed.failures import meet
+from megafx.distributed.parameters import as_parameter, parameter_slots
+from megafx.distributed.tensor import TPTensor, wrap
+from megafx.distributed.tensor_layout import placement_of
+from megafx.placements.slices import ShardSlice, shard_slices
+
+
+@dataclass(frozen=True)
+class Stored:
+    """names: all FQNs, that of the first use first. tensor: the parameter or buffer, of the logical shape."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's memory: the physical shard, padding included; the tensor itself where it is whole."""
+        return local_of(self.tensor)
+
+    @property
+    def slices(self) -> list[ShardSlice]:
+        return slices_of(self.tensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a parameter, buffer, gradient or optimizer state on this rank, without autograd."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def slices_of(tensor: torch.Tensor) -> list[ShardSlice]:
+    """Where what this rank holds of `tensor` lies in the original one; tensors that are no DTensors are whole."""
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return [ShardSlice((0,) * len(shape), (0,) * len(shape), shape)]
+    mesh = tensor._spec.mesh
+    return shard_slices(tensor.shape, placement_of(tensor), mesh.get_local_rank(), mesh.size())
+
+
+def stored_tensors(model: nn.Module) -> list[Stored]:
+    """Every parameter, then every persistent buffer, each once, in the order of their first uses."""
+    kept = {name for name, _ in persistent_buffers(model)}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [s for s in all_tensors(model) if s.name in parameters or kept.intersection(s.names)]
+
+
+def all_tensors(model: nn.Module) -> list[Stored]:
+    """Every parameter, then every buffer, those that state dicts leave out too."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in itertools.chain(*named):
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return [Stored(tuple(names), tensor) for tensor, names in found.values()]
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(FQN, buffer) of those that state dicts have, aliases included."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{key}" if prefix else key), buffer
+
+
+# -- materialize
+#
+# Memory for parameters and buffers of a model on the meta device: this rank's shards only. Values come later.
+
+
+def give_memory(
+    model: nn.Module, wanted: Callable[[str], bool] = lambda name: True, device: torch.device | None = None
+) -> list[str]:
+    """Zeros for each meta parameter and buffer that has a wanted name (any alias of it); returns the names that got them.
+
+    Parameters stay the same objects, so that optimizers made of them stay valid (but for those to which something has weak
+    references: recurrent layers' weights). device: of the new memory; default: the
+    mesh's, else that of the model's other parameters, else the CPU.
+    """
+    slots = [(name, slot, p) for name, slot in parameter_slots(model) if (p := slot.get()) is not None]
+    device = device or _device_of([p for _, _, p in slots])
+    given: list[str] = []
+    done: dict[int, torch.Tensor] = {}
+    for name, slot, parameter in slots:
+        if id(parameter) not in done and parameter.is_meta and wanted(name):
+            done[id(parameter)] = _with_memory(parameter, device)
+        if id(parameter) in done:
+            given.append(name)
+            if done[id(parameter)] is not parameter:
+                setattr(slot.module, slot.key, done[id(parameter)])
+    for name, module, key, buffer in _buffers(model):
+        if buffer.is_meta and (wanted(name) or id(buffer) in done):
+            module._buffers[key] = done.setdefault(id(buffer), torch.zeros_like(buffer, device=device))
+            given.append(name)
+    return given
+
+
+@torch.no_grad()
+def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A meta parameter, plain or sharded, with zeros in it: the same object where torch can swap its contents."""
+    made: torch.Tensor
+    if isinstance(parameter, TPTensor):
+        device = _mesh_device(parameter)
+        made = wrap(torch.zeros_like(parameter._local_tensor, device=device), parameter._spec)
+    else:
+        made = torch.zeros_like(parameter, device=device)
+    new = as_parameter(made, like=parameter)
+    if weakref.getweakrefs(parameter):  # as recurrent layers have of their weights; then it cannot be swapped
+        return new
+    torch.utils.swap_tensors(parameter, new)
+    return parameter
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                yield (f"{prefix}.{key}" if prefix else key), module, key, buffer
+
+
+def _device_of(parameters: list[nn.Parameter]) -> torch.device:
+    sharded = next((p for p in parameters if isinstance(p, TPTensor)), None)
+    if sharded is not None:
+        return _mesh_device(sharded)
+    return next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
+
+
+def _mesh_device(param: TPTensor) -> torch.device:
+    kind = param._spec.mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+# -- state
+#
+# Whole tensors of a parallelized model: state dicts and gradients in the original layout, under the original names.
+
+
+def full_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The logical tensor of a parameter, gradient or optimizer state; plain tensors as they are. Collective."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """`state_dict()` with whole tensors in the original layout, on every rank. Collective.
+
+    Tied parameters are gathered once and stay one tensor; tensors that are whole already are not copied.
+    """
+    _meet("megafx.full_state_dict", model)
+    done: dict[int, torch.Tensor] = {}
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = id(value._local_tensor) if isinstance(value, TPTensor) else id(value)
+        if key not in done:
+            done[key] = full_tensor(value).detach()
+        return done[key]
+
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+@torch.no_grad()
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """FQN -> whole gradient in the original layout, on every rank, of each parameter that has one. Collective."""
+    _meet("megafx.full_gradients", model)
+    return {n: full_tensor(p.grad).detach() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _meet(what: str, model: nn.Module) -> None:
+    """Ranks that gather alone would wait for others forever: they raise LostRankError."""
+    runtime = getattr(model, "megafx", None)
+    meet(what, getattr(runtime, "group", None))
+
+
+def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Make a model with sharded parameters ready for `nn.Module.load_state_dict(state)`, whose copies then shard whole tensors.
+
+    Meta parameters and buffers that `state` has values for get memory; parameters keep their identity.
+    """
+    give_memory(model, lambda name: isinstance(value := state.get(name), torch.Tensor) and not value.is_meta)

@@ -1,0 +1,331 @@
+"""Build forward and backward as one graph.
+
+Before:  %loss = f(%w, %x)                       # one rank's forward, transitions whole
+After:   %loss = f(%w, %x)
+         %dw = df/dw(%w, %x, %tangent)           # phase 'backward'; a transition's backward is its dual transition
+         return loss, dw
+Legal because: the graph is autograd's own: the forward is run on the program's fake tensors and what autograd dispatches for
+`torch.autograd.grad` is recorded. At one rank it is bit-equal to eager.
+
+Composite ops decompose here (linear to view, t and mm; matmul to bmm); custom ops stay whole in both directions. Every node
+stems from one forward node, found by autograd itself: the functions that a forward node adds to the autograd graph are its
+own, and what they dispatch in backward carries its line and module. Sums of a value's gradients belong to the function that
+ran last, the one that made the summand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+
+from megafx.errors import MegafxError
+from megafx.ir.nodes import memory_of, overlaps, storage_of
+from megafx.ir.program import (
+    MADE_BY,
+    PHASE,
+    PLACEMENT,
+    VAL,
+    Input,
+    Output,
+    Phase,
+    Program,
+    fqn_of,
+    inherit,
+    recompute_val,
+    source_of,
+)
+from megafx.ir.sizes import SizeEmitter, size_sources
+from megafx.passes.canonicalize.names import ASSERTS
+
+REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
+NAME = "build_joint_graph"
+BACKWARD = "backward"
+aten = torch.ops.aten
+
+
+def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int]) -> int:
+    """Append the backward; return the number of its nodes.
+
+    wrt: indices of inputs whose gradients are wanted. differentiated: indices of outputs that have a gradient; each brings
+    an Input('tangent', output name), in this order, after all other inputs. Each of wrt brings an
+    Output('gradient', input name), in this order; its element of the output tuple is None where no output depends on it.
+    """
+    _check_floating(program, wrt, differentiated)
+    primals = [_traced_input(program, i, i in set(wrt)) for i in range(len(program.inputs))]
+    tangents = [_tangent(program, i) for i in differentiated]
+    symbols = set(size_sources(program.graph))
+    origins: _Origins | None = None
+
+    def joint(*args: Any) -> tuple[Any, ...]:
+        values, seeds = args[: len(primals)], args[len(primals) :]
+        nonlocal origins
+        origins = _Origins(program, symbols)
+        outputs = _Forward(program.gm, origins).run(*values)
+        origins.backward = True
+        gradients = _gradients([outputs[i] for i in differentiated], [values[i] for i in wrt], seeds)
+        origins.attribute(None)
+        return (*outputs, *gradients)
+
+    with _tracing(program):
+        program.gm = make_fx(joint, tracing_mode="real")(*primals, *tangents)
+    assert origins is not None
+    _check_symbols(program, symbols, origins.fixing)
+    program.inputs += [Input("tangent", program.outputs[i].name) for i in differentiated]
+    program.outputs += [Output("gradient", program.inputs[i].name) for i in wrt]
+    _drop_noise(program)
+    _reroot_sizes(program)
+    _separate_gradients(program)
+    program.graph.eliminate_dead_code()
+    _finish_meta(program)
+    program.gm.recompile()
+    program.phase = ENSURES
+    return sum(1 for n in program.graph.nodes if n.meta.get(PHASE) == BACKWARD)
+
+
+# -- what is traced
+
+
+def _check_floating(program: Program, wrt: list[int], differentiated: list[int]) -> None:
+    placeholders, results = program.placeholders(), program.results()
+    assert isinstance(results, (tuple, list))
+    named: list[tuple[str, str, Any]] = [("input", program.inputs[i].name, placeholders[i]) for i in wrt]
+    named += [("output", program.outputs[i].name, results[i]) for i in differentiated]
+    for what, name, node in named:
+        value = node.meta.get(VAL) if isinstance(node, fx.Node) else node
+        if not (isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())):
+            raise MegafxError(f"{what} '{name}' has no gradient: it is no floating tensor but {value!r}")
+
+
+def _traced_input(program: Program, index: int, differentiable: bool) -> Any:
+    """A leaf with the placeholder's size on the program's own symbols. Contiguous: `Executable` makes inputs so."""
+    value = program.placeholders()[index].meta[VAL]
+    if not isinstance(value, torch.Tensor):
+        return value
+    with program.fake_mode:
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device, requires_grad=differentiable)
+
+
+def _tangent(program: Program, output: int) -> Any:
+    node = program.results()[output]
+    value = node.meta[VAL]
+    with program.fake_mode:
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+@contextlib.contextmanager
+def _tracing(program: Program) -> Iterator[None]:
+    """Autograd on, one thread (a deterministic order), no ambient autocast: dtypes are what the graph says."""
+    devices = {n.meta[VAL].device.type for n in program.placeholders() if isinstance(n.meta[VAL], torch.Tensor)}
+    with contextlib.ExitStack() as stack:
+        for device in sorted(devices - {"meta"}):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(program.fake_mode)
+        stack.enter_context(enable_python_dispatcher())  # C++ decompositions of some ops (pad) fix dynamic sizes
+        yield
+
+
+def _gradients(outputs: list[Any], inputs: list[Any], tangents: tuple[Any, ...]) -> list[Any]:
+    """d outputs / d inputs; None for an input that no output depends on."""
+    live = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad]
+    if not live or not inputs:
+        return [None] * len(inputs)
+    grads = torch.autograd.grad([o for o, _ in live], inputs, [t for _, t in live], allow_unused=True)
+    return list(grads)
+
+
+class _Origins:
+    """Tells nodes, as they are traced, which node of the forward program they stem from."""
+
+    def __init__(self, program: Program, symbols: set[Any]) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None and program.fake_mode.shape_env is not None, "runs inside make_fx"
+        self.graph: fx.Graph = mode.tracer.graph
+        self.last: fx.Node | None = next(iter(reversed(self.graph.nodes)), None)
+        self.current: fx.Node | None = None
+        self.backward = False
+        self.functions: set[Any] = set()  # keeps them alive, so that their identity stays theirs
+        self.symbols, self.replacements = symbols, program.fake_mode.shape_env.replacements
+        self.known = len(self.replacements)
+        self.fixing: fx.Node | None = None  # the first node at which a symbol became a number
+
+    def attribute(self, origin: fx.Node | None) -> None:
+        """Nodes since the last call stem from the then current origin; the next ones from `origin`."""
+        if len(self.replacements) != self.known:
+            self.known = len(self.replacements)
+            if self.fixing is None and any(self.replacements.get(s, s).is_Integer for s in self.symbols):
+                self.fixing = self.current
+        fresh = []
+        for node in reversed(self.graph.nodes):
+            if node is self.last:
+                break
+            fresh.append(node)
+        for node in fresh:
+            if self.current is not None:
+                inherit(node, self.current, NAME)
+                if not self.backward:
+                    node.meta[MADE_BY] = self.current.meta.get(MADE_BY, ())
+            if self.backward:
+                node.meta[PHASE] = BACKWARD
+        if fresh:
+            self.last = fresh[0]
+        self.current = origin
+
+    def own(self, result: Any, origin: fx.Node) -> None:
+        """The autograd functions behind `result` that no earlier node made are made by `origin`."""
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        todo = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor)]
+        while todo:
+            function = todo.pop()
+            if function is None or function in self.functions:
+                continue
+            self.functions.add(function)
+            function.register_prehook(lambda _, origin=origin: self.attribute(origin))
+            todo += [f for f, _ in function.next_functions]
+
+
+class _Forward(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, origins: _Origins) -> None:
+        super().__init__(gm)
+        self.origins = origins
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "output"):
+            return super().run_node(n)
+        self.origins.attribute(n)
+        result = super().run_node(n)
+        self.origins.attribute(None)
+        self.origins.own(result, n)
+        if PLACEMENT in n.meta and isinstance(result, torch.Tensor):
+            node = _node_of(result)
+            if node is not None and node.op == "call_function":
+                node.meta.setdefault(PLACEMENT, n.meta[PLACEMENT])
+        return result
+
+
+def _node_of(tensor: torch.Tensor) -> fx.Node | None:
+    mode = get_proxy_mode()
+    assert mode is not None, "runs inside make_fx"
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return slot.proxy.node if slot is not None else None
+
+
+def _check_symbols(program: Program, before: set[Any], node: fx.Node | None) -> None:
+    """Tracing must not have fixed a size that varies. node: where it happened, as far as is known."""
+    fixed = before - set(size_sources(program.graph))
+    if fixed:
+        raise MegafxError(
+            f"differentiating the model fixes the sizes {sorted(map(str, fixed))} to the traced ones"
+            + (f", at {node.target}" if node is not None else ""),
+            fix="the op or its gradient asks for the number itself: write it with symbolic sizes, or keep that size static",
+            module=fqn_of(node) if node is not None else None,
+            source=source_of(node) if node is not None else None,
+        )
+
+
+# -- cleaning
+
+
+def _drop_noise(program: Program) -> None:
+    """Remove what does nothing without autograd: detach, alias, transposes in pairs, views to the same shape, asserts."""
+    for node in list(program.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in ASSERTS:  # of composite ops that are traced anew, such as one_hot
+            program.graph.erase_node(node)
+            continue
+        if (source := _same_as(node)) is not None:
+            node.replace_all_uses_with(source)
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target in (aten.detach.default, aten.alias.default):
+        return source
+    if node.target is aten.t.default and source.target is aten.t.default:
+        return source.args[0]  # type: ignore[return-value]
+    if node.target in (aten.view.default, aten._unsafe_view.default):
+        a, b = node.meta[VAL], source.meta[VAL]
+        if a.dim() == b.dim() and all(_same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True)):
+            return source
+    return None
+
+
+def _same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Equal as expressions; adds no guard."""
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return bool(a.node.expr == b.node.expr)
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+def _reroot_sizes(program: Program) -> None:
+    """Every size is computed once, at the top, from the sizes of inputs."""
+    graph, known = program.graph, set(size_sources(program.graph))
+    found = {n: None for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get(VAL), torch.SymInt)}
+    emit = SizeEmitter(graph, program.sizes)
+    for node in found:
+        if not node.meta[VAL].node.expr.free_symbols <= known:
+            continue  # depends on data
+        size = emit(program.sizes.of(node.meta[VAL]))
+        for user in [u for u in node.users if u not in found]:  # a size at the top may stand before `size`
+            user.args = _replaced(user.args, node, size)
+            user.kwargs = _replaced(user.kwargs, node, size)
+
+
+def _replaced(arguments: Any, old: fx.Node, new: int | fx.Node) -> Any:
+    return fx.map_arg(arguments, lambda a: new if a is old else a)
+
+
+def _separate_gradients(program: Program) -> None:
+    """Each gradient is contiguous memory of its own, as `.grad` must be: no expand, no second name of another result.
+
+    Gradients of joined parameters may be rows of one tensor: `.grad` of each is then a view that nobody else shows.
+    """
+    output = program.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    count = sum(o.kind == "gradient" for o in program.outputs)
+    taken = [(storage_of(n), 0, sys.maxsize) for n in results[: len(results) - count] if isinstance(n, fx.Node)]
+    for i in range(len(results) - count, len(results)):
+        node = results[i]
+        if not isinstance(node, fx.Node):
+            continue
+        memory = memory_of(node)
+        used = memory[0].op == "placeholder" or any(overlaps(memory, m) for m in taken)
+        if used or not node.meta[VAL].is_contiguous():
+            with program.graph.inserting_before(output):
+                results[i] = program.graph.call_function(
+                    aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
+            recompute_val(program, results[i])
+            origin = node if node.op != "placeholder" else results[0]
+            inherit(results[i], origin if isinstance(origin, fx.Node) else node, NAME)
+            results[i].meta[PHASE] = BACKWARD
+            memory = memory_of(results[i])
+        taken.append(memory)
+    output.args = (tuple(results),)
+
+
+def _finish_meta(program: Program) -> None:
+    """Nodes that autograd made outside any function take line and module from an operand or, failing that, a user."""
+    missing = [n for n in program.graph.nodes if n.op == "call_function" and MADE_BY not in n.meta]
+    for node in missing:
+        phase = node.meta.get(PHASE)
+        for near in (*node.all_input_nodes, *node.users):
+            if near.op == "call_function" and MADE_BY in near.meta:
+                inherit(node, near, NAME)
+                break
+        node.meta.setdefault(MADE_BY, (NAME,))
+        node.meta.pop(PHASE, None)
+        if phase is not None:
+            node.meta[PHASE] = phase

@@ -1,0 +1,125 @@
+"""Outputs of fused activations are not kept for backward: the kernel of their gradient writes them once more.
+
+Before:  %y = glu(%gate, %up), %dy = mm(%g, %w), %dw = mm(t(%g), %y)          # y is kept for the weight gradient
+         %d = glu_backward(%dy, %gate, %up)
+After:   %y = glu(%gate, %up), %dy = mm(%g, %w)
+         %d = glu_backward_again(%dy, %gate, %up), %dw = mm(t(%g), %d[2])
+Legal because: the kernel reads gate and up anyway, and computes the same bits; what read y in backward comes after it.
+
+Saves the largest activation of a layer (ffn width) for one more write in backward. Left as they are: outputs that the user
+gets, and those that something needs before their own gradient is known.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+import megafx.kernels.activation.glu  # noqa: F401  (with bias_activation: defines the ops)
+from megafx.ir.nodes import shows_operand
+from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
+
+REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
+NAME = "recompute_activations"
+ops = torch.ops.megafx
+
+AGAIN: dict[Any, Any] = {
+    getattr(ops, name).default: getattr(ops, f"{name}_again").default
+    for name in ("glu_backward", "glu_packed_backward", "glu_packed_bias_backward", "act_backward", "bias_act_backward")
+}
+FORWARD = {ops.glu.default, ops.glu_packed.default, ops.bias_act.default}
+
+
+def recompute_activations(program: Program) -> int:
+    """Return the number of outputs that backward makes again."""
+    changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if node.target in FORWARD)
+    if changes:
+        program.graph.eliminate_dead_code()
+        program.graph.lint()
+        program.gm.recompile()
+    return changes
+
+
+def _recompute(program: Program, output: fx.Node) -> bool:
+    gradient = _gradient_of(output)
+    readers = _backward_readers(output)
+    if gradient is None or not readers or program.output_node() in readers:
+        return False
+    late = _before(readers, gradient)
+    if gradient in late:
+        return False  # its own gradient needs what is read there
+    build = Builder(program, gradient.next, gradient, NAME)
+    again = build(AGAIN[gradient.target], *gradient.args)
+    if isinstance(gradient.meta[VAL], torch.Tensor):
+        gradient.replace_all_uses_with(build(operator.getitem, again, 0))
+    else:
+        gradient.replace_all_uses_with(again)
+    value = build(operator.getitem, again, len(again.meta[VAL]) - 1)
+    shown = _views_again(build, output, value)
+    for reader in readers:
+        for old, new in shown.items():
+            reader.replace_input_with(old, new)
+    anchor = build.where.prev
+    for node in late:
+        anchor.append(node)
+        anchor = node
+    return True
+
+
+def _gradient_of(output: fx.Node) -> fx.Node | None:
+    """The node that makes the gradient of the activation's operands, from the same operands."""
+    operands = [x for x in output.args if x is not None]
+    for user in output.all_input_nodes[0].users:
+        if user.target in AGAIN and list(user.args[1:]) == operands and _name(user) in _gradient_names(output):
+            return user
+    return None
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+
+
+def _gradient_names(output: fx.Node) -> set[str]:
+    name = _name(output)
+    if name == "bias_act":
+        return {"act_backward", "bias_act_backward"}
+    return {f"{name}_backward", f"{name}_bias_backward"}
+
+
+def _views(output: fx.Node) -> list[fx.Node]:
+    """Views of the output that forward makes, each after what it shows."""
+    found = [output]
+    for node in found:
+        found += [u for u in node.users if shows_operand(u) and u.meta.get(PHASE) != "backward"]
+    return found
+
+
+def _backward_readers(output: fx.Node) -> set[fx.Node]:
+    """What reads it, or a view of it that forward made, in backward; the output node counts."""
+    users = {u for view in _views(output) for u in view.users}
+    return {u for u in users if u.op == "output" or u.meta.get(PHASE) == "backward"}
+
+
+def _before(readers: set[fx.Node], gradient: fx.Node) -> list[fx.Node]:
+    """The readers before the gradient's node, and all that depends on them, in order; the gradient itself if it does."""
+    early = [r for r in readers if r < gradient]
+    found: dict[fx.Node, None] = {}
+    node = min(early, default=gradient.next)
+    while node is not gradient.next:
+        if node in readers or any(x in found for x in node.all_input_nodes):
+            found[node] = None
+        node = node.next
+    return list(found)
+
+
+def _views_again(build: Builder, output: fx.Node, value: fx.Node) -> dict[fx.Node, fx.Node]:
+    """Each view of the output -> the same view of `value`."""
+    shown = {output: value}
+    for view in _views(output)[1:]:
+        args = tuple(shown.get(x, x) if isinstance(x, fx.Node) else x for x in view.args)
+        assert callable(view.target)
+        shown[view] = build(view.target, *args, **view.kwargs)
+    return shown

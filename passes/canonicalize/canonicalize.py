@@ -1,0 +1,168 @@
+"""One spelling for each thing: CAPTURED -> CANONICAL.
+
+A canonical graph is functional; its views are reshape, slice, select, transpose, permute, unsqueeze and expand with explicit
+sizes; products with weights are aten.linear; cross entropy is megafx.cross_entropy with a reduction; dropout is megafx.dropout
+with a seed; sizes are computed from graph inputs at the top; what computes nothing is gone. The order of the steps matters:
+views before in-place ops (they tell what shares memory), in-place ops before copies (a copy is nothing only in a functional
+graph).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.ir.program import VAL, Phase, Program, active_nodes
+from megafx.passes.canonicalize import data_rows as rows_of_data
+from megafx.passes.canonicalize import inplace, linear, loss, names, random, regions, sizes, views
+from megafx.passes.canonicalize import inplace as norms
+from megafx.passes.canonicalize import linear as rows
+from megafx.passes.canonicalize import names as fills
+from megafx.passes.canonicalize import names as noops
+from megafx.passes.canonicalize import random as draws
+from megafx.passes.canonicalize.editor import Editor
+
+REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
+
+_Each = Callable[[Editor, fx.Node], bool]
+
+VIEWS: tuple[_Each, ...] = (
+    names.one_name,
+    noops.resolve_getitem,
+    noops.expand_of_broadcast,
+    views.split_to_slices,
+    views.one_spelling_of_reshape,
+    views.one_spelling_of_expand,
+    views.one_spelling_of_transpose,
+    views.memory_of_complex,
+    views.one_spelling_of_unsqueeze,
+    views.one_spelling_of_select,
+    views.one_spelling_of_slice,
+    random.native_dropout_to_dropout,
+    noops.erase_idle_dropout,
+    norms.write_out_running_statistics,
+)
+VALUES: tuple[_Each, ...] = (
+    noops.one_spelling_of_casts,
+    noops.one_spelling_of_padding,
+    noops.erase_identity,
+    noops.cat_of_what_is_there,
+    fills.like_to_full,
+    fills.dtype_of_the_capture,
+    random.attention_dropout,
+    draws.uniform_from_bits,
+    draws.normal_from_bits,
+    draws.bernoulli_from_bits,
+    draws.channel_dropout,
+    loss.cross_entropy_to_tokens,
+    loss.nll_of_log_softmax,
+)
+
+
+def canonicalize(program: Program) -> int:
+    """Rewrite the program in place; the number of rewrites."""
+    editor = Editor(program)
+    changes = regions.inline_regions(editor)
+    changes += noops.erase_asserts(editor)
+    changes += rows_of_data.name_rows_of_data(editor)
+    changes += inplace.take_views_for_reshapes(editor)
+    changes += _each(editor, VIEWS)
+    changes += inplace.functionalize(editor)
+    changes += _each(editor, VALUES)
+    changes += _erase_inactive_detaches(editor)
+    changes += _rewrite_linears(editor)
+    changes += random.number_dropouts(editor)
+    random.refuse_other_randomness(editor)
+    changes += sizes.root_sizes(editor)
+    changes += _merge_duplicates(editor)
+    changes += _erase_dead(editor)
+    sizes.refuse_numbers_from_data(editor)
+    _check_symbols(program)
+    program.gm.delete_all_unused_submodules()
+    program.graph.lint()
+    program.gm.recompile()
+    program.phase = Phase.CANONICAL
+    return changes
+
+
+def _check_symbols(program: Program) -> None:
+    """Running an op on fakes may fix a symbol to its hint without a word: every symbol must still be one."""
+    shape_env = program.fake_mode.shape_env
+    for name, symbol in program.sizes.symbols.items():
+        if shape_env is not None and shape_env.replace(symbol) != symbol:
+            raise AssertionError(f"canonicalize fixed the size '{name}' to {shape_env.replace(symbol)}")
+
+
+def canonicalize_nodes(program: Program, nodes: list[fx.Node]) -> None:
+    """Respell a few nodes that a later pass has put into a canonical graph."""
+    editor = Editor(program)
+    for rewrites in (VIEWS, VALUES):
+        _each(editor, rewrites, nodes)
+
+
+def _each(editor: Editor, rewrites: tuple[_Each, ...], nodes: list[fx.Node] | None = None) -> int:
+    """Every rewrite once on every node, in graph order; a rewrite that took the node out ends its turn."""
+    count = 0
+    for node in list(editor.graph.nodes) if nodes is None else nodes:
+        for rewrite in rewrites:
+            if node.op != "call_function" or node._erased:
+                break
+            count += rewrite(editor, node)
+    return count
+
+
+def _erase_inactive_detaches(editor: Editor) -> int:
+    active = active_nodes(editor.program)
+    nodes = [n for n in editor.graph.nodes if n.op == "call_function"]
+    return sum(noops.erase_inactive_detach(editor, n, active) for n in nodes)
+
+
+def _rewrite_linears(editor: Editor) -> int:
+    """Products, then biases, then the reshapes round them and round what else works on rows."""
+    count = 0
+    for rewrite in (linear.product_to_linear, linear.add_bias_to_linear):
+        weights = linear.weight_nodes(editor)
+        count += sum(rewrite(editor, n, weights) for n in list(editor.graph.nodes) if n.op == "call_function")
+    return count + _each(editor, (linear.unflatten_linear, rows.unflatten_rows, linear.merge_reshapes))
+
+
+def _merge_duplicates(editor: Editor) -> int:
+    """Equal ops on equal operands are one value. Without gradient only: merging others would reorder gradient sums."""
+    active = active_nodes(editor.program)
+    known: dict[Any, fx.Node] = {}
+    count = 0
+    for node in list(editor.graph.nodes):
+        if node.op != "call_function" or node in active or not isinstance(node.meta.get(VAL), torch.Tensor):
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        if key in known:
+            node.replace_all_uses_with(known[key])
+            editor.graph.erase_node(node)
+            count += 1
+        else:
+            known[key] = node
+    return count
+
+
+def _frozen(args: Any) -> Any:
+    """A hashable form that tells 1 from 1.0 and True."""
+    if isinstance(args, (list, tuple)):
+        return tuple(_frozen(a) for a in args)
+    if isinstance(args, dict):
+        return tuple((k, _frozen(v)) for k, v in args.items())
+    return args if isinstance(args, fx.Node) else (type(args), args)
+
+
+def _erase_dead(editor: Editor) -> int:
+    """A functional graph has no effects: what nobody uses is not needed."""
+    count = 0
+    for node in reversed(list(editor.graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            editor.graph.erase_node(node)
+            count += 1
+    return count

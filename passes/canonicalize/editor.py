@@ -1,0 +1,134 @@
+"""What the rewrites of `canonicalize` share: emitting nodes, sizes as arguments, replacing a node in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.capture.errors import or_leave_eager
+from megafx.errors import CaptureError
+from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Builder, Program, fqn_of, source_of
+from megafx.ir.sizes import SizeEmitter, size_sources
+
+BY = "canonicalize"
+Rewrite = Callable[["Editor", fx.Node], bool]
+
+
+class Editor:
+    """One run of the pass over one program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, program.graph
+        self.know_sizes()
+        self.without_grad: set[fx.Node] = set()  # nodes that the model computes under no_grad
+
+    def know_sizes(self) -> None:
+        """Learn what sizes the graph has: those of its inputs, and those of `megafx.rows`."""
+        self.size_node = SizeEmitter(self.program.graph, self.program.sizes)
+        self.known_symbols = set(size_sources(self.program.graph))
+
+    def at(self, node: fx.Node) -> Builder:
+        """A builder of nodes before `node`, which they stem from."""
+        return Builder(self.program, node, node, BY)
+
+    def arg(self, size: int | torch.SymInt) -> int | fx.Node:
+        """A size as a graph argument. Raises CaptureError for one that has no source."""
+        if isinstance(size, int):
+            return size
+        try:
+            return self.size_node(self.program.sizes.of(size))
+        except KeyError:
+            raise self._of_data(size.node.expr.free_symbols - self.known_symbols) from None
+
+    def _of_data(self, symbols: set[Any]) -> CaptureError:
+        """These are sizes of no input. Names the first node that makes one, by its shape or as a number."""
+        maker = next((n for n in self.graph.nodes if n.op == "call_function" and symbols & _symbols(n)), None)
+        shape = maker is None or isinstance(maker.meta[VAL], torch.Tensor)
+        what = f"the {'shape of the result' if shape else 'size that is the result'} of {maker.target if maker else 'an op'}"
+        return CaptureError(
+            f"{what} depends on the data of a tensor",
+            fix=or_leave_eager(
+                "compute with masks (torch.where) instead of selecting by data (nonzero, x[mask], .item())",
+                fqn_of(maker) if maker else None,
+            ),
+            module=fqn_of(maker) if maker else None,
+            source=source_of(maker) if maker else None,
+        )
+
+    def shape(self, value: torch.Tensor) -> list[int | fx.Node]:
+        return [self.arg(n) for n in value.shape]
+
+    def same(self, a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+        """Whether two sizes are equal for every value of the symbols."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a == b
+        return self.program.sizes.of(a) == self.program.sizes.of(b)
+
+    def same_shape(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return a.dim() == b.dim() and all(self.same(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def _symbols(node: fx.Node) -> set[Any]:
+    """The symbols in a node's value: those of a number, or of a tensor's shape."""
+    value = node.meta.get(VAL)
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return {s for n in sizes if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
+
+
+def respell(node: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:
+    """Another op that computes the same value: `val` stays. False where the node is spelled so already."""
+    new_args, new_kwargs = tuple(args), kwargs or {}
+    if node.target is target and _equal(node.args, new_args) and node.kwargs == new_kwargs:
+        return False
+    node.target, node.args, node.kwargs = target, new_args, new_kwargs
+    node.meta[MADE_BY] = (*node.meta.get(MADE_BY, ()), BY)
+    return True
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return a is b if isinstance(a, fx.Node) or isinstance(b, fx.Node) else type(a) is type(b) and a == b
+
+
+def replace(node: fx.Node, by: Any) -> bool:
+    """Give the node's users another value, and take the node out of the graph."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+    return True
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument by its schema name, however it was passed."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    for i, spec in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if spec.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            return spec.default_value if spec.has_default_value() else default
+    return default
+
+
+def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
+    return tuple(argument(node, name) for name in names)
+
+
+def value_of(node: Any) -> Any:
+    """The fake value of an argument: a node's `val`, a constant itself."""
+    return node.meta[VAL] if isinstance(node, fx.Node) else node
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get(VAL), torch.Tensor)
+
+
+def copy_place(new: fx.Node, origin: fx.Node) -> None:
+    """Source line and module of `origin`, unless the node has its own."""
+    for key in (SOURCE, FQN):
+        if key not in new.meta and key in origin.meta:
+            new.meta[key] = origin.meta[key]
+    new.meta[MADE_BY] = (*new.meta.get(MADE_BY, ()), BY)

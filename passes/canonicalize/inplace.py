@@ -1,0 +1,322 @@
+"""In-place ops become functional; what they change in buffers becomes an output.
+
+Before:  %v = select(%x, 1, 0); copy_(%v, %y); %z = relu(%x)
+After:   %n = select_scatter(%x, %y, 1, 0); %z = relu(%n)
+Legal because: the walk knows of every view which tensor it is a view of, and each use of a tensor or view after a write reads
+its memory as the last write left it. Needs views in one spelling (`canonicalize_views`), but not yet erased copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from megafx.errors import CaptureError
+from megafx.ir.program import VAL, Output, active_nodes, fake_args, fqn_of, inherit, source_of
+from megafx.passes.canonicalize.editor import BY, Editor, argument, arguments, respell
+
+aten = torch.ops.aten
+
+# Views that show the whole of their operand, in order, where the shape is the same (casts and copies that are none too).
+_WHOLE = frozenset(
+    {
+        aten.slice.Tensor,
+        aten.reshape.default,
+        aten.expand.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.contiguous.default,
+        aten.type_as.default,
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.other,
+        aten.to.dtype_layout,
+        aten.lift_fresh.default,
+    }
+)
+
+
+# Ops that give a tensor another shape in place, and write nothing into its memory.
+_RESHAPES = frozenset(
+    {
+        aten.unsqueeze_.default,
+        aten.squeeze_.default,
+        aten.squeeze_.dim,
+        aten.squeeze_.dims,
+        aten.transpose_.default,
+        aten.t_.default,
+    }
+)
+_PLAIN = {aten.transpose_.default: aten.transpose.int}
+
+
+def take_views_for_reshapes(editor: Editor) -> int:
+    """`x.unsqueeze_(1)` is a view: what uses x from there on has been traced as using the result."""
+    count = 0
+    order = {node: i for i, node in enumerate(editor.graph.nodes)}
+    for node in list(order):
+        if node.target in _RESHAPES:
+            operand: Any = node.args[0]
+            if any(order[user] > order[node] for user in operand.users):
+                raise _refuse(node, f"{node.target} changes the shape of a tensor that is used under another name, too")
+            count += respell(node, _PLAIN.get(node.target) or functional_form(node), node.args, dict(node.kwargs))
+    return count
+
+
+def functionalize(editor: Editor) -> int:
+    """Rewrite every in-place op; no work where the graph has none."""
+    if not any(_writes(n) for n in editor.graph.nodes):
+        return 0
+    return _Functionalizer(editor).run()
+
+
+def _writes(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
+    )
+
+
+class _Functionalizer:
+    """A node of the captured graph is the name of a piece of memory; `current` is the node that holds what is in it now.
+
+    parent: the tensor that a view was taken of. same: an in-place op's result is its operand. version: writes to a base so far.
+    seen: the base's version when current was computed.
+    """
+
+    def __init__(self, editor: Editor) -> None:
+        self.editor = editor
+        self.parent: dict[fx.Node, fx.Node] = {}
+        self.same: dict[fx.Node, fx.Node] = {}
+        self.current: dict[fx.Node, fx.Node] = {}
+        self.version: dict[fx.Node, int] = {}
+        self.seen: dict[fx.Node, int] = {}
+        self.active = active_nodes(editor.program)
+
+    def run(self) -> int:
+        writes: list[fx.Node] = []
+        for node in list(self.editor.graph.nodes):
+            if node.op == "output":
+                self._read_operands(node)
+            elif node.op == "call_function" and _writes(node):
+                self._write(node)
+                writes.append(node)
+            elif node.op == "call_function":
+                operand = self._viewed_operand(node)
+                self._read_operands(node)
+                if operand is not None:
+                    self.parent[node] = operand
+                    self.seen[node] = self.version.get(self._base(node), 0)
+        self._output_mutations()
+        for node in reversed(writes):
+            self.editor.graph.erase_node(node)
+        return len(writes)
+
+    # -- names
+
+    def _name(self, node: fx.Node) -> fx.Node:
+        while node in self.same:
+            node = self.same[node]
+        return node
+
+    def _base(self, node: fx.Node) -> fx.Node:
+        while node in self.parent:
+            node = self.parent[node]
+        return node
+
+    def _viewed_operand(self, node: fx.Node) -> fx.Node | None:
+        """The tensor that shares its memory with the node's result: found by running an op that may return a view."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
+            return None
+        if not any(r.alias_info is not None for r in target._schema.returns) and target is not aten.type_as.default:
+            return None
+        source = node.args[0].meta.get(VAL)
+        if not isinstance(source, torch.Tensor) or not isinstance(node.meta.get(VAL), torch.Tensor):
+            return None
+        with self.editor.program.fake_mode, torch.no_grad(), enable_python_dispatcher():
+            result = target(*fake_args(node.args), **fake_args(node.kwargs))
+        shares = result.untyped_storage()._cdata == source.untyped_storage()._cdata
+        return self._name(node.args[0]) if shares else None
+
+    # -- reads
+
+    def _read_operands(self, node: fx.Node) -> None:
+        node.args = fx.node.map_arg(node.args, lambda n: self._read(n, node))
+        node.kwargs = fx.node.map_arg(node.kwargs, lambda n: self._read(n, node))
+
+    def _read(self, node: fx.Node, where: fx.Node) -> fx.Node:
+        """What is in the node's memory now; a view of something written since is taken again before `where`."""
+        node = self._name(node)
+        version = self.version.get(self._base(node), 0)
+        if node in self.parent and self.seen.get(node, 0) != version:
+            operand = self._read(self.parent[node], where)
+            again = self._emit(where, node, node.target, operand, *node.args[1:], **node.kwargs)
+            self.current[node], self.seen[node] = again, version
+        return self.current.get(node, node)
+
+    def _emit(self, where: fx.Node, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.editor.at(where)(target, *args, **kwargs)
+        return inherit(new, origin, BY)
+
+    # -- writes
+
+    def _write(self, node: fx.Node) -> None:
+        schema = node.target._schema  # type: ignore[union-attr]
+        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        target = argument(node, written[0])
+        if len(written) != 1 or written[0] != schema.arguments[0].name or not isinstance(target, fx.Node):
+            raise _refuse(node, f"{node.target} writes into {', '.join(written)}")
+        name = self._name(target)
+        base = self._base(name)
+        if base.op == "placeholder" and self._kind(base) in ("user", "constant"):
+            raise _refuse(node, "the model writes into one of its inputs")
+        if node in self.editor.without_grad and base in self.active and base not in self.editor.without_grad:
+            raise _refuse(node, "the model writes under no_grad into a tensor that has a gradient")
+        value = self._new_value(node, name)
+        version = self.version.get(base, 0) + 1
+        self._store(name, value, node, version)
+        self.version[base] = version
+        self.same[node] = name
+
+    def _kind(self, placeholder: fx.Node) -> str:
+        return dict(zip(self.editor.program.placeholders(), self.editor.program.inputs, strict=True))[placeholder].kind
+
+    def _new_value(self, node: fx.Node, name: fx.Node) -> fx.Node:
+        """What the op leaves in its first operand, in that operand's dtype."""
+        emit = self.editor.at(node)
+        old = self._read(name, node)
+        rest = fx.node.map_arg(node.args[1:], lambda n: self._read(n, node))
+        kwargs = fx.node.map_arg(node.kwargs, lambda n: self._read(n, node))
+        value = old.meta[VAL]
+        if node.target is aten.copy_.default:
+            new: fx.Node = rest[0]  # type: ignore[assignment]
+        elif node.target in (aten.fill_.Scalar, aten.zero_.default):
+            fill = rest[0] if node.target is aten.fill_.Scalar else 0
+            return emit(aten.full.default, self.editor.shape(value), fill, dtype=value.dtype, device=value.device)
+        elif node.target is aten.fill_.Tensor:
+            new = rest[0]  # type: ignore[assignment,index]
+        else:
+            new = emit(functional_form(node), old, *rest, **kwargs)  # type: ignore[misc,arg-type]
+        if new.meta[VAL].dtype != value.dtype:
+            new = emit(aten.to.dtype, new, value.dtype)
+        if not self.editor.same_shape(new.meta[VAL], value):
+            new = emit(aten.expand.default, new, self.editor.shape(value))
+        return new
+
+    def _store(self, name: fx.Node, value: fx.Node, where: fx.Node, version: int) -> None:
+        """`value` is now in the memory that `name` names, and so in that of every tensor that it is a view of."""
+        if name in self.parent:
+            whole = self.parent[name]
+            self._store(whole, self._scatter(name, self._read(whole, where), value, where), where, version)
+        self.current[name], self.seen[name] = value, version
+
+    def _scatter(self, view: fx.Node, whole: fx.Node, part: fx.Node, where: fx.Node) -> fx.Node:
+        """`whole` with the elements that `view` shows replaced by `part`: the inverse of the view."""
+        emit = self.editor.at(where)
+        target, rest = view.target, view.args[1:]
+        if self.editor.same_shape(whole.meta[VAL], part.meta[VAL]) and target in _WHOLE:
+            return part
+        if target is aten.slice.Tensor:
+            return emit(aten.slice_scatter.default, whole, part, *rest)
+        if target is aten.select.int:
+            return emit(aten.select_scatter.default, whole, part, *rest)
+        if target is aten.diagonal.default:
+            return emit(aten.diagonal_scatter.default, whole, part, *rest)
+        if target is aten.transpose.int:
+            return emit(aten.transpose.int, part, *rest)
+        if target is aten.permute.default:
+            order: Any = rest[0]
+            return emit(aten.permute.default, part, [order.index(d) for d in range(len(order))])
+        if target in (aten.reshape.default, aten.unsqueeze.default):
+            return emit(aten.reshape.default, part, self.editor.shape(whole.meta[VAL]))
+        raise _refuse(where, f"{where.target} writes into a view made by {target}")
+
+    # -- results
+
+    def _output_mutations(self) -> None:
+        program = self.editor.program
+        output = program.output_node()
+        values = list(output.args[0])  # type: ignore[arg-type]
+        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+            if node in self.version:
+                values.append(self.current[node])
+                program.outputs.append(Output("mutation", spec.name))
+        output.args = (tuple(values),)
+
+
+_IRREGULAR: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.normal_.default: aten.normal_functional.default,
+}
+
+
+def functional_form(node: fx.Node) -> Callable[..., Any]:
+    """aten.add_.Tensor -> aten.add.Tensor, aten.__iand__.Scalar -> aten.__and__.Scalar."""
+    if node.target in _IRREGULAR:
+        return _IRREGULAR[node.target]
+    _, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
+    plain = f"__{name[3:]}" if name.startswith("__i") and name.endswith("__") else name.rstrip("_")
+    packet = getattr(aten, plain, None)
+    overload = node.target._overloadname  # type: ignore[union-attr]
+    if packet is None or overload not in packet.overloads():
+        raise _refuse(node, f"{node.target} has no functional form")
+    return getattr(packet, overload)
+
+
+def _refuse(node: fx.Node, found: str) -> CaptureError:
+    return CaptureError(
+        f"{found}, which cannot be made functional",
+        fix="write the result to a new tensor (x = x + y for x += y, torch.where or torch.cat for x[...] = y)",
+        module=fqn_of(node),
+        source=source_of(node),
+    )
+
+
+# -- canonicalize norms
+#
+# batch_norm in training, which updates its running statistics without saying so in its schema.
+#
+# Before:  %y = batch_norm(%x, %w, %b, %mean, %var, True, 0.1, 1e-5)        # changes %mean and %var
+# After:   %y = batch_norm(%x, %w, %b, None, None, True, 0.1, 1e-5); copy_(%mean, 0.9 * %mean + 0.1 * mean(%x)); ...
+# Legal because: in training the batch's own statistics normalise the result. The copies become outputs, as other writes do.
+
+
+def write_out_running_statistics(editor: Editor, node: fx.Node) -> bool:
+    """batch_norm that trains with running statistics -> one without, and their updates."""
+    if node.target is aten.instance_norm.default:
+        return _check_instance_norm(node)
+    if node.target is not aten.batch_norm.default:
+        return False
+    x, weight, bias, mean, var, training, momentum, eps, cudnn = arguments(
+        node, "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"
+    )
+    if not training or mean is None:
+        return False
+    emit = editor.at(node)
+    dims = [d for d in range(x.meta[VAL].dim()) if d != 1]
+    still = emit(aten.detach.default, x)
+    for running, now in (
+        (mean, emit(aten.mean.dim, still, dims)),
+        (var, emit(aten.var.correction, still, dims, correction=1)),
+    ):
+        kept = emit(aten.mul.Tensor, running, 1.0 - momentum)
+        emit(aten.copy_.default, running, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, now, momentum)))
+    return respell(node, aten.batch_norm.default, (x, weight, bias, None, None, True, momentum, eps, cudnn))
+
+
+def _check_instance_norm(node: fx.Node) -> bool:
+    mean, use_input_stats = arguments(node, "running_mean", "use_input_stats")
+    if use_input_stats and mean is not None:
+        raise CaptureError(
+            "instance_norm updates running statistics in training",
+            fix="use track_running_stats=False",
+            module=fqn_of(node),
+            source=source_of(node),
+        )
+    return False

@@ -1,0 +1,250 @@
+"""Random ops draw from a counter and a seed that is an input of the graph; attention with dropout is megafx.attention.
+
+Before:  %y = dropout(%x, 0.1, True)
+After:   %y = megafx.dropout(%x, %seed, 0.1, <number of this dropout in the graph>, -1, [], "tp")
+Legal because: the distribution is the same; the bits are a function of (seed, op id, element), so that any rank, and a
+recomputation, draws the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+import megafx.kernels.attention.attention
+import megafx.kernels.dropout.dropout
+import megafx.ops.eager_call  # noqa: F401  registers the ops
+from megafx.errors import CaptureError
+from megafx.ir.program import VAL, Input, fqn_of, source_of
+from megafx.passes.canonicalize.editor import Editor, argument, arguments, is_tensor, replace
+
+aten = torch.ops.aten
+AXIS = "tp"
+
+
+def attention_dropout(editor: Editor, node: fx.Node) -> bool:
+    """scaled_dot_product_attention with dropout -> megafx.attention, whose bits depend on (seed, op id, element) alone."""
+    if node.target is not aten.scaled_dot_product_attention.default or not argument(node, "dropout_p"):
+        return False
+    emit = editor.at(node)
+    q, k, v, mask = arguments(node, "query", "key", "value", "attn_mask")
+    p, causal, scale = arguments(node, "dropout_p", "is_causal", "scale")
+    rank = q.meta[VAL].dim()
+    if rank > 4:
+        return _of_many_dims(editor, node)
+    q, k, v = (_with_leading_ones(editor, node, x) for x in (q, k, v))
+    if mask is not None:
+        mask = _with_leading_ones(editor, node, mask)
+    factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])
+    out = emit(
+        torch.ops.megafx.attention.default, q, k, v, mask, None, None, factor, causal, 0, 0.0, p, -1, -1, [], AXIS
+    )
+    for _ in range(4 - rank):
+        out = emit(aten.select.int, out, 0, 0)
+    return replace(node, out)
+
+
+def _of_many_dims(editor: Editor, node: fx.Node) -> bool:
+    """Leading dims become one batch: [a, b, n, s, e] -> [a*b, n, s, e], which is looked at once more with four dims."""
+    emit = editor.at(node)
+    names = ("query", "key", "value", "attn_mask")
+    values = [x.meta[VAL] for x in arguments(node, *names) if x is not None]
+    rank = max(v.dim() for v in values)
+    whole_lead = torch.broadcast_shapes(*(v.shape[: -3 if v.dim() == rank else 0] for v in values))
+    lead = [editor.arg(n) for n in whole_lead]
+
+    def flat(x: Any) -> Any:
+        if x is None or x.meta[VAL].dim() < 3:
+            return x
+        shape = x.meta[VAL].shape
+        if x.meta[VAL].dim() < rank:
+            for _ in range(rank - x.meta[VAL].dim()):
+                x = emit(aten.unsqueeze.default, x, 0)
+        if not all(map(editor.same, x.meta[VAL].shape[:-3], whole_lead)):
+            x = emit(aten.expand.default, x, [*lead, *editor.shape(x.meta[VAL])[-3:]])
+        return emit(aten.reshape.default, x, [editor.arg(math.prod(whole_lead)), *map(editor.arg, shape[-3:])])
+
+    q, k, v, mask = (flat(x) for x in arguments(node, *names))
+    p, causal, scale, grouped = arguments(node, "dropout_p", "is_causal", "scale", "enable_gqa")
+    options = {"scale": scale, "enable_gqa": bool(grouped)}
+    made = emit(aten.scaled_dot_product_attention.default, q, k, v, mask, p, causal, **options)
+    replace(node, emit(aten.reshape.default, made, editor.shape(node.meta[VAL])))
+    return attention_dropout(editor, made)
+
+
+def _with_leading_ones(editor: Editor, node: fx.Node, x: fx.Node) -> fx.Node:
+    """Four dims: what lacks is a batch, or heads, of one."""
+    for _ in range(4 - x.meta[VAL].dim()):
+        x = editor.at(node)(aten.unsqueeze.default, x, 0)
+    return x
+
+
+def number_dropouts(editor: Editor) -> int:
+    """dropout -> megafx.dropout, numbered in graph order with the attentions that drop; the seed is one more input."""
+    nodes = [n for n in editor.graph.nodes if n.op == "call_function" and _awaits_number(n)]
+    if not nodes:
+        return 0
+    seed = _seed_input(editor)
+    for op_id, node in enumerate(nodes):
+        if node.target in (torch.ops.megafx.attention.default, torch.ops.megafx.eager_call.default):
+            _number_in_place(node, seed, op_id)
+            continue
+        x, p = node.args[0], argument(node, "p")
+        new = editor.at(node)(torch.ops.megafx.dropout.default, x, seed, float(p), op_id, -1, [], AXIS)
+        replace(node, new)
+    return len(nodes)
+
+
+def _awaits_number(node: fx.Node) -> bool:
+    """Dropout as torch has it; attention that drops, and modules left eager that draw, which were given no seed."""
+    if node.target is torch.ops.megafx.eager_call.default:
+        return argument(node, "op_id") >= 0 and argument(node, "seed") is None
+    if node.target is torch.ops.megafx.attention.default:
+        return bool(argument(node, "p")) and argument(node, "seed") is None
+    return node.target is aten.dropout.default
+
+
+def _number_in_place(node: fx.Node, seed: fx.Node, op_id: int) -> None:
+    places = {a.name: i for i, a in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+    node.update_arg(places["seed"], seed)
+    node.update_arg(places["op_id"], op_id)
+
+
+def _seed_input(editor: Editor) -> fx.Node:
+    program = editor.program
+    placeholders = program.placeholders()
+    with editor.graph.inserting_after(placeholders[-1]):
+        seed = editor.graph.placeholder("seed")
+    device = next(
+        (v.device for v in (n.meta[VAL] for n in placeholders) if isinstance(v, torch.Tensor)), torch.device("cpu")
+    )
+    with program.fake_mode:
+        seed.meta[VAL] = torch.empty((), dtype=torch.int64, device=device)
+    program.inputs.append(Input("seed", "seed"))
+    return seed
+
+
+def refuse_other_randomness(editor: Editor) -> None:
+    """An op that draws from torch's generator would draw different bits on each rank, and others again when recomputed."""
+    for node in editor.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags and _draws(node):
+            raise CaptureError(
+                f"{node.target} draws random numbers that depend on the process",
+                fix="use torch.nn.functional.dropout, or draw the numbers outside of the model and pass them as an input",
+                module=fqn_of(node),
+                source=source_of(node),
+            )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether the op is random in this graph: not where it is dropout that is off."""
+    if node.target is torch.ops.megafx.dropout.default:
+        return False
+    for name in ("train", "training"):
+        if any(a.name == name for a in node.target._schema.arguments):  # type: ignore[union-attr]
+            return bool(argument(node, name)) and argument(node, "p") != 0
+    if any(a.name == "dropout_p" for a in node.target._schema.arguments):  # type: ignore[union-attr]
+        return bool(argument(node, "dropout_p"))
+    return True
+
+
+def native_dropout_to_dropout(editor: Editor, node: fx.Node) -> bool:
+    """native_dropout whose mask nobody reads -> dropout."""
+    if node.target is not aten.native_dropout.default or any(u.args[1] != 0 for u in node.users):
+        return False
+    x, p, train = (argument(node, k) for k in ("input", "p", "train"))
+    new: Any = editor.at(node)(aten.dropout.default, x, p, train is not False) if is_tensor(x) else x
+    for user in list(node.users):
+        replace(user, new)
+    editor.graph.erase_node(node)
+    return True
+
+
+# -- canonicalize draws
+#
+# Random tensors other than dropout, drawn with dropout's bits: so they too depend on (seed, op id, element) alone.
+#
+# Before:  %u = rand([b, 1, 1])
+# After:   %o = ones([24, b, 1, 1]); %d = dropout(%o, 0.5, True); %b = ne(%d, 0)
+#          %u = sum(%b * [1/2, 1/4, 1/8, ...], 0)            # 24 fair bits of a binary fraction
+# Legal because: the distribution is the one asked for, to the resolution that torch draws with (24 bits; fp16 11, bf16 8).
+# Costs 24 draws an element: meant for small tensors such as the masks of stochastic depth.
+
+
+_BITS = {torch.float16: 11, torch.bfloat16: 8}
+_UNIFORM = frozenset({aten.rand.default, aten.rand_like.default, aten.uniform.default})
+_NORMAL = frozenset({aten.randn.default, aten.randn_like.default, aten.normal_functional.default})
+_BERNOULLI = frozenset({aten.bernoulli.default, aten.bernoulli.p})
+
+
+def uniform_from_bits(editor: Editor, node: fx.Node) -> bool:
+    """rand, rand_like, uniform_ -> a binary fraction of fair bits, scaled to the range."""
+    if node.target not in _UNIFORM:
+        return False
+    value = _uniform(editor, node)
+    if node.target is aten.uniform.default:
+        low, high = argument(node, "from"), argument(node, "to")
+        value = _affine(editor, node, value, high - low, low)
+    return replace(node, value)
+
+
+def normal_from_bits(editor: Editor, node: fx.Node) -> bool:
+    """randn, randn_like, normal_ -> Box and Muller's transform of two uniform values."""
+    if node.target not in _NORMAL:
+        return False
+    emit = editor.at(node)
+    radius = emit(aten.rsub.Scalar, _uniform(editor, node), 1.0)  # in (0, 1]: its logarithm is finite
+    radius = emit(aten.sqrt.default, emit(aten.mul.Tensor, emit(aten.log.default, radius), -2.0))
+    angle = emit(aten.mul.Tensor, _uniform(editor, node), 2.0 * math.pi)
+    value = emit(aten.mul.Tensor, radius, emit(aten.cos.default, angle))
+    if node.target is aten.normal_functional.default:
+        value = _affine(editor, node, value, argument(node, "std"), argument(node, "mean"))
+    return replace(node, value)
+
+
+def bernoulli_from_bits(editor: Editor, node: fx.Node) -> bool:
+    """bernoulli -> whether a uniform value is below the probability."""
+    if node.target not in _BERNOULLI:
+        return False
+    emit = editor.at(node)
+    value = _uniform(editor, node)
+    if node.target is aten.bernoulli.p:
+        hit = emit(aten.lt.Scalar, value, argument(node, "p"))
+    else:
+        hit = emit(aten.lt.Tensor, value, node.args[0])
+    return replace(node, emit(aten.to.dtype, hit, node.meta[VAL].dtype))
+
+
+def channel_dropout(editor: Editor, node: fx.Node) -> bool:
+    """feature_dropout (Dropout2d) -> a product with the dropout of a one for each channel."""
+    if node.target is not aten.feature_dropout.default or not argument(node, "train"):
+        return False
+    emit = editor.at(node)
+    x: Any = node.args[0]
+    value = x.meta[VAL]
+    shape = [editor.arg(n) for n in value.shape[:2]] + [1] * (value.dim() - 2)
+    ones = emit(aten.ones.default, shape, dtype=value.dtype, device=value.device)
+    return replace(node, emit(aten.mul.Tensor, x, emit(aten.dropout.default, ones, argument(node, "p"), True)))
+
+
+def _uniform(editor: Editor, node: fx.Node) -> fx.Node:
+    """A tensor like the node's value, uniform in [0, 1)."""
+    emit = editor.at(node)
+    value = node.meta[VAL]
+    bits = _BITS.get(value.dtype, 24)
+    shape = [bits, *editor.shape(value)]
+    ones = emit(aten.ones.default, shape, dtype=value.dtype, device=value.device)
+    bit = emit(aten.ne.Scalar, emit(aten.dropout.default, ones, 0.5, True), 0)
+    place = emit(aten.arange.start, 1, bits + 1, dtype=value.dtype, device=value.device)
+    weight = emit(aten.reshape.default, emit(aten.pow.Scalar, 0.5, place), [bits, *[1] * value.dim()])
+    return emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, bit, weight), [0])
+
+
+def _affine(editor: Editor, node: fx.Node, value: fx.Node, scale: Any, shift: Any) -> fx.Node:
+    emit = editor.at(node)
+    return emit(aten.add.Tensor, emit(aten.mul.Tensor, value, scale), shift)

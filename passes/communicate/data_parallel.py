@@ -1,0 +1,290 @@
+"""Add the collectives of the data-parallel axis: sums of gradients, of the loss, and of what an op needs of all batches.
+
+Before:  %n2 = batch_sum(%n, 'dp', 2)                 # (place_batch)
+         return loss, ..., %da, %db                   # of this rank's rows
+After:   %n2 = wait_tensor(all_reduce(%n, 'dp'))
+         %c = cat([%db.view(-1), %da.view(-1)]); %s = all_reduce(%c, 'dp'); ...; %w = wait_tensor(%s)
+         return sum of loss, ..., %w[n:].view(a's shape), %w[:n].view(b's shape)
+Legal because: the loss is the sum over ranks of what they hold of it (`Batch.outputs`), so a parameter's gradient is the sum
+of theirs; where the loss is not in the graph it is divided by their number, as DistributedDataParallel does.
+
+Of a parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of all-reduce; where groups of
+ranks hold copies of the shards, these sum them in a second all-reduce. A tensor-parallel rank that holds whole rows too first
+takes those of the rows that it is to keep. The gradients of a region (megafx/analysis/layers.py) are scattered in one
+collective.
+
+A bucket is reduced as soon as the last of its gradients is there, in the order in which backward makes them
+(`schedule_collectives` lets it run until the end). Source: Li et al. 2020, PyTorch Distributed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from megafx.analysis.layers import Layers
+from megafx.ir.nodes import shows_operand, storage_of
+from megafx.ir.program import FQN, PHASE, PLACEMENT, SOURCE, VAL, Builder, Input, Phase, Program
+from megafx.ir.sizes import SizeEmitter
+from megafx.ops.collectives import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS
+from megafx.passes.communicate.emit import NodeOps
+from megafx.placements.data_axis import DataAxis, rows_of
+from megafx.placements.moves import move, to_stacked
+from megafx.placements.types import P, Placement
+
+REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+NAME = "data_parallel"
+aten, mfx = torch.ops.aten, torch.ops.megafx
+
+
+def data_parallel(
+    program: Program,
+    data: DataAxis,
+    t: int,
+    stored: Mapping[str, Placement],
+    *,
+    gradients: Literal["reduce", "hold", "add"] = "reduce",
+) -> int:
+    """Return the number of collectives added. stored: placement of each parameter on the t tensor-parallel ranks.
+
+    gradients: "hold" leaves them this rank's own (`no_sync`); "add" takes, as further inputs of backward ('pending'), what was
+    held before, and reduces the sums.
+    """
+    adder = _Adder(program, data, t, stored)
+    adder.sum_over_batch()
+    adder.sum_outputs()
+    if gradients == "add":
+        adder.add_pending()
+    if gradients != "hold":
+        adder.reduce_gradients()
+    program.graph.eliminate_dead_code()
+    program.graph.lint()
+    program.gm.recompile()
+    return adder.count
+
+
+@dataclass
+class _Gradients:
+    """Gradients that are reduced as one. base: the value that they show; results: their places among the outputs."""
+
+    base: fx.Node
+    results: list[int] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        value = self.base.meta[VAL]
+        return int(value.numel() * value.element_size())
+
+
+class _Adder:
+    def __init__(self, program: Program, data: DataAxis, t: int, stored: Mapping[str, Placement]) -> None:
+        assert program.batch is not None, "place_batch has not run"
+        self.program, self.data, self.batch, self.t, self.stored = program, data, program.batch, t, stored
+        self.sizes = SizeEmitter(program.graph, program.sizes)
+        self.count = 0
+
+    def move(self, node: fx.Node, dst: str, before: fx.Node, origin: fx.Node) -> fx.Node:
+        """P -> dst on the axis of all data-parallel ranks, written out in front of `before`."""
+        ops = NodeOps(self.program, before, self.sizes, BATCH_AXIS, NAME)
+        ops.build.origin = origin
+        self.count += 1
+        made: fx.Node = move(node, "P", dst, [], [], self.data.ranks, ops)
+        return made
+
+    # -- values
+
+    def sum_over_batch(self) -> None:
+        for node in self.program.graph.find_nodes(op="call_function", target=mfx.batch_sum.default):
+            node.replace_all_uses_with(self.move(node.args[0], "R", node, node))
+            self.program.graph.erase_node(node)
+
+    def sum_outputs(self) -> None:
+        """Outputs that are sums over a rank's rows become those over all: the loss, counts."""
+        output, results = self.program.output_node(), list(self.program.results())
+        made: dict[fx.Node, fx.Node] = {}
+        for i, placement in enumerate(self.batch.outputs):
+            node = results[i]
+            if placement == P and isinstance(node, fx.Node):
+                if node not in made:
+                    made[node] = self.move(node, "I", output, node)
+                    if PLACEMENT in node.meta:
+                        made[node].meta[PLACEMENT] = node.meta[PLACEMENT]
+                results[i] = made[node]
+        output.args = (tuple(results),)
+
+    # -- gradients of parameters
+
+    def _of_parameters(self) -> Iterator[tuple[int, fx.Node, str]]:
+        """(place among the outputs, gradient, name) of each parameter that has one."""
+        params = {spec.name for spec in self.program.inputs if spec.kind == "param"}
+        for i, (node, spec) in enumerate(zip(self.program.results(), self.program.outputs, strict=True)):
+            if spec.kind == "gradient" and spec.name in params and isinstance(node, fx.Node):
+                yield i, node, spec.name
+
+    def add_pending(self) -> None:
+        """Gradients of earlier calls come in as further inputs of backward."""
+        output, results = self.program.output_node(), list(self.program.results())
+        last = self.program.placeholders()[-1]
+        for i, node, name in [*self._of_parameters()]:
+            with self.program.graph.inserting_after(last):
+                last = self.program.graph.placeholder(f"pending_{i}")
+            last.meta[VAL] = node.meta[VAL]
+            self.program.inputs.append(Input("pending", name))
+            results[i] = _marked(Builder(self.program, output, node, NAME)(aten.add.Tensor, node, last))
+        output.args = (tuple(results),)
+
+    def reduce_gradients(self) -> None:
+        for bucket in self._buckets():
+            sums = self._scattered(bucket) if self._sharded(bucket[0]) else self._reduced(bucket)
+            for gradients, total in zip(bucket, sums, strict=True):
+                self._replace(gradients, total)
+
+    def _buckets(self) -> list[list[_Gradients]]:
+        """In the order in which backward makes them."""
+        found: dict[fx.Node, _Gradients] = {}
+        for i, node, _ in self._of_parameters():
+            base = node if self.data.sharded else storage_of(node)
+            found.setdefault(base, _Gradients(base)).results.append(i)
+        order = {n: i for i, n in enumerate(self.program.graph.nodes)}
+        buckets: list[list[_Gradients]] = []
+        for together in self._regions(sorted(found.values(), key=lambda g: order[g.base])):
+            last = buckets[-1] if buckets else []
+            size = sum(g.bytes for g in (*last, *together))
+            if last and size <= self.data.bucket_bytes and self._kind(last[0]) == self._kind(together[0]):
+                last += together
+            else:
+                buckets.append(together)
+        for bucket in buckets:
+            bucket.sort(key=lambda g: order[g.base])
+        return buckets
+
+    def _regions(self, gradients: list[_Gradients]) -> list[list[_Gradients]]:
+        """What is not to be split: the gradients of one kind of a region, where they are scattered, else each."""
+        if not self.data.sharded:
+            return [[g] for g in gradients]
+        nodes = zip(self.program.placeholders(), self.program.inputs, strict=True)
+        layers = Layers.of({spec.name: n.meta[VAL].shape for n, spec in nodes if spec.kind == "param"})
+        names = layers.regions(self.program.outputs[g.results[0]].name for g in gradients)
+        found: dict[Any, list[_Gradients]] = defaultdict(list)
+        for name, g in zip(names, gradients, strict=True):
+            found[name, self._kind(g)].append(g)
+        return [*found.values()]
+
+    def _sharded(self, gradients: _Gradients) -> bool:
+        return self.data.sharded and gradients.base.meta[VAL].ndim > 0
+
+    def _kind(self, gradients: _Gradients) -> tuple[Any, ...]:
+        value = gradients.base.meta[VAL]
+        return value.dtype, value.device, self._sharded(gradients)
+
+    def _reduced(self, bucket: list[_Gradients]) -> list[fx.Node]:
+        """What the gradients of the bucket are over all ranks."""
+        last = bucket[-1].base
+        where = last.next if last.op != "placeholder" else self.sizes.anchor
+        build = Builder(self.program, where, last, NAME)
+        joined = last if len(bucket) == 1 else build(aten.cat.default, [_flat(build, g.base) for g in bucket])
+        if not self.batch.summed:
+            joined = build(aten.div.Scalar, joined, self.data.ranks)
+        total = self.move(joined, "I", where, last)
+        if len(bucket) == 1:
+            return [_marked(total)]
+        total.meta[FQN] = ""  # of many modules
+        total.meta.pop(SOURCE, None)
+        build, parts, start = Builder(self.program, self.program.output_node(), last, NAME), [], 0
+        for gradients in bucket:
+            build.origin = gradients.base
+            shape = list(gradients.base.meta[VAL].shape)
+            end = start + math.prod(shape)
+            parts.append(build(aten.view.default, build(aten.slice.Tensor, total, 0, start, end), shape))
+            start = end
+        return [_marked(n) for n in (total, *parts)][1:]
+
+    def _scattered(self, bucket: list[_Gradients]) -> list[fx.Node]:
+        """This rank's rows of what the gradients of the bucket are over all ranks."""
+        where, ranks = bucket[-1].base.next, self.data.shard_ranks
+        ops = NodeOps(self.program, where, self.sizes, SHARD_AXIS, NAME)
+        parts, shapes = [], []
+        for gradients in bucket:
+            ops.build.origin = gradients.base
+            stacked = self._stacked(gradients, where)
+            shapes.append([*ops.shape(stacked)][1:])
+            parts.append(ops.view(ops.contiguous(stacked), [ranks, math.prod(shapes[-1])]))
+        joined = parts[0] if len(parts) == 1 else ops.call(aten.cat.default, parts, 1)
+        if not self.batch.summed:
+            joined = ops.call(aten.div.Scalar, joined, self.data.ranks)
+        length = sum(math.prod(shape) for shape in shapes)
+        total = ops.reduce_scatter(ops.view(joined, [ranks * length]), ranks)
+        self.count += 1
+        if self.data.replicas > 1:
+            between = NodeOps(self.program, where, self.sizes, REPLICA_AXIS, NAME)
+            between.build.origin = bucket[-1].base
+            total = between.all_reduce(total)
+            ops.emitted += between.emitted
+            self.count += 1
+        for made in ops.emitted:
+            _marked(made)
+        if len(bucket) > 1:
+            total.meta[FQN] = ""  # of many modules
+            total.meta.pop(SOURCE, None)
+        build, found, start = Builder(self.program, self.program.output_node(), bucket[-1].base, NAME), [], 0
+        for gradients, shape in zip(bucket, shapes, strict=True):
+            build.origin = gradients.base
+            end = start + int(math.prod(shape))
+            piece = build(aten.slice.Tensor, total, 0, start, end) if len(bucket) > 1 else total
+            found.append(_marked(build(aten.view.default, _marked(piece), shape)))
+            start = end
+        return found
+
+    def _stacked(self, gradients: _Gradients, where: fx.Node) -> fx.Node:
+        """[n, ...] -> [ranks that scatter, rows of one, ...]."""
+        node = gradients.base
+        cut = self.stored[self.program.outputs[gradients.results[0]].name].is_shard
+        _, ranks, layout = rows_of(node.meta[VAL].shape[0], self.data, self.t, cut)
+        ops = NodeOps(self.program, where, self.sizes, TENSOR_AXIS, NAME)
+        ops.build.origin = node
+        stacked: fx.Node = to_stacked(ops.contiguous(node), 0, layout.flat(), ranks, ops)
+        if ranks != self.data.shard_ranks:  # this tensor-parallel rank's rows of each
+            shape = [*ops.shape(stacked)]
+            split = ops.view(ops.contiguous(stacked), [self.data.shard_ranks, self.t, *shape[1:]])
+            order = [1, 0, *range(2, len(shape) + 1)]
+            stacked = ops.rank_select(ops.contiguous(ops.call(aten.permute.default, split, order)))
+        for made in ops.emitted:
+            _marked(made)
+        return stacked
+
+    def _replace(self, gradients: _Gradients, total: fx.Node) -> None:
+        """The results that show `gradients.base` show `total`."""
+        output, results = self.program.output_node(), list(self.program.results())
+        build = Builder(self.program, output, total, NAME)
+        for i in gradients.results:
+            results[i] = _same_view(build, results[i], gradients.base, total)
+        output.args = (tuple(results),)
+
+
+def _same_view(build: Builder, node: fx.Node, base: fx.Node, total: fx.Node) -> fx.Node:
+    """`node`, a view of `base`, as a view of `total`."""
+    if node is base:
+        return total
+    assert shows_operand(node)
+    source = _same_view(build, node.args[0], base, total)  # type: ignore[arg-type]
+    build.origin = node
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    return build(target, source, *node.args[1:], **node.kwargs)
+
+
+def _marked(node: fx.Node) -> fx.Node:
+    node.meta[PHASE] = "backward"
+    return node
+
+
+def _flat(build: Builder, node: fx.Node) -> fx.Node:
+    build.origin = node
+    if not node.meta[VAL].is_contiguous():
+        node = build(aten.clone.default, node, memory_format=torch.contiguous_format)
+    return build(aten.view.default, node, [math.prod(node.meta[VAL].shape)])

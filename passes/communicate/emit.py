@@ -1,0 +1,90 @@
+"""What passes write transitions out with: `stacking.Ops` whose calls become nodes, collectives started and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import make_contiguous_strides_for
+
+import megafx.ops.collectives  # noqa: F401  registers the ops
+from megafx.ir.program import VAL, Builder, Program, inherit
+from megafx.ir.sizes import SizeEmitter
+from megafx.placements.moves import Ops, Size, same_size
+
+aten, c10d, mfx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.megafx
+
+
+class NodeOps(Ops):
+    """`stacking.Ops` that emits nodes before `where`. Sizes in calls become size nodes at the top of the graph."""
+
+    def __init__(self, program: Program, where: fx.Node, sizes: SizeEmitter, axis: str, by: str) -> None:
+        self.program, self.where, self.sizes, self.axis, self.by = program, where, sizes, axis, by
+        self.build = Builder(program, where, where, by)
+        self.emitted: list[fx.Node] = []
+
+    def _size(self, size: Any) -> Any:
+        if isinstance(size, torch.SymInt):
+            return self.sizes(self.program.sizes.of(size))
+        return [self._size(s) for s in size] if isinstance(size, (list, tuple)) else size
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._made(self.build(target, *(self._size(a) for a in args), **kwargs))
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        if self.sizes.anchor is self.where:  # about to go; sizes stay in front of everything else
+            self.sizes.anchor = node
+        self.emitted.append(node)
+        return node
+
+    def shape(self, x: fx.Node) -> Sequence[Size]:
+        return x.meta[VAL].shape
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        """No node where the strides are known to be contiguous; else one that copies only if they are not when it runs."""
+        value = x.meta[VAL]
+        if same_strides(value, None):
+            return x
+        with self.program.graph.inserting_before(self.where):
+            node = self.program.graph.call_function(aten.contiguous.default, (x,))
+        with self.program.fake_mode:
+            node.meta[VAL] = value.new_empty(value.shape)  # asking the fake whether it is contiguous would add guards
+        return self._made(inherit(node, self.build.origin, self.by))
+
+    def view(self, x: fx.Node, size: Sequence[Size]) -> fx.Node:
+        """A view of a view is one view."""
+        while x in self.emitted and x.target is aten.view.default:
+            x = x.args[0]  # type: ignore[assignment]
+        return super().view(x, size)
+
+    def rank_select(self, x: fx.Node) -> fx.Node:
+        return self.call(mfx.rank_select.default, x, self.axis)
+
+    def rank_place(self, x: fx.Node, t: int) -> fx.Node:
+        return self.call(mfx.rank_place.default, x, t, self.axis)
+
+    def rank0_only(self, x: fx.Node) -> fx.Node:
+        return self.call(mfx.rank0_only.default, x, self.axis)
+
+    def _wait(self, started: fx.Node) -> fx.Node:
+        return self.call(c10d.wait_tensor.default, started)
+
+    def all_reduce(self, x: fx.Node) -> fx.Node:
+        return self._wait(self.call(c10d.all_reduce.default, x, "sum", self.axis))
+
+    def all_gather(self, x: fx.Node, t: int) -> fx.Node:
+        return self._wait(self.call(c10d.all_gather_into_tensor.default, x, t, self.axis))
+
+    def reduce_scatter(self, x: fx.Node, t: int) -> fx.Node:
+        return self._wait(self.call(c10d.reduce_scatter_tensor.default, x, "sum", t, self.axis))
+
+    def all_to_all(self, x: fx.Node, t: int) -> fx.Node:
+        return self._wait(self.call(c10d.all_to_all_single.default, x, [1] * t, [1] * t, self.axis))
+
+
+def same_strides(value: torch.Tensor, like: torch.Tensor | None) -> bool:
+    """Known to have the strides of `like` (None: contiguous ones); dims of one element have no stride to speak of."""
+    wanted = make_contiguous_strides_for(value.shape) if like is None else like.stride()
+    return all(same_size(n, 1) or same_size(a, b) for n, a, b in zip(value.shape, value.stride(), wanted, strict=True))

@@ -1,0 +1,200 @@
+"""Gather parameters that data-parallel ranks hold shards of, a region at a time, the next region's while this one computes.
+
+Before:  %a, %b (parameters of one region), %c (of the next)
+         %y = mm(%x, t(%a)); %z = add(%y, %b); %u = mm(%z, t(%c))
+After:   %a, %b, %c (this rank's rows of them)
+         %s = gather_region([%a, %b], 2, 'dp_shard'); %w = wait_tensor(%s)
+         %s2 = gather_region([%c], 2, 'dp_shard')                            # runs beside the products
+         %y = mm(%x, t(view(%w[:n]))); %z = add(%y, view(%w[n:]))
+         %w2 = wait_tensor(%s2); %u = mm(%z, t(view(%w2)))
+Legal because: ranks hold consecutive rows of one value, padded to be of equal number; put together they are the value.
+
+A region is a layer, or what is used before, between or after layers (megafx/analysis/layers.py). Where a parameter is
+used says to
+which it belongs: one that is used in two regions is gathered in both. A region takes one collective for each dtype and group
+of ranks (parameters that tensor-parallel ranks hold whole are shared among them too).
+
+In the form 'fsdp' nothing of it is kept: backward gathers again what it needs (ir.RECOMPUTE;
+passes/lower/regather.py). In the form
+'zero1' the gather itself is made by whoever runs the graph, once for each change of the shards (`partition`), and only waited
+for here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.analysis.layers import Layers
+from megafx.ir.nodes import storage_of
+from megafx.ir.program import FQN, PHASE, PLACEMENT, RECOMPUTE, SOURCE, VAL, Builder, Phase, Program, fqn_of
+from megafx.ops.collectives import COPY_AXIS, SHARD_AXIS
+from megafx.ops.gather_region import starts
+from megafx.placements.data_axis import FSDP, DataAxis, rows_of
+from megafx.placements.types import Placement
+
+REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+NAME = "gather_parameters"
+aten, mfx = torch.ops.aten, torch.ops.megafx
+
+
+def gather_parameters(program: Program, data: DataAxis, t: int, stored: Mapping[str, Placement]) -> int:
+    """Return the number of gathers added. stored: placement of each parameter on the t tensor-parallel ranks."""
+    params = {
+        node: _Parameter(node, spec.name, node.meta[VAL].shape, stored[spec.name].is_shard)
+        for node, spec in zip(program.placeholders(), program.inputs, strict=True)
+        if spec.kind == "param" and node.meta[VAL].ndim
+    }
+    regions = _regions(program, params)
+    for param in params.values():
+        _keep_rows(program, param, data, t)
+    count, before = 0, None
+    for region in regions:
+        for uses in region.groups(params).values():
+            _gather(program, region, uses, params, before or region.first, data.form == FSDP)
+            count += 1
+        before = region.first
+    if data.form == FSDP:
+        _repeat_casts(program)
+    program.graph.eliminate_dead_code()  # joins, and what they joined
+    program.graph.lint()
+    program.gm.recompile()
+    return count
+
+
+@dataclass
+class _Parameter:
+    """shape: of one tensor-parallel rank's part of it. cut: whether these hold shards. axis, ranks: who shares its rows."""
+
+    node: fx.Node
+    name: str
+    shape: torch.Size
+    cut: bool
+    placement: Placement | None = None
+    axis: str = ""
+    ranks: int = 1
+
+
+@dataclass
+class _Region:
+    """first: the node that first uses one of its parameters; uses: what uses each of them here."""
+
+    name: str
+    first: fx.Node
+    uses: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+
+    def groups(self, params: Mapping[fx.Node, _Parameter]) -> dict[Any, dict[fx.Node, list[fx.Node]]]:
+        """What can be gathered in one collective."""
+        found: dict[Any, dict[fx.Node, list[fx.Node]]] = defaultdict(dict)
+        for node, users in self.uses.items():
+            value, param = node.meta[VAL], params[node]
+            found[value.dtype, value.device, param.axis, param.ranks][node] = users
+        return found
+
+
+def _regions(program: Program, params: Mapping[fx.Node, _Parameter]) -> list[_Region]:
+    """In the order of first use. What backward uses is of the region of that use in forward whose module is nearest."""
+    layers = Layers.of({param.name: param.shape for param in params.values()})
+    uses = [(param, user) for user in program.graph.nodes for param in user.all_input_nodes if param in params]
+    uses.sort(key=lambda use: _is_backward(use[1]))  # stable: forward first, else as in the graph
+    paths = [fqn_of(user) or params[param].name for param, user in uses]
+    found: dict[str, _Region] = {}
+    seen: dict[fx.Node, list[tuple[str, str]]] = defaultdict(list)
+    for (param, user), path, name in zip(uses, paths, layers.regions(paths), strict=True):
+        if _is_backward(user) and seen[param]:
+            name = max(seen[param], key=lambda use: _common(use[0], path))[1]
+        else:
+            seen[param].append((path, name))
+        found.setdefault(name, _Region(name, user)).uses[param].append(user)
+    return [*found.values()]
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get(PHASE) == "backward"
+
+
+def _common(a: str, b: str) -> int:
+    """Number of modules that two paths begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a.split("."), b.split("."), strict=False)))
+
+
+def _keep_rows(program: Program, param: _Parameter, data: DataAxis, t: int) -> None:
+    """The parameter becomes this rank's rows."""
+    node = param.node
+    alone, param.ranks, layout = rows_of(int(param.shape[0]), data, t, param.cut)
+    param.axis = SHARD_AXIS if alone else COPY_AXIS
+    param.placement = node.meta.pop(PLACEMENT, None)
+    with program.fake_mode:
+        node.meta[VAL] = node.meta[VAL].new_empty([layout.local_size(param.ranks), *param.shape[1:]])
+
+
+def _gather(
+    program: Program,
+    region: _Region,
+    uses: Mapping[fx.Node, list[fx.Node]],
+    params: Mapping[fx.Node, _Parameter],
+    start_at: fx.Node,
+    again: bool,
+) -> None:
+    """Gather the parameters that `uses` has from `start_at` on. again: backward gathers them again."""
+    nodes = [*uses]
+    ranks, axis = params[nodes[0]].ranks, params[nodes[0]].axis
+    start = Builder(program, start_at, region.first, NAME)(mfx.gather_region.default, nodes, ranks, axis)
+    wait = Builder(program, region.first, region.first, NAME)(torch.ops._c10d_functional.wait_tensor.default, start)
+    for made in (start, wait):
+        made.meta[FQN] = region.name
+        made.meta.pop(SOURCE, None)  # of many modules
+    made_here = [wait] if not again else [start, wait]
+    places = starts([n.meta[VAL].shape for n in nodes], ranks)
+    for (node, users), at in zip(uses.items(), places, strict=False):
+        param = params[node]
+        build = Builder(program, region.first, users[0], NAME)
+        part = build(aten.slice.Tensor, wait, 0, at, at + math.prod(param.shape))
+        whole = build(aten.view.default, part, list(param.shape))
+        made_here += [part, whole]
+        if param.placement is not None:
+            whole.meta[PLACEMENT] = param.placement
+        for user in users:
+            user.replace_input_with(node, whole)
+    made_here += _joins(program, uses, wait)
+    for made in [start, *made_here]:
+        made.meta.pop(PHASE, None)
+        made.meta.pop(RECOMPUTE, None)
+    for made in made_here:
+        made.meta[RECOMPUTE] = True
+
+
+def _joins(program: Program, uses: Mapping[fx.Node, list[fx.Node]], wait: fx.Node) -> list[fx.Node]:
+    """Parameters that are read as one (`merge_linears`, which knows that they follow each other) become one view."""
+    made = []
+    for join in {u: None for users in uses.values() for u in users if u.target is mfx.join_parameters.default}:
+        views: Any = join.args[0]
+        at = views[0].args[0].args[2]
+        sizes = [v.meta[VAL].numel() for v in views]
+        assert [v.args[0].args[2] - at for v in views] == [*accumulate(sizes, initial=0)][:-1]
+        build = Builder(program, join, join, NAME)
+        part = build(aten.slice.Tensor, wait, 0, at, at + join.meta[VAL].numel())
+        whole = build(aten.view.default, part, list(join.meta[VAL].shape))
+        whole.meta.update({PLACEMENT: join.meta[PLACEMENT]} if PLACEMENT in join.meta else {})
+        join.replace_all_uses_with(whole)
+        made += [part, whole]
+    return made
+
+
+def _repeat_casts(program: Program) -> None:
+    """A cast of a gathered parameter (autocast's) is made again in backward, as the parameter is."""
+    for node in program.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if storage_of(node.args[0]).meta.get(RECOMPUTE) and node.meta.get(PHASE) != "backward":
+            node.meta[RECOMPUTE] = True
+
+
+def gathers(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The gathers of a graph, in order."""
+    yield from graph.find_nodes(op="call_function", target=mfx.gather_region.default)

@@ -1,0 +1,225 @@
+"""Order the graph so that collectives run while something else does.
+
+Before:  %dw = mm(%dy.t(), %x)                  # gradient of a column-parallel weight
+         %dx = mm(%dy, %w)                      # gradient of its input, P
+         %s = all_reduce(%dx); %g = wait_tensor(%s); %h = norm_backward(%g)
+After:   %dx = mm(%dy, %w)
+         %s = all_reduce(%dx)
+         %dw = mm(%dy.t(), %x)                  # meanwhile
+         %g = wait_tensor(%s); %h = norm_backward(%g)
+Legal because: the order is topological and nothing has side effects. Every rank has the same graph, so the same order, and
+collectives keep their order among themselves.
+
+Starts move up to their operands, waits down to their first user; that alone overlaps what is independent already (parallel
+attention and MLP). In backward the products that no collective depends on (gradients of sharded weights) can run late: each
+collective, the last first, takes the latest such product that was due before it; then, in the same order, takes more until
+its time is covered. Those whose result is a gradient and nothing else choose last. A product passes MOST_PASSED other
+collectives at most, because it keeps its operands alive. Nothing moves in forward otherwise.
+
+Sums of gradients over data-parallel ranks are of another group, and nothing waits for them: they start once their last
+gradient is there, wherever that went, and are waited for at the end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from megafx.analysis.overlap import STARTS, is_product, is_region_gather, is_start, is_wait
+from megafx.ir.nodes import shows_operand, storage_of
+from megafx.ir.program import PHASE, VAL, Phase, Program, ancestors
+from megafx.ops.collectives import DATA_AXES
+from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from megafx.planner.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
+from megafx.planner.hardware import Hardware
+
+REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+# With sequence parallelism a block has two collectives with only a norm between them (the reduce-scatter of its input's
+# gradient and the all-gather of the next block's), and the products of the block serve both.
+MOST_PASSED = 1
+# A start passes this many products on its way up, as many as linears share an input (q, k, v and a gate).
+MOST_HOISTED = 4
+# An all-reduce does not name its ranks; 8 estimates its time within a factor of 2, and never too low.
+RANKS_ASSUMED = 8
+
+
+@dataclass
+class _Collective:
+    """One start and its wait. due: position after which it can start; fillers: products that run while it does."""
+
+    start: fx.Node
+    wait: fx.Node
+    due: int
+    seconds: float
+    fillers: list[fx.Node] = field(default_factory=list)
+    covered: float = 0.0
+
+
+def schedule_collectives(program: Program, hardware: Hardware | None = None) -> int:
+    """Return the number of nodes that changed place. hardware: what collectives and products are timed by."""
+    hardware = hardware or Hardware.load("h100-nvlink")
+    nodes = [n for n in program.graph.nodes if n.op not in ("placeholder", "output")]
+    position = {n: i for i, n in enumerate(nodes)}
+    waits = {
+        n: next(iter(n.users)) for n in nodes if is_start(n) and len(n.users) == 1 and is_wait(next(iter(n.users)))
+    }
+    apart = {wait for n, wait in waits.items() if _sums_gradients(n, wait)}
+    collectives = [
+        _Collective(n, wait, _due(n, position), _collective_seconds(program, n, hardware))
+        for n, wait in waits.items()
+        if wait not in apart
+    ]
+    _assign(program, collectives, position, hardware)
+    order = _Order(nodes, collectives, apart).run()
+    output = program.output_node()
+    for node in order:
+        output.prepend(node)
+    program.graph.lint()
+    program.gm.recompile()
+    return sum(a is not b for a, b in zip(nodes, order, strict=True))
+
+
+# -- which products run beside which collective
+
+
+def _assign(program: Program, collectives: list[_Collective], position: dict[fx.Node, int], hardware: Hardware) -> None:
+    backward = [c for c in collectives if _is_backward(c.start)]
+    depended_on = ancestors([c.start for c in collectives])
+    free = [n for n in position if is_product(n) and _is_backward(n) and n not in depended_on]
+    due = {n: _due(n, position) for n in free}
+    free.sort(key=due.__getitem__)
+    waited_for = [c for c in backward if _is_waited_for(c.wait)]
+    for group in (waited_for, [c for c in backward if c not in waited_for]):
+        for until_covered in (False, True):
+            for collective in reversed(group):
+                passed = [c.due for c in waited_for if c.due < collective.due]
+                oldest = passed[-1 - MOST_PASSED] if len(passed) > MOST_PASSED else -2  # -1 is due at once
+                while collective.covered < collective.seconds if until_covered else not collective.fillers:
+                    product = next((n for n in reversed(free) if oldest < due[n] <= collective.due), None)
+                    if product is None:
+                        break
+                    free.remove(product)
+                    collective.fillers.append(product)
+                    collective.covered += _product_seconds(program, product, hardware)
+
+
+def _sums_gradients(start: fx.Node, wait: fx.Node) -> bool:
+    """Whether this is a sum over data-parallel ranks for which nothing waits."""
+    return start.args[-1] in DATA_AXES and _is_backward(start) and not _is_waited_for(wait)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get(PHASE) == "backward"
+
+
+def _due(node: fx.Node, position: dict[fx.Node, int]) -> int:
+    """The position after which the node can run; views of operands cost nothing and count as what they show."""
+    return max((position.get(storage_of(a), -1) for a in node.all_input_nodes), default=-1)
+
+
+def _is_waited_for(wait: fx.Node) -> bool:
+    """Whether anything is computed from the result: an output, seen through views alone, is not waited for."""
+    todo = list(wait.users)
+    while todo:
+        node = todo.pop()
+        if node.op != "output" and not shows_operand(node):
+            return True
+        todo += node.users
+    return False
+
+
+def _collective_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
+    kind, operands = STARTS[node.target], node.all_input_nodes
+    args: Any = node.args
+    of_kind = {ALL_GATHER: lambda: args[1], REDUCE_SCATTER: lambda: args[2], ALL_TO_ALL: lambda: len(args[1])}
+    t: int = of_kind.get(kind, lambda: RANKS_ASSUMED)()
+    itemsize = operands[0].meta[VAL].element_size()
+    whole = sum(_numel(program, n) for n in operands) * (t if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
+    return collective_seconds(kind, whole, itemsize, hardware, t)
+
+
+def _product_seconds(program: Program, node: fx.Node, hardware: Hardware) -> float:
+    """2 m n k FLOPs: the elements of the result times twice the dim summed over."""
+    left = next(a for a in node.all_input_nodes if a is (node.args[1] if "add" in str(node.target) else node.args[0]))
+    summed = program.sizes.workload(program.sizes.of(left.meta[VAL].shape[-1]))
+    dtype = DTYPE_OF_ITEMSIZE.get(left.meta[VAL].element_size(), "float32")
+    return matmul_seconds(2.0 * _numel(program, node) * summed, dtype, hardware)
+
+
+def _numel(program: Program, node: fx.Node) -> int:
+    return program.sizes.workload(math.prod(program.sizes.shape(node.meta[VAL])))
+
+
+# -- the order
+
+
+class _Order:
+    """Nodes in their own order, except: a collective starts once its operands are there, its fillers follow it at once, what
+    depends on a filler follows that, and a wait comes when asked for."""
+
+    def __init__(self, nodes: list[fx.Node], collectives: list[_Collective], apart: set[fx.Node]) -> None:
+        self.nodes, self.collectives, self.apart = nodes, collectives, apart
+        self.index = {c.start: i for i, c in enumerate(collectives)}
+        self.earliest = _earliest(nodes, collectives)
+        self.started = 0
+        self.order: list[fx.Node] = []
+        self.placed: set[fx.Node] = set()
+        self.fillers: set[fx.Node] = {f for c in collectives for f in c.fillers}
+        self.late = set(self.fillers)  # they and what depends on them
+        for node in nodes:
+            if any(a in self.late for a in node.all_input_nodes):
+                self.late.add(node)
+        self.on_demand = {c.wait for c in collectives} | set(self.index) | self.late | apart
+
+    def run(self) -> list[fx.Node]:
+        for now, node in enumerate(self.nodes):
+            if node not in self.on_demand:
+                self._place(node)
+            while self.started < len(self.collectives) and self._can_start(now):
+                self._place(self.collectives[self.started].start)
+        for node in self.nodes:
+            self._place(node)
+        return self.order
+
+    def _can_start(self, now: int) -> bool:
+        return self.earliest[self.started] <= now and self._ready(self.collectives[self.started].start)
+
+    def _ready(self, node: fx.Node) -> bool:
+        return all(a in self.placed or a.op == "placeholder" for a in node.all_input_nodes)
+
+    def _place(self, node: fx.Node) -> None:
+        if node in self.placed or node.op == "placeholder":
+            return
+        for i in range(self.started, self.index.get(node, -1)):
+            self._place(self.collectives[i].start)
+        for operand in node.all_input_nodes:
+            self._place(operand)
+        if node in self.placed:
+            return
+        self.placed.add(node)
+        self.order.append(node)
+        if node in self.index:
+            self.started += 1
+            for filler in self.collectives[self.index[node]].fillers:
+                self._place(filler)
+        for user in list(node.users):
+            if user in self.late and user not in self.fillers | self.apart and self._ready(user):
+                self._place(user)
+
+
+def _earliest(nodes: list[fx.Node], collectives: list[_Collective]) -> list[int]:
+    """The position in `nodes` before which a start does not come: one product before its own, where its operands were
+    ready long before. Its result would take memory for nothing. Gathers of parameters stand where they are to start."""
+    position = {n: i for i, n in enumerate(nodes)}
+    products = [i for i, n in enumerate(nodes) if is_product(n)]
+    earliest = []
+    for c in collectives:
+        end = bisect.bisect(products, position[c.start])
+        passed = end - bisect.bisect(products, c.due)
+        first = products[end - 1] - 1 if passed > MOST_HOISTED else 0
+        earliest.append(position[c.start] if is_region_gather(c.start) else first)
+    return earliest

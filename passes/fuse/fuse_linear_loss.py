@@ -1,0 +1,267 @@
+"""Cross entropy behind a linear layer: logits in chunks only, on one rank's shapes.
+
+Before:  %y = linear(%h, %w); %c = cross_entropy(reshape(%y), %target); %l = sum(%c)
+After:   %l = linear_cross_entropy(reshape(%h), %w, None, %target)
+
+Before:  %s = ce_stats(%y, %target); %a = transition(unsqueeze(%s), S0 -> I); %c = ce_loss(%y, %target, %a)
+After:   %s = linear_ce_stats(%h, %w, None, %target); %a = transition(...); %c = linear_ce_loss(%h, %w, None, %target, %a)
+
+The first where a rank has all classes, the second where they are sharded: its collectives are those of the plan.
+Legal because: what stands between the two (views and slices of rows, casts to fp32, in which the loss computes anyway) does
+to the rows of the hidden states what it does to the rows of the logits, and nothing else reads the logits. Where the user's
+output does, it becomes a lazy one (megafx/analysis/lazy.py).
+
+Tokens must be whole: sums over a rank's tokens mask the padding in between.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+import megafx.kernels.loss.linear_cross_entropy
+import megafx.kernels.loss.vocab_linear_cross_entropy  # noqa: F401  registers the ops
+from megafx.analysis.lazy import copy_for_outputs, describe, outside_user, read_outside, why_not_lazy
+from megafx.debugging import current, say
+from megafx.ir.contracts import layout_of
+from megafx.ir.dump import op_name
+from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
+from megafx.ir.sizes import SizeEmitter
+from megafx.placements.types import Layout
+from megafx.planner.context import Planning
+
+REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
+NAME = "fuse_linear_loss"
+aten, ops = torch.ops.aten, torch.ops.megafx
+FUSION = "linear_cross_entropy"
+_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+_SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
+
+
+class Refused(Exception):
+    """Why a loss stays as it is."""
+
+
+@dataclass
+class Head:
+    """A linear layer and what is done to its logits on the way to the loss. links: in graph order."""
+
+    linear: fx.Node
+    links: list[fx.Node]
+
+    @property
+    def chain(self) -> list[fx.Node]:
+        return [self.linear, *self.links]
+
+    @property
+    def operands(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+        x, weight, *bias = self.linear.args
+        return x, weight, bias[0] if bias else None  # type: ignore[return-value]
+
+
+def fuse_linear_loss(program: Program, planning: Planning) -> int:
+    """Return the number of losses fused."""
+    if not planning.config.cross_entropy_fusion:
+        return 0
+    lazy = why_not_lazy(program, planning.config, planning.t) if planning.training else "no gradients are taken"
+    count = 0
+    for node in list(program.graph.nodes):
+        fuse = _LOSSES.get(str(node.target))
+        if fuse is None:
+            continue
+        try:
+            fuse(program, node, lazy)
+        except Refused as refused:
+            reason = f"{FUSION} does not match: {refused}"
+            program.notes.append(Note("fuse", reason, fqn_of(node), source_of(node)))
+            continue
+        count += 1
+    if count:
+        program.graph.eliminate_dead_code()
+        if current().level >= 2:
+            say(f"megafx {NAME}: {FUSION} matches {count}")
+    return count
+
+
+# -- the way from the loss to the linear layer
+
+
+def head_of(program: Program, logits: fx.Node) -> Head:
+    """Walk from the loss's operand up to the linear layer; Refused where something else stands in between."""
+    links: list[fx.Node] = []
+    node = logits
+    while node.target is not aten.linear.default:
+        if not _keeps_rows(program, node):
+            what = "an input" if node.op == "placeholder" else f"{op_name(node.target)} (%{node.name})"
+            raise Refused(f"its logits come from {what}, not from a linear layer")
+        links.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return Head(node, links[::-1])
+
+
+def _keeps_rows(program: Program, node: fx.Node) -> bool:
+    """Whether the node only rearranges, selects or widens rows of its operand."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node):
+        return False
+    if node.target in _SAME:
+        return True
+    before, after = source.meta[VAL], node.meta[VAL]
+    if node.target is aten.to.dtype:
+        return after.dtype == torch.float32 and before.dtype in (torch.bfloat16, torch.float16)
+    if before.dim() == 0 or after.dim() == 0:
+        return False
+    if node.target in _VIEWS:
+        return program.sizes.of(before.shape[-1]) == program.sizes.of(after.shape[-1])
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return node.target is aten.slice.Tensor and isinstance(dim, int) and dim % before.dim() != before.dim() - 1
+
+
+def rows_of(program: Program, head: Head, where: fx.Node) -> fx.Node:
+    """The hidden states [T, K] whose logits the loss reads, emitted in front of `where`."""
+    x = head.operands[0]
+    size = SizeEmitter(program.graph, program.sizes)
+    emit = Builder(program, where, where, NAME)
+    for link in head.links:
+        placement = x.meta.get(PLACEMENT)
+        if link.target in _VIEWS:
+            lead = list(link.args[1])[:-1]  # type: ignore[arg-type]
+            width = x.meta[VAL].shape[-1]
+            last = width if isinstance(width, int) else size(program.sizes.of(width))
+            x = emit(aten.reshape.default, x, [*lead, last])
+        elif link.target is aten.slice.Tensor:
+            x = emit(aten.slice.Tensor, x, *link.args[1:])
+        if placement is not None:
+            x.meta[PLACEMENT] = placement
+    return x
+
+
+def _alone(program: Program, head: Head, inside: set[fx.Node], lazy: str | None) -> None:
+    """Nobody but the loss reads the logits; outputs that do become lazy. Refused otherwise."""
+    if not read_outside(head.chain, inside):
+        return
+    other = outside_user(program, head.chain, inside)
+    if other is None and lazy is None:
+        copy_for_outputs(program, head.chain)
+        return
+    reader = describe(other or program.output_node())
+    why = f", and {lazy}" if other is None else ""
+    raise Refused(f"linear (%{head.linear.name}) inside of it is also used by {reader}{why}")
+
+
+def _done(program: Program, node: fx.Node, new: fx.Node, logits: fx.Node) -> None:
+    if PLACEMENT in node.meta:
+        new.meta[PLACEMENT] = node.meta[PLACEMENT]
+    node.replace_all_uses_with(new)
+    elements = math.prod(program.sizes.shape(logits.meta[VAL]))
+    program.fusions.append(Fusion(FUSION, fqn_of(node), source_of(node), NAME, elements))
+
+
+# -- whole vocabulary
+
+
+def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
+    """sum(cross_entropy(linear)) -> linear_cross_entropy."""
+    logits, target, ignore_index, smoothing = node.args
+    head = head_of(program, logits)  # type: ignore[arg-type]
+    users = list(node.users)
+    if len(users) != 1 or users[0].target is not aten.sum.default or len(users[0].args) > 1 or users[0].kwargs:
+        raise Refused(f"the losses of single tokens are used by {describe(users[0])}, not their sum")
+    x, weight, bias = head.operands
+    _check_whole(x, weight, target)
+    _check_size(program, x, program.sizes.of(weight.meta[VAL].shape[0]))
+    _alone(program, head, {node}, lazy)
+    total = users[0]
+    emit = Builder(program, total, node, NAME)
+    rows = rows_of(program, head, total)
+    loss: Any = emit(ops.linear_cross_entropy.default, rows, weight, bias, target, ignore_index, smoothing)
+    if loss.meta[VAL].dtype != total.meta[VAL].dtype:
+        loss = emit(aten.to.dtype, loss, total.meta[VAL].dtype)
+    _done(program, total, loss, logits)  # type: ignore[arg-type]
+
+
+def _whole_with_lse(program: Program, node: fx.Node, lazy: str | None) -> None:
+    """cross_entropy_lse(linear) -> linear_ce_stats and linear_ce_loss_lse, of one rank: its gradient is none of a sum's."""
+    logits, target, ignore_index, smoothing = node.args
+    head = head_of(program, logits)  # type: ignore[arg-type]
+    x, weight, bias = head.operands
+    _check_whole(x, weight, target)
+    _check_size(program, x, program.sizes.of(weight.meta[VAL].shape[0]))
+    _alone(program, head, {node}, lazy)
+    rows = rows_of(program, head, node)
+    emit = Builder(program, node, node, NAME)
+    fixed = [v if v is None else emit(aten.detach.default, v) for v in (rows, weight, bias)]
+    classes = program.sizes.of(weight.meta[VAL].shape[0])
+    place = ([1, classes, 1], 1, "")
+    stats = emit(aten.unsqueeze.default, emit(ops.linear_ce_stats.default, *fixed, target, *place), 0)
+    args = (rows, weight, bias, target, stats, ignore_index, smoothing, *place)
+    _done(program, node, emit(ops.linear_ce_loss_lse.default, *args), logits)  # type: ignore[arg-type]
+
+
+def _check_size(program: Program, x: fx.Node, classes: int) -> None:
+    """A classifier of few classes gains nothing, and its user reads the logits."""
+    if classes <= program.sizes.of(x.meta[VAL].shape[-1]):
+        raise Refused("its logits are no larger than the hidden states that would be kept for them")
+
+
+def _check_whole(x: fx.Node, weight: fx.Node, target: Any) -> None:
+    for name, value in (("x", x), ("weight", weight), ("target", target)):
+        placement = value.meta.get(PLACEMENT) if isinstance(value, fx.Node) else None
+        if placement is not None and placement.is_shard:
+            raise Refused(f"{name} is sharded")
+
+
+# -- sharded vocabulary
+
+
+def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
+    """ce_stats of a linear layer, gathered, and ce_loss -> linear_ce_stats and linear_ce_loss."""
+    logits, target, everyone, ignore_index, smoothing, layout, size, axis = node.args
+    head = head_of(program, logits)  # type: ignore[arg-type]
+    stats = _statistics(everyone)
+    x, weight, bias = head.operands
+    _check_placements(x, weight, bias)
+    _check_size(program, x, Layout.from_flat(layout_of(program, layout)).size)
+    inside = {node, stats, stats.args[0]} - set(head.chain)
+    _alone(program, head, inside, lazy)  # type: ignore[arg-type]
+    rows = rows_of(program, head, stats)
+    emit = Builder(program, stats, stats, NAME)
+    fixed = [
+        v if v is None else emit(aten.detach.default, v) for v in (rows, weight, bias)
+    ]  # the loss has the gradients
+    made = emit(ops.linear_ce_stats.default, *fixed, target, layout, size, axis)
+    stats.replace_all_uses_with(made)
+    emit = Builder(program, node, node, NAME)
+    args = (rows, weight, bias, target, everyone, ignore_index, smoothing, layout, size, axis)
+    loss = ops.linear_ce_loss_lse if node.target is ops.ce_loss_lse.default else ops.linear_ce_loss
+    _done(program, node, emit(loss.default, *args), logits)  # type: ignore[arg-type]
+
+
+def _statistics(everyone: Any) -> fx.Node:
+    """The ce_stats whose gathered result this is."""
+    node = everyone
+    while node.target is not ops.ce_stats.default:
+        node = node.args[0]
+    found: fx.Node = node
+    return found
+
+
+def _check_placements(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
+    wanted = (("its input", x, False), ("its weight", weight, True), ("its bias", bias, True))
+    for name, value, cut in wanted:
+        placement = value.meta.get(PLACEMENT) if value is not None else None
+        fits = placement is None or (placement.is_shard and placement.dim == 0 if cut else placement.kind in "RI")
+        if not fits:
+            raise Refused(f"{name} (%{value.name}) is {placement}")  # type: ignore[union-attr]
+
+
+_LOSSES = {
+    "megafx.cross_entropy.default": _whole,
+    "megafx.cross_entropy_lse.default": _whole_with_lse,
+    "megafx.ce_loss.default": _sharded,
+    "megafx.ce_loss_lse.default": _sharded,
+}

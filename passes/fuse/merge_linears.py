@@ -1,0 +1,241 @@
+"""Linears that read one value become one linear, where that pays: gate and up, queries, keys and values.
+
+Before:  %g = linear(%x, %w0); %u = linear(%x, %w1); %y = megafx.glu(%g, %u, act)
+After:   %w = megafx.join_parameters([%w0, %w1]); %m = linear(%x, %w); %y = megafx.glu_packed(%m, None, act)
+
+Before:  %q = linear(%x, %w0, %b0); %k = linear(%x, %w1, %b1); %v = ...
+After:   %w = megafx.join_parameters([%w0, ...]); %b = ...; %m = linear(%x, %w, %b); %q = slice(%m, ...); ...
+Legal because: rows of a linear's weight give columns of its result, independently of each other.
+
+Each rank merges its own shards, after planning, so that nothing is placed or moved otherwise. The parameters stay the user's;
+they are put into one memory where that is possible, and copied together at each call where it is not. Parameters that
+data-parallel ranks hold shards of are gathered side by side (`gather_parameters`), where that leaves no gap between them.
+
+Gate and up: nothing is moved for it, since the packed kernels read and write the one tensor. Others, in training: the
+gradients of the parts have to be copied together, 2 N elements a token (N columns in all), for which x [tokens, k] is read
+once in each direction instead of m times and its gradient written once instead of m times and read m - 1 times: 4 (m - 1) k
+elements. Where the device was measured that decides, else these counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.config import MEASURE_NOTHING
+from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Input, Phase, Program, fqn_of, inherit, source_of
+from megafx.kernels import join_parameters  # noqa: F401  registers the ops
+from megafx.ops.gather_region import ALIGNED
+from megafx.ops.owners import OF_RANK
+from megafx.placements.data_axis import DataAxis, rows_of
+from megafx.placements.types import Placement, S
+from megafx.placements.views import concat_layouts
+from megafx.planner.context import Planning, price_workload
+from megafx.planner.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS, mode_of
+from megafx.rewrite.driver import fold
+
+REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
+NAME = "merge_linears"
+ops, aten = torch.ops.megafx, torch.ops.aten
+Trains = Callable[[int, Input], bool]
+
+
+def merge_linears(program: Program, planning: Planning, trains: Trains | None, data: DataAxis | None = None) -> int:
+    """Return the number of linears that others took over. trains: whether an input gets a gradient; None: no backward."""
+    if not planning.config.merge_linears:
+        return 0
+    merger = _Merger(program, planning, trains, data if data is not None and data.sharded else None)
+    for group, gated in list(merger.groups()):
+        merger.consider(group, gated)
+    merger.say()
+    if merger.changes:
+        program.graph.eliminate_dead_code()
+        program.gm.recompile()
+    return merger.changes
+
+
+class _Merger:
+    def __init__(self, program: Program, planning: Planning, trains: Trains | None, data: DataAxis | None) -> None:
+        self.program, self.planning, self.trains, self.data = program, planning, trains, data
+        pairs = enumerate(zip(program.placeholders(), program.inputs, strict=True))
+        self.params = {node: (i, spec) for i, (node, spec) in pairs if spec.kind == "param"}
+        held = program.graph.find_nodes(
+            op="call_function", target=OF_RANK
+        )  # of an expert: the owner's, as it is stored
+        self.params |= {node: self.params[node.args[0]] for node in held if node.args[0] in self.params}
+        self.changes = 0
+        self.told: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)  # (folded module, what) -> linears
+        price_workload(program, planning.config)
+
+    def groups(self) -> Iterator[tuple[list[fx.Node], fx.Node | None]]:
+        """Linears of one value: gate and up of a gated unit (with that), and those whose modules are of one module."""
+        taken: set[fx.Node] = set()
+        for unit in self.program.graph.find_nodes(op="call_function", target=ops.glu.default):
+            pair = list(unit.args[:2])
+            if all(_is_linear(n) for n in pair) and pair[0] is not pair[1] and pair[0].args[0] is pair[1].args[0]:
+                taken |= {*pair}
+                yield pair, unit
+        found: dict[Any, list[fx.Node]] = defaultdict(list)
+        for node in self.program.graph.find_nodes(op="call_function", target=aten.linear.default):
+            if node not in taken:
+                found[node.args[0], self.name(node).rpartition(".")[0]].append(node)
+        yield from ((group, None) for group in found.values() if len(group) > 1)
+
+    def name(self, node: fx.Node) -> str:
+        """'layers.0.attn.q' for the linear of layers.0.attn.q.weight; its module where it has no parameter."""
+        known = self.params.get(node.args[1])  # type: ignore[arg-type]
+        return known[1].name.removesuffix(".weight") if known else fqn_of(node)
+
+    def consider(self, group: list[fx.Node], gated: fx.Node | None) -> None:
+        refusal = self.refusal(group, gated)
+        slower, why = (True, refusal) if refusal else self.judge(group, gated)
+        if not slower:
+            self.merge(group, gated)
+        self.tell(group, ("not merged: " if slower else "merged: ") + why)
+
+    # -- whether
+
+    def refusal(self, group: list[fx.Node], gated: fx.Node | None) -> str:
+        """Why these cannot be merged, or ''."""
+        if len({len(_biases(n)) for n in group}) > 1:
+            return "some have a bias, others none"
+        weights = [n for node in group for n in (node.args[1], *_biases(node))]
+        for n in weights:
+            what = self.name_of(n)
+            if n not in self.params:
+                return f"{what} is no parameter as it is stored: it is cast, moved or computed first"
+            index, spec = self.params[n]
+            if spec.aliases or len(n.users) > 1 or weights.count(n) > 1:
+                return f"{what} is tied or used elsewhere too"
+            if self.trains is not None and not self.trains(index, spec):
+                return f"{what} is frozen"
+        if len({(n.args[1].meta[VAL].dtype, n.args[1].meta[VAL].device) for n in group}) > 1:  # type: ignore[union-attr]
+            return "their dtypes or devices differ"
+        if gated is not None and any({*n.users} != {gated} for n in group):
+            return "what goes into the gated unit is used elsewhere too"
+        widths = [n.args[1].meta[VAL].shape[0] for n in group]  # type: ignore[union-attr]
+        if gated is not None and widths[0] != widths[1]:
+            return "gate and up have different widths"
+        for values in (group, [n.args[1] for n in group], [b for n in group for b in _biases(n)]):
+            if values and self.data is not None and values is not group and self.leaves_gaps(values):
+                return "their rows do not divide by the data-parallel ranks, so they are not gathered side by side"
+            if values and _together(values, self.planning.t) is None:  # type: ignore[arg-type]
+                return "they are placed apart: " + ", ".join(str(v.meta.get(PLACEMENT)) for v in values)  # type: ignore[union-attr]
+        return ""
+
+    def leaves_gaps(self, parameters: list[Any]) -> bool:
+        """Whether gathered parameters do not follow each other in their region's buffer."""
+        assert self.data is not None
+        for p in parameters[:-1]:
+            rows, cut = int(p.meta[VAL].shape[0]), p.meta[PLACEMENT].is_shard if PLACEMENT in p.meta else False
+            _, ranks, _ = rows_of(rows, self.data, self.planning.t, cut)
+            if rows % ranks or p.meta[VAL].numel() % ALIGNED:
+                return True
+        return False
+
+    def name_of(self, n: Any) -> str:
+        return self.params[n][1].name if n in self.params else f"%{n.name}"
+
+    def judge(self, group: list[fx.Node], gated: fx.Node | None) -> tuple[bool, str]:
+        """(whether it is slower, by what that is known)."""
+        pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
+        training = self.trains is not None
+        columns = sum(n.args[1].meta[VAL].shape[0] for n in group)  # type: ignore[union-attr]
+        profile = self.planning.fusions
+        if profile is not None and profile.measured(pattern):
+            mode = mode_of(self.planning.config.compile, training)
+            shape = self.program.sizes.shape(group[0].meta[VAL])
+            elements = self.program.sizes.workload(math.prod(shape[:-1])) * columns
+            slower = profile.slower(pattern, elements, mode)
+            if slower is None:
+                return False, f"pays as measured on {profile.device}, {mode}"
+            times = f"{slower[0]:.4g} ms against {slower[1]:.4g} ms, {mode}"
+            return True, f"slower by measurement on {profile.device} ({times})"
+        if self.planning.config.fusion_profile == MEASURE_NOTHING:
+            return False, "whatever it costs (fusion_profile)"
+        if gated is not None:
+            return False, "the packed kernels read and write one tensor"
+        k = int(group[0].args[1].meta[VAL].shape[1])  # type: ignore[union-attr]
+        copied, spared = (2 * columns, 4 * (len(group) - 1) * k) if training else (0, (len(group) - 1) * k)
+        return copied >= spared, f"by count, {copied} elements a token are copied for {spared} that are not moved"
+
+    # -- how
+
+    def merge(self, group: list[fx.Node], gated: fx.Node | None) -> None:
+        program, first = self.program, min(group)
+        build = Builder(program, first, first, NAME)
+        weight = self._join(build, [n.args[1] for n in group])
+        bias = self._join(build, [_biases(n)[0] for n in group]) if _biases(group[0]) else None
+        late = bias if gated is not None else None  # the packed unit adds it
+        operands = (group[0].args[0], weight) if bias is None or late is not None else (group[0].args[0], weight, bias)
+        whole = _placed(build(aten.linear.default, *operands), _together(group, self.planning.t))
+        elements = math.prod(program.sizes.shape(whole.meta[VAL]))
+        pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
+        program.fusions.append(
+            Fusion(pattern, self.name(group[0]).rpartition(".")[0], source_of(first), NAME, elements)
+        )
+        self.changes += len(group) - 1
+        if gated is not None:
+            build = Builder(program, gated, gated, NAME)
+            self._replace(gated, build(ops.glu_packed.default, whole, late, gated.args[2]))
+            return
+        at, dim = 0, whole.meta[VAL].dim() - 1
+        for node in group:
+            width = int(node.meta[VAL].shape[-1])
+            part = build(aten.slice.Tensor, whole, dim, at, at + width)
+            self._replace(node, part)
+            at += width
+
+    def _join(self, build: Builder, parameters: list[Any]) -> fx.Node:
+        together = _together(parameters, self.planning.t)
+        return _placed(build(ops.join_parameters.default, parameters), together)
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        inherit(new, old, NAME)
+        if PLACEMENT in old.meta:
+            new.meta[PLACEMENT] = old.meta[PLACEMENT]
+        old.replace_all_uses_with(new)
+
+    # -- what is told
+
+    def tell(self, group: list[fx.Node], what: str) -> None:
+        names = [self.name(n) for n in group]
+        module = names[0].rpartition(".")[0]
+        short = ", ".join(n.rpartition(".")[2] for n in names)
+        self.told[fold(module), f"{short} {fold(what)}"].append(group[0])
+
+    def say(self) -> None:
+        for (_, what), nodes in self.told.items():
+            more = f"; {len(nodes)} places alike" if len(nodes) > 1 else ""
+            self.program.note("merge", what + more, nodes[0])
+
+
+def _is_linear(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.linear.default
+
+
+def _biases(node: fx.Node) -> list[Any]:
+    return [b for b in node.args[2:] if b is not None]
+
+
+def _together(values: list[fx.Node], t: int) -> Placement | str | None:
+    """Placement of values side by side along the dim of a linear's columns ('': not marked); None where there is none."""
+    marked = [v.meta[PLACEMENT] for v in values if PLACEMENT in v.meta]
+    if len(marked) < len(values):
+        return None if marked else ""
+    dim = 0 if values[0].op == "placeholder" else values[0].meta[VAL].dim() - 1
+    if all(p.is_shard and p.dim == dim for p in marked):
+        cut = concat_layouts((p.cut for p in marked), t)
+        return None if cut is None else S(dim, cut)
+    return marked[0] if all(p == marked[0] for p in marked) else None
+
+
+def _placed(node: fx.Node, placement: Placement | str | None) -> fx.Node:
+    if isinstance(placement, Placement):
+        node.meta[PLACEMENT] = placement
+    return node

@@ -1,0 +1,108 @@
+"""The log-sum-exp of logits that a cross entropy reads too comes out of the loss: z-loss costs no pass over the logits.
+
+Before:  %c = cross_entropy(%y, %target); %z = logsumexp(%y, [-1])
+After:   %p = cross_entropy_lse(%y, %target); %c = select(%p, 0, 0); %z = select(%p, 0, 1)
+Legal because: the loss makes the log-sum-exp of every row on the way, of the same logits in fp32, and its backward adds the
+gradient of both in one pass. Views of rows and casts to fp32 may stand between the logits and either of the two.
+
+Source of z-loss: coef * logsumexp(logits)**2, Chowdhery et al. 2022, 2204.02311, section 5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+import megafx.kernels.loss.cross_entropy  # noqa: F401  registers the ops
+from megafx.config import Config
+from megafx.debugging import current, say
+from megafx.ir.program import VAL, Builder, Fusion, Phase, Program, fqn_of, source_of
+from megafx.ir.sizes import SizeEmitter
+
+REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
+NAME = "share_logsumexp"
+FUSION = "cross_entropy_with_logsumexp"
+aten, ops = torch.ops.aten, torch.ops.megafx
+
+
+def share_logsumexp(program: Program, config: Config) -> int:
+    """Return the number of log-sum-exps that a loss gives."""
+    if not config.cross_entropy_fusion:
+        return 0
+    sums = program.graph.find_nodes(op="call_function", target=aten.logsumexp.default)
+    losses = program.graph.find_nodes(op="call_function", target=ops.cross_entropy.default) if sums else []
+    count = 0
+    for loss in losses:
+        root = _root(program, loss.args[0])
+        alike = [s for s in sums if _of_rows(s) and _root(program, s.args[0]) is root]
+        if alike:
+            _share(program, loss, alike, root)
+            sums = [s for s in sums if s not in alike]
+            count += len(alike)
+    if count:
+        program.graph.eliminate_dead_code()
+        if current().level >= 2:
+            say(f"megafx {NAME}: {FUSION} matches {count}")
+    return count
+
+
+def _of_rows(node: fx.Node) -> bool:
+    """Whether it sums over the last dim."""
+    source, dims = node.args[:2]
+    return [d % source.meta[VAL].dim() for d in dims] == [source.meta[VAL].dim() - 1]  # type: ignore[union-attr]
+
+
+def _root(program: Program, node: Any) -> fx.Node:
+    """The logits behind views that keep every row and casts to fp32."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        before, after = node.args[0].meta[VAL], node.meta[VAL]
+        view = node.target is aten.reshape.default and before.dim() and after.dim()
+        rows = view and program.sizes.of(before.shape[-1]) == program.sizes.of(after.shape[-1])
+        cast = node.target is aten.to.dtype and after.dtype == torch.float32 and before.dtype.itemsize == 2
+        if not (rows or cast):
+            break
+        node = node.args[0]
+    return node
+
+
+def _share(program: Program, loss: fx.Node, sums: list[fx.Node], root: fx.Node) -> None:
+    order = {n: i for i, n in enumerate(program.graph.nodes)}
+    first = min([loss, *sums], key=order.__getitem__)
+    target: Any
+    _, target, *rest = loss.args
+    _hoist(target, first, order)
+    emit = Builder(program, first, loss, NAME)
+    size = SizeEmitter(program.graph, program.sizes)
+    tokens = size(program.sizes.of(loss.meta[VAL].shape[0]))
+    logits = root
+    if root.meta[VAL].dim() != 2:
+        logits = emit(aten.reshape.default, root, [tokens, size(program.sizes.of(root.meta[VAL].shape[-1]))])
+    pair = emit(ops.cross_entropy_lse.default, logits, target, *rest)
+    parts = [emit(aten.select.int, pair, 0, i) for i in range(2)]
+    made = [(loss, _as(loss, parts[0], emit))]
+    for node in sums:
+        shape = [size(program.sizes.of(n)) for n in node.meta[VAL].shape]
+        made.append(
+            (node, _as(node, parts[1] if len(shape) == 1 else emit(aten.reshape.default, parts[1], shape), emit))
+        )
+        program.fusions.append(Fusion(FUSION, fqn_of(node), source_of(node), NAME))
+    for node, new in made:
+        node.replace_all_uses_with(new)
+        program.graph.erase_node(node)
+
+
+def _as(node: fx.Node, new: fx.Node, emit: Builder) -> fx.Node:
+    """The new value in the dtype of the one that it replaces."""
+    dtype = node.meta[VAL].dtype
+    return new if new.meta[VAL].dtype == dtype else emit(aten.to.dtype, new, dtype)
+
+
+def _hoist(node: fx.Node, where: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Put a value that depends on no logits, and what it is made of, in front of `where`."""
+    late = [node] if order.get(node, -1) > order[where] else []
+    for n in late:
+        late += [a for a in n.all_input_nodes if order[a] > order[where] and a not in late]
+    for n in sorted(late, key=order.__getitem__):
+        where.prepend(n)

@@ -1,0 +1,107 @@
+"""What the op families of `localize_shapes` share: emitted local sizes, masks of pads, the registry, the shape check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.errors import PlacementError
+from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Program, fqn_of, inherit, recompute_val, source_of
+from megafx.ir.sizes import SizeEmitter
+from megafx.placements.types import Placement
+from megafx.planner.context import Planning
+from megafx.planner.plan import OpChoice
+
+NAME = "localize_shapes"
+aten = torch.ops.aten
+
+
+class Localizer:
+    """What the op families need: the program, sizes of any value before localizing, and an emitter of local sizes."""
+
+    def __init__(self, program: Program, planning: Planning) -> None:
+        self.program, self.rules, self.weights = program, planning.rules, planning.weights
+        self.t, self.axis = planning.solved.t, planning.solved.axis
+        self.sizes = SizeEmitter(program.graph, program.sizes)
+        self.global_shape = {
+            n: program.sizes.shape(n.meta[VAL])
+            for n in program.graph.nodes
+            if isinstance(n.meta.get(VAL), torch.Tensor)
+        }
+
+    def local_dims(self, shape: tuple[int, ...], placement: Placement) -> list[int | fx.Node]:
+        """Emitted local sizes of a value of this global shape."""
+        return [
+            self.sizes.local_size(placement.cut, self.t) if placement.is_shard and d == placement.dim else self.sizes(n)
+            for d, n in enumerate(shape)
+        ]
+
+    def layout(self, placement: Placement) -> list[int | fx.Node]:
+        return [self.sizes(n) for n in placement.flat_layout]
+
+    def before(self, node: fx.Node) -> Callable[..., fx.Node]:
+        """emit(target, *args): a new node in front of `node` that stems from it."""
+        return self._emitter(node, node)
+
+    def _emitter(self, node: fx.Node, where: fx.Node) -> Callable[..., fx.Node]:
+        def emit(target: Any, *args: Any, placement: Placement | None = None, **kwargs: Any) -> fx.Node:
+            with self.program.graph.inserting_before(where):
+                new = self.program.graph.call_function(target, args, kwargs)
+            recompute_val(self.program, new)
+            inherit(new, node, NAME)
+            if placement is not None:
+                new.meta[PLACEMENT] = placement
+            return new
+
+        return emit
+
+    def mask_pads(self, node: fx.Node, value: fx.Node, placement: Placement, fill: float = 0) -> fx.Node:
+        """`value` (a shard) with `fill` in its pads, in front of `node`."""
+        emit = self.before(node)
+        n = placement.cut.size
+        device = value.meta[VAL].device
+        ones = emit(aten.ones.default, [self.sizes(n)], dtype=torch.bool, device=device)
+        flat = self.layout(placement)
+        here = emit(torch.ops.megafx.transition.default, ones, "I", "S0", [], flat, self.axis, self.t)
+        here.meta[PLACEMENT] = Placement("S", 0, placement.layout)
+        shape = [1] * value.meta[VAL].ndim
+        mask = here
+        if len(shape) > 1:
+            sizes: list[Any] = list(shape)
+            sizes[placement.dim] = self.sizes.local_size(placement.cut, self.t)
+            mask = emit(aten.reshape.default, here, sizes, placement=placement)
+        pad = emit(aten.scalar_tensor.default, fill, dtype=value.meta[VAL].dtype, device=device)
+        return emit(aten.where.self, mask, value, pad, placement=placement)
+
+
+Family = Callable[[Localizer, fx.Node, OpChoice], None]
+
+
+def check_shape(local: Localizer, node: fx.Node, placement: Placement) -> None:
+    """The op must have produced the shard that the plan says."""
+    value = node.meta[VAL]
+    if not isinstance(value, torch.Tensor):
+        return
+    wanted = local.local_dims(local.global_shape[node], placement)
+    sizes = local.program.sizes
+    expected = tuple(sizes.of(n.meta[VAL]) if isinstance(n, fx.Node) else n for n in wanted)
+    if expected != sizes.shape(value):
+        raise PlacementError(
+            f"{node.target} gives a local shape {tuple(value.shape)} where its placement {placement} on {local.t} ranks "
+            f"means {tuple(n.meta[VAL] if isinstance(n, fx.Node) else n for n in wanted)}",
+            fix="a size in the op's arguments is not localized, or its sharding rule is wrong; run `megafx check-rules`",
+            module=fqn_of(node),
+            source=source_of(node),
+        )
+
+
+def replace(local: Localizer, node: fx.Node, new: fx.Node) -> None:
+    """`new` takes the place of `node`, with its placement."""
+    new.meta[PLACEMENT] = node.meta[PLACEMENT]
+    new.meta[MADE_BY] = (*node.meta.get(MADE_BY, ()), NAME)
+    node.replace_all_uses_with(new)
+    local.global_shape[new] = local.global_shape[node]
+    check_shape(local, new, new.meta[PLACEMENT])

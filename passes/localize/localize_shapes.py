@@ -1,0 +1,102 @@
+"""Turn the placed graph into one rank's: local shapes, real axis size.
+
+Before:  %1 = transition(%0, I, S1, ..., size=1)   # [b s 768] S1@tp, a graph on global shapes
+         %2 = reshape(%1, [b, s, 12, 64])
+After:   %1 = transition(%0, I, S1, ..., size=2)   # [b ceil(s/2) 768]
+         %2 = reshape(%1, [b, (s+1)//2, 12, 64])
+Legal because: every op's strategy is a row of its sharding rule, so applying the op to the shards gives the shard of the
+result; ops for which that needs more than the op itself (a mean, a masked lookup, a vocabulary-parallel loss, a dropout that
+must draw its slice of one mask) are rewritten here, one family a file. Every value's shape is checked against its placement.
+
+Padding: where t does not divide a dim, shards carry pads (placements/types.py). Forward pads hold anything finite; a
+reduction over
+a padded dim masks them first, which also keeps their gradients zero; ops with poles (passes/localize/rewrites.py) get
+pads that are
+far from these.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from megafx.ir.nodes import draws
+from megafx.ir.program import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
+from megafx.ops.owners import OWNER_OPS
+from megafx.passes.localize import lookups as localize_lookups
+from megafx.passes.localize import rewrites as localize_random
+from megafx.passes.localize import rewrites as localize_reductions
+from megafx.passes.localize import rewrites as localize_views
+from megafx.passes.localize.editor import Family, Localizer, check_shape
+from megafx.passes.localize.rewrites import keep_pads_off_poles
+from megafx.placements.types import P
+from megafx.planner.context import Planning
+from megafx.planner.plan import OpChoice
+
+REQUIRES, ENSURES = Phase.PLACED, Phase.LOCAL
+FAMILIES: dict[str, Family] = {
+    **localize_views.VIEWS,
+    **localize_reductions.REDUCTIONS,
+    **localize_lookups.FAMILIES,
+}  # op -> what to do besides running it on local operands
+
+
+def localize_shapes(program: Program, planning: Planning) -> int:
+    """Rewrite the graph to one rank's; returns the number of values whose shape changed."""
+    plan = planning.solved
+    local = Localizer(program, planning)
+    changed = 0
+    _localize_inputs(local)
+    for node in list(program.graph.nodes):
+        if node.op != "call_function" or PLACEMENT not in node.meta:
+            continue
+        before = local.global_shape.get(node)
+        if node.target is torch.ops.megafx.transition.default:
+            node.args = (*node.args[:6], plan.t)
+            recompute_val(program, node)
+        else:
+            if node.target in OWNER_OPS:
+                node.args = (*node.args[:3], plan.t)
+            _localize(local, node, plan.ops[node.name])
+        value = node.meta[VAL]
+        changed += isinstance(value, torch.Tensor) and program.sizes.shape(value) != before
+    program.graph.eliminate_dead_code()
+    program.phase = Phase.LOCAL
+    return changed
+
+
+def _localize_inputs(local: Localizer) -> None:
+    for node in local.program.placeholders():
+        placement = node.meta.get(PLACEMENT)
+        if placement is not None and placement.is_shard:
+            value = node.meta[VAL]
+            shape = list(value.shape)
+            shape[placement.dim] = placement.cut.local_size(local.t)
+            with local.program.fake_mode:
+                node.meta[VAL] = value.new_empty(shape)
+
+
+def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    if choice.out == P:
+        _mask_reduced_pads(local, node, choice)
+    keep_pads_off_poles(local, node, choice)
+    family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if draws(node) else None)
+    if family is not None and (choice.out.is_shard or any(p.is_shard for p in choice.ins)):
+        family(local, node, choice)
+    if node.users:  # else the family put another node in its place
+        recompute_val(local.program, node)
+        check_shape(local, node, choice.out)
+
+
+def _mask_reduced_pads(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    """Zero the pads of activations along a sharded dim that the op sums over. Weights' pads are zero already."""
+    rule = local.rules[node]
+    for operand, placement in zip(rule.operands, choice.ins, strict=True):
+        if (
+            placement.is_shard
+            and placement.cut.padded(local.t)
+            and operand.active
+            and operand.node not in local.weights
+        ):
+            value = get_at(node, operand.path)
+            set_at(node, operand.path, local.mask_pads(node, value, placement))

@@ -1,0 +1,110 @@
+"""Make the graph of one rank: its coordinates become constants, its mesh axes process groups.
+
+Before:  %1 = all_reduce(%0, 'sum', 'tp')   %2 = rank_select(%1, 'tp')    %3 = rank0_only(%2, 'tp')
+After:   %1 = all_reduce(%0, 'sum', '7')    %2 = select.int(%1, 0, 1)     %3 = zeros_like(%2)
+What other ranks compute goes (`drop_regions`).
+Legal because: the ops' definitions with the rank filled in. Works on a copy: the program stays that of all ranks. Inductor
+then sees plain ATen. Dropout and cross entropy keep their axis; they ask `collectives.axis_rank` when they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.ir.nodes import shows_operand, storage_of
+from megafx.ir.program import MADE_BY, VAL, Builder, Phase, Program
+from megafx.ops.collectives import AxisContext
+from megafx.passes.experts.drop_regions import drop_regions
+from megafx.placements.moves import same_sizes
+
+REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+NAME = "bind_mesh"
+aten, mfx = torch.ops.aten, torch.ops.megafx
+
+
+def bind_mesh(program: Program, axes: Mapping[str, AxisContext]) -> Program:
+    """The LOWERED program of all ranks -> a copy for the rank that `axes` describes."""
+    bound = program.copy()
+    drop_regions(bound, axes)
+    for node in list(bound.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional":
+            node.args = tuple(axes[a].group_name if isinstance(a, str) and a in axes else a for a in node.args)
+        elif node.target in _RULES:
+            result = _RULES[node.target](Builder(bound, node, node, NAME), node, axes)
+            _replace(bound, node, result)
+    _own_results(bound)
+    bound.gm.recompile()
+    return bound
+
+
+def _replace(program: Program, node: fx.Node, result: fx.Node) -> None:
+    if result not in node.all_input_nodes:
+        for key, value in node.meta.items():
+            result.meta.setdefault(key, value)
+    node.replace_all_uses_with(result)
+    program.graph.erase_node(node)
+
+
+def _select(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
+    """A view where that is contiguous, as the op's result is, or where nobody minds."""
+    x, axis = node.args
+    part = build(aten.select.int, x, 0, axes[axis].rank)  # type: ignore[index]
+    joined = all(user.target is aten.cat.default for user in node.users)
+    if joined or same_sizes(part.meta[VAL].stride(), node.meta[VAL].stride()):
+        return part
+    return build(aten.clone.default, part, memory_format=torch.contiguous_format)
+
+
+def _place(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
+    x, size, axis = node.args
+    part = build(aten.unsqueeze.default, x, 0)
+    zeros = build(aten.zeros_like.default, part)
+    mine = axes[axis].rank  # type: ignore[index]
+    return build(aten.cat.default, [part if r == mine else zeros for r in range(size)], 0)  # type: ignore[arg-type]
+
+
+def _rank0(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
+    x, axis = node.args
+    if axes[axis].rank == 0:  # type: ignore[index]
+        return x  # type: ignore[return-value]
+    return build(aten.zeros_like.default, x)
+
+
+def _index(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
+    axis, device = node.args
+    return build(aten.full.default, [], axes[axis].rank, dtype=torch.int64, device=device)  # type: ignore[index]
+
+
+_RULES: dict[Any, Any] = {
+    mfx.rank_select.default: _select,
+    mfx.rank_place.default: _place,
+    mfx.rank0_only.default: _rank0,
+    mfx.axis_index.default: _index,
+}
+
+
+def _own_results(program: Program) -> None:
+    """A result that became a view of a rank's part is copied, so that it does not keep the parts of all ranks alive."""
+    output = program.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for i, node in enumerate(results):
+        if isinstance(node, fx.Node) and _is_part(node):
+            build = Builder(program, output, node, NAME)
+            results[i] = build(aten.clone.default, node, memory_format=torch.contiguous_format)
+    output.args = (tuple(results),)
+
+
+def _is_part(node: fx.Node) -> bool:
+    base = storage_of(node)
+    while node is not base:
+        if NAME in node.meta.get(MADE_BY, ()) and node.target is aten.select.int:
+            return True
+        assert shows_operand(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return False

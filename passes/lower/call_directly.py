@@ -1,0 +1,75 @@
+"""Calls that take less host time: fused ops without the dispatcher, frequent operators through their Python bindings.
+
+Before:  %y = megafx.glu.default(%gate, %up, "silu");  %z = aten.view.default(%y, [4, 8])
+After:   %y = glu(%gate, %up, "silu");                 %z = %y.view([4, 8])
+Legal because: the graph is run without autograd and on plain tensors, where `kernels.op.direct` is what the dispatcher would
+end in (under dispatch modes it calls the op), and a binding calls the same operator (in half the time of an OpOverload).
+
+Runs on a graph that is executed as it stands. Numbers that the dispatcher would convert are written as the schema has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.kernels.common.op import direct
+
+aten = torch.ops.aten
+
+METHODS = {
+    aten.permute.default: "permute",
+    aten.t.default: "t",
+    aten.transpose.int: "transpose",
+    aten.view.default: "view",
+}
+FUNCTIONS = {
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.mm.default: torch.mm,
+}
+
+
+def call_directly(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same code with such calls; `gm` itself where there are none."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    changes = 0
+    for node in graph.nodes:
+        function = direct(node.target) if node.op == "call_function" else None
+        args = None if function is None else _arguments(node)
+        if args is not None:
+            node.target, node.args, node.kwargs = function, args, {}
+        elif node.target in METHODS:
+            node.op, node.target = "call_method", METHODS[node.target]
+        elif node.target in FUNCTIONS:
+            node.target = FUNCTIONS[node.target]
+        else:
+            continue
+        changes += 1
+    if not changes:
+        return gm
+    graph.set_codegen(gm.graph._codegen)
+    return fx.GraphModule(gm, graph)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...] | None:
+    """All arguments by position, of the schema's types; None where that is not to be seen from the graph."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    found = []
+    for i, argument in enumerate(arguments):
+        if i >= len(node.args) and argument.name not in node.kwargs:
+            return None
+        value = node.args[i] if i < len(node.args) else node.kwargs[argument.name]
+        kind = _NUMBERS.get(str(argument.real_type))
+        if kind is not None:
+            if isinstance(value, fx.Node) and kind is not int:
+                return None
+            value = value if isinstance(value, fx.Node) else kind(value)
+        found.append(value)
+    return tuple(found)
+
+
+_NUMBERS: dict[str, type] = {"float": float, "int": int, "bool": bool}

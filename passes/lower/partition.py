@@ -1,0 +1,301 @@
+"""Cut the joint graph into a forward and a backward graph, and choose what is kept between them.
+
+Before:  %y = f(%x), %v = view(%y), %dx = g(%v, %tangent)        # one graph
+After:   forward(%x) -> (%y, saved %y);  backward(%y, %tangent): %v = view(%y), %dx = g(%v, %tangent)
+Legal because: backward gets the same values, kept, given again (inputs), or computed again by ops without side effects.
+
+Kept is what eager keeps, less what costs nothing to have again:
+
+    input      parameters, buffers and user inputs are handed over by reference, never copied and never as a view; so are
+               joined parameters, which become inputs of both graphs, after the program's own (`Partition.joins`);
+               and so do gathers of parameters that are not tagged for repetition
+    size       sizes are kept as integers; arithmetic on them is repeated
+    view       views of one storage are repeated from the value they show
+    cast       of parameters, as autocast makes them, are repeated: a low-precision copy of the weights is not kept
+    recompute  nodes tagged so (ir.RECOMPUTE) are repeated, collectives included: `tag_regathers` tags the all-gathers
+               of sequence parallelism
+
+Lazy outputs (`Output.lazy`) are in neither graph: a third one, `later`, computes them from values of forward when somebody
+reads them. It keeps what it needs by the same rules, except that it gathers shards again rather than keep them gathered.
+
+A collective that is not tagged is never repeated in backward, and neither is dropout's mask kept: its backward draws it again
+from the seed. Keeping or re-gathering the inputs of column-parallel linears is a trade of bytes for memory (N = 2sbh bytes, one
+layer, t ranks): kept, 8 N(t-1)/t bytes move and 4sbh(1 - 1/t) bytes more stay; re-gathered, 10 N(t-1)/t bytes move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from megafx.analysis.lazy import only_for_lazy
+from megafx.analysis.overlap import is_region_gather, is_start, start_earlier
+from megafx.errors import SourceLine
+from megafx.ir.nodes import shows_operand, storage_of
+from megafx.ir.program import MADE_BY, PHASE, RECOMPUTE, VAL, Phase, Program, ancestors, fqn_of, source_of
+from megafx.ir.sizes import Sizes
+from megafx.passes.lower.regather import gather_what_is_read, start_next_region
+
+REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One thing handed from forward to backward.
+
+    index: of the program's input (from len(inputs) on: of a join), or -1. numel: structural; 0 for what is handed over by
+    reference. shared: the memory is also an input's, a user output's or kept for a lazy output: the user may change it, and
+    backward must not.
+    """
+
+    kind: Literal["input", "size", "value"]
+    index: int
+    name: str
+    fqn: str
+    source: SourceLine | None
+    numel: int
+    itemsize: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Partition:
+    """forward(*inputs) -> (*outputs, *kept, *kept for later); backward([*saved, *tangents, *pending]) -> gradients;
+    later(*saved_later) -> lazy outputs.
+
+    forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`, which
+    backward takes as a list and clears. backward is None where the program has no gradients; later is None where no output
+    is lazy: forward gives None in their places (`lazy`) otherwise. joins: further inputs of forward, after the program's:
+    each the join of those of its inputs. gathered: joins (by place) that are not rows as the inputs have them, but
+    `gather_region`s of the inputs: (ranks, axis).
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[Saved, ...]
+    later: fx.GraphModule | None = None
+    saved_later: tuple[Saved, ...] = ()
+    lazy: tuple[int, ...] = ()
+    joins: tuple[tuple[int, ...], ...] = ()
+    gathered: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+
+    def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
+        """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
+        total: dict[str, int] = {}
+        for s in self.saved:
+            if s.numel:
+                total[s.fqn] = total.get(s.fqn, 0) + sizes.workload(s.numel) * s.itemsize
+        return total
+
+
+def tag_regathers(program: Program) -> int:
+    """Tag (in a JOINT program) forward all-gathers of sharded values for repetition in backward; return their number.
+
+    They are the transitions S -> R of values that are computed: gathered parameters are not sequence parallelism's.
+    """
+    count = 0
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not str(node.target).startswith("megafx.transition") or _is_backward(node):
+            continue
+        source, src, dst = node.args[:3]
+        if str(src).startswith("S") and dst == "R" and source.op != "placeholder":
+            node.meta[RECOMPUTE] = True
+            count += 1
+    return count
+
+
+def partition(program: Program) -> Partition:
+    """See the module docstring. The program itself is left as it is."""
+    results = list(program.results())
+    is_gradient = [o.kind == "gradient" for o in program.outputs]
+    outputs = [r for r, g in zip(results, is_gradient, strict=True) if not g]
+    gradients = [r for r, g in zip(results, is_gradient, strict=True) if g]
+    given = [(n, i.kind in ("tangent", "pending")) for n, i in zip(program.placeholders(), program.inputs, strict=True)]
+    inputs = [n for n, of_backward in given if not of_backward]
+    tangents = [n for n, of_backward in given if of_backward]
+    index = {n: i for i, n in enumerate(inputs)}
+    joined = [n for n in program.graph.nodes if _is_join(n)]
+    joins = tuple(tuple(index[p] for p in n.args[0]) for n in joined)
+    gathered = {k: (n.args[1], n.args[2]) for k, n in enumerate(joined) if is_region_gather(n)}
+    inputs += joined
+    index |= {n: i for i, n in enumerate(inputs)}
+    if not gradients:
+        return Partition(_module(program, _extract(program, inputs, outputs)), None, (), joins=joins, gathered=gathered)
+    backward = _Backward(program, tangents, _is_backward)
+    backward.build(gradients)
+    saved = _in_order(program, backward.saved)
+    gm = _module(program, backward.finish(saved))
+    gm.graph.set_codegen(Boxed())
+    gm.recompile()
+    later, saved_later, lazy = _later(program, outputs)
+    present = [None if i in lazy else n for i, n in enumerate(outputs)]
+    values = [n for n in (*saved, *saved_later) if _kind(n) != "input"]
+    forward = _module(program, _extract(program, inputs, [*present, *values]))
+    shared = {storage_of(n) for n in (*present, *saved_later) if isinstance(n, fx.Node)}
+    described = [tuple(_describe(program, n, index, shared) for n in each) for each in (saved, saved_later)]
+    return Partition(forward, gm, described[0], later, described[1], lazy, joins, gathered)
+
+
+def _in_order(program: Program, saved: set[fx.Node]) -> list[fx.Node]:
+    """By kind; in graph order within a kind."""
+    return sorted((n for n in program.graph.nodes if n in saved), key=lambda n: _KINDS.index(_kind(n)))
+
+
+def _later(program: Program, outputs: list[Any]) -> tuple[fx.GraphModule | None, list[fx.Node], tuple[int, ...]]:
+    """(graph of the lazy outputs, what it takes, their places among the outputs)."""
+    specs = [o for o in program.outputs if o.kind != "gradient"]
+    lazy = tuple(i for i, o in enumerate(specs) if o.lazy and isinstance(outputs[i], fx.Node))
+    if not lazy:
+        return None, [], ()
+    own = set(only_for_lazy(program))
+    part = _Backward(program, [], lambda n: n in own or _is_gathered(n))
+    part.build([outputs[i] for i in lazy])
+    saved = _in_order(program, part.saved)
+    return _module(program, part.finish(saved)), saved, lazy
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether a node of forward puts shards together: part of a transition written out, from its gather on."""
+    while node.op == "call_function" and node.meta.get(MADE_BY, ())[-1:] == ("expand_transitions",):
+        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            return True
+        node = node.all_input_nodes[0]
+    return False
+
+
+_KINDS: tuple[Literal["input", "size", "value"], ...] = ("input", "size", "value")
+
+
+def _kind(node: fx.Node) -> Literal["input", "size", "value"]:
+    if node.op == "placeholder" or _is_join(node):
+        return "input"
+    return "value" if isinstance(node.meta[VAL], torch.Tensor) else "size"
+
+
+def _describe(program: Program, node: fx.Node, index: dict[fx.Node, int], outputs: set[fx.Node]) -> Saved:
+    value, kind, numel, itemsize = node.meta[VAL], _kind(node), 0, 0
+    tensor = isinstance(value, torch.Tensor)
+    if kind == "value":
+        numel, itemsize = math.prod(program.sizes.shape(value)), value.element_size()
+    shared = tensor and (kind == "input" or storage_of(node) in outputs)
+    name = program.inputs[index[node]].name if node.op == "placeholder" else node.name
+    return Saved(kind, index.get(node, -1), name, fqn_of(node), source_of(node), numel, itemsize, shared)
+
+
+def _is_join(node: fx.Node) -> bool:
+    """Whether the node is parameters that are inputs, joined, or gathered and kept."""
+    if is_region_gather(node):
+        return not node.meta.get(RECOMPUTE)
+    if node.target is not torch.ops.megafx.join_parameters.default:
+        return False
+    return all(p.op == "placeholder" for p in node.args[0])  # type: ignore[union-attr]
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get(PHASE) == "backward"
+
+
+def _repeated(node: fx.Node, parameters: set[fx.Node]) -> bool:
+    """Whether backward computes a forward node again rather than keeping it."""
+    if node.op == "get_attr" or node.meta.get(RECOMPUTE) or shows_operand(node):
+        return True
+    if isinstance(node.meta.get(VAL), (torch.SymInt, torch.SymBool, torch.SymFloat)):
+        return node.target is not aten.sym_size.int
+    if node.target is aten._to_copy.default:
+        return storage_of(node.args[0]) in parameters  # type: ignore[arg-type]
+    return False
+
+
+class _Backward:
+    """Writes the backward graph: the joint graph's backward nodes in order, repeated nodes just before their first use.
+
+    own: the nodes that are its (the graph of lazy outputs is written in the same way).
+    Collectives among the repeated ones start a product earlier, to run beside it.
+    """
+
+    def __init__(self, program: Program, tangents: list[fx.Node], own: Callable[[fx.Node], bool]) -> None:
+        self.program, self.tangents, self.own = program, tangents, own
+        self.saved: set[fx.Node] = set()
+        self.order: list[fx.Node] = []
+        self.placed: set[fx.Node] = set(tangents)
+        self.gradients: list[Any] = []
+        pairs = zip(program.placeholders(), program.inputs, strict=True)
+        self.parameters = {n for n, i in pairs if i.kind == "param"}
+        self.parameters |= {n for n in program.graph.nodes if _is_join(n)}
+
+    def build(self, gradients: list[Any]) -> None:
+        self.gradients = gradients
+        needed = ancestors(gradients, stop=lambda n: not self.own(n))
+        for node in self.program.graph.nodes:
+            if node in needed and self.own(node):
+                self._place(node)
+        for node in gradients:
+            if isinstance(node, fx.Node):
+                self._require(node)
+        for node in [n for n in self.order if is_start(n) and not (_is_backward(n) or is_region_gather(n))]:
+            self.order = start_earlier(self.order, node)
+        self.order = start_next_region(self.order)
+
+    def _place(self, node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            self._require(operand)
+        if node not in self.placed:
+            self.placed.add(node)
+            self.order.append(node)
+
+    def _require(self, node: fx.Node) -> None:
+        if node in self.placed or node in self.saved:
+            return
+        if self.own(node) or (_kind(node) != "input" and _repeated(node, self.parameters)):
+            self._place(node)
+        else:
+            self.saved.add(node)
+
+    def finish(self, saved: list[fx.Node]) -> fx.Graph:
+        graph, new = fx.Graph(), {}
+        for node in (*saved, *self.tangents):
+            new[node] = graph.placeholder(node.name)
+            new[node].meta = dict(node.meta)
+        for node in self.order:
+            new[node] = graph.node_copy(node, new.__getitem__)
+        graph.output(tuple(new[g] if isinstance(g, fx.Node) else g for g in self.gradients))
+        gather_what_is_read(graph)
+        return graph
+
+
+def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any]) -> fx.Graph:
+    """The part of the graph that computes `outputs`, with all of `inputs` as placeholders."""
+    needed, graph = ancestors(outputs, stop={*inputs}.__contains__), fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        new[node] = graph.node_copy(node) if node.op == "placeholder" else graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)
+    for node in program.graph.nodes:
+        if node in needed and node not in new:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(new[n] if isinstance(n, fx.Node) else n for n in outputs))
+    return graph
+
+
+def _module(program: Program, graph: fx.Graph) -> fx.GraphModule:
+    graph.lint()
+    return fx.GraphModule(program.gm, graph)
+
+
+class Boxed(fx.graph.CodeGen):
+    """Generated code takes one list and empties it, so that each argument is freed after its last use.
+
+    torch has the same as `fx.graph._BoxedCodeGen`, which is private.
+    """
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        lines = [f"def forward(self, arguments){maybe_return_annotation}:"]
+        lines += [f"    ({', '.join(names)},) = arguments", "    arguments.clear()"] if names else []
+        return "\n".join(lines)

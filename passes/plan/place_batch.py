@@ -1,0 +1,305 @@
+"""Type every value on the data-parallel axis, on which ranks hold slices of the batch.
+
+Before:  %c = cross_entropy(%logits, %labels, -100, 0.0); %n = sum(ne(%labels, -100)); %l = div(sum(%c), %n)
+         %y = dropout(%x, %seed, 0.1, 3, -1, [], 'tp');   %a = mean(%y)
+After:   %c = cross_entropy(%logits, %labels, -100, 0.0); %n = sum(ne(%labels, -100)); %t = batch_sum(%n, 'dp', 2)
+         %l = div(sum(%c), %t)                            # P on dp, as `Program.batch` says
+         %y = dropout(%x, %seed, 0.1, 3, -1, [], 'dp+tp'); %m = mean(%y); %a = div(%m, 2)
+Legal because: a rank's graph computes its slice of what one process computes on the batch of all ranks. Inputs are cut on
+their batch dim, parameters whole; the sharding rules that serve the tensor-parallel axis say what follows for each value.
+A value that depends on no input and has a batch dim (an expanded position table) is the same for every row: a slice too.
+
+The types are R, S(d) and P as in placements/types.py, on the sizes of the whole batch: one rank's batch times the ranks. A mean
+over the batch becomes a summand by dividing by their number; a sum that an op needs whole (the count of labels that a loss
+divides by) gets its `batch_sum`, whose backward is another. A draw says that its rows are one rank's of many.
+
+Nothing here moves activations: an op that needs rows of other ranks is an error that names it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from megafx.errors import PlanError
+from megafx.ir.nodes import drawn, draws, redraw
+from megafx.ir.program import VAL, Batch, Builder, Phase, Program, fqn_of, source_of
+from megafx.ir.sizes import SizeEmitter, Sizes
+from megafx.ops.collectives import BATCH_AXIS, with_batch
+from megafx.placements.types import I, Layout, P, Placement, R, S
+from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
+
+REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
+NAME = "place_batch"
+aten, ops = torch.ops.aten, torch.ops.megafx
+MEANS = (aten.mean.default, aten.mean.dim)
+# Losses of two values of the same shape, element by element, with a reduction: none, mean or sum (at::Reduction).
+LOSSES = frozenset(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"))
+# A value made of no tensor has the same rows on every rank where all its elements are alike.
+FILLS = frozenset(("full", "zeros", "ones", "empty", "scalar_tensor"))
+LIKE = frozenset(
+    ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+)
+
+
+def place_batch(program: Program, ranks: int, whole: bool = True) -> int:
+    """Fill `program.batch`; returns the number of draws and means changed and of sums made whole.
+
+    ranks: of the data-parallel axis. whole: what the graph computes is of the batch of all ranks; else each rank's loss is
+    of its own rows, nothing is typed, and draws are as the rank's generator has it. Raises PlanError where an op mixes rows.
+    """
+    if not whole:
+        program.batch = Batch(ranks, (R,) * len(program.outputs), False, False, False)
+        return 0
+    symbol = program.sizes.symbols.get("batch")
+    if symbol is None:
+        raise PlanError(
+            "the batch of this call is no size that may vary, so it cannot be cut over data-parallel ranks",
+            fix="give example inputs of at least two rows, all with the batch as their first dim",
+        )
+    return _Typer(program, ranks, symbol).run()
+
+
+class _WholeSizes(Sizes):
+    """Structural sizes of the batch of all ranks: where one rank has `batch`, they have `ranks * batch`."""
+
+    def __init__(self, sizes: Sizes, symbol: sympy.Symbol, ranks: int) -> None:
+        own = {"_prime_of": dict(sizes._prime_of), "_atom_of": dict(sizes._atom_of), "_memo": {}}
+        self.__dict__.update(sizes.__dict__, **own)
+        self.batch, self.ranks = symbol, ranks
+
+    def _prime(self, atom: sympy.Expr) -> int:
+        return super()._prime(atom) * (self.ranks if atom == self.batch else 1)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A way to run an op: what its operands have to be and what its results are."""
+
+    ins: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+
+
+class _Typer:
+    def __init__(self, program: Program, ranks: int, symbol: sympy.Symbol) -> None:
+        self.program, self.ranks, self.symbol = program, ranks, symbol
+        self.sizes = _WholeSizes(program.sizes, symbol, ranks)
+        self.batch = self.sizes.of_expr(symbol)
+        self.view = replace(program, sizes=self.sizes)
+        self.facts: dict[fx.Node, Any] = {}
+        self.wholes: dict[fx.Node, fx.Node] = {}
+        self.changes = 0
+        self.equal_batches = False
+
+    def run(self) -> int:
+        for node in list(self.program.graph.nodes):
+            if node.op == "placeholder":
+                self.facts[node] = self._input(node)
+            elif node.op == "call_function" and _has_tensor(node):
+                self.facts[node] = self._typed(node)
+        losses = [spec.loss for spec in self.program.outputs]
+        kinds = []
+        for node, spec in zip(self.program.results(), self.program.outputs, strict=True):
+            fact = self.facts.get(node) if isinstance(node, fx.Node) else None
+            if spec.kind == "mutation" and fact is not None and fact != R:
+                raise self._error(node, f"what becomes of buffer '{spec.name}' is {_say(fact)}")
+            kinds.append(fact if isinstance(fact, Placement) else R)
+        self.program.batch = Batch(self.ranks, tuple(kinds), any(losses), self.equal_batches)
+        return self.changes
+
+    # -- inputs
+
+    def _input(self, node: fx.Node) -> Placement:
+        value = node.meta[VAL]
+        if not isinstance(value, torch.Tensor):
+            return R
+        spec = self.program.inputs[self.program.placeholders().index(node)]
+        return self._cut(node) if spec.kind == "user" else R
+
+    def _cut(self, node: fx.Node) -> Placement:
+        """S on the one dim that has the batch; R where none has. Leading rows are the batch's in a dim of several."""
+        shape = self.sizes.shape(node.meta[VAL])
+        dims = [d for d, n in enumerate(shape) if n % self.batch == 0 and n]
+        strange = [n for n in shape if n % self.batch and self.sizes.mentions(n, "batch")]
+        if strange or len(dims) > 1:
+            raise self._error(
+                node, f"has the batch in its shape {tuple(node.meta[VAL].shape)} in a way that cannot be cut"
+            )
+        return S(dims[0], Layout.contiguous(shape[dims[0]], self.ranks)) if dims else R
+
+    # -- ops
+
+    def _typed(self, node: fx.Node) -> Any:
+        if node.target is operator.getitem:
+            arguments: Any = node.args
+            return self.facts[arguments[0]][arguments[1]]
+        name = str(node.target).split(".")[1]
+        self._count_all_rows(node)
+        operands = [a for a in node.all_input_nodes if a in self.facts]
+        if not operands or name in LIKE:
+            return self._made(node, name)
+        rule = rule_for(node, self.view, self.facts)
+        held = [self.facts[o.node] for o in rule.operands]
+        if all(h == R for h in held):
+            return self._same_everywhere(node, rule)
+        chosen = self._choose(node, rule, held)
+        for operand, have, want in zip(rule.operands, held, chosen.ins, strict=True):
+            if have == P and want != P:
+                node.replace_input_with(operand.node, self._whole(operand.node))
+        if chosen.outs[0] == P and (node.target in MEANS or (name in LOSSES and _reduction(node) == 1)):
+            self._divide(node)
+        if chosen.outs[0].is_shard and draws(node) and drawn(node)["p"] and drawn(node)["seed"] is not None:
+            self._draw_rows(node, chosen.outs[0])
+        return chosen.outs if isinstance(node.meta[VAL], (tuple, list)) else chosen.outs[0]
+
+    def _made(self, node: fx.Node, name: str) -> Any:
+        fact = self._cut(node) if isinstance(node.meta[VAL], torch.Tensor) else R
+        if fact.is_shard and name not in FILLS | LIKE:
+            raise self._error(node, "numbers the rows of the batch, which each rank would number from 0")
+        return fact
+
+    def _same_everywhere(self, node: fx.Node, rule: OpRule) -> Any:
+        """Of values that are alike on all ranks: alike, or alike for all rows where the op brings a batch dim."""
+        value = node.meta[VAL]
+        if isinstance(value, (tuple, list)):
+            return tuple(R for _ in value)
+        fact = self._cut(node)
+        if fact.is_shard and not str(node.target).startswith(("aten.expand", "aten.repeat", "aten.broadcast_to")):
+            raise self._error(node, "gives values that need not be alike for all rows of the batch a batch dim")
+        return fact
+
+    def _choose(self, node: fx.Node, rule: OpRule, held: list[Placement]) -> _Row:
+        """The row of the op's rule that its operands fit, with the fewest sums over ranks."""
+        best: tuple[int, _Row] | None = None
+        for made in self._rows(rule, held):
+            price = 0
+            for operand, have, want in zip(rule.operands, held, made.ins, strict=True):
+                if have == want or (have == R and want == I):
+                    continue
+                if have == P and want in (R, I) and self._is_small(operand.node):
+                    price += 1
+                else:
+                    break
+            else:
+                if best is None or price < best[0]:
+                    best = price, made
+        if best is None:
+            where = ", ".join(_say(h) for h in held)
+            raise self._error(
+                node, f"has operands that are {where} on the data-parallel axis, which no row of its rule takes"
+            )
+        return best[1]
+
+    def _rows(self, rule: OpRule, held: list[Placement]) -> Iterator[_Row]:
+        template = rule.template
+        count = len(template.results)
+        if template.op.split(".")[1] in LOSSES and held[0].is_shard:
+            yield _Row((held[0],) * len(held), (P if _reduction(rule.node) else held[0],))
+            return
+        yield _Row((R,) * len(held), (R,) * count)
+        for group, outs in template.groups:
+            if group:
+                ins = tuple(P if i in group else R for i in range(len(held)))
+                yield _Row(ins, tuple(P if kind == "P" else R for kind in outs) if template.kind != "view" else (P,))
+        for i, have in enumerate(held):
+            if not have.is_shard:
+                continue
+            if template.kind == "view":
+                made = row(template, f"dim{have.dim}", have.cut, self.ranks)
+                if made is not None:
+                    yield _Row(made.ins, (made.out,))
+                continue
+            for factor, layout in factor_layouts(template, i, have.dim, have.cut, self.ranks):
+                if factor == template.special:
+                    continue
+                operands = [place(template, k, factor, layout, self.ranks) for k in range(len(held))]
+                results = [place(template, -1, factor, layout, self.ranks, k) for k in range(count)]
+                if None not in operands and None not in results:
+                    yield _Row(tuple(p for p in operands if p), tuple(p for p in results if p))
+
+    def _is_small(self, node: fx.Node) -> bool:
+        """Whether summing the value over ranks moves next to nothing: no dim of the data is in it."""
+        return all(isinstance(n, int) for n in node.meta[VAL].shape)
+
+    # -- what depends on the other ranks
+
+    def _count_all_rows(self, node: fx.Node) -> None:
+        """A number made of the batch size (a loss divided by it) is that of all ranks; as a size it is this rank's."""
+        for i, argument in enumerate(node.target._schema.arguments if hasattr(node.target, "_schema") else ()):
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            kind = str(argument.real_type)
+            if not isinstance(given, fx.Node) or given in self.facts or kind.startswith("List"):
+                continue
+            expr = getattr(getattr(given.meta.get(VAL), "node", None), "expr", None)
+            if expr is None or self.symbol not in expr.free_symbols:
+                continue
+            if kind not in ("Tensor", "number", "Optional[number]") or not isinstance(given.meta[VAL], torch.SymInt):
+                raise self._error(node, f"takes '{argument.name}' from the size of the batch, which is one rank's")
+            whole = self.program.sizes.of_expr(expr.xreplace({self.symbol: self.ranks * self.symbol}))
+            made: Any = SizeEmitter(self.program.graph, self.program.sizes)(whole)
+            node.replace_input_with(given, made)
+            self.changes += 1
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The sum over ranks of a summand."""
+        if node not in self.wholes:
+            made = Builder(self.program, node.next, node, NAME)(ops.batch_sum.default, node, BATCH_AXIS, self.ranks)
+            self.wholes[node], self.facts[made] = made, R
+            self.changes += 1
+        return self.wholes[node]
+
+    def _divide(self, node: fx.Node) -> None:
+        """A mean over this rank's rows -> its part of the mean over all."""
+        build = Builder(self.program, node.next, node, NAME)
+        users = list(node.users)
+        made = build(aten.div.Scalar, node, self.ranks)
+        for user in users:
+            user.replace_input_with(node, made)
+        self.facts[made] = P
+        self.equal_batches = True
+        self.changes += 1
+
+    def _draw_rows(self, node: fx.Node, fact: Placement) -> None:
+        shape = self.sizes.shape(node.meta[VAL])
+        if not fact.cut.contiguous_shards(self.ranks) or any(n != 1 for n in shape[: fact.dim]):
+            raise self._error(
+                node,
+                f"draws random numbers for a value of shape {tuple(node.meta[VAL].shape)} whose rows are not the batch's",
+                "put the batch first in what is dropped out",
+            )
+        redraw(node, axis=with_batch(drawn(node)["axis"]))
+        self.equal_batches = True
+        self.changes += 1
+
+    def _error(self, node: fx.Node, found: str, fix: str = "") -> PlanError:
+        return PlanError(
+            f"data parallelism cannot cut the batch: %{node.name} ({node.target}) {found}",
+            fix=fix
+            or "compute it from one row at a time, or use Config(data_parallel_loss='average'), which takes each "
+            "rank's batch for itself as DistributedDataParallel does",
+            module=fqn_of(node),
+            source=source_of(node),
+        )
+
+
+def _reduction(node: fx.Node) -> Any:
+    """at::Reduction of a loss: 0 none, 1 mean, 2 sum."""
+    target: Any = node.target
+    names = [a.name for a in target._schema.arguments]
+    at = names.index("reduction")
+    return node.args[at] if at < len(node.args) else node.kwargs.get("reduction", 1)
+
+
+def _say(fact: Any) -> str:
+    return {"R": "whole", "P": "sums over a rank's rows"}.get(getattr(fact, "kind", ""), f"cut as {fact}")
+
+
+def _has_tensor(node: fx.Node) -> bool:
+    value = node.meta.get(VAL)
+    return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,)))

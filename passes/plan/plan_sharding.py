@@ -1,0 +1,230 @@
+"""Choose a placement for every value: the cheapest plan that the rules, the policies and the overrides allow.
+
+Before:  a canonical graph on global shapes
+After:   the same graph; `planning.plan` says for every op which strategy of its rule it uses, and for every value which
+         transitions serve its users
+Legal because: strategies are rows of sharding rules, and every pair of placements has a transition; the graph is unchanged.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from megafx.debugging import current, say
+from megafx.errors import PlanError
+from megafx.ir.program import VAL, Phase, Program, active_nodes, fqn_of, number_nodes, source_of
+from megafx.ops.owners import OF_RANK, owners_of, strategy_of_region
+from megafx.placements.types import I, P, owned
+from megafx.planner.alternatives import alternatives
+from megafx.planner.context import Planning, accepted_outputs, price_workload
+from megafx.planner.overrides import Overrides
+from megafx.planner.plan import Plan
+from megafx.planner.policy import Policy
+from megafx.planner.problem import Problem, Use, Workload, removals, shard_candidates, storage
+from megafx.planner.solver import LARGEST, InfeasibleError, Solution, TooWideError, solve
+from megafx.rules.candidates import find_candidates
+from megafx.rules.strategies import OpRule, Strategy, rule_for, strategies
+
+REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
+
+
+def plan_sharding(program: Program, planning: Planning) -> int:
+    """Fill `planning`; returns the number of ops and parameters placed. Raises PlanError where nothing is allowed."""
+    start = time.perf_counter()
+    active, order = ask(program, planning)
+    if planning.given is not None:
+        planning.plan = planning.given.bind(program.sizes)
+        _check_given(program, planning, planning.plan, order)
+        planning.weights = Policy(program, planning.rules, active, sequence_parallel="auto").weights
+    else:
+        planning.plan = _solve(program, planning, active, order)
+        planning.plan.statistics["planning_seconds"] = time.perf_counter() - start
+    planning.plan.sizes = program.sizes
+    if planning.agree is not None:
+        planning.plan = planning.agree(planning.plan)
+    program.phase = Phase.PLANNED
+    return len(planning.plan.ops) + len(planning.plan.params)
+
+
+def ask(program: Program, planning: Planning) -> tuple[set[fx.Node], list[fx.Node]]:
+    """Name the nodes, price the workload and find every op's rule; (active nodes, the same in graph order)."""
+    number_nodes(program.graph)
+    price_workload(program, planning.config)
+    active = active_nodes(program)
+    order = [n for n in program.graph.nodes if n in active]
+    planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
+    planning.owners = owners_of(program)
+    planning.accepts = accepted_outputs(program, active, planning.config, planning.caches)
+    return active, order
+
+
+def _solve(program: Program, planning: Planning, active: set[fx.Node], order: list[fx.Node]) -> Plan:
+    problem, overrides = make_problem(program, planning, active, order)
+    plan, solution = _optimum(problem)
+    overrides.check_used()
+    plan.hardware = planning.hardware.name
+    plan.cost_us = solution.cost * 1e6
+    plan.sequence_parallel = any(
+        problem.policy.shards_sequence(n, problem.domains[n][solution.assignment["op", n]]) for n in problem.rules
+    )
+    plan.workload = {name: program.sizes.workload_of.get(s, 0) for name, s in program.sizes.symbols.items()}
+    plan.statistics = {
+        "variables": len(problem.sizes_of_domains),
+        "tables": len(problem.tables),
+        "width": solution.width,
+        "largest_table": solution.largest_table,
+        "solver_seconds": solution.seconds,
+    }
+    _say_what_is_replicated(program, planning, problem, plan)
+    planning.weights = problem.policy.weights
+    if current().level >= 3:
+        plan.sizes = program.sizes
+        for line in alternatives(problem, plan, solution):
+            say(line)
+    return plan
+
+
+def make_problem(
+    program: Program, planning: Planning, active: set[fx.Node], order: list[fx.Node], *, free: bool | None = None
+) -> tuple[Problem, Overrides]:
+    """Domains after policies and overrides, and the cost tables."""
+    config = planning.config
+    free = config.planner_policy == "free" if free is None else free
+    policy = Policy(program, planning.rules, active, sequence_parallel=config.sequence_parallel, free=free)
+    candidates = find_candidates(planning.rules, [n for n in order if n.op == "placeholder"], program.sizes, planning.t)
+    overrides = Overrides(program, config.overrides, policy.weights, planning.t)
+    domains: dict[fx.Node, list[Strategy]] = {}
+    taken: list[Any] = []
+    whose = {n.args[0]: n.args[1] for n in program.graph.find_nodes(op="call_function", target=OF_RANK)}
+    inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
+    for node in order:
+        if node.op == "placeholder":
+            spec = inputs[node]
+            if spec.kind != "param":
+                domains[node] = storage([planning.fixed.get(spec.name, I)])
+            elif node in whose:
+                domains[node] = storage([owned(int(node.meta[VAL].shape[0]), whose[node])])
+                overrides.note_expert(spec)
+            elif spec.name in planning.fixed:
+                domains[node] = storage([planning.fixed[spec.name]])
+            else:
+                domains[node] = storage([I, *shard_candidates(candidates.of(node))] if planning.t > 1 else [I])
+            domains[node], gone = overrides.filter_parameter(spec, domains[node])
+        elif node in planning.owners:
+            domains[node], gone = _strategies(planning.rules[node], candidates, program, planning), {}
+        else:
+            rule = planning.rules[node]
+            every = _strategies(rule, candidates, program, planning)
+            follow, by_override = overrides.filter_op(node, rule, every, partial(policy.shards_sequence, node))
+            domains[node], gone = policy.filter(node, rule, follow, overridden=bool(by_override))
+            gone = by_override | gone
+        taken += removals(node, gone)
+    problem = Problem(
+        program,
+        planning.rules,
+        domains,
+        planning.accepts,
+        policy,
+        Workload(planning.hardware, planning.t, planning.training),
+    )
+    problem.removed = taken
+    problem.build()
+    return problem, overrides
+
+
+def _check_given(program: Program, planning: Planning, plan: Plan, order: list[fx.Node]) -> None:
+    """Raise PlanError where a plan that was loaded (and perhaps edited) does not fit the graph."""
+    if plan.t != planning.t:
+        raise PlanError(f"the plan is for {plan.t} ranks, not for {planning.t}", fix="plan again for this many")
+    wanted = [n.name for n in planning.rules if n.name not in plan.ops]
+    wanted += [spec.name for spec in program.inputs if spec.kind == "param" and spec.name not in plan.params]
+    if wanted:
+        more = f" and {len(wanted) - 1} more" if len(wanted) > 1 else ""
+        raise PlanError(f"the plan is for another graph: it does not place '{wanted[0]}'{more}", fix="plan again")
+    candidates = find_candidates(planning.rules, [n for n in order if n.op == "placeholder"], program.sizes, plan.t)
+    for node, rule in planning.rules.items():
+        choice = plan.ops[node.name]
+        rows = _strategies(rule, candidates, program, planning)
+        if not any((choice.ins, choice.out) == (s.ins, s.out) for s in rows):
+            ins = ", ".join(map(plan.text_of, choice.ins))
+            raise PlanError(
+                f"the plan places %{node.name} ({node.target}) as {ins} -> {plan.text_of(choice.out)}, "
+                "which is no row of its sharding rule",
+                fix="choose a row of the rule, or plan again",
+                module=fqn_of(node),
+                source=source_of(node),
+            )
+
+
+def _strategies(rule: OpRule, candidates: Any, program: Program, planning: Planning) -> list[Strategy]:
+    if planning.t == 1:
+        return [Strategy((I,) * len(rule.operands), I, "", "")]
+    if rule.node in planning.owners:
+        return [strategy_of_region(rule, planning.owners[rule.node])]
+    return strategies(rule, candidates, program.sizes, planning.t)
+
+
+def _optimum(problem: Problem) -> tuple[Plan, Solution]:
+    try:
+        solution = solve(problem.sizes_of_domains, problem.tables)
+    except InfeasibleError as error:
+        names = ", ".join(sorted({v[1].name for v in error.variables if isinstance(v, tuple)}))
+        raise PlanError(
+            f"no plan satisfies every policy and override: the conflict is among {names}",
+            fix="lift an override on these, or use Config(planner_policy='free')",
+        ) from error
+    except TooWideError as error:
+        node = next(v[1] for v in error.variables if isinstance(v, tuple))
+        raise PlanError(
+            f"too many values depend on one another for an exact plan: {len(error.variables)} choices round %{node.name} "
+            f"({node.target}) have {error.entries:.0e} combinations (at most {LARGEST:.0e} are tried)",
+            fix="leave the module out of the graph, so that every rank computes it whole: "
+            f'Config(eager_modules=["{fqn_of(node)}"]); or write it with fewer steps (a loop over a sequence has many)',
+            module=fqn_of(node),
+            source=source_of(node),
+        ) from error
+    plan = problem.plan_of(solution.assignment)
+    plan.removals = problem.removed
+    return plan, solution
+
+
+def _say_what_is_replicated(program: Program, planning: Planning, problem: Problem, plan: Plan) -> None:
+    """Every parameter stored whole and every op without a rule, with the reason."""
+    if planning.t == 1:
+        return
+    for node, rule in planning.rules.items():
+        if rule.kind == "none" and node not in planning.owners:
+            plan.replicated[node.name] = rule.reason
+            op = node.all_input_nodes[0] if node.target is operator.getitem else node
+            program.note("replicated", f"{op.target}: {rule.reason}; computed whole on every rank", node)
+    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        if spec.kind == "param" and not plan.params[spec.name].is_shard:
+            plan.replicated[spec.name] = _why_whole(node, problem, plan)
+
+
+def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:
+    uses = problem.uses.get(node, [])
+    if not uses:
+        return "the graph does not use it"
+    without_rule = [u.consumer for u in uses if problem.rules[u.consumer].kind == "none"]
+    if without_rule:
+        return f"used by {without_rule[0].target}, which has no sharding rule"
+    if len(problem.domains[node]) == 1:
+        return "none of its dims can be sharded"
+    if any(c.dst == P for c in plan.conversions.get(node.name, ())):
+        return "added once, on rank 0, to the partial result of a row-parallel op"
+    forbidden = {reason for u in uses for reason in problem.rules[u.consumer].forbidden.values()}
+    if forbidden:
+        return "; ".join(sorted(forbidden))
+    reasons = {r: None for u in uses for r in problem.policy.kept_whole.get(_used(problem, u), ())}
+    return "; ".join(reasons) or "storing it whole costs less than the transitions of its shards"
+
+
+def _used(problem: Problem, use: Use) -> fx.Node:
+    """The value that this use reads."""
+    return problem.rules[use.consumer].operands[use.index].node

@@ -1,0 +1,127 @@
+"""Covers: megafx/capture/errors.py. What cannot be captured: module, line, what was found, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lambdas import D, Lambda, _x
+from torch import nn
+
+from megafx.capture.export import capture_call
+from megafx.errors import CaptureError
+from megafx.passes.canonicalize.canonicalize import canonicalize
+
+
+class Sub(nn.Module):
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block = Lambda(fn)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.block(x)
+
+
+def _error(fn: Callable[..., Any], capfd: Any, canonical: bool = False) -> str:
+    with pytest.raises(CaptureError) as caught:
+        program = capture_call(Sub(fn), *_x(2, 6))
+        canonicalize(program)
+    assert canonical or caught.value.source is not None
+    out = capfd.readouterr()
+    assert out.out + out.err == "", "export's own output must not reach the terminal"
+    return str(caught.value).replace(__file__, "FILE")
+
+
+def _line(fn: Callable[..., Any], offset: int = 1) -> int:
+    return fn.__code__.co_firstlineno + offset
+
+
+WAY_OUT = '; or leave the module out of the graph, if it holds few parameters: Config(eager_modules=["block"])'
+
+
+def test_error_branch_on_data(capfd: Any) -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return m.lin(x)
+
+    assert _error(fn, capfd) == (
+        "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor\n"
+        f"  in module 'block' at FILE:{_line(fn)} `if x.sum() > 0:`\n"
+        f"  fix: use torch.where or a mask, or decide by a Python value that is known before the call{WAY_OUT}"
+    )
+
+
+def test_error_item(capfd: Any) -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x[: int(x.max().item())]
+
+    assert _error(fn, capfd) == (
+        "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)\n"
+        f"  in module 'block' at FILE:{_line(fn)} `return x[: int(x.max().item())]`\n"
+        f"  fix: keep it a tensor, or pass the number as an argument of the call{WAY_OUT}"
+    )
+
+
+def test_error_selection_by_data(capfd: Any) -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.lin(x)[(x > 0).long().unique()].sum()
+
+    assert _error(fn, capfd).splitlines()[0] == (
+        "the shape of the result of <built-in function getitem> depends on the data of a tensor"
+    )
+
+
+def test_error_in_the_model_itself(capfd: Any) -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ m.lin.weight[:, :3].T
+
+    text_of = _error(fn, capfd)
+    assert "RuntimeError" in text_of
+    assert f"in module 'block' at FILE:{_line(fn)} `return x @ m.lin.weight[:, :3].T`" in text_of
+
+
+def test_error_random_op(capfd: Any) -> None:
+    text_of = _error(lambda m, x: F.alpha_dropout(x, 0.1, True), capfd)
+    assert text_of.startswith(
+        "aten.alpha_dropout.default draws random numbers that depend on the process\n  in module 'block'"
+    )
+    assert text_of.endswith(
+        "fix: use torch.nn.functional.dropout, or draw the numbers outside of the model and pass them as an input"
+    )
+
+
+def test_error_write_to_an_input(capfd: Any) -> None:
+    assert _error(lambda m, x: m.lin(x.mul_(2)), capfd).startswith(
+        "the model writes into one of its inputs, which cannot be made functional\n  in module 'block'"
+    )
+
+
+def test_error_argument_type() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture_call(Lambda(lambda m, x, y: x), (torch.randn(2, 6, D), object()))
+    assert str(caught.value) == (
+        "argument args[1] is a builtins.object, which cannot enter a graph\n"
+        "  fix: pass tensors, numbers, strings, or lists, tuples and dicts of them"
+    )
+
+
+def test_error_loss_inputs_without_loss_fn() -> None:
+    with pytest.raises(CaptureError, match="loss_inputs without a loss_fn"):
+        capture_call(Lambda(lambda m, x: x), *_x(2, 6), loss_inputs={"labels": torch.zeros(2)})
+
+
+def test_error_loss_whose_sizes_depend_on_labels(capfd: Any) -> None:
+    """As of speech models: the way out is to compute it outside of the graph."""
+
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        labels = torch.ones(x.shape[0], 3, dtype=torch.int64)
+        lengths = torch.full((x.shape[0],), x.shape[1])
+        return F.ctc_loss(m.lin(x).log_softmax(-1).transpose(0, 1), labels, lengths, (labels > 0).sum(-1))
+
+    text_of = _error(fn, capfd)
+    assert "the shape of a result depends on the data of a tensor" in text_of and "`return F.ctc_loss(" in text_of
+    assert "call the model without labels" in text_of

@@ -1,0 +1,197 @@
+"""Covers: megafx/compiler/executable.py."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megafx.compiler.executable import Executable
+from megafx.errors import UsageError
+from megafx.ir.program import Program
+from megafx.kernels.dropout.dropout import dropout
+from megafx.passes.backward.build_joint_graph import build_joint_graph
+
+LocalProgram = Callable[..., Program]
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, dtype=torch.float64))
+
+
+def mlp(w: Any, v: Any, x: Any) -> tuple[Any, ...]:
+    y = F.linear(F.gelu(F.linear(x, w)), v)
+    return (y.square().mean(), y)
+
+
+def inputs_of(batch: int = 2) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(batch, 3, 4).double()}
+
+
+def made(
+    local_program: LocalProgram, function: Any, inputs: dict[str, Any], differentiated: tuple[int, ...] = (0,)
+) -> Executable:
+    program = local_program(function, inputs, varying=("x",), loss=True)
+    wrt = [i for i, spec in enumerate(program.inputs) if spec.kind == "param"]
+    build_joint_graph(program, wrt, list(differentiated))
+    return Executable.of(program)
+
+
+ONE = torch.ones((), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_computes_what_autograd_computes_at_two_shapes(local_program: LocalProgram, compiled: bool) -> None:
+    executable = made(local_program, mlp, inputs_of())
+    if compiled:
+        torch._dynamo.reset()
+        executable = executable.compiled(backend="aot_eager")
+    for batch in (2, 5):
+        inputs = inputs_of(batch)
+        outputs, kept = executable.forward(list(inputs.values()))
+        assert kept is not None
+        got = executable.backward(kept, [ONE * 2])
+        expected = mlp(*inputs.values())
+        for a, b in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-12 if compiled else 0, atol=0)
+        want = torch.autograd.grad(expected[0] * 2, [inputs["w"], inputs["v"]])
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12 if compiled else 0, atol=0)
+
+
+def sizes_of(graph: torch.fx.Graph) -> list[torch.SymInt]:
+    """Those of a compiled graph's inputs that are no numbers."""
+    shapes = [getattr(n.meta["example_value"], "shape", ()) for n in graph.find_nodes(op="placeholder")]
+    return [n for shape in shapes for n in shape if isinstance(n, torch.SymInt)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_compiled_graphs_have_the_sizes_of_the_program_and_no_others(local_program: LocalProgram, again: bool) -> None:
+    """Also where torch compiles again, for sizes that guards of the first graphs exclude."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm.graph)
+        if again:
+            bool(min(sizes_of(gm.graph)) < 4)  # asking makes a guard: batch 5 is not what the graphs of batch 2 are for
+        return gm.forward
+
+    executable = made(local_program, mlp, inputs_of()).compiled(backend=backend)
+    for batch in (2, 5, 3):
+        _, kept = executable.forward(list(inputs_of(batch).values()))
+        assert kept is not None
+        executable.backward(kept, [ONE])
+    assert len(graphs) == (4 if again else 2), "one forward and one backward serve every batch size"
+    for graph in graphs:
+        assert len({symbol for size in sizes_of(graph) for symbol in size.node.expr.free_symbols}) == 1
+
+
+def test_dropout_is_replayed_from_its_seed(local_program: LocalProgram) -> None:
+    def function(w: Any, seed: Any, x: Any) -> tuple[Any, ...]:
+        return (dropout(x * w, seed, 0.5, 3, -1, [], "tp").sum(),)
+
+    x = torch.ones(4, 64, dtype=torch.float64)
+    executable = made(local_program, function, {"w": parameter(64), "seed": torch.tensor(7), "x": x})
+    assert [s.kind for s in executable.parts.saved] == ["input", "input", "size"]  # x and the seed: no mask
+    w = torch.ones(64, dtype=torch.float64)
+    masks = []
+    for seed in (7, 7, 8):
+        (loss,), kept = executable.forward([w, torch.tensor(seed), x])
+        assert kept is not None
+        (dw,) = executable.backward(kept, [ONE])
+        assert dw is not None and torch.equal(dw.sum(), loss)  # the same elements are dropped in both directions
+        masks.append(dw)
+    assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
+
+
+def test_inputs_and_tangents_of_any_strides(local_program: LocalProgram) -> None:
+    executable = made(local_program, mlp, inputs_of(), differentiated=(1,))
+    w, v, x = inputs_of().values()
+    x = x.transpose(0, 2).contiguous().transpose(0, 2)
+    (_, y), kept = executable.forward([w, v, x])
+    tangent = torch.ones((), dtype=torch.float64).expand(y.shape)
+    assert kept is not None and not x.is_contiguous() and not tangent.is_contiguous()
+    want = torch.autograd.grad(mlp(w, v, x)[1], [w, v], tangent)
+    for a, b in zip(executable.backward(kept, [tangent]), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_missing_tangent_is_zero(local_program: LocalProgram) -> None:
+    executable = made(local_program, mlp, inputs_of(), differentiated=(0, 1))
+    both, first = (executable.forward(list(inputs_of().values()))[1] for _ in range(2))
+    assert both is not None and first is not None
+    zero = torch.zeros(2, 3, 4, dtype=torch.float64)
+    for a, b in zip(executable.backward(both, [ONE, zero]), executable.backward(first, [ONE, None]), strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+def test_backward_frees_what_forward_kept(local_program: LocalProgram) -> None:
+    executable = made(local_program, mlp, inputs_of())
+    _, kept = executable.forward(list(inputs_of().values()))
+    assert kept is not None
+    alive = [weakref.ref(v) for v, s in zip(kept.values, executable.parts.saved, strict=True) if s.kind == "value"]
+    executable.backward(kept, [ONE], retain=True)
+    assert all(r() is not None for r in alive)
+    executable.backward(kept, [ONE])
+    assert alive and all(r() is None for r in alive)
+    with pytest.raises(UsageError, match="backward ran through this call's graph before"):
+        executable.backward(kept, [ONE])
+
+
+def test_values_are_freed_while_backward_runs(local_program: LocalProgram) -> None:
+    """The first product of backward finds the loss's value gone, the last finds all gone."""
+    executable = made(local_program, mlp, inputs_of())
+    assert executable.parts.backward is not None
+    _, kept = executable.forward(list(inputs_of().values()))
+    assert kept is not None
+    values = [weakref.ref(v) for v, s in zip(kept.values, executable.parts.saved, strict=True) if s.kind == "value"]
+    alive: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mm.default:
+                alive.append(sum(r() is not None for r in values))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        executable.backward(kept, [ONE])
+    assert len(values) == 3 and alive[0] == 2 and alive[-1] == 0
+
+
+def test_value_changed_in_place_is_noticed(local_program: LocalProgram) -> None:
+    executable = made(local_program, mlp, inputs_of())
+    values = list(inputs_of().values())
+    _, kept = executable.forward(values)
+    with torch.no_grad():
+        values[1].add_(1)
+    assert kept is not None
+    with pytest.raises(UsageError, match="was changed in place between forward and backward"):
+        executable.backward(kept, [ONE])
+
+
+def test_runs_under_the_context_and_without_autocast(local_program: LocalProgram) -> None:
+    program = local_program(
+        lambda w, x: (F.linear(x, w),), {"w": nn.Parameter(torch.ones(4, 4)), "x": torch.ones(3, 4)}
+    )
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    executable = Executable.of(program, context)
+    with torch.autocast("cpu", torch.bfloat16):
+        (y,), kept = executable.forward([torch.ones(4, 4, requires_grad=True), torch.ones(3, 4)])
+    assert y.dtype is torch.float32 and not y.requires_grad and kept is None
+    assert entered == ["in", "out"]

@@ -1,0 +1,50 @@
+"""The training example on two GPUs (NCCL), tensor and data parallel: gradients of a step and the loss curve of some more are
+those of one process, with dropout. What gloo's ranks show on CPUs; here with the library's collectives and the kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
+EXPERTS = Path(__file__).resolve().parents[1] / "dist" / "experts.py"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.dist,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--dtype float64",
+        "--dtype float64 --sequence-parallel on --seq 127",
+        "--dtype float64 --dp 2",
+        "--dtype float64 --dp 2 --data-parallel zero1",
+        "--dtype float64 --dp 2 --data-parallel fsdp",
+        "--dtype bfloat16 --dp 2 --data-parallel fsdp",
+        "--compile --sequence-parallel on",
+        "--compile --dp 2 --data-parallel fsdp",
+    ],
+)
+def test_two_gpus_train_as_one(options: str) -> None:
+    assert "the curves differ by at most" in run(EXAMPLE, "--steps", "12", "--layers", "2", *options.split())
+
+
+def test_experts_split_over_two_gpus() -> None:
+    assert "2 x cuda" in run(EXPERTS)
+
+
+def run(script: Path, *options: str) -> str:
+    """What it prints on two ranks."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, str(script), *options]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout

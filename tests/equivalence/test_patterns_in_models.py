@@ -1,0 +1,147 @@
+"""Covers: what patterns/ finds in models, op by op: the forward graph of one layer after both fuse passes.
+
+A row is everything active that is left of a model besides linears and views: an op that a reader expects fused, and is not,
+would stand in its row. What stands there has a reason:
+    add          parallel attention and MLP (GPT-NeoX, Falcon, Phi, GPT-J): three summands, of which two go with the norm
+    layer_norm, rms_norm   not after a sum: the first of the model, norms of q and k, of a branch, of MLM heads; and the second
+                 norm of one sum (GPT-NeoX)
+    gelu, relu   of linears without bias: the library's kernel is one pass already
+    dropout      after an activation or a norm: not beside a residual
+    embedding    alone: nothing is added
+    mul, div, tanh, sum, cross_entropy    embedding scales, the loss's mean, soft-capped logits
+    index        heads picked by a constant
+"""
+
+from collections import Counter
+
+import pattern_models
+import pytest
+import torch
+
+from megafx.capture.export import capture_call
+from megafx.compiler.pipeline import Request, compile_passes
+from megafx.compiler.runner import run_passes
+from megafx.config import Config
+from megafx.ir import dump
+from megafx.ir.program import VAL, active_nodes
+from megafx.planner.hardware import Hardware
+
+VIEWS = (
+    "linear",
+    "reshape",
+    "transpose.int",
+    "slice",
+    "select.int",
+    "permute",
+    "unsqueeze",
+    "expand",
+    "operator.getitem",
+)
+
+
+def fused(name, training=True, **options):
+    """The program of one call after fuse_local, on one rank."""
+    model, call = pattern_models.MODELS[name](**options)
+    program = capture_call(model.train(training), (), call)
+    wants = (lambda i, spec: spec.kind == "param") if training else None
+    request = Request(Config(), 1, Hardware.load("h100-nvlink"), {}, None, wants)
+    passes = compile_passes(request.planning(), request)
+    last = [p.name for p in passes].index("fuse_local")
+    run_passes(program, passes[: last + 1], ranks=1, known=[p.name for p in passes])
+    return program
+
+
+def ops_of(program):
+    active = active_nodes(program)
+    names = (dump.op_name(n.target) for n in program.graph.nodes if n.op == "call_function" and n in active)
+    return dict(Counter(n for n in names if n not in VIEWS))
+
+
+def row(**counts):
+    return counts
+
+
+LOSS = {"linear_cross_entropy": 1, "div": 1}
+GPT2 = LOSS | row(embedding_sum=1, layer_norm=1, attention=1, bias_act=1, bias_dropout_add_layer_norm=2)
+LLAMA = LOSS | row(embedding=1, rms_norm=1, rope_qk=1, attention=1, glu=1, bias_dropout_add_rms_norm=2)
+PARALLEL = LOSS | row(embedding=1, layer_norm=1, rope_qk=1, attention=1, add=1, bias_dropout_add_layer_norm=1)
+T5 = row(embedding=4, rms_norm=2, attention=3, relu=2, bias_dropout_add_rms_norm=5, mul=1, **LOSS)
+IN_TRAINING = {
+    "gpt2": GPT2,
+    "bert": LOSS
+    | row(embedding_sum=1, layer_norm=2, dropout=1, attention=1, bias_act=2, bias_dropout_add_layer_norm=2),
+    "llama": LLAMA,
+    "t5": T5 | row(dropout=6),
+    "gemma": LLAMA | row(mul=1),
+    "gemma2": LLAMA | row(mul=2, rms_norm=3, div=2, tanh=1, cross_entropy=1, sum=1, linear_cross_entropy=0),
+    "gpt_neox": PARALLEL | row(layer_norm=2, bias_act=1),
+    "falcon": PARALLEL | row(gelu=1, index=2),
+    "falcon new": PARALLEL | row(layer_norm=2, gelu=1, index=2),
+    "falcon alibi": LOSS
+    | row(embedding=1, layer_norm=1, index=2, attention=1, bias_act=1, bias_dropout_add_layer_norm=2),
+    "phi": PARALLEL | row(bias_act=1),
+    "phi3": LOSS | row(embedding=1, rms_norm=1, rope_qk=1, attention=1, glu_packed=1, bias_dropout_add_rms_norm=2),
+    "opt": GPT2,
+    "bloom": LOSS | row(embedding=1, layer_norm=2, attention=1, bias_act=1, bias_dropout_add_layer_norm=2),
+    "gpt_neo": GPT2,
+    "gptj": PARALLEL | row(bias_act=1),
+    "nanogpt": GPT2,
+    "nanogpt sdpa": GPT2,
+    "llama by hand": LLAMA,
+}
+PADDED_ROWS = row(**{"mean.dim": 1, "where.self": 1})  # queries that see no key, under a causal mask of finite fill
+IN_TRAINING["falcon alibi"] |= PADDED_ROWS
+IN_TRAINING["bloom"] |= PADDED_ROWS
+RETURNED = row(linear_cross_entropy=0, cross_entropy=1, sum=1)  # without gradients the logits are made and returned
+IN_EVAL = {
+    "gpt2": GPT2 | RETURNED,
+    "bert": IN_TRAINING["bert"] | RETURNED | row(dropout=0),
+    "llama": LLAMA | RETURNED,
+    "t5": T5 | RETURNED,
+    "nanogpt": GPT2,
+}
+EAGER = ("gpt2", "bert", "llama", "t5", "falcon new")
+
+
+def check(name, wanted, **options):
+    found = ops_of(fused(name, **options))
+    assert found == {op: n for op, n in wanted.items() if n}
+
+
+@pytest.mark.parametrize("name", IN_TRAINING)
+def test_what_is_left_in_training(name):
+    check(name, IN_TRAINING[name])
+
+
+@pytest.mark.parametrize("name", IN_EVAL)
+def test_what_is_left_in_eval(name):
+    check(name, IN_EVAL[name], training=False)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_attention_is_the_same(name):
+    """Where transformers hands a 4-D mask to a chain that is written out."""
+    check(name, IN_TRAINING[name], attn_implementation="eager")
+
+
+MASKED = {
+    "gemma2": (True, 4),
+    "gpt_neo": (True, 0),
+    "gptj": (True, 0),
+    "nanogpt": (True, 0),
+    "llama by hand": (True, 0),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_no_mask_has_queries_and_keys(name):
+    """Causal masks and windows are flags; nothing that has both dims of the sequence is left."""
+    program = fused(name)
+    calls = [n for n in program.graph.nodes if n.op == "call_function"]
+    attention = next(n for n in calls if dump.op_name(n.target) == "attention")
+    assert attention.args[3] is None and attention.args[7:9] == MASKED[name]
+    values = (n.meta[VAL] for n in calls)
+    twice = [
+        v for v in values if isinstance(v, torch.Tensor) and v.dim() > 1 and repr(v.shape[-1]) == repr(v.shape[-2])
+    ]
+    assert not [v for v in twice if not isinstance(v.shape[-1], int)]

@@ -1,0 +1,174 @@
+"""What models outside of the matrix's list brought up, each as the smallest model that shows it.
+
+Covers: sizes.py (ranges with a step), passes/canonicalize/names.py and passes/canonicalize/views.py (dtypes and memory
+that eager decides),
+passes/canonicalize/editor.py (sizes that depend on data), rules/families_math.py (convolutions without bias),
+capture/prepare.py,
+passes/canonicalize/inplace.py (shapes that change in place).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megafx
+from megafx.capture.export import capture_call
+from megafx.errors import CaptureError
+from megafx.ir.interpret import run_program
+from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.rules.families import Arg, Call
+from megafx.rules.families_math import _conv_backward
+
+TWO = megafx.Config(tensor_model_parallel_size=2)
+
+
+def floats(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class RelativeShift(nn.Module):
+    """Scores by distance, shifted into place as XLNet does it: distances count down from seq to -seq."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.r = nn.Linear(6, 12), nn.Linear(6, 12, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        distance = torch.arange(s, -s, -1.0, dtype=x.dtype)[:, None] * torch.ones(6, dtype=x.dtype)
+        q, r = self.q(x).view(b, s, 2, 6), self.r(distance).view(-1, 2, 6)
+        scores = torch.einsum("bind,jnd->bnij", q, r)
+        b, n, i, j = scores.shape
+        shifted = scores.reshape(b, n, j, i)[:, :, 1:, :].reshape(b, n, i, j - 1)
+        loss: torch.Tensor = shifted[..., :s].softmax(-1).square().sum()
+        return loss
+
+
+def test_range_with_a_step() -> None:
+    """Its length is a rounded quotient, which is computed from the inputs' sizes as all others are."""
+    found = megafx.verify(RelativeShift().double(), TWO, example_inputs=(floats(3, 5, 6),))
+    assert found.ok, str(found)
+
+
+def test_gradient_of_a_convolution_without_bias() -> None:
+    """Its third result is None, or a tensor without dims, as the trace has it."""
+    image, out, kernel = (Arg(shape) for shape in ((2, 3, 8, 8), (2, 5, 2, 2), (5, 3, 4, 4)))
+    for missing, bias in ((None, "*"), ((), "*"), ((5,), "o")):
+        names = ("grad_output", "input", "weight", "transposed", "groups")
+        call = Call(
+            "aten.convolution_backward", names, (out, image, kernel, False, 1), (None, (5, 3, 4, 4), missing), True
+        )
+        assert str(_conv_backward(call)).endswith(f"; {bias}")
+
+
+class LargeNumber(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(x, torch.full((), torch.finfo(x.dtype).min))
+
+
+def test_new_tensors_keep_the_default_dtype_of_the_capture() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        program = capture_call(LargeNumber(), (floats(2, 3),))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    canonicalize(program)
+    outputs = run_program(program, LargeNumber(), (floats(2, 3),), {})
+    torch.testing.assert_close(outputs, floats(2, 3))  # in fp32 the number is none
+
+
+class Rotated(nn.Module):
+    """Queries turned as complex numbers, beside another linear of the same input, of odd width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent, self.q, self.out = nn.Linear(6, 5), nn.Linear(6, 4), nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = torch.view_as_complex(self.q(x).unflatten(-1, (2, 2)))
+        turned = torch.view_as_real(q * torch.polar(torch.ones_like(q.real), torch.ones_like(q.real)))
+        loss: torch.Tensor = self.out(torch.cat([self.latent(x), turned.flatten(-2)], -1)).square().sum()
+        return loss
+
+
+def test_complex_rotation_of_a_part_of_a_joint_product() -> None:
+    found = megafx.verify(Rotated().double(), TWO, example_inputs=(floats(3, 5, 6),))
+    assert found.ok, str(found)
+
+
+class SpanOfData(nn.Module):
+    """Relative positions as DeBERTa has them: the span, a size, has been through a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(floats(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        span = torch.min(torch.tensor(x.shape[1]), torch.tensor(4))
+        near = self.positions[4 - span : 4 + span, :].unsqueeze(0)
+        return torch.matmul(x, near.transpose(1, 2)).sum()
+
+
+def test_slice_by_a_tensor_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError) as caught:
+        canonicalize(capture_call(SpanOfData(), (floats(2, 5, 6),)))
+    assert "depends on the data of a tensor" in caught.value.found
+    source: Any = caught.value.source
+    assert "self.positions[4 - span" in source.code
+
+
+class ReshapesInPlace(nn.Module):
+    """A mask whose shape changes in place, as BigBird's does; and a write into a view that was made so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        mask = torch.ones_like(x[..., 0])
+        mask[:, 2:] = 0
+        mask.unsqueeze_(-1)
+        turned = hidden.clone()
+        turned.transpose_(0, 1)
+        turned[1] = 0
+        loss: torch.Tensor = self.down(hidden * mask + turned.transpose(0, 1)).square().sum()
+        return loss
+
+
+def test_shapes_that_change_in_place() -> None:
+    found = megafx.verify(ReshapesInPlace().double(), TWO, example_inputs=(floats(3, 5, 6),))
+    assert found.ok and len(found.gradients) == 4, str(found)
+
+
+class Converting(nn.Module):
+    """As the routers of Switch Transformers and NLLB-MoE do it in each call."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.classifier, self.dtype = nn.Linear(6, 5), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.classifier = self.classifier.to(self.dtype)
+        loss: torch.Tensor = self.classifier(x).square().sum()
+        return loss
+
+
+def test_converting_a_module_to_what_it_is_changes_nothing() -> None:
+    found = megafx.verify(Converting(torch.float64).double(), TWO, example_inputs=(floats(3, 5, 6),))
+    assert found.ok and {"classifier.weight", "classifier.bias"} <= set(found.gradients), str(found)
+
+
+def test_converting_a_module_in_forward_is_refused() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture_call(nn.Sequential(Converting(torch.float32)).double(), (floats(3, 5, 6),))
+    assert (
+        "0.classifier.weight is torch.float64, and would be torch.float32 from the first call on" in caught.value.found
+    )
+    assert 'model.get_submodule("0.classifier").to(torch.float32)' in str(caught.value)
+    source: Any = caught.value.source
+    assert "self.classifier.to(self.dtype)" in source.code

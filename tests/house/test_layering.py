@@ -1,0 +1,107 @@
+"""Covers: who may import whom. Imports go strictly downward between the packages of LAYERS, imports for type checkers included."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lowest first. A module of a package imports from packages of lower lines, and from its own package.
+LAYERS = [
+    "errors",
+    "config debugging",
+    "placements",
+    "ir",
+    "rules ops rewrite",
+    "kernels planner distributed",
+    "analysis patterns weights",
+    "capture checks passes checkpoint report",
+    "compiler",
+    "runtime testing equivalence",
+    "api integrations",
+    "__init__",
+    "tools",
+    "cli",
+]
+LAYER = {package: number for number, line in enumerate(LAYERS) for package in line.split()}
+TORCH_FREE = [
+    "errors",
+    "config",
+    "debugging",
+    "placements.types",
+    "placements.views",
+    "placements.slices",
+    "rules.grammar",
+]
+TORCH_FREE += ["rules.aten", "planner.solver", "planner.cost", "planner.hardware", "analysis.layers"]
+
+
+def modules() -> dict[str, Path]:
+    """'passes.fuse.fuse' -> its file, for every module of the package."""
+    found = {}
+    for folder, prefix in (("megafx", ()), ("passes", ("passes",)), ("patterns", ("patterns",))):
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = (*prefix, *file.relative_to(ROOT / folder).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = file
+    return found
+
+
+MODULES = modules()
+
+
+def imports(file: Path) -> set[str]:
+    """Modules of megafx that a file imports, wherever and for whatever reason."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("megafx.") for a in node.names if a.name.startswith("megafx.")}
+            found |= {"__init__" for a in node.names if a.name == "megafx"}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            if node.module == "megafx" or (node.module or "").startswith("megafx."):
+                package = (node.module or "").removeprefix("megafx").lstrip(".")
+                inside = {f"{package}.{a.name}".lstrip(".") for a in node.names}
+                found |= (inside & set(MODULES)) or {package or "__init__"}
+    return found
+
+
+GRAPH = {name: imports(file) for name, file in MODULES.items()}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_downward(name):
+    package = name.split(".")[0]
+    above = [o for o in GRAPH[name] if o.split(".")[0] != package and LAYER[o.split(".")[0]] >= LAYER[package]]
+    assert not above, f"megafx.{name} imports {above}"
+
+
+def test_no_circles():
+    TopologicalSorter(GRAPH).prepare()  # raises CycleError with the circle
+
+
+def test_passes_do_not_import_passes():
+    """They meet in the pipeline's list; a pass imports only its own parts."""
+    passes = {n for n, file in MODULES.items() if n.startswith("passes.") and "\nREQUIRES" in file.read_text()}
+    assert not {(n, o) for n in passes for o in GRAPH[n] & passes}
+
+
+def test_torch_free_modules_do_not_import_torch():
+    code = (
+        "import sys, types\n"
+        "package = sys.modules['megafx'] = types.ModuleType('megafx')  # its __init__ imports everything\n"
+        "package.__path__ = [sys.argv[1]]\n"
+        "for name in sys.argv[2:]: __import__(f'megafx.{name}')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "megafx"), *TORCH_FREE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+def test_sources_are_ascii():
+    for file in [*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        assert file.read_text().isascii(), f"{file} has characters that are not ASCII"

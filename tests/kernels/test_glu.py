@@ -1,0 +1,193 @@
+"""Covers: kernels/glu.py, kernels/glu_triton.py."""
+
+import importlib.util
+
+import pytest
+import torch
+from activation_kernels import EAGER, error, run_triton
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megafx.checks.rules import check_rules
+from megafx.kernels.activation.bias_activation import ACTIVATIONS
+
+glu, glu_packed = torch.ops.megafx.glu, torch.ops.megafx.glu_packed
+
+
+def eager(gate, up, act):
+    return EAGER[act](gate) * up
+
+
+def eager_packed(x, bias, act):
+    return eager(*(x if bias is None else x + bias).chunk(2, -1), act)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_fp64_is_exact_with_every_gradient(act):
+    gate, up, x, b = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4, 5), (3, 4, 5), (4, 6), (6,))
+    )
+    assert torch.allclose(glu(gate, up, act), eager(gate, up, act), rtol=1e-14, atol=1e-15)
+    assert torch.allclose(glu_packed(x, b, act), eager_packed(x, b, act), rtol=1e-14, atol=1e-15)
+    assert torch.autograd.gradcheck(lambda a, c: glu(a, c, act), (gate, up))
+    assert torch.autograd.gradcheck(lambda a, c: glu_packed(a, c, act), (x, b))
+    assert torch.autograd.gradcheck(lambda a: glu_packed(a, None, act), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("act", ["silu", "gelu", "relu"])
+def test_error_is_below_eagers(act, dtype):
+    torch.manual_seed(0)
+    x, b, g = (torch.randn(s).to(dtype) for s in ((64, 50), (50,), (64, 25)))
+
+    def run(function, x, b, g):
+        leaves = [x.detach().requires_grad_(), b.detach().requires_grad_()]
+        out = function(*leaves, act)
+        return [out.detach(), *torch.autograd.grad(out, leaves, g)]
+
+    exact = run(eager_packed, x.double(), b.double(), g.double())
+    for found, plain, right in zip(run(glu_packed, x, b, g), run(eager_packed, x, b, g), exact, strict=True):
+        assert found.dtype == dtype and error(found, right) <= 1.05 * error(plain, right) + 1e-7
+
+
+def test_shapes_strides_and_halves():
+    for x in (torch.randn(0, 8), torch.randn(8), torch.randn(8, 3).t(), torch.randn(2, 3, 16)[..., ::2]):
+        x = x.detach().requires_grad_()
+        y = glu_packed(x, None, "silu")
+        assert y.shape == (*x.shape[:-1], 4) and torch.allclose(y, eager_packed(x, None, "silu"))
+        gate, up = x.chunk(2, -1)
+        z = glu(gate, up, "silu")
+        assert torch.equal(z, y) and z.is_contiguous()
+        assert torch.allclose(torch.autograd.grad(z.sum(), x)[0], torch.autograd.grad(y.sum(), x)[0])
+
+
+def test_only_the_inputs_are_saved():
+    gate, up, x, b = (torch.randn(s, requires_grad=True) for s in ((4, 6), (4, 6), (4, 6), (6,)))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s.data_ptr()) or s, lambda s: s):
+        glu(gate, up, "silu"), glu_packed(x, b, "silu")
+    assert set(saved) == {t.data_ptr() for t in (gate, up, x, b)}
+
+
+def test_what_is_refused():
+    with pytest.raises(
+        ValueError, match=r"one shape and floating dtype, got torch.float32 \(4, 6\) and torch.float32 \(6,\)"
+    ):
+        glu(torch.randn(4, 6), torch.randn(6), "silu")
+    with pytest.raises(ValueError, match="one shape and floating dtype"):
+        glu(torch.randn(4, 6), torch.randn(4, 6).half(), "silu")
+    with pytest.raises(ValueError, match=r"x \[..., 2h\], got torch.float32 \(4, 5\)"):
+        glu_packed(torch.randn(4, 5), None, "silu")
+    with pytest.raises(ValueError, match=r"bias \(3,\) does not fit"):
+        glu_packed(torch.randn(4, 6), torch.randn(3), "silu")
+    with pytest.raises(ValueError, match="unknown activation"):
+        glu(torch.randn(4, 6), torch.randn(4, 6), "tanh")
+
+
+def test_traces_and_opcheck():
+    x, b, g = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True), torch.randn(4, 3)
+
+    def step(x, b, g):
+        y = glu_packed(x, b, "silu")
+        z = glu(y, y + 1, "gelu")
+        return z, *torch.autograd.grad(z, (x, b), g)
+
+    gm = make_fx(step, tracing_mode="symbolic")(x, b, g)
+    names = [str(n.target) for n in gm.graph.nodes if "megafx" in str(n.target)]
+    assert names == [f"megafx.{n}.default" for n in ("glu_packed", "glu", "glu_backward", "glu_packed_bias_backward")]
+    big = [torch.randn(s, requires_grad=True) for s in ((9, 10), (10,))]
+    for found, right in zip(gm(*big, torch.ones(9, 5)), step(*big, torch.ones(9, 5)), strict=True):
+        assert torch.equal(found, right)
+    torch.library.opcheck(glu.default, (x, x.detach().t().contiguous().t(), "silu"))
+    torch.library.opcheck(glu_packed.default, (x, b, "silu"))
+    torch.library.opcheck(glu_packed.default, (x.detach(), None, "relu"))
+    backward = torch.ops.megafx.glu_packed_bias_backward.default
+    torch.library.opcheck(backward, (g, x.detach(), b.detach(), "silu"))
+
+
+def test_rules_by_brute_force():
+    ops = ["glu", "glu_backward", "glu_packed", "glu_packed_backward", "glu_packed_bias_backward"]
+    report = check_rules([f"megafx.{op}" for op in ops])
+    assert report.ok and not report.of("unchecked"), str(report)
+    rows = {(f.op, f.row) for f in report.of("ok")}
+    assert ("megafx.glu.default", "R P -> P") in rows  # linear in up
+    assert ("megafx.glu_packed.default", "S2/2*(2x3) S0/2*(2x3) -> S2") in rows  # each half is cut
+    assert not [r for op, r in rows if "packed" in op and r.startswith("S2 S0")]
+
+
+def test_packed_gradients_are_one_output_to_inductor(monkeypatch):
+    """One tensor behind two output pointers would be two tensors there, each half written."""
+    pytest.importorskip("triton")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+
+    import megafx.kernels.common.tiles_triton as tiles
+
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
+    with FakeTensorMode(), torch.no_grad():
+        x, g, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((64, 256), (64, 128), (256,)))
+
+        def step(x, g, b):
+            return torch.ops.megafx.glu_packed_backward(g, x, "silu"), *torch.ops.megafx.glu_packed_bias_backward(
+                g, x, b, "silu"
+            )
+
+        graph = make_fx(dispatch_functionalize(step))(x, g, b).graph
+    kernels = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+    assert len(kernels) == 3
+    for kernel in kernels[:2]:
+        outputs = [kernel.kwargs["kwargs"][name] for name in ("dgate", "dup")]
+        assert outputs[0] is not outputs[1]
+
+
+KERNELS = """
+for dtype in (torch.float32, torch.bfloat16):
+    for act in ("silu", "gelu", "relu") if dtype == torch.float32 else ("silu",):
+        for shape in ((3, 37), (0, 5), (5,), (2, 5, 260)):
+            x, g = rand(*shape[:-1], 2 * shape[-1], dtype=dtype), rand(*shape, dtype=dtype)
+            b, what = rand(2 * shape[-1], dtype=dtype), (act, shape)
+            for gate, up in (x.chunk(2, -1), (g, g + 1)):
+                same(ours_glu.glu(gate, up, act), plain_glu.glu_reference(gate, up, act), what)
+                same(ours_glu.glu_backward(g, gate, up, act), plain_glu.glu_backward_reference(g, gate, up, act), what)
+            for bias in (None, b):
+                same(ours_glu.glu_packed(x, bias, act), plain_glu.glu_packed_reference(x, bias, act), what)
+            same(ours_glu.glu_packed_backward(g, x, act), plain_glu.glu_packed_backward_reference(g, x, act), what)
+            found = ours_glu.glu_packed_bias_backward(g, x, b, act)
+            same(found, plain_glu.glu_packed_bias_backward_reference(g, x, b, act), what)
+            apart = (*ours_glu.glu_backward(g, gate, up, act), ours_glu.glu(gate, up, act))
+            packed = (ours_glu.glu_packed_backward(g, x, act), ours_glu.glu_packed(x, None, act))
+            biased = (*found, ours_glu.glu_packed(x, b, act))
+            for again, apart in (
+                (ours_glu.glu_backward_again(g, gate, up, act), apart),
+                (ours_glu.glu_packed_backward_again(g, x, act), packed),
+                (ours_glu.glu_packed_bias_backward_again(g, x, b, act), biased),
+            ):  # bit for bit
+                assert len(again) == len(apart) and all(map(torch.equal, again, apart)), what
+    x, g = rand(4, 3, 80, dtype=dtype)[..., :66], rand(33, dtype=dtype).expand(4, 3, 33)
+    same(ours_glu.glu_packed(x, None, "silu"), plain_glu.glu_packed_reference(x, None, "silu"), "rows with a stride")
+    same(ours_glu.glu_packed_backward(g, x, "silu"), plain_glu.glu_packed_backward_reference(g, x, "silu"), "expanded")
+print("same numbers")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels_are_the_reference(tmp_path):
+    run_triton(tmp_path, KERNELS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [768, 1600, 4096, 14336])
+def test_cuda_at_real_sizes(width):
+    torch.manual_seed(0)
+    x, g = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((300, 2 * width), (300, width)))
+    b = torch.randn(2 * width, device="cuda", dtype=torch.bfloat16)
+
+    def run(function, x, b, g):
+        leaves = [x.detach().requires_grad_(), b.detach().requires_grad_()]
+        out = function(*leaves, "silu")
+        return [out.detach(), *torch.autograd.grad(out, leaves, g)]
+
+    ours, plain = run(glu_packed, x, b, g), run(eager_packed, x, b, g)
+    exact = run(eager_packed, x.double(), b.double(), g.double())
+    assert all(error(a, e) <= 1.05 * error(p, e) for a, p, e in zip(ours, plain, exact, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(ours, run(glu_packed, x, b, g), strict=True))

@@ -1,0 +1,148 @@
+"""Covers: every fused op on inputs that are not contiguous, and on empty batches; on the GPU where there is one."""
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ops = torch.ops.megafx
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEED = torch.tensor(1234567, device=DEVICE)
+DRAW = (SEED, 0.25, 3, -1, [], "tp")
+B, S, H, N, E = 2, 5, 16, 2, 8
+
+
+def ids(b, rows=7):
+    return (torch.arange(b * S, device=DEVICE) % rows).view(b, S)
+
+
+# Shapes of the floating operands, for a batch of b, and the op on them.
+OPS = {
+    "dropout": (lambda b: [(b, S, H)], lambda x: ops.dropout(x, *DRAW)),
+    "bias_act": (lambda b: [(b, S, H), (H,)], lambda x, c: ops.bias_act(x, c, "gelu")),
+    "glu": (lambda b: [(b, S, H), (b, S, H)], lambda x, y: ops.glu(x, y, "silu")),
+    "glu_packed": (lambda b: [(b, S, 2 * H), (2 * H,)], lambda x, c: ops.glu_packed(x, c, "gelu")),
+    "bias_dropout_add": (
+        lambda b: [(b, S, H), (H,), (b, S, H)],
+        lambda x, c, r: ops.bias_dropout_add(x, c, r, *DRAW),
+    ),
+    "layer_norm": (lambda b: [(b, S, H), (H,), (H,)], lambda x, w, c: ops.layer_norm(x, w, c, 1e-5)),
+    "rms_norm": (lambda b: [(b, S, H), (H,)], lambda x, w: ops.rms_norm(x, w, 1e-5, 1.0)),
+    "bias_dropout_add_layer_norm": (
+        lambda b: [(b, S, H), (H,), (b, S, H), (H,), (H,)],
+        lambda x, c, r, w, d: ops.bias_dropout_add_layer_norm(x, c, r, w, d, 1e-5, *DRAW)[:2],
+    ),
+    "bias_dropout_add_rms_norm": (
+        lambda b: [(b, S, H), (b, S, H), (H,)],
+        lambda x, r, w: ops.bias_dropout_add_rms_norm(x, None, r, w, 1e-5, 0.0, *DRAW)[:2],
+    ),
+    "scale_mask_softmax": (
+        lambda b: [(b, N, S, S)],
+        lambda x: ops.scale_mask_softmax(x, None, 0.5, True, 0, -1e38, *DRAW),
+    ),
+    "scale_mask_softmax with a bias": (
+        lambda b: [(b, N, S, S), (1, N, S, S)],
+        lambda x, m: ops.scale_mask_softmax(x, m.transpose(2, 3), 0.5, False, 0, 0.0, None, 0.0, *DRAW[2:]),
+    ),
+    "rope": (lambda b: [(b, N, S, E)], lambda x: ops.rope(x, *tables(), False, False)),
+    "rope_qk": (
+        lambda b: [(b, N, S, E), (b, 1, S, E)],
+        lambda q, k: ops.rope_qk(q, k, *tables(), True, False),
+    ),
+    "attention": (
+        lambda b: [(b, N, S, E), (b, 1, S, E), (b, 1, S, E)],
+        lambda q, k, v: ops.attention(q, k, v, None, None, SEED, 0.5, True, 3, 0.0, *DRAW[1:]),
+    ),
+    "attention with a bias": (
+        lambda b: [(b, N, S, E), (b, N, S, E), (b, N, S, E), (1, N, S, S)],
+        lambda q, k, v, m: ops.attention(q, k, v, m, None, None, 0.5, False, 0, 20.0, 0.0, 0, -1, [], "tp"),
+    ),
+    "embedding_sum": (
+        lambda b: [(7, H), (S, H), (b, S, H)],
+        lambda w, p, x: ops.embedding_sum(
+            *(w, ids(x.shape[0]), p, ids(1), x, None, [-1, -1, -1], *DRAW),
+        ),
+    ),
+}
+
+
+def tables():
+    angles = torch.arange(S * E, device=DEVICE, dtype=torch.float32).view(1, 1, S, E)
+    return angles.cos(), angles.sin()
+
+
+def strided(x):
+    """The same values with gaps, and in another order of dims."""
+    wide = torch.stack((x, torch.zeros_like(x)), -1).flatten(-2)
+    if x.dim() > 1:
+        wide = wide.transpose(0, 1).contiguous().transpose(0, 1)
+    return wide[..., ::2]
+
+
+def outcome(function, inputs, move):
+    """Results and gradients; move: what is done to inputs and to gradients of results."""
+    torch.manual_seed(1)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*(move(x) for x in leaves))
+    results = list(out) if isinstance(out, (tuple, list)) else [out]
+    grads = [move(torch.randn(r.shape, device=DEVICE)) for r in results]
+    return [*results, *torch.autograd.grad(results, leaves, grads)]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_strides_change_nothing(name):
+    torch.manual_seed(0)
+    shapes, function = OPS[name]
+    inputs = [torch.randn(shape, device=DEVICE) for shape in shapes(B)]
+    assert not any(strided(x).is_contiguous() for x in inputs)
+    for ours, wanted in zip(outcome(function, inputs, strided), outcome(function, inputs, lambda x: x), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+class AsTheirFakes(TorchDispatchMode):
+    """Results of our ops have the strides that graphs were traced with: a view of them is a view when it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.checked, self.other = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "megafx":
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                moved = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs or {}))
+                fake = func(*moved[0], **moved[1])
+            strides = [[x.stride() for x in pytree.tree_leaves(o) if isinstance(x, torch.Tensor)] for o in (out, fake)]
+            self.checked.append(func)
+            self.other += [(func, *strides)] if strides[0] != strides[1] else []
+        return out
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_results_are_laid_out_as_traced(name):
+    torch.manual_seed(0)
+    shapes, function = OPS[name]
+    inputs = [torch.randn(shape, device=DEVICE) for shape in shapes(B)]
+    with AsTheirFakes() as seen:
+        outcome(function, inputs, strided)
+    assert len(seen.checked) >= 2 and not seen.other
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_empty_batch_gives_empty_results(name):
+    """Gradients of what all of the batch share are zeros."""
+    shapes, function = OPS[name]
+    whole = [torch.randn(shape, device=DEVICE) for shape in shapes(B)]
+    inputs = [torch.randn(shape, device=DEVICE) for shape in shapes(0)]
+    empty, full = outcome(function, inputs, lambda x: x), outcome(function, whole, lambda x: x)
+    for ours, other in zip(empty, full, strict=True):
+        assert ours.dtype == other.dtype and ours.shape in (other.shape, (0, *other.shape[1:]))
+        assert not ours.any()
+
+
+def test_cross_entropy_of_no_tokens_and_of_strided_logits():
+    x, y = torch.randn(6, 20, device=DEVICE)[:, ::2], torch.arange(6, device=DEVICE)
+    losses = [ops.cross_entropy(v.requires_grad_(), y, -100, 0.1) for v in (x.detach(), x.detach().contiguous())]
+    torch.testing.assert_close(*losses)
+    assert ops.cross_entropy(x[:0].detach(), y[:0], -100, 0.1).shape == (0,)

@@ -1,0 +1,102 @@
+"""Covers passes/lower/bind_mesh.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from megafx.ir.program import Builder, Program
+from megafx.ops.collectives import AxisContext
+from megafx.passes.communicate.expand_transitions import expand_transitions
+from megafx.passes.lower.bind_mesh import bind_mesh
+from megafx.testing import expect, graph, run_pass, transition
+
+aten, mfx = torch.ops.aten, torch.ops.megafx
+
+
+def bound(dst: str, x: str, rank: int, after: Any = lambda y: y, out: str | None = None) -> Program:
+    out = out if out is not None else dst.partition("/")[0]
+    program = graph(lambda x: after(transition(x, dst)), x=x, out=f"{out}@tp", local=True)
+    return bind_mesh(run_pass(expand_transitions, program), {"tp": AxisContext(rank, 2, "7")})
+
+
+def test_groups_are_named() -> None:
+    expect(
+        bound("I", "f32[4 6] P@tp", 0),
+        """
+        %0 = x                           # f32[4 6] P@tp
+        %1 = all_reduce(%0, 'sum', '7')  # f32[4 6]
+        %2 = wait_tensor(%1)             # f32[4 6] I@tp
+        return %2
+        """,
+        t=2,
+    )
+
+
+def test_a_contiguous_part_is_a_view() -> None:
+    expect(
+        bound("S0", "f32[4 6] I@tp", 1, after=lambda y: aten.mul(y, 2.0)),
+        """
+        %0 = x                     # f32[4 6] I@tp
+        %1 = view(%0, [2, 2, 6])   # f32[2 2 6]
+        %2 = select.int(%1, 0, 1)  # f32[4/2 6] S0@tp
+        %3 = mul(%2, 2.0)          # f32[4/2 6] S0@tp
+        return %3
+        """,
+        t=2,
+    )
+
+
+def test_a_strided_part_is_copied_for_those_who_need_it() -> None:
+    program = bound("S1", "f32[4 6] I@tp", 1, after=lambda y: aten.view(y, [12]), out="S0")
+    assert [str(n.target) for n in program.graph.nodes if n.op == "call_function"] == [
+        "aten.view.default",
+        "aten.permute.default",
+        "aten.select.int",
+        "aten.clone.default",
+        "aten.view.default",
+    ]
+    fx.Interpreter(program.gm).run(torch.zeros(4, 6))
+
+
+def test_parts_that_are_joined_are_not_copied() -> None:
+    program = bound("S1/2x1+4x1", "f32[4 6] I@tp", 0)
+    assert not program.graph.find_nodes(op="call_function", target=aten.clone.default)
+    found = program.gm(torch.arange(24.0).view(4, 6))[0]
+    assert found[0].tolist() == [0, 2, 3]
+
+
+def test_a_result_does_not_keep_all_parts_alive() -> None:
+    (result,) = bound("S0", "f32[4 6] I@tp", 1).gm(torch.randn(4, 6))
+    assert result.untyped_storage().nbytes() == result.nbytes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_fill_in_their_coordinate(rank: int) -> None:
+    x = torch.randn(4, 6)
+    assert torch.equal(bound("P", "f32[4 6] R@tp", rank).gm(x)[0], x if rank == 0 else torch.zeros(4, 6))
+    placed = bound("P", "f32[8 6] S0@tp", rank).gm(x)[0]
+    assert torch.equal(placed.view(2, 4, 6)[rank], x) and placed.count_nonzero() == 24
+    program = graph(lambda x: aten.add(x, x), x="i64[3]", local=True)
+    (add,) = program.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    add.update_arg(1, Builder(program, add, add, "test")(mfx.axis_index.default, "tp", torch.device("cpu")))
+    program = bind_mesh(run_pass(expand_transitions, program), {"tp": AxisContext(rank, 2)})
+    assert program.gm(torch.zeros(3, dtype=torch.int64))[0].tolist() == [rank] * 3
+
+
+def test_the_program_of_all_ranks_is_left_as_it_was() -> None:
+    program = run_pass(
+        expand_transitions, graph(lambda x: transition(x, "S1"), x="f32[4 6] I@tp", out="S1@tp", local=True)
+    )
+    before = str(program.graph)
+    bind_mesh(program, {"tp": AxisContext(1, 2, "7")})
+    assert str(program.graph) == before
+
+
+def test_nothing_that_depends_on_the_rank_is_left() -> None:
+    for dst, x in (("S1/2x1+4x1", "f32[4 6] I@tp"), ("P", "f32[4 6] S1@tp"), ("P", "f32[4 6] I@tp")):
+        for node in bound(dst, x, 1).graph.nodes:
+            assert "megafx" not in str(node.target)

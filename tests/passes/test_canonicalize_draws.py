@@ -1,0 +1,117 @@
+"""Covers: passes/canonicalize*.py where models draw random numbers, and what stays as captured or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functions import Function, ids_of, x_of
+
+from megafx.capture.export import capture_call
+from megafx.errors import CaptureError
+from megafx.ir.interpret import run_program
+from megafx.ir.nodes import redraw
+from megafx.passes.canonicalize.canonicalize import canonicalize
+
+aten = torch.ops.aten
+
+DRAWS: dict[str, tuple[Callable[..., Any], float, float]] = {  # result, mean, standard deviation
+    "rand": (lambda m, x: torch.rand((x.shape[0], x.shape[1], 8)), 0.5, 12**-0.5),
+    "rand_like_bf16": (lambda m, x: torch.rand_like(x.bfloat16()).float(), 0.5, 12**-0.5),
+    "uniform_": (lambda m, x: torch.empty_like(x).uniform_(2, 4), 3.0, 2 * 12**-0.5),
+    "randn_like": (lambda m, x: torch.randn_like(x), 0.0, 1.0),
+    "normal_": (lambda m, x: torch.empty_like(x).normal_(3, 0.5), 3.0, 0.5),
+    "bernoulli_": (lambda m, x: x.new_empty(x.shape).bernoulli_(0.3), 0.3, 0.21**0.5),
+    "bernoulli": (lambda m, x: torch.bernoulli(x * 0 + 0.25), 0.25, 0.1875**0.5),
+    "dropout1d": (lambda m, x: F.dropout1d(x * 0 + 1, 0.5, m.training), 1.0, 1.0),
+    "dropout": (lambda m, x: F.dropout(x * 0 + 1, 0.5, m.training), 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_are_functions_of_the_seed(name: str) -> None:
+    fn, mean, deviation = DRAWS[name]
+    model = Function(fn, {})
+    program = capture_call(model, (x_of(),))
+    canonicalize(program)
+    x = x_of(40, 100)
+    first, again, other = (run_program(program, model, (x,), seed=seed).detach() for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    count = 40 if name == "dropout1d" else 40 * 100 * 8
+    assert abs(float(first.mean()) - mean) < 5 * deviation / count**0.5
+    assert abs(float(first.std()) - deviation) < 0.2 * deviation
+    if name == "dropout1d":  # a channel is dropped as a whole
+        assert torch.equal(first, first[:, :, :1].expand_as(first))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_with_dropout_is_our_op(causal: bool) -> None:
+    """With the dropout taken out again it is torch's op: grouped heads, masks, and rows that see nothing."""
+
+    def fn(m: Any, x: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        k = q[:, :2] * 2
+        return F.scaled_dot_product_attention(
+            q, k, k, *mask, dropout_p=m.p, is_causal=causal, enable_gqa=True, scale=0.3
+        )
+
+    model = Function(fn, {})
+    model.p = 0.1
+    mask = [] if causal else [torch.rand(2, 1, 5, 5) > 0.5]
+    if mask:
+        mask[0][0, 0, 3] = False
+    x = x_of()
+    program = capture_call(model, (x, *mask))
+    canonicalize(program)
+    (attention,) = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.attention.default)
+    assert not program.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
+    first, again, other = (run_program(program, model, (x, *mask), seed=s) for s in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    redraw(attention, p=0.0)
+    program.gm.recompile()
+    model.p = 0.0
+    wanted, found = model(x, *mask), run_program(program, model, (x, *mask))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(found.sum(), x), torch.autograd.grad(wanted.sum(), x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_loss_that_stays_as_captured() -> None:
+    model = Function(
+        lambda m, x, ids: F.cross_entropy(x.flatten(0, 1), ids.flatten(), weight=m.w.detach()), {"w": (8,)}
+    )
+    program = capture_call(model, (x_of(), ids_of()))
+    canonicalize(program)
+    assert str(program.notes[0]).startswith(
+        "canonicalize: cross entropy with class weights is left as captured (no vocab sharding)"
+    )
+    assert program.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default)
+
+
+def _refused(fn: Callable[..., Any]) -> str:
+    program = capture_call(Function(fn, {"w": (8,)}), (x_of(),))
+    with pytest.raises(CaptureError) as caught:
+        canonicalize(program)
+    return caught.value.found
+
+
+def test_write_without_gradient_is_refused() -> None:
+    """Eager lets the gradient pass by such a write: no functional op does."""
+
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * m.w
+        with torch.no_grad():
+            y.clamp_(0)
+        return y
+
+    assert _refused(fn) == (
+        "the model writes under no_grad into a tensor that has a gradient, which cannot be made functional"
+    )
+
+
+def test_number_from_data_is_refused() -> None:
+    assert _refused(lambda m, x: x * x.detach().max().item()).startswith("a tensor's data becomes a Python number")

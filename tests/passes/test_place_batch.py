@@ -1,0 +1,127 @@
+"""Types on the data-parallel axis: what becomes of a loss, a mean, a draw; what mixes rows is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megafx.capture.export import capture_call
+from megafx.errors import PlanError
+from megafx.ir.program import Program
+from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.plan.place_batch import place_batch
+
+RANKS = 3
+X, Y = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
+IDS = torch.arange(20).view(4, 5)
+
+
+class Of(nn.Module):
+    """A model of one function of (its weight, inputs)."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor):
+        return self.function(self.weight, *inputs)
+
+
+def typed(function, *inputs: torch.Tensor) -> Program:
+    program = capture_call(Of(function), inputs, {})
+    canonicalize(program)
+    place_batch(program, RANKS)
+    return program
+
+
+def ops(program: Program) -> list[str]:
+    return [str(n.target).split(".")[1] for n in program.graph.nodes if n.op == "call_function"]
+
+
+def outputs(program: Program) -> list[str]:
+    assert program.batch is not None
+    return [str(p) for p in program.batch.outputs]
+
+
+def test_a_mean_becomes_a_summand_and_batches_have_to_be_equal():
+    program = typed(lambda w, x, y: F.mse_loss(x * w, y), X, Y)
+    assert outputs(program) == ["P"] and program.batch.summed and program.batch.equal
+    divided = [n for n in program.graph.nodes if n.target is torch.ops.aten.div.Scalar]
+    assert [n.args[1] for n in divided] == [RANKS]
+
+
+def test_numbers_made_of_the_batch_size_are_of_all_rows():
+    program = typed(lambda w, x: ((x * w) ** 2).sum() / (x.shape[0] * x.shape[1]), X)
+    (divided,) = [n for n in program.graph.nodes if n.target in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)]
+    assert outputs(program) == ["P"]
+    count = divided.args[1].meta["val"].node.expr
+    assert count.subs(dict.fromkeys(count.free_symbols, 7)) == RANKS * 7 * 7
+
+
+def test_a_mean_over_other_dims_stays_as_it_is():
+    program = typed(lambda w, x: (x * w).mean(-1), X)
+    assert outputs(program) == ["S0"]
+    assert not program.batch.equal and not program.batch.summed
+    assert "div" not in ops(program)
+
+
+def test_labels_are_counted_over_all_ranks():
+    program = typed(lambda w, x, i: F.cross_entropy((x * w).flatten(0, 1), i.flatten() % 6), X, IDS)
+    assert outputs(program) == ["P"] and not program.batch.equal
+    (total,) = [n for n in program.graph.nodes if n.target is torch.ops.megafx.batch_sum.default]
+    assert total.args[1:] == ("dp", RANKS)
+    assert str(total.args[0].target) == "aten.sum.default" and not total.args[0].meta["val"].is_floating_point()
+
+
+def test_a_product_of_sums_is_a_product_of_totals():
+    program = typed(lambda w, x: ((x * w).sum((0, 1)) * x.sum((0, 1))).sum(), X)
+    assert ops(program).count("batch_sum") == 1  # of one of the factors: the product is linear in the other
+    assert outputs(program) == ["P"]
+
+
+def test_values_of_no_input_are_alike_for_all_rows():
+    program = typed(lambda w, x: torch.cat([w.expand(x.shape[0], 1, 6), x], 1) + torch.zeros(x.shape[0], 1, 1), X)
+    assert outputs(program) == ["S0"]
+
+
+def test_a_draw_is_for_rows_of_the_whole_batch():
+    program = typed(lambda w, x: F.dropout(x, 0.5) + F.dropout(w, 0.5), X)
+    axes = [n.args[-1] for n in program.graph.nodes if n.target is torch.ops.megafx.dropout.default]
+    assert sorted(axes) == ["dp+tp", "tp"]  # the weight is the same on every rank, and so is its mask
+
+
+REFUSED = {
+    "a norm over the batch": (lambda w, x: F.batch_norm(x.transpose(1, 2), None, None, w[:5], None, True), (X[:, :, :5],)),
+    "rows numbered": (lambda w, x: x * torch.arange(x.shape[0])[:, None, None] * w, (X,)),
+    "rows in another order": (lambda w, x: x.flip(0) * w, (X,)),
+    "a softmax over rows": (lambda w, x: x.softmax(0) * w, (X,)),
+    "a draw with the sequence first": (lambda w, x: F.dropout(x.transpose(0, 1) * w, 0.5), (X,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_rows_is_refused(name):
+    function, inputs = REFUSED[name]
+    with pytest.raises(PlanError, match="data parallelism cannot cut the batch") as error:
+        typed(function, *inputs)
+    assert re.search(r"test_pass_place_batch\.py:\d+", str(error.value)) and "fix: " in str(error.value)
+
+
+def test_a_batch_of_one_size_is_refused():
+    program = capture_call(Of(lambda w, x: x * w), (X,), {}, dynamic=False)
+    canonicalize(program)
+    with pytest.raises(PlanError, match="no size that may vary"):
+        place_batch(program, RANKS)
+
+
+def test_averaging_types_nothing():
+    program = capture_call(Of(lambda w, x: (x.softmax(0) * w).mean()), (X,), {})
+    canonicalize(program)
+    before = ops(program)
+    assert place_batch(program, RANKS, whole=False) == 0
+    assert ops(program) == before and not program.batch.summed and not program.batch.whole

@@ -1,0 +1,207 @@
+"""The Plan object: print, save, load on another capture, compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import small_plans
+import sympy
+import torch
+
+from megafx.errors import PlanError
+from megafx.ir.program import Program
+from megafx.ir.sizes import Sizes
+from megafx.passes.plan.insert_transitions import insert_transitions
+from megafx.passes.plan.plan_sharding import plan_sharding
+from megafx.placements.types import I, Layout, P, Placement, R, S
+from megafx.planner.context import Planning
+from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
+from megafx.testing import assert_same
+
+
+def _sizes(*names: str) -> Sizes:
+    sizes = Sizes()
+    for i, name in enumerate(names):
+        sizes.symbols[name] = sympy.Symbol(f"s{i}", integer=True, positive=True)
+    return sizes
+
+
+def _size(sizes: Sizes, text: str) -> int:
+    return sizes.of_expr(sympy.sympify(text, locals=sizes.symbols))
+
+
+def _plan(sizes: Sizes | None = None) -> Plan:
+    """A plan with a fused projection and values cut on dynamic dims."""
+    sizes = _sizes("batch", "seq") if sizes is None else sizes
+    sequence = S(1, Layout.contiguous(_size(sizes, "seq"), 4))
+    flat = S(0, Layout.of([(_size(sizes, "seq"), 1)], 4, rep=_size(sizes, "batch")))
+    shifted = S(1, Layout.contiguous(_size(sizes, "seq - 1"), 4))
+    return Plan(
+        t=4,
+        sequence_parallel=True,
+        params={"qkv.weight": S(0, Layout.of([(25, 64)] * 3, 4)), "norm.weight": I},
+        ops={
+            "linear": OpChoice((R, S(0, Layout.contiguous(8, 4))), P, "k", "mlp.down", "a note"),
+            "add": OpChoice((sequence, flat), sequence, "t", ""),
+            "slice_1": OpChoice((R,), shifted, "t", ""),
+        },
+        conversions={"linear": (Conversion(P, sequence), Conversion(sequence, R))},
+        removals=[Removal("linear", "mlp.down", 3, "the batch is not sharded")],
+        replicated={"norm.weight": "the norm runs over the dim"},
+        cost_us=12.5,
+        hardware="h100-nvlink",
+        workload={"batch": 1, "seq": 2048},
+        sizes=sizes,
+    )
+
+
+def test_text() -> None:
+    static = Plan(
+        t=2,
+        params={"w": S(0, Layout.of([(4, 8)] * 3, 2)), "b": I},
+        ops={"mm": OpChoice((R, S(0, Layout.contiguous(8, 2))), P, "k")},
+        conversions={"mm": (Conversion(P, I),)},
+        hardware="cpu",
+    )
+    assert str(static).splitlines() == [
+        "plan on tp=2, sequence_parallel=False, hardware cpu",
+        "  w                                                S0/3*(2x16)",
+        "  b                                                I",
+        "  mm                               R, S0 -> P  k  [P->I]",
+    ]
+
+
+def test_dynamic_cuts_are_shown_by_name() -> None:
+    line = next(line for line in str(_plan()).splitlines() if line.startswith("  add"))
+    assert line.split() == ["add", "S1,", "S0/batch*(seq)", "->", "S1", "t"]
+
+
+def test_json_round_trip_keeps_everything() -> None:
+    plan = _plan()
+    loaded = Plan.from_json(plan.to_json())
+    assert loaded.to_json() == plan.to_json()
+    assert loaded.params == plan.params
+    assert loaded.removals == plan.removals
+    assert (loaded.t, loaded.sequence_parallel, loaded.cost_us) == (4, True, 12.5)
+    assert loaded.conversions.keys() == plan.conversions.keys()
+
+
+def test_dynamic_sizes_are_written_by_name() -> None:
+    data = json.loads(_plan().to_json())
+    assert data["ops"]["add"]["ins"] == [["S1", 1, "seq", 1], ["S0", "batch", "seq", 1]]
+    assert data["ops"]["slice_1"]["out"] == ["S1", 1, "seq - 1", 1]
+
+
+def test_a_plan_binds_to_the_sizes_of_another_capture() -> None:
+    other = _sizes("seq", "batch")  # other symbols, other primes
+    _size(other, "batch*seq")
+    bound = _plan().bind(other)
+    cut = bound.ops["add"].out.cut
+    assert other.text(cut.size) == "seq"
+    assert cut.size == _size(other, "seq")
+    assert bound.ops["add"].ins[1] == S(0, Layout.of([(_size(other, "seq"), 1)], 4, rep=_size(other, "batch")))
+    assert other.text(bound.ops["slice_1"].out.cut.size) == "seq-1"
+    assert bound.sizes is other
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    plan = _plan()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").diff(plan) == ""
+
+
+def test_diff_shows_what_changed_and_only_that() -> None:
+    plan, other = _plan(), _plan()
+    assert plan.diff(other) == ""
+    other.params["norm.weight"] = S(0, Layout.contiguous(8, 4))
+    changed = [line for line in plan.diff(other).splitlines() if line[0] in "+-" and line[:3] not in ("---", "+++")]
+    assert [line.split() for line in changed] == [["-", "norm.weight", "I"], ["+", "norm.weight", "S0"]]
+
+
+@pytest.mark.parametrize("change", ["ops", "conversions", "t"])
+def test_diff_sees_every_kind_of_change(change: str) -> None:
+    plan, other = _plan(), _plan()
+    if change == "ops":
+        other.ops["linear"] = OpChoice((R, R), R)
+    elif change == "conversions":
+        other.conversions = {}
+    else:
+        other.t = 2
+    assert plan.diff(other)
+
+
+def test_diff_sees_another_cut_of_the_same_dim() -> None:
+    plan, other = _plan(), _plan()
+    plan.params["w"], other.params["w"] = (S(0, Layout.of([b], 4)) for b in ((25, 64), (50, 32)))
+    assert [line.split()[-1] for line in plan.diff(other).splitlines()[-2:]] == ["S0/25x64", "S0/50x32"]
+
+
+def test_an_unknown_parameter_is_an_error_with_advice() -> None:
+    with pytest.raises(PlanError) as raised:
+        _plan().placement_of("qkv.weigth")
+    assert str(raised.value) == "the plan has no parameter 'qkv.weigth'\n  fix: did you mean qkv.weight?"
+    found: Placement = _plan().placement_of("norm.weight")
+    assert found == I
+
+
+def test_another_format_is_refused() -> None:
+    text = _plan().to_json().replace('"format": 1', '"format": 99')
+    with pytest.raises(PlanError, match="plan format 99, expected 1"):
+        Plan.from_json(text)
+
+
+def _saved() -> tuple[Program, Planning, Plan]:
+    """A graph that is yet to be planned, and a plan of it as it comes from a file."""
+    fn = torch.ops.aten.linear
+    values = {"x": "f32[b k=8]", "w": "param f32[n=6 k=8]"}
+    _, found = small_plans.planned(lambda x, w: fn(x, w), {"linear": "S1, S1 -> P", "w": "S1"}, **values)
+    program, planning = small_plans.planned(lambda x, w: fn(x, w), {}, **values)
+    planning.plan, planning.given = None, Plan.from_json(found.solved.to_json())
+    return program, planning, planning.given
+
+
+def test_a_loaded_plan_is_applied() -> None:
+    program, planning, _ = _saved()
+    before = program.copy()
+    plan_sharding(program, planning)
+    assert insert_transitions(program, planning) == 2
+    assert_same(before, program)
+
+
+def _refusal(program: Program, planning: Planning) -> str:
+    with pytest.raises(PlanError) as raised:
+        plan_sharding(program, planning)
+        insert_transitions(program, planning)
+    return str(raised.value)
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
+    program, planning, given = _saved()
+    given.t = 4
+    assert _refusal(program, planning).startswith("the plan is for 4 ranks, not for 2")
+
+
+def test_a_plan_of_another_graph_is_refused() -> None:
+    program, planning, given = _saved()
+    given.ops["mm"] = given.ops.pop("linear")
+    del given.params["w"]
+    assert _refusal(program, planning).startswith(
+        "the plan is for another graph: it does not place 'linear' and 1 more"
+    )
+
+
+def test_an_edited_plan_must_follow_the_rules() -> None:
+    program, planning, given = _saved()
+    choice = given.ops["linear"]
+    given.ops["linear"] = OpChoice(choice.ins, I, choice.factor)
+    assert _refusal(program, planning).startswith(
+        "the plan places %linear (aten.linear.default) as S1, S1 -> I, which is no row of its sharding rule"
+    )
+
+
+def test_an_edited_plan_must_convert_what_it_uses() -> None:
+    program, planning, given = _saved()
+    given.conversions.pop("x")
+    assert _refusal(program, planning).startswith("the plan uses %x at S1, but it is I and nothing converts it")

@@ -1,0 +1,160 @@
+"""Sharded against whole, in the simulator, at fp64: what the equivalence tests share.
+
+`Case` captures a model once; `run(t, ...)` compiles a copy of the program for t ranks and simulates them; `reference` is plain
+autograd on the canonical graph in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zoo
+from torch import Tensor, fx, nn
+
+from megafx.capture.export import capture_call
+from megafx.checks.simulate import Logical, relative_error, run_logical
+from megafx.compiler.pipeline import Compiled, Request, compile_program, plan_only
+from megafx.config import Config
+from megafx.ir.interpret import bind_inputs
+from megafx.ir.program import VAL, Program, recompute_val
+from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.planner.hardware import Hardware
+from megafx.planner.plan import Plan
+
+RTOL = 1e-10
+GRADIENT_FLOOR = 1e-6  # of the norm of all gradients: below it a gradient is zero but for rounding
+SEED = 1234
+
+
+def promote_casts(program: Program) -> int:
+    """Casts to fp32 inside a model become casts to fp64, so that fp64 runs can be compared to 1e-10; those of fp64 go."""
+
+    def promoted(a: Any) -> Any:
+        return torch.float64 if a is torch.float32 else a
+
+    changed, stale = 0, set()  # stale: nodes whose dtype may have changed
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = fx.node.map_aggregate(node.args, promoted), fx.node.map_aggregate(dict(node.kwargs), promoted)
+        cast = (args, kwargs) != (node.args, dict(node.kwargs))
+        changed += cast
+        node.args, node.kwargs = args, kwargs
+        if cast or node in stale or stale.intersection(node.all_input_nodes):
+            stale.add(node)
+            recompute_val(program, node)
+            if node.target is torch.ops.aten.to.dtype and node.args[0].meta[VAL].dtype == node.meta[VAL].dtype:
+                stale.update(node.users)
+                node.replace_all_uses_with(node.args[0])  # no cast any more: patterns match without it
+                program.graph.erase_node(node)
+    return changed
+
+
+def values_of(program: Program, model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Logical values of the program's inputs by name."""
+    state = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    assert program.call is not None
+    user = iter(program.call.flatten((), call))
+    values: dict[str, Any] = {}
+    for spec in program.inputs:
+        if spec.kind in ("param", "buffer"):
+            values[spec.name] = state[spec.name].detach()
+        elif spec.kind == "user":
+            values[spec.name] = next(user)
+        elif spec.kind == "seed":
+            values[spec.name] = torch.tensor(SEED)
+    return values
+
+
+@dataclass
+class Case:
+    """One model, captured once. inputs(batch, seq): kwargs of a call."""
+
+    model: nn.Module
+    inputs: Any
+    program: Program
+
+    @staticmethod
+    def of(name: str, **options: Any) -> Case:
+        model, inputs = zoo.build(name, **options)
+        return Case(model, inputs, capture_call(model, (), inputs(2, 16)))
+
+    def compile(self, t: int, *, given: Plan | None = None, **config: Any) -> Compiled:
+        """The joint graph for t ranks."""
+        return compile_program(self.program.copy(), self._request(t, given, config))
+
+    def plan(self, t: int, **config: Any) -> Plan:
+        """The plan of `compile`, without a joint graph."""
+        return plan_only(self.program.copy(), self._request(t, None, config))
+
+    @staticmethod
+    def _request(t: int, given: Plan | None, config: dict[str, Any]) -> Request:
+        return Request(
+            Config(passes=(("after canonicalize", promote_casts),), **config),
+            t,
+            Hardware.load("h100-nvlink"),
+            {},
+            given,
+            lambda index, spec: spec.kind == "param",
+        )
+
+    def run(self, compiled: Compiled, inputs: Mapping[str, Any]) -> Logical:
+        return self.run_values(compiled, self.values(compiled.program, inputs))
+
+    def run_values(self, compiled: Compiled, values: Mapping[str, Any]) -> Logical:
+        return run_logical(compiled.program, values, compiled.plan.params, compiled.plan.t)
+
+    def values(self, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return values_of(program, self.model, inputs)
+
+    def reference(self, inputs: Mapping[str, Any]) -> Logical:
+        """Loss and gradients of the canonical graph under plain autograd (dropout must be off)."""
+        program = self.program.copy()
+        canonicalize(program)
+        promote_casts(program)
+        outputs = fx.Interpreter(program.gm).run(*bind_inputs(program, self.model, (), inputs))
+        named = {o.name: v for o, v in zip(program.outputs, outputs, strict=True) if o.kind == "user"}
+        self.model.zero_grad()
+        named[loss_name(program)].backward()
+        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        return Logical({n: v.detach() for n, v in named.items()}, gradients)
+
+
+def loss_name(program: Program) -> str:
+    return next(o.name for o in program.outputs if o.loss)
+
+
+def errors(found: Logical, wanted: Logical) -> dict[str, float]:
+    """Relative error of each output and gradient: ||a - b|| / max(||b||, eps * scale)."""
+    result = {
+        f"output {n}": _error(found.outputs[n], v, 0.0) for n, v in wanted.outputs.items() if isinstance(v, Tensor)
+    }
+    present = [g for g in wanted.gradients.values() if g is not None]
+    scale = sum(float(g.norm()) ** 2 for g in present) ** 0.5
+    for name, gradient in wanted.gradients.items():
+        if gradient is not None:
+            got = found.gradients[name]
+            result[name] = _error(torch.zeros_like(gradient) if got is None else got, gradient, scale)
+    return result
+
+
+def _error(a: Tensor, b: Tensor, scale: float) -> float:
+    return relative_error(a, b, max(GRADIENT_FLOOR * scale, 1e-300))
+
+
+def assert_equal(found: Logical, wanted: Logical, rtol: float = RTOL) -> None:
+    """Every output, the loss and every gradient within rtol; the message names the worst."""
+    off = errors(found, wanted)
+    assert off, "nothing was compared"
+    worst = max(off, key=lambda n: off[n])
+    assert off[worst] <= rtol, f"{worst} is off by {off[worst]:.1e}"
+
+
+def value_numel(node: fx.Node) -> int:
+    return int(node.meta[VAL].numel())

@@ -1,0 +1,130 @@
+"""Attention's Triton kernels against the reference in fp64; run by kernels/test_attention.py in a process of its own.
+
+python tests/support/triton_attention.py 0/8    # one in eight of the checks: on CUDA kernels take long to compile
+"""
+
+import itertools
+import math
+import sys
+import warnings
+
+import torch
+
+import megafx.kernels.attention.attention  # noqa: F401  registers the op
+from megafx.kernels.attention import (
+    attention_backward_triton,
+    attention_mask_triton,
+    attention_reference,
+    attention_triton,
+)
+from megafx.kernels.attention.attention_reference import Options
+from megafx.ops import collectives
+
+warnings.simplefilter("ignore")  # the interpreter's numpy: overflow in rows and columns that are out of bounds
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEED = torch.tensor(-(7 << 40) + 99, device=DEVICE)
+PART, PARTS = (int(n) for n in (sys.argv[1] if len(sys.argv) > 1 else "0/1").split("/"))
+COUNT = itertools.count()
+LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def check(
+    b, h, n, s, t, e, f, *, dtype=torch.float32, mask=None, causal=False, window=0, softcap=0.0, p=0.0, cut=None,
+    tma=True, turned=False, keys=None,
+):  # fmt: skip
+    """Results, row statistics and every gradient; the backward twice, bit for bit."""
+    if next(COUNT) % PARTS != PART:
+        return
+    shapes = (b, h, s, e), (b, n, t, e), (b, n, t, f), (b, h, s, f)
+    q, k, v, grad = (torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes)
+    if turned:  # heads inside, as projections make them
+        q, k, v, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, grad))
+    dim, layout = cut or (-1, ())
+    o = Options(e**-0.5, causal, window, softcap, p, 5, dim, layout, "tp")
+    mask = None if mask is None else mask.to(DEVICE)
+    keys = None if keys is None else keys.to(DEVICE)
+    wide = [x if x is None or x.dtype == torch.bool else x.double() for x in (q, k, v, mask, keys)]
+    tuning = {"TMA": tma}
+    out, lse = attention_triton.forward(q, k, v, mask, keys, SEED, o, **tuning)
+    wanted, statistics = attention_reference.forward(*wide, SEED, o)
+    backward = attention_backward_triton.backward
+    grads = [backward(grad, q, k, v, mask, keys, SEED, out, lse, o, tuning, tuning) for _ in range(2)]
+    if s == t and e == f:  # side by side, as the gradient of a fused projection
+        packed = torch.empty(b, s, h + 2 * n, e, dtype=dtype, device=DEVICE).transpose(1, 2)
+        backward(grad, q, k, v, mask, keys, SEED, out, lse, o, tuning, tuning, into=packed.split([h, n, n], 1))
+        assert torch.equal(packed, torch.cat(grads[0], 1))
+    found = [out, *grads[0]]
+    expected = [wanted, *attention_reference.backward(grad.double(), *wide, SEED, o)]
+    if mask is not None and mask.dtype != torch.bool:
+        found.append(attention_mask_triton.mask_backward(grad, q, k, v, mask, keys, SEED, out, lse, o))
+        expected.append(attention_reference.mask_backward(grad.double(), *wide, SEED, o))
+    case = (b, h, n, s, t, e, f, dtype, causal, window, softcap, p, cut, tma)
+    for name, a, w in zip(("out", "dq", "dk", "dv", "dmask"), found, expected, strict=False):
+        error = float((a.double() - w).norm() / w.norm().clamp(min=1e-9))
+        assert error < LIMITS[dtype], (case, name, error)
+    seen = statistics.isfinite() & (statistics.abs() < 1e4)
+    assert torch.equal(lse.isfinite(), statistics.isfinite()), case
+    torch.testing.assert_close(lse[seen].double(), statistics[seen], rtol=1e-5, atol=1e-4)
+    assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True)), case
+    for separate in (False, True) if not window else (False,):  # dq from ds in memory; head by head
+        apart = backward(
+            grad,
+            q,
+            k,
+            v,
+            mask,
+            keys,
+            SEED,
+            out,
+            lse,
+            o,
+            tuning,
+            tuning,
+            workspace=1,
+            separate=separate,
+            by_product=tuning,
+        )
+        for name, a, w in zip(("dq", "dk", "dv"), apart, grads[0], strict=True):
+            error = float((a.double() - w.double()).norm() / w.double().norm().clamp(min=1e-9))
+            assert error < LIMITS[dtype], (case, name, separate, error)
+            assert name == "dq" or torch.equal(a, w), (case, name, separate)
+
+
+def main():
+    torch.manual_seed(0)
+    check(1, 2, 2, 70, 70, 16, 16)
+    check(1, 2, 1, 70, 90, 16, 16, causal=True, p=0.3)
+    check(1, 2, 1, 70, 90, 16, 16, causal=True, p=0.3, tma=False, turned=True)
+    check(2, 1, 1, 70, 130, 16, 32, mask=torch.rand(2, 130) < 0.7, p=0.3, causal=True)
+    hidden = torch.rand(1, 2, 70, 70) < 0.7
+    hidden[:, :, 3] = False
+    check(1, 2, 1, 70, 70, 16, 16, mask=hidden, softcap=3.0)
+    check(1, 1, 1, 130, 130, 12, 16, window=20, causal=True, softcap=3.0)
+    check(1, 1, 1, 70, 130, 16, 16, window=20, p=0.5)
+    bias = torch.randn(1, 1, 70, 70)
+    bias[0, 0, 4] = torch.finfo(torch.float32).min
+    bias[0, 0, 5] = -math.inf
+    check(2, 2, 1, 70, 70, 16, 16, mask=bias, dtype=torch.float16)
+    check(1, 2, 2, 70, 70, 16, 16, mask=torch.randn(1, 2, 70, 70), causal=True, p=0.2)
+    check(2, 1, 1, 65, 70, 16, 16, mask=torch.randn(2, 70))
+    dark = torch.full((2, 70), 0.5)
+    dark[0, 40:] = dark[1, 1:] = torch.finfo(torch.float32).min  # hides some keys
+    seen = torch.rand(2, 130) < 0.7
+    check(2, 4, 2, 70, 70, 16, 16, mask=torch.randn(1, 4, 70, 70), keys=dark, p=0.3)
+    dark[1] = torch.finfo(torch.float32).min  # all of one element: uniform weights, whose statistic is good to 5e-4
+    check(2, 4, 2, 70, 70, 16, 16, mask=torch.randn(1, 4, 70, 70), keys=dark, dtype=torch.float16)
+    check(2, 2, 2, 65, 130, 16, 16, mask=torch.randn(1, 2, 1, 130), keys=seen, causal=True, tma=False, turned=True)
+    check(2, 2, 1, 65, 130, 16, 16, mask=torch.rand(65, 130)[None, None] < 0.7, keys=dark[:, :1] * 0, softcap=3.0)
+    for dim, layout in ((1, (2, 2, 1)), (2, (1, 130, 1)), (0, (1, 3, 1))):  # a rank's part of a larger call
+        with collectives.on_mesh({"tp": collectives.AxisContext(1, 2, "")}):
+            b, h, s = (2, 2, 65)
+            check(b, h, 2, s, 70, 16, 16, p=0.4, causal=True, cut=(dim, layout))
+    if DEVICE == "cuda":
+        for width in (16, 32, 64, 80, 96, 128, 192, 256):
+            check(2, 4, 2, 300, 200, width, width, dtype=torch.bfloat16, causal=True, p=0.1, turned=True)
+        check(2, 2, 2, 200, 300, 256, 256, p=0.1, causal=True)
+    print("all right")
+
+
+if __name__ == "__main__":
+    main()
