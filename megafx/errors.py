@@ -70,3 +70,12 @@ class LostRankError(MegafxError, RuntimeError):
 
 class NumericError(MegafxError, ArithmeticError):
     """A loss or a gradient is not finite."""
+
+
+def or_leave_eager(fix: str, module: str | None) -> str:
+    """`fix`, and the other way out for code that depends on data."""
+    if not module:
+        return fix
+    return (
+        f'{fix}; or leave the module out of the graph, if it holds few parameters: Config(eager_modules=["{module}"])'
+    )

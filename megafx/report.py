@@ -23,8 +23,8 @@ from torch import fx
 
 from megafx.analysis.communication import Communication
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
-from megafx.ops.collectives import DATA_AXES
 from megafx.ops.owners import OF_RANK
+from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, payload, transition
 from megafx.planner.context import Planning
 from megafx.planner.cost import collective_seconds

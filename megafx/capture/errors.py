@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megafx.errors import CaptureError, SourceLine
+from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import is_user_file
 
 _BRANCH = (
@@ -42,15 +42,6 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     if (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT):
         fix = or_leave_eager(fix, module)
     return CaptureError(found, fix=fix, module=module, source=source)
-
-
-def or_leave_eager(fix: str, module: str | None) -> str:
-    """`fix`, and the other way out for code that depends on data."""
-    if not module:
-        return fix
-    return (
-        f'{fix}; or leave the module out of the graph, if it holds few parameters: Config(eager_modules=["{module}"])'
-    )
 
 
 def unsupported_leaf(name: str, value: Any) -> CaptureError:

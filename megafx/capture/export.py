@@ -36,7 +36,7 @@ from megafx.capture.errors import translate, unsupported_leaf
 from megafx.capture.expert_loops import Hits
 from megafx.capture.functions import own_gradients
 from megafx.capture.huggingface import part_group, sequence_group
-from megafx.capture.prepare import conversions_refused, fake_like, prepared, target_device
+from megafx.capture.prepare import conversions_refused, fake_like, prepared, target_device, without_hooks
 from megafx.capture.program import ROOT, drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, call_tree, leaf_name, violated
@@ -45,7 +45,6 @@ from megafx.ir.nodes import ambient_autocast, no_autocast
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.sizes import Sizes
 from megafx.ir.source_lines import current_user_line
-from megafx.runtime.guards import without_hooks
 
 # -- capture conditions
 #

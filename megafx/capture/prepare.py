@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -215,3 +216,17 @@ def _refused(module: str, name: str, before: Tensor, after: Tensor) -> CaptureEr
         source=current_user_line(),
         fix=f'convert it before: model.get_submodule("{module}").to({made})',
     )
+
+
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Within, calls of the module run none of its own hooks."""
+    tables = {name: vars(module)[name] for name in HOOK_TABLES}
+    vars(module).update({name: OrderedDict() for name in tables})
+    try:
+        yield
+    finally:
+        vars(module).update(tables)

@@ -19,8 +19,8 @@ from megafx.analysis.overlap import is_region_gather
 from megafx.checks.simulate import TOLERANCE, Logical, local_inputs, logical_of, relative_error, run_logical, simulate
 from megafx.errors import MegafxError, PlacementError
 from megafx.ir.program import PLACEMENT, VAL, Input, Phase, Program
-from megafx.ops.collectives import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, AxisContext, on_mesh
-from megafx.placements.data_axis import DataAxis
+from megafx.ops.axes import AxisContext, on_mesh
+from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
 from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import I, Placement, dual, nested
 

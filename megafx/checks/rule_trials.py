@@ -28,7 +28,7 @@ from megafx.checks.rule_samples import Sample, T
 from megafx.ir.nodes import positions
 from megafx.ir.program import VAL
 from megafx.ir.sizes import Sizes
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import local_offset
 from megafx.rules.candidates import find_candidates
@@ -253,7 +253,7 @@ class Trial:
         return results
 
     def on_rank(self, rank: int) -> AbstractContextManager[None]:
-        return collectives.on_mesh({"tp": collectives.AxisContext(rank, self.t, "check_rules")})
+        return axes.on_mesh({"tp": axes.AxisContext(rank, self.t, "check_rules")})
 
     def local_shape(self, k: int, out: Placement | None) -> list[int]:
         shape = list(self.outputs[k].shape)

@@ -3,7 +3,7 @@
     simulate(program, [inputs of rank 0, inputs of rank 1, ..]) -> [outputs of rank 0, outputs of rank 1, ..]
     simulate(program, inputs, mesh={"dp": 2, "tp": 3})             ranks in row-major order: the last axis varies fastest
 
-Ops run rank by rank (as that rank: collectives.on_mesh); a transition or a collective sees the values of all ranks at once,
+Ops run rank by rank (as that rank: axes.on_mesh); a transition or a collective sees the values of all ranks at once,
 by definitions that share nothing with the code that runs on real ranks (`stacking`): transitions are put together and cut by
 placements.Layout.pieces. What a joint graph computes is what its nodes say, so a wrong backward shows.
 
@@ -25,12 +25,14 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+import megafx.ops.collectives
 import megafx.ops.gather_region
 import megafx.ops.owners  # noqa: F401  registers the ops
 from megafx.errors import PlacementError, SourceLine
 from megafx.ir.program import PLACEMENT, VAL, Program, fqn_of, source_of
 from megafx.ir.sizes import symbol_sources
-from megafx.ops.collectives import BATCH_AXIS, COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, AxisContext, on_mesh
+from megafx.ops.axes import AxisContext, on_mesh
+from megafx.placements.data_axis import BATCH_AXIS, COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS
 from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import I, Placement, dual
 

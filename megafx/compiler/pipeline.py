@@ -27,7 +27,7 @@ from megafx.config import Config
 from megafx.debugging import current
 from megafx.errors import PlacementError
 from megafx.ir.program import RECOMPUTE, VAL, Input, Note, Phase, Program, is_floating
-from megafx.ops.collectives import AxisContext, on_mesh
+from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.backward.accumulate_products import accumulate_products
 from megafx.passes.backward.build_joint_graph import build_joint_graph
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megafx.config import Config
 from megafx.distributed.failures import wait_at_exit
 from megafx.errors import AgreementError
-from megafx.ops.collectives import BATCH_AXIS, COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, AxisContext
-from megafx.placements.data_axis import DDP, DataAxis
+from megafx.ops.axes import AxisContext
+from megafx.placements.data_axis import BATCH_AXIS, COPY_AXIS, DDP, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
 
 
 @dataclass(frozen=True)

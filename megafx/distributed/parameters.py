@@ -239,3 +239,11 @@ def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:
     mesh = param._spec.mesh
     local = shard_tensor(full.to(param.dtype), placement_of(param), mesh.get_local_rank(), mesh.size())
     return wrap(local, param._spec)
+
+
+RUNTIME = "_megafx_runtime"  # the attribute of a parallelized model that is its runtime
+
+
+def runtime_of(model: nn.Module) -> Any:
+    """The runtime of a parallelized model; None of any other."""
+    return vars(model).get(RUNTIME)

@@ -24,8 +24,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megafx.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from megafx.distributed.parameters import RUNTIME
 from megafx.errors import CheckpointError, UsageError
-from megafx.runtime.module import RUNTIME
 
 FOLDER = "megafx"  # in each checkpoint-<step>
 

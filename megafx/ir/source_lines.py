@@ -16,7 +16,7 @@ from megafx.errors import SourceLine
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 # Frames of the machinery, never of the user: torch, megafx's own wrappers, and transformers' decorators round `forward`.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_MEGAFX = os.path.dirname(__file__) + os.sep
+_MEGAFX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _WRAPPERS = ("torch/", _TORCH, _MEGAFX, "<")
 _WRAPPER_ENDS = (
     "transformers/utils/generic.py",

@@ -16,9 +16,7 @@ and cross entropy) must be executed:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,78 +24,10 @@ import torch.distributed._functional_collectives  # gives _c10d_functional its f
 from torch import Tensor
 
 from megafx.errors import UsageError
+from megafx.ops.axes import AxisContext, axis_context, axis_rank
 from megafx.placements.moves import Ops, is_identity, move, moved_shape
 
 c10d = torch.ops._c10d_functional
-
-# The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
-# and those that share a copy together with their tensor-parallel ranks. An op that draws for rows of the batch names its axis
-# as 'dp+tp'.
-TENSOR_AXIS = "tp"
-BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
-DATA_AXES = (BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS)
-
-
-@dataclass(frozen=True)
-class AxisContext:
-    """This process on one mesh axis. group_name: of the c10d process group; '' where no collective may run."""
-
-    rank: int
-    size: int
-    group_name: str = ""
-
-
-# Plain module state, not thread-local: autograd runs backward on threads of its own, and the caller enters `on_mesh` there.
-_entered: list[Mapping[str, AxisContext]] = []
-
-
-@contextmanager
-def on_mesh(axes: Mapping[str, AxisContext]) -> Iterator[None]:
-    """Run megafx ops as the given rank of each axis."""
-    _entered.append(axes)
-    try:
-        yield
-    finally:
-        _entered.pop()
-
-
-def axis_context(axis: str) -> AxisContext:
-    if not _entered or axis not in _entered[-1]:
-        raise UsageError(
-            f"a graph for mesh axis '{axis}' runs outside of the mesh",
-            fix="run it in `with megafx.ops.collectives.on_mesh({axis: AxisContext(rank, size, group_name)}):`",
-        )
-    return _entered[-1][axis]
-
-
-def with_batch(axis: str) -> str:
-    """The axis of a draw, for rows that are one rank's part of the batch."""
-    return f"{BATCH_AXIS}+{axis}"
-
-
-def with_axis(told: str, axis: str) -> str:
-    """The axis of a draw on another tensor-parallel axis, for the same rows."""
-    return with_batch(axis) if told.startswith(f"{BATCH_AXIS}+") else axis
-
-
-def batch_rank(axis: str) -> int:
-    """Which part of the batch a draw on this axis is for."""
-    return axis_context(BATCH_AXIS).rank if axis.startswith(f"{BATCH_AXIS}+") else 0
-
-
-def place_on(axis: str) -> tuple[int, ...] | None:
-    """(rank, size, part of the batch) on the axis of a draw; None outside of `on_mesh`."""
-    plain = axis.rpartition("+")[2]
-    context = _entered[-1].get(plain) if _entered else None
-    return None if context is None else (context.rank, context.size, batch_rank(axis))
-
-
-def axis_rank(axis: str) -> int:
-    return axis_context(axis.rpartition("+")[2]).rank
-
-
-def axis_size(axis: str) -> int:
-    return axis_context(axis.rpartition("+")[2]).size
 
 
 class _RankOps(Ops):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from megafx.ops.collectives import axis_context
+from megafx.ops.axes import axis_context
 
 ALIGNED = 128
 

@@ -11,7 +11,7 @@ could compute them. Only the owner does: on the others rank_only and rank_part a
 given, so that `bind_mesh` leaves the region out of their graphs. A region has no collective. Its values' gradients are zero
 on the other ranks, since they stem from gradients of rank_only; that is why the summands of the owner are all there are.
 
-They have no sharding rules: the planner has one strategy for each value of a region (`strategy_of_region`). With size=1
+They have no sharding rules: the planner has one strategy for each value of a region (passes/plan/plan_sharding.py). With size=1
 (graphs on global shapes, before `localize_shapes`) each is the identity.
 """
 
@@ -25,9 +25,7 @@ from torch import Tensor, fx
 
 from megafx.errors import UsageError
 from megafx.ir.program import Program
-from megafx.ops.collectives import axis_rank
-from megafx.placements.types import I, P, R, owned
-from megafx.rules.strategies import OpRule, Strategy
+from megafx.ops.axes import axis_rank
 
 Arguments = tuple[Any, ...]
 
@@ -86,11 +84,3 @@ def owners_of(program: Program) -> dict[fx.Node, int]:
 def _is_value(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return node.op == "call_function" and isinstance(value, (torch.Tensor, tuple, list))
-
-
-def strategy_of_region(rule: OpRule, owner: int) -> Strategy:
-    """The one strategy of an op of a region."""
-    if rule.node.target is OF_RANK:
-        return Strategy((owned(int(rule.node.meta["val"].shape[0]), owner),), R, EXPERT)
-    ins = tuple(R if o.active else I for o in rule.operands)
-    return Strategy(ins, P if rule.node.target is RANK_ONLY else R, EXPERT)

@@ -15,6 +15,17 @@ from dataclasses import dataclass
 
 from megafx.placements.types import Layout
 
+# The axes of data parallelism: all its ranks; those that share one copy of a sharded parameter; those that hold the same shard;
+# and those that share a copy together with their tensor-parallel ranks. An op that draws for rows of the batch names its axis
+# as 'dp+tp'.
+TENSOR_AXIS = "tp"
+
+
+BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
+
+
+DATA_AXES = (BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS)
+
 DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
 FORMS = (DDP, ZERO1, FSDP)
 

@@ -11,9 +11,12 @@ from torch import fx
 from megafx.config import Config
 from megafx.ir.program import PLACEMENT, VAL, Program
 from megafx.placements.types import I, Placement
-from megafx.planner.fusion_profile import FusionProfile
+from megafx.planner.fusion_profile import FusionProfile, mode_of
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
+from megafx.rewrite.driver import Declines
+from megafx.rewrite.match import Match
+from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.strategies import OpRule
 
 Accepts = frozenset[str | Placement]  # kinds ('S'), tags ('S1') or full placements
@@ -112,3 +115,29 @@ def price_workload(program: Program, config: Config) -> None:
 
 def placement_of(node: fx.Node) -> Placement | None:
     return node.meta.get(PLACEMENT)
+
+
+def declines(program: Program, planning: Planning) -> Declines | None:
+    """For `rewrite`: the reason why a match is left as it is, or ''; None where nothing was measured.
+
+    Judged at the workload that the planner prices: before planning that is the same on any number of ranks. Numbers do not
+    depend on what is chosen: a dropout that would draw other bits when fused is fused whatever was measured.
+    """
+    profile = planning.fusions
+    if profile is None:
+        return None
+    price_workload(program, planning.config)
+    mode = mode_of(planning.config.compile, planning.training)
+    redraw = {p.name for p in registered_patterns() if p.redraws}
+    redraw |= profile.needed_by(redraw)
+
+    def reason(match: Match) -> str:
+        if match.pattern.name in redraw and any(d.seed is not None for d in match.drops):
+            return ""
+        elements = program.sizes.workload(match.elements)
+        found = profile.slower(match.pattern.name, elements, mode)
+        if found is None:
+            return ""
+        return f"slower by measurement on {profile.device} ({found[0]:.4g} ms against {found[1]:.4g} ms, {mode})"
+
+    return reason

@@ -24,7 +24,7 @@ from megafx.ir.sizes import FIRST_PRIME, Sizes
 from megafx.placements.types import Layout
 from megafx.placements.views import map_view, slice_layout, wholes_of_part
 from megafx.rules.grammar import names
-from megafx.rules.strategies import OpRule, Template, factor_layouts, place, row
+from megafx.rules.strategies import OpRule, Strategy, Template, factor_layouts, place, row, rows
 
 Cut = tuple[int, Layout]
 
@@ -164,3 +164,8 @@ def _transfer(
             if placed is not None and placed.is_shard and (j, placed.dim, placed.cut) != (i, dim, layout):
                 implied[j, placed.dim, placed.cut] = None
     return layouts, tuple(implied)
+
+
+def strategies(rule: OpRule, candidates: Candidates, sizes: Sizes, t: int) -> list[Strategy]:
+    """Every legal row of a node's rule, for the layouts that `candidates` found for its factors."""
+    return list(rows(rule.template, candidates.layouts_of(rule.node), t))

@@ -32,7 +32,7 @@ from megafx.rules.families import FAMILIES, VIEWS, Arg, Call, Part, Row, Shape
 from megafx.rules.grammar import RuleError, bind, declared_rules, names, op_key, parse, registered_rule
 
 if TYPE_CHECKING:
-    from megafx.rules.candidates import Candidates
+    pass
 
 Entries = tuple[str | None, ...]
 
@@ -392,7 +392,7 @@ def row(template: Template, f: str, layout: Layout, t: int) -> Strategy | None:
 
 
 @lru_cache(maxsize=65536)
-def _rows(template: Template, layouts: tuple[tuple[str, Layout], ...], t: int) -> tuple[Strategy, ...]:
+def rows(template: Template, layouts: tuple[tuple[str, Layout], ...], t: int) -> tuple[Strategy, ...]:
     specs = template.operands
     rows = [
         Strategy(tuple(I for _ in specs), I),
@@ -410,8 +410,3 @@ def _rows(template: Template, layouts: tuple[tuple[str, Layout], ...], t: int) -
         if made is not None:
             rows.append(made)
     return tuple({(s.ins, s.out): s for s in reversed(rows)}.values())[::-1]
-
-
-def strategies(rule: OpRule, candidates: Candidates, sizes: Sizes, t: int) -> list[Strategy]:
-    """Every legal row of a node's rule, for the layouts that `candidates` found for its factors."""
-    return list(_rows(rule.template, candidates.layouts_of(rule.node), t))

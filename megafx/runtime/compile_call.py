@@ -21,7 +21,8 @@ from megafx.distributed.mesh import Meshes
 from megafx.errors import UsageError
 from megafx.ir import dump
 from megafx.ir.program import PLACEMENT, Program
-from megafx.ops.collectives import TENSOR_AXIS, AxisContext
+from megafx.ops.axes import AxisContext
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import I, Placement
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan

@@ -4,17 +4,16 @@ hold shards run graphs of their own; new hooks on them, and wrapping in DDP or `
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
 
+from megafx.capture.prepare import HOOK_TABLES
 from megafx.errors import UsageError
 
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DATA_PARALLEL = (
     "a parallelized model runs one flat graph, which has no submodule calls to hook: do not wrap it; data parallelism is "
     "Config(data_parallel_size=...) with data_parallel='ddp', 'zero1' or 'fsdp' (docs/data_parallel.md)"
@@ -102,17 +101,6 @@ class CopiedApart:
         )
 
 
-@contextlib.contextmanager
-def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Within, calls of the module run none of its own hooks."""
-    tables = {name: vars(module)[name] for name in _HOOK_TABLES}
-    vars(module).update({name: OrderedDict() for name in tables})
-    try:
-        yield
-    finally:
-        vars(module).update(tables)
-
-
 def guard_modules(
     model: nn.Module,
     open_now: Callable[[], bool],
@@ -129,10 +117,10 @@ def guard_modules(
     for fqn, module in model.named_modules():
         if any(f"{fqn}.".startswith(f"{name}.") for name in eager):
             continue
-        if any(vars(module).get(table) for table in _HOOK_TABLES) and fqn:
+        if any(vars(module).get(table) for table in HOOK_TABLES) and fqn:
             hooked.append(fqn)
         kind = HookTable if fqn else RootHooks
-        for table in _HOOK_TABLES:
+        for table in HOOK_TABLES:
             setattr(module, table, kind(fqn, open_now, vars(module).get(table, {})))
         if fqn and run is not None and _is_callable(module) and any(True for _ in module.parameters()):
             vars(module)["forward"] = DirectCall(fqn, module, open_now, run)
@@ -147,7 +135,7 @@ def _is_callable(module: nn.Module) -> bool:
 def remove_guards(model: nn.Module) -> None:
     """Plain hook tables and forwards again (for copies of the model)."""
     for module in model.modules():
-        for table in _HOOK_TABLES:
+        for table in HOOK_TABLES:
             setattr(module, table, OrderedDict(vars(module).get(table, {})))
         forward = vars(module).get("forward")
         if isinstance(forward, (DirectCall, CopiedApart)):

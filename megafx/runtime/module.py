@@ -26,6 +26,7 @@ import sys
 from typing import TYPE_CHECKING, cast
 
 from megafx.capture.huggingface import check_generation
+from megafx.distributed.parameters import RUNTIME
 from megafx.runtime.guards import data_parallel_error, remove_guards
 from megafx.weights.state import full_state_dict, prepare_loading
 
@@ -97,9 +98,6 @@ def no_upload(call: str) -> UsageError:
         fix="model.save_pretrained(folder) on every rank, then huggingface_hub.HfApi().upload_folder(folder_path=folder, "
         "repo_id=...) on one",
     )
-
-
-RUNTIME = "_megafx_runtime"
 
 
 class Parallel:

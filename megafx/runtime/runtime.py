@@ -24,6 +24,7 @@ from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.finite import check_finite
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import (
+    RUNTIME,
     Slot,
     parameter_slots,
     place_joined,
@@ -41,7 +42,7 @@ from megafx.runtime.bound_graph import BoundGraph, CompiledCall
 from megafx.runtime.guards import guard_modules
 from megafx.runtime.held_gradients import HeldGradients
 from megafx.runtime.keys import Call, KeyMaker, Normalizer, module_state, parameter_state
-from megafx.runtime.module import RUNTIME, announce, parallel_class
+from megafx.runtime.module import announce, parallel_class
 
 
 @dataclass(frozen=True)

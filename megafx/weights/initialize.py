@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from megafx.distributed import agreement
+from megafx.distributed.parameters import runtime_of
 from megafx.errors import MegafxError, UsageError
-from megafx.runtime.module import RUNTIME
 from megafx.weights.constructor_log import (
     Recorded,
     Ref,
@@ -63,7 +63,7 @@ def initialize(
 
     Collective over all ranks of the model. Raises UsageError, on every rank and before anything is changed.
     """
-    runtime = vars(model).get(RUNTIME)
+    runtime = runtime_of(model)
     group = None if runtime is None else runtime.everyone
     error: MegafxError | None = None
     if runtime is not None:
@@ -84,7 +84,7 @@ def initialize(
 
 def check_planned(model: nn.Module) -> None:
     """Raise where parameters on meta are not cut yet: giving them memory would take that of the whole model."""
-    runtime = vars(model).get(RUNTIME)
+    runtime = runtime_of(model)
     if runtime is None or runtime.mesh is None or runtime.params is not None:
         return
     if any(p.is_meta for p in model.parameters()):
@@ -185,7 +185,7 @@ def _is_bare(log: Recorded, number: Storage) -> bool:
 
 def _agree(model: nn.Module, log: Recorded) -> None:
     """Ranks that recorded the same steps, with the same seeds in them."""
-    runtime = vars(model).get(RUNTIME)
+    runtime = runtime_of(model)
     if runtime is not None and runtime.everyone is not None:
         seeds = b"".join(s.seeded.cpu().numpy().tobytes() for s in log.steps if s.seeded is not None)
         text = f"{[str(s.func) for s in log.steps]} {hashlib.blake2b(seeds).hexdigest()}"
@@ -194,7 +194,7 @@ def _agree(model: nn.Module, log: Recorded) -> None:
 
 
 def _hugging_face_factory(model: nn.Module) -> Factory:
-    runtime = vars(model).get(RUNTIME)
+    runtime = runtime_of(model)
     kind = type(model) if runtime is None else runtime.original
     if not (hasattr(kind, "from_pretrained") and hasattr(model, "config")):
         raise UsageError(

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megafx.distributed import agreement
+from megafx.distributed.parameters import runtime_of
 from megafx.errors import CheckpointError, MegafxError
-from megafx.runtime.module import RUNTIME
 from megafx.weights.files import Entry, SafetensorsFiles, listed, torch_dtype
 from megafx.weights.initialize import Factory, Rest, check_planned
 from megafx.weights.names import Sources, find_sources
@@ -39,7 +39,7 @@ def load_safetensors(
     all tensors that are missing, unexpected, of another shape or kind, and files that are truncated; UsageError where the
     model is not planned yet. Collective over all ranks of the model. Pickles are never read.
     """
-    runtime = vars(model).get(RUNTIME)
+    runtime = runtime_of(model)
     group = None if runtime is None else runtime.everyone
     error: MegafxError | None = None
     try:

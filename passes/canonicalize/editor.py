@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.capture.errors import or_leave_eager
-from megafx.errors import CaptureError
+from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Builder, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter, size_sources
 

@@ -13,8 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from megafx.capture.errors import or_leave_eager
-from megafx.errors import CaptureError
+from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.program import VAL, fqn_of, source_of
 from megafx.passes.canonicalize.editor import Editor
 

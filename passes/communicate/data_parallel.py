@@ -32,9 +32,8 @@ from megafx.analysis.layers import Layers
 from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import FQN, PHASE, PLACEMENT, SOURCE, VAL, Builder, Input, Phase, Program
 from megafx.ir.sizes import SizeEmitter
-from megafx.ops.collectives import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS
 from megafx.passes.communicate.emit import NodeOps
-from megafx.placements.data_axis import DataAxis, rows_of
+from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis, rows_of
 from megafx.placements.moves import move, to_stacked
 from megafx.placements.types import P, Placement
 

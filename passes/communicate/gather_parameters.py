@@ -35,9 +35,8 @@ from torch import fx
 from megafx.analysis.layers import Layers
 from megafx.ir.nodes import storage_of
 from megafx.ir.program import FQN, PHASE, PLACEMENT, RECOMPUTE, SOURCE, VAL, Builder, Phase, Program, fqn_of
-from megafx.ops.collectives import COPY_AXIS, SHARD_AXIS
 from megafx.ops.gather_region import starts
-from megafx.placements.data_axis import FSDP, DataAxis, rows_of
+from megafx.placements.data_axis import COPY_AXIS, FSDP, SHARD_AXIS, DataAxis, rows_of
 from megafx.placements.types import Placement
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED

@@ -32,7 +32,7 @@ from torch import fx
 from megafx.analysis.overlap import STARTS, is_product, is_region_gather, is_start, is_wait
 from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import PHASE, VAL, Phase, Program, ancestors
-from megafx.ops.collectives import DATA_AXES
+from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from megafx.planner.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
 from megafx.planner.hardware import Hardware

@@ -18,7 +18,7 @@ from torch import fx
 from megafx.ir.contracts import fail
 from megafx.ir.program import VAL, Builder, Program
 from megafx.ir.sizes import SizeEmitter
-from megafx.ops.collectives import AxisContext
+from megafx.ops.axes import AxisContext
 from megafx.ops.owners import FOR_RANK, OF_RANK, OWNER_OPS, TO_RANK
 from megafx.placements.moves import same_sizes
 

@@ -28,9 +28,8 @@ from megafx.analysis.experts import ExpertList, expert_lists, refuse_between, re
 from megafx.errors import PlanError
 from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
-from megafx.ops.collectives import TENSOR_AXIS
 from megafx.ops.owners import FOR_RANK, OF_RANK, RANK_ONLY
-from megafx.placements.data_axis import DataAxis
+from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
 from megafx.placements.types import Owned, Placement
 from megafx.planner.context import Planning
 from megafx.planner.overrides import Overrides

@@ -16,9 +16,8 @@ from torch import fx
 from megafx import patterns  # noqa: F401  registers the patterns
 from megafx.errors import PlacementError
 from megafx.ir.program import PLACEMENT, Phase, Program
-from megafx.passes.fuse.fuse import declines
 from megafx.placements.types import Placement, R
-from megafx.planner.context import Planning
+from megafx.planner.context import Planning, declines
 from megafx.rewrite.driver import patterns_of, rewrite
 from megafx.rewrite.pattern import registered_patterns
 from megafx.rewrite.replace import Respell

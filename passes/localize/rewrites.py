@@ -13,7 +13,7 @@ from torch import fx
 
 from megafx.ir.nodes import drawn, redraw
 from megafx.ir.program import get_at, set_at
-from megafx.ops.collectives import with_axis
+from megafx.ops.axes import with_axis
 from megafx.passes.localize.editor import Family, Localizer, replace
 from megafx.placements.types import P
 from megafx.placements.views import local_offset

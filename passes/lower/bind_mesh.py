@@ -4,7 +4,7 @@ Before:  %1 = all_reduce(%0, 'sum', 'tp')   %2 = rank_select(%1, 'tp')    %3 = r
 After:   %1 = all_reduce(%0, 'sum', '7')    %2 = select.int(%1, 0, 1)     %3 = zeros_like(%2)
 What other ranks compute goes (`drop_regions`).
 Legal because: the ops' definitions with the rank filled in. Works on a copy: the program stays that of all ranks. Inductor
-then sees plain ATen. Dropout and cross entropy keep their axis; they ask `collectives.axis_rank` when they run.
+then sees plain ATen. Dropout and cross entropy keep their axis; they ask `axes.axis_rank` when they run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 
 from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import MADE_BY, VAL, Builder, Phase, Program
-from megafx.ops.collectives import AxisContext
+from megafx.ops.axes import AxisContext
 from megafx.passes.experts.drop_regions import drop_regions
 from megafx.placements.moves import same_sizes
 

@@ -31,7 +31,8 @@ from megafx.errors import PlanError
 from megafx.ir.nodes import drawn, draws, redraw
 from megafx.ir.program import VAL, Batch, Builder, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter, Sizes
-from megafx.ops.collectives import BATCH_AXIS, with_batch
+from megafx.ops.axes import with_batch
+from megafx.placements.data_axis import BATCH_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
 

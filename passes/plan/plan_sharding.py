@@ -18,8 +18,8 @@ from torch import fx
 from megafx.debugging import current, say
 from megafx.errors import PlanError
 from megafx.ir.program import VAL, Phase, Program, active_nodes, fqn_of, number_nodes, source_of
-from megafx.ops.owners import OF_RANK, owners_of, strategy_of_region
-from megafx.placements.types import I, P, owned
+from megafx.ops.owners import EXPERT, OF_RANK, RANK_ONLY, owners_of
+from megafx.placements.types import I, P, R, owned
 from megafx.planner.alternatives import alternatives
 from megafx.planner.context import Planning, accepted_outputs, price_workload
 from megafx.planner.overrides import Overrides
@@ -27,8 +27,8 @@ from megafx.planner.plan import Plan
 from megafx.planner.policy import Policy
 from megafx.planner.problem import Problem, Use, Workload, removals, shard_candidates, storage
 from megafx.planner.solver import LARGEST, InfeasibleError, Solution, TooWideError, solve
-from megafx.rules.candidates import find_candidates
-from megafx.rules.strategies import OpRule, Strategy, rule_for, strategies
+from megafx.rules.candidates import find_candidates, strategies
+from megafx.rules.strategies import OpRule, Strategy, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
 
@@ -165,7 +165,7 @@ def _strategies(rule: OpRule, candidates: Any, program: Program, planning: Plann
     if planning.t == 1:
         return [Strategy((I,) * len(rule.operands), I, "", "")]
     if rule.node in planning.owners:
-        return [strategy_of_region(rule, planning.owners[rule.node])]
+        return [_strategy_of_region(rule, planning.owners[rule.node])]
     return strategies(rule, candidates, program.sizes, planning.t)
 
 
@@ -228,3 +228,11 @@ def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:
 def _used(problem: Problem, use: Use) -> fx.Node:
     """The value that this use reads."""
     return problem.rules[use.consumer].operands[use.index].node
+
+
+def _strategy_of_region(rule: OpRule, owner: int) -> Strategy:
+    """The one strategy of an op of a region."""
+    if rule.node.target is OF_RANK:
+        return Strategy((owned(int(rule.node.meta["val"].shape[0]), owner),), R, EXPERT)
+    ins = tuple(R if o.active else I for o in rule.operands)
+    return Strategy(ins, P if rule.node.target is RANK_ONLY else R, EXPERT)

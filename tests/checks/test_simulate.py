@@ -12,7 +12,7 @@ from torch import fx
 from megafx.checks.simulate import first_divergence, local_inputs, relative_error, replica_error, run_logical, simulate
 from megafx.errors import PlacementError, UsageError
 from megafx.ir.program import PLACEMENT, Phase, Program
-from megafx.ops.collectives import axis_rank
+from megafx.ops.axes import axis_rank
 from megafx.placements.types import I, Layout, P, S
 from megafx.testing import assert_same, expect, graph, run_pass, transition, with_backward
 

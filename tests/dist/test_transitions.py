@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafx.ops.collectives import AxisContext, on_mesh
+from megafx.ops.axes import AxisContext, on_mesh
 from megafx.distributed.failures import wait_at_exit
 from megafx.ir.program import Program
 from megafx.placements.types import TRANSITIONS, Layout, Placement, S, dual

@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from megafx.errors import PlacementError, UsageError
 from megafx.ir.program import Program
-from megafx.ops import collectives
-from megafx.ops.collectives import AxisContext, on_mesh
+from megafx.ops import axes, collectives
+from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import TRANSITIONS, Layout
 from megafx.testing import graph, run_logically, run_pass, transition, with_backward
@@ -227,8 +227,8 @@ def test_meshes_nest_and_are_seen_by_other_threads() -> None:
     seen = []
     with on_mesh({"tp": AxisContext(0, 2)}):
         with on_mesh({"tp": AxisContext(1, 2)}):
-            thread = threading.Thread(target=lambda: seen.append(collectives.axis_rank("tp")))
+            thread = threading.Thread(target=lambda: seen.append(axes.axis_rank("tp")))
             thread.start()
             thread.join()
-        assert seen == [1] and collectives.axis_rank("tp") == 0
-        assert collectives.axis_size("tp") == 2
+        assert seen == [1] and axes.axis_rank("tp") == 0
+        assert axes.axis_size("tp") == 2

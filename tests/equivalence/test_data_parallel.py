@@ -16,8 +16,7 @@ from megafx.analysis.communication import communication
 from megafx.analysis.overlap import is_product, is_start, is_wait
 from megafx.checks.simulate import Logical
 from megafx.ir.program import PHASE, VAL
-from megafx.ops.collectives import BATCH_AXIS
-from megafx.placements.data_axis import DataAxis
+from megafx.placements.data_axis import BATCH_AXIS, DataAxis
 from megafx.placements.types import ALL_REDUCE, payload
 
 RTOL = 1e-10

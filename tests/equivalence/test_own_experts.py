@@ -25,7 +25,7 @@ import megafx
 from megafx.compiler.pipeline import Compiled, Request, compile_program
 from megafx.errors import MegafxError, PlacementError, PlanError
 from megafx.ir.program import Input, Phase, Program
-from megafx.ops.collectives import AxisContext
+from megafx.ops.axes import AxisContext
 from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.passes.experts.drop_regions import drop_regions
 from megafx.passes.experts.own_experts import own_experts

@@ -22,9 +22,8 @@ from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical, simulate
 from megafx.compiler.pipeline import Compiled
 from megafx.ir.program import VAL
-from megafx.ops.collectives import COPY_AXIS, REPLICA_AXIS, SHARD_AXIS
 from megafx.passes.lower.partition import partition
-from megafx.placements.data_axis import DataAxis
+from megafx.placements.data_axis import COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, DataAxis
 from megafx.placements.slices import shard_slices
 from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, I, Layout, Nested, S, nested, payload

@@ -58,5 +58,5 @@ def test_only_rank_0_reports(monkeypatch):
 
 
 def test_every_flag_is_documented():
-    doc = sys.modules["megafx.debug"].__doc__
+    doc = sys.modules["megafx.debugging"].__doc__
     assert set(re.findall(r"MEGAFX_[A-Z_]+", doc)) == {flag.variable for flag in FLAGS}

@@ -1,4 +1,4 @@
-"""Covers: who may import whom. Imports go strictly downward between the packages of LAYERS, imports for type checkers included."""
+"""Covers: who may import whom. Imports, those for type checkers too, go strictly downward between the packages of LAYERS."""
 
 import ast
 import subprocess

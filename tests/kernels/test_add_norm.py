@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton_process import assert_same_values
 
 import megafx.kernels.norm.add_norm  # noqa: F401  registers the ops
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import Layout
 
 ops = torch.ops.megafx
@@ -92,7 +92,7 @@ def test_shards_of_rows_are_slices_of_the_whole(t, flat):
         for v, own in zip((x, residual), local, strict=True):
             for start, at, length in layout.pieces(rank, t):
                 own.narrow(1, at, length).copy_(v.narrow(1, start, length))
-        with collectives.on_mesh({"tp": collectives.AxisContext(rank, t, "")}):
+        with axes.on_mesh({"tp": axes.AxisContext(rank, t, "")}):
             part = fused("rms", local[0], None, local[1], weight, None, (*DRAWN[:3], 1, flat, "tp"))
         for start, at, length in layout.pieces(rank, t):
             for ours, theirs in zip(part, whole, strict=True):
@@ -153,7 +153,7 @@ check((5, 40), 0.3)
 check((3, 37), 0.3)
 check((2, 3, 16), 0.0, full=False)
 check((4, 24), 0.3, branch=torch.bfloat16)
-with collectives.on_mesh({"tp": collectives.AxisContext(1, 3, "")}):
+with axes.on_mesh({"tp": axes.AxisContext(1, 3, "")}):
     for layout in ((1, 8, 1), (1, 3, 1, 5, 1)):  # one run of rows, several
         check((2, Layout.from_flat(layout).local_size(3), 16), 0.3, 1, layout)
 Shape = norms_triton.Shape

@@ -13,7 +13,7 @@ from triton_process import run_script
 import megafx.kernels.attention.attention  # noqa: F401  registers the op
 from megafx.kernels.attention.attention_reference import keep_mask, subkey
 from megafx.kernels.common import philox
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import Layout
 
 attention = torch.ops.megafx.attention
@@ -146,7 +146,7 @@ def test_shards_draw_their_slice(dim, flat, t):
     whole = run(q.clone(), k, v, grad, WHOLE)
     for rank in range(t):
         cut = lambda x: _cut(x, dim, layout, rank, t)  # noqa: B023, E731
-        with collectives.on_mesh({"tp": collectives.AxisContext(rank, t, "")}):
+        with axes.on_mesh({"tp": axes.AxisContext(rank, t, "")}):
             given = (cut(q), k if dim == 2 else cut(k), v if dim == 2 else cut(v), cut(grad))
             local = run(*given, (dim, list(flat), "tp"))
         for a, b in zip(local, whole, strict=True):
@@ -170,7 +170,7 @@ def test_shared_kv_heads_under_cut_query_heads():
     options = (None, None, SEED, 0.4, True, 0, 0.0, 0.4, 3)
     whole = attention(q, k, v, *options, *WHOLE)
     for rank in range(4):
-        with collectives.on_mesh({"tp": collectives.AxisContext(rank, 4, "")}):
+        with axes.on_mesh({"tp": axes.AxisContext(rank, 4, "")}):
             local = attention(q[:, [rank, 4 + rank]], k, v, *options, 1, [2, 4, 1], "tp")
         torch.testing.assert_close(local, whole[:, [rank, 4 + rank]])
 

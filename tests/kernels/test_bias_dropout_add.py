@@ -7,7 +7,7 @@ from triton_process import assert_same_values
 
 import megafx.kernels.dropout.bias_dropout_add
 import megafx.kernels.dropout.dropout  # noqa: F401  registers the ops
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import Layout
 
 ops = torch.ops.megafx
@@ -21,7 +21,7 @@ def bda(x, bias, residual, p=0.3, op_id=5, where=WHOLE):
 
 
 def on_rank(rank, t):
-    return collectives.on_mesh({"tp": collectives.AxisContext(rank, t, "")})
+    return axes.on_mesh({"tp": axes.AxisContext(rank, t, "")})
 
 
 def randn(*shape, dtype=torch.float64):
@@ -180,7 +180,7 @@ for dtype in (torch.float32, torch.bfloat16):
         x, r, g, b = *(torch.randn(shape).to(dtype) for _ in range(3)), torch.randn(shape[-1]).to(dtype)
         for p in (0.0, 0.3, 1.0):
             drawing = (seed, p, 5, dim, layout, "tp")
-            with collectives.on_mesh({"tp": collectives.AxisContext(1, 3, "")}):
+            with axes.on_mesh({"tp": axes.AxisContext(1, 3, "")}):
                 for bias in (None, b):
                     same("bias_dropout_add", x, bias, r, *drawing)
                 same("dropout_add_backward", g, dtype, *drawing)

@@ -8,7 +8,7 @@ from triton_process import assert_same_values
 
 import megafx.kernels.loss.cross_entropy  # noqa: F401  registers the ops
 import megafx.kernels.loss.cross_entropy_reference as module
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import Layout, Piece
 
 ops = torch.ops.megafx
@@ -16,7 +16,7 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-13}
 
 
 def on_rank(rank, t):
-    return collectives.on_mesh({"tp": collectives.AxisContext(rank, t, "")})
+    return axes.on_mesh({"tp": axes.AxisContext(rank, t, "")})
 
 
 def case(tokens, classes, dtype=torch.float64, spread=3.0, ignore_index=-100, ignored=2):

@@ -10,7 +10,7 @@ from triton_process import assert_same_values
 import megafx.kernels.dropout.dropout as module
 from megafx.kernels.common import philox
 from megafx.kernels.common.runs import Run
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import Layout
 
 dropout = torch.ops.megafx.dropout
@@ -25,7 +25,7 @@ def kept(shape, p, seed=SEED, op_id=0):
 
 
 def on_rank(rank, t):
-    return collectives.on_mesh({"tp": collectives.AxisContext(rank, t, "")})
+    return axes.on_mesh({"tp": axes.AxisContext(rank, t, "")})
 
 
 def cut(x, dim, layout, rank, t, pad=7.0):

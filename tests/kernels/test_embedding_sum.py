@@ -7,7 +7,7 @@ import triton_process
 
 import megafx.kernels.dropout.dropout
 import megafx.kernels.dropout.embedding_sum  # noqa: F401  registers the ops
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import Layout
 
 ops = torch.ops.megafx
@@ -96,7 +96,7 @@ def test_shards_draw_slices_of_the_whole(dim, t):
         if start >= end:
             continue
         one = table if dim == 0 else cut(table, dim, start, size)
-        with collectives.on_mesh({"tp": collectives.AxisContext(rank, t, "")}):
+        with axes.on_mesh({"tp": axes.AxisContext(rank, t, "")}):
             part = (cut(x, dim, start, size), one)
             y = fused((part[0], None, part[1], None, None, None), (-1, -1, -1), 0.3, (dim, list(layout.flat()), "tp"))
             found.append((y, *torch.autograd.grad(y, (x, table), cut(grad, dim, start, size))))
@@ -168,7 +168,7 @@ for B, S, H, dtype in SHAPES:
             same([triton.embedding_sum(*args)], [reference.embedding_sum_reference(*args)])
     for dim in (0, 1, 2):
         layout = Layout.contiguous(2 * (B, S, H)[dim] - 1, 2)
-        with collectives.on_mesh({"tp": collectives.AxisContext(1, 2, "")}):
+        with axes.on_mesh({"tp": axes.AxisContext(1, 2, "")}):
             drawing = (seed, 0.3, 5, dim, list(layout.flat()), "tp")
             args = (*map(place, (x, None, position, where, None, None)), [-1, -1, -1], *drawing)
             if B and layout.local_size(2) == (B, S, H)[dim]:

@@ -12,7 +12,7 @@ from triton_process import assert_same_values
 
 import megafx.kernels.attention.masked_softmax  # noqa: F401  registers the ops
 from megafx.checks.rules import check_rules
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import Layout
 
 ops = torch.ops.megafx
@@ -115,7 +115,7 @@ def test_shards_draw_the_bits_of_one_process(t, dim, n):
         for start, at, length in layout.pieces(rank, t):
             local.narrow(dim, at, length).copy_(x.detach().narrow(dim, start, length))
             grad.narrow(dim, at, length).copy_(g.narrow(dim, start, length))
-        with collectives.on_mesh({"tp": collectives.AxisContext(rank, t, "")}):
+        with axes.on_mesh({"tp": axes.AxisContext(rank, t, "")}):
             out = softmax(local.requires_grad_(), None, 0.5, True, 0, -INF, 0.4, shard=(dim, list(layout.flat())))
             (found,) = torch.autograd.grad(out, local, grad)
         for start, at, length in layout.pieces(rank, t):
@@ -198,7 +198,7 @@ def check(shape, mask, causal=False, window=0, fill=-INF, p=0.0, dtype=torch.flo
     how, tail = (0.7, causal, window, fill), (SEED, p, 5, *shard, "tp")
     eps = torch.finfo(dtype).eps
     there = None if mask is None else mask.to(device)
-    with collectives.on_mesh({"tp": collectives.AxisContext(1, 2, "")}):
+    with axes.on_mesh({"tp": axes.AxisContext(1, 2, "")}):
         y, stats = plain.forward_reference(x, mask, *how, *tail)
         found, _ = fast.forward(x.to(device), there, *how, *tail)
         close = dict(rtol=max(2 * eps, 2e-5), atol=soft, equal_nan=True)

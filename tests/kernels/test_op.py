@@ -19,7 +19,7 @@ from megafx.kernels.common import op as module
 from megafx.kernels.common.op import define_gradient, define_op, direct, launch, new_like
 from megafx.kernels.common.recording import Launch, Recording
 from megafx.kernels.common.replay import Replay
-from megafx.ops.collectives import AxisContext, on_mesh
+from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.lower.call_directly import FUNCTIONS, METHODS, call_directly
 
 triton = pytest.importorskip("triton")

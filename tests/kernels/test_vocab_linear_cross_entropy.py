@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import megafx.kernels.loss.logits_chunks as chunks
 import megafx.kernels.loss.vocab_linear_cross_entropy  # noqa: F401  registers the ops
-from megafx.ops.collectives import AxisContext, on_mesh
+from megafx.ops.axes import AxisContext, on_mesh
 from megafx.placements.types import Layout
 
 ops = torch.ops.megafx

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from megafx.ir.program import Builder, Program
-from megafx.ops.collectives import AxisContext
+from megafx.ops.axes import AxisContext
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.testing import expect, graph, run_pass, transition

@@ -6,11 +6,10 @@ import torch
 
 from megafx.checks.simulate import simulate
 from megafx.ir.program import FQN, RECOMPUTE, VAL, Program
-from megafx.ops.collectives import COPY_AXIS, SHARD_AXIS
 from megafx.passes.communicate.gather_parameters import gather_parameters, gathers
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import gather_what_is_read, start_next_region
-from megafx.placements.data_axis import DataAxis
+from megafx.placements.data_axis import COPY_AXIS, SHARD_AXIS, DataAxis
 from megafx.placements.types import I, Layout, S
 from megafx.testing import expect, graph
 

@@ -28,8 +28,7 @@ from megafx.planner.policy import (
     prefer,
     weight_values,
 )
-from megafx.rules.candidates import find_candidates
-from megafx.rules.strategies import strategies
+from megafx.rules.candidates import find_candidates, strategies
 from megafx.testing import graph
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megafx.ir.program import VAL
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import Layout
-from megafx.rules.candidates import Candidates, find_candidates
-from megafx.rules.strategies import OpRule, rule_of, strategies
+from megafx.rules.candidates import Candidates, find_candidates, strategies
+from megafx.rules.strategies import OpRule, rule_of
 
 
 def trace(function, **tensors: torch.Tensor) -> tuple[dict[str, fx.Node], dict[fx.Node, OpRule]]:

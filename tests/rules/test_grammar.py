@@ -6,9 +6,9 @@ from torch import fx
 
 from megafx.ir.program import VAL
 from megafx.ir.sizes import Sizes
-from megafx.rules.candidates import find_candidates
+from megafx.rules.candidates import find_candidates, strategies
 from megafx.rules.grammar import RuleError, bind, names, op_key, parse, register_rule
-from megafx.rules.strategies import OpRule, rule_of, strategies
+from megafx.rules.strategies import OpRule, rule_of
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from megafx.checks.simulate import CROSS_RANK, Logical, local_inputs, logical_of
 from megafx.compiler.pipeline import Compiled
 from megafx.ir.program import Program
-from megafx.ops.collectives import AxisContext
+from megafx.ops.axes import AxisContext
 from megafx.passes.lower.bind_mesh import bind_mesh
 
 

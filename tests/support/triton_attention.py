@@ -18,7 +18,7 @@ from megafx.kernels.attention import (
     attention_triton,
 )
 from megafx.kernels.attention.attention_reference import Options
-from megafx.ops import collectives
+from megafx.ops import axes
 
 warnings.simplefilter("ignore")  # the interpreter's numpy: overflow in rows and columns that are out of bounds
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,7 +116,7 @@ def main():
     check(2, 2, 2, 65, 130, 16, 16, mask=torch.randn(1, 2, 1, 130), keys=seen, causal=True, tma=False, turned=True)
     check(2, 2, 1, 65, 130, 16, 16, mask=torch.rand(65, 130)[None, None] < 0.7, keys=dark[:, :1] * 0, softcap=3.0)
     for dim, layout in ((1, (2, 2, 1)), (2, (1, 130, 1)), (0, (1, 3, 1))):  # a rank's part of a larger call
-        with collectives.on_mesh({"tp": collectives.AxisContext(1, 2, "")}):
+        with axes.on_mesh({"tp": axes.AxisContext(1, 2, "")}):
             b, h, s = (2, 2, 65)
             check(b, h, 2, s, 70, 16, 16, p=0.4, causal=True, cut=(dim, layout))
     if DEVICE == "cuda":

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megafx.kernels.common import philox
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import Layout
 
 
@@ -47,10 +47,10 @@ def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
 
 def positions(size: int, dim: int, options: Options, device: torch.device) -> Tensor | None:
     """Global indices [size] of this rank's elements of result dim `dim`; None where they are 0, 1, 2, ..."""
-    before = collectives.batch_rank(options.axis) if dim == 0 and options.p else 0
+    before = axes.batch_rank(options.axis) if dim == 0 and options.p else 0
     if options.shard_dim != dim:
         return _positions(size, (1, size, 1), 0, 1, before * size, str(device)) if before else None
-    rank, t = collectives.axis_rank(options.axis), collectives.axis_size(options.axis)
+    rank, t = axes.axis_rank(options.axis), axes.axis_size(options.axis)
     return _positions(size, options.layout, rank, t, before * Layout.from_flat(options.layout).size, str(device))
 
 

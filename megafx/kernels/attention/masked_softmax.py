@@ -28,7 +28,7 @@ from megafx.kernels.common import philox
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, new_like, wide
 from megafx.kernels.common.runs import Run, runs_of
 from megafx.kernels.dropout.dropout import reference as dropped
-from megafx.ops import collectives
+from megafx.ops import axes
 
 HARD_FILL = -5000.0  # fills up to this count as probability 0 wherever something is visible
 
@@ -53,12 +53,12 @@ def runs_of_scores(shape: Sequence[int], p: float, shard_dim: int, layout: Seque
     """Where the local scores lie in the whole tensor; one run of all where nothing is drawn."""
     if philox.threshold(p) == 0:
         return runs_of(shape, -1, [], 0, 1)
-    before = collectives.batch_rank(axis)
+    before = axes.batch_rank(axis)
     if shard_dim < 0:
         return runs_of(shape, -1, [], 0, 1, before)
     if shard_dim >= len(shape) - 2:
         raise ValueError(f"scale_mask_softmax is sharded in leading dims only, not in dim {shard_dim} of {shape}")
-    return runs_of(shape, shard_dim, layout, collectives.axis_rank(axis), collectives.axis_size(axis), before)
+    return runs_of(shape, shard_dim, layout, axes.axis_rank(axis), axes.axis_size(axis), before)
 
 
 def hidden_keys(s: int, t: int, causal: bool, window: int, device: torch.device) -> Tensor | None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megafx.kernels.common.recording import Recorder, Recording, triton_runtime
-from megafx.ops import collectives
+from megafx.ops import axes
 
 # Versions whose compiled kernels are started as recording.Launch does: the first, and the first that is not (3.6 and 3.9 were
 # tried).
@@ -63,7 +63,7 @@ class Replay:
             else:
                 return self.launcher(*operands)
         if self.placed and operands[-1]:
-            form.append(collectives.place_on(operands[-1]))
+            form.append(axes.place_on(operands[-1]))
         key = tuple(form)
         found = self.forms.get(key)
         if type(found) is Recording:

@@ -23,15 +23,15 @@ from megafx.kernels.common import philox
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.common.runs import Run, runs_of
 from megafx.kernels.dropout import dropout
-from megafx.ops import collectives
+from megafx.ops import axes
 
 
 def runs_here(shape: Sequence[int], shard_dim: int, layout: Sequence[int], axis: str) -> list[Run]:
     """Where the elements of this rank's tensor lie in the whole one."""
     rank, t = 0, 1
     if shard_dim >= 0:
-        rank, t = collectives.axis_rank(axis), collectives.axis_size(axis)
-    return runs_of(shape, shard_dim, layout, rank, t, collectives.batch_rank(axis))
+        rank, t = axes.axis_rank(axis), axes.axis_size(axis)
+    return runs_of(shape, shard_dim, layout, rank, t, axes.batch_rank(axis))
 
 
 def check_draw(name: str, seed: Tensor | None, p: float, op_id: int) -> None:

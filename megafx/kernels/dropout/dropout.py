@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megafx.kernels.common import philox
 from megafx.kernels.common.runs import Run, runs_of
-from megafx.ops import collectives
+from megafx.ops import axes
 
 # Philox calls at a time; measured on a Xeon with 2 MiB of L2: 16384 -> 6.4 ns an element, 1024 -> 21, 65536 -> 7.5.
 CPU_CHUNK, CUDA_CHUNK = 1 << 14, 1 << 22
@@ -95,8 +95,8 @@ def dropout(x: Tensor, seed: Tensor, p: float, op_id: int, shard_dim: int, layou
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     rank, t = 0, 1
     if shard_dim >= 0:
-        rank, t = collectives.axis_rank(axis), collectives.axis_size(axis)
-    runs = runs_of(x.shape, shard_dim, layout, rank, t, collectives.batch_rank(axis))
+        rank, t = axes.axis_rank(axis), axes.axis_size(axis)
+    runs = runs_of(x.shape, shard_dim, layout, rank, t, axes.batch_rank(axis))
     x = x.contiguous()
     if x.device.type == "cuda" and HAVE_TRITON:
         from megafx.kernels.dropout.dropout_triton import launch

@@ -21,7 +21,7 @@ from megafx.kernels.dropout import embedding_sum as reference
 from megafx.kernels.dropout.bias_dropout_add import runs_here
 from megafx.kernels.dropout.bias_dropout_add_triton import columns_of_tile, factor_of, grids_of, keep_tile
 from megafx.kernels.dropout.embedding_sum import Part, check_parts, parts_of, result_like
-from megafx.ops import collectives
+from megafx.ops import axes
 
 TILE = 2048  # elements of a forward tile: three gathers are in flight
 
@@ -205,7 +205,7 @@ def embedding_sum_backward(
     grad = grad.contiguous()
     B, S, H = grad.shape
     d = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-    if shard_dim >= 0 or collectives.batch_rank(axis) or not grad.numel() or seed is None:
+    if shard_dim >= 0 or axes.batch_rank(axis) or not grad.numel() or seed is None:
         # A shard is not one range of elements from 0 on: the mask by runs, then the sum.
         d = torch.ops.megafx.dropout_add_backward(grad, dtype, seed, p, op_id, shard_dim, layout, axis)
         return d, d.sum(0, keepdim=True, dtype=torch.float32).to(dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megafx.ops import collectives
+from megafx.ops import axes
 from megafx.placements.types import Layout, Piece
 
 # Elements of the fp32 chunk. CPU: stays in L2 with the logits; CUDA: 64 MiB, launches cost nothing against that.
@@ -160,5 +160,5 @@ def _local_target(target: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tens
 
 def own_pieces(layout: Sequence[int], axis: str, size: int) -> list[Piece]:
     """The classes of this rank; of the only one, where there is no axis to ask."""
-    rank = collectives.axis_rank(axis) if size > 1 else 0
+    rank = axes.axis_rank(axis) if size > 1 else 0
     return list(Layout.from_flat(layout).pieces(rank, size))

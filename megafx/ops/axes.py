@@ -1,0 +1,72 @@
+"""Where this process is on each axis of the mesh. No torch.distributed: kernels and the simulator ask here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megafx.errors import UsageError
+from megafx.placements.data_axis import BATCH_AXIS
+
+
+@dataclass(frozen=True)
+class AxisContext:
+    """This process on one mesh axis. group_name: of the c10d process group; '' where no collective may run."""
+
+    rank: int
+    size: int
+    group_name: str = ""
+
+
+# Plain module state, not thread-local: autograd runs backward on threads of its own, and the caller enters `on_mesh` there.
+_entered: list[Mapping[str, AxisContext]] = []
+
+
+@contextmanager
+def on_mesh(axes: Mapping[str, AxisContext]) -> Iterator[None]:
+    """Run megafx ops as the given rank of each axis."""
+    _entered.append(axes)
+    try:
+        yield
+    finally:
+        _entered.pop()
+
+
+def axis_context(axis: str) -> AxisContext:
+    if not _entered or axis not in _entered[-1]:
+        raise UsageError(
+            f"a graph for mesh axis '{axis}' runs outside of the mesh",
+            fix="run it in `with megafx.ops.axes.on_mesh({axis: AxisContext(rank, size, group_name)}):`",
+        )
+    return _entered[-1][axis]
+
+
+def with_batch(axis: str) -> str:
+    """The axis of a draw, for rows that are one rank's part of the batch."""
+    return f"{BATCH_AXIS}+{axis}"
+
+
+def with_axis(told: str, axis: str) -> str:
+    """The axis of a draw on another tensor-parallel axis, for the same rows."""
+    return with_batch(axis) if told.startswith(f"{BATCH_AXIS}+") else axis
+
+
+def batch_rank(axis: str) -> int:
+    """Which part of the batch a draw on this axis is for."""
+    return axis_context(BATCH_AXIS).rank if axis.startswith(f"{BATCH_AXIS}+") else 0
+
+
+def place_on(axis: str) -> tuple[int, ...] | None:
+    """(rank, size, part of the batch) on the axis of a draw; None outside of `on_mesh`."""
+    plain = axis.rpartition("+")[2]
+    context = _entered[-1].get(plain) if _entered else None
+    return None if context is None else (context.rank, context.size, batch_rank(axis))
+
+
+def axis_rank(axis: str) -> int:
+    return axis_context(axis.rpartition("+")[2]).rank
+
+
+def axis_size(axis: str) -> int:
+    return axis_context(axis.rpartition("+")[2]).size
