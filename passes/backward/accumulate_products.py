@@ -15,6 +15,7 @@ from torch import fx
 
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import Sizes
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "accumulate_products"
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-def accumulate_products(program: Program) -> int:
+def accumulate_products(program: Program, planner: Planner) -> int:
     """Return the number of sums that products took over."""
     changes = 0
     for node in list(program.graph.nodes):

@@ -21,6 +21,7 @@ from torch import fx
 import megafx.kernels.activation.glu  # noqa: F401  (with bias_activation: defines the ops)
 from megafx.ir.nodes import shows_operand
 from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "recompute_activations"
@@ -33,8 +34,10 @@ AGAIN: dict[Any, Any] = {
 FORWARD = {ops.glu.default, ops.glu_packed.default, ops.bias_act.default}
 
 
-def recompute_activations(program: Program) -> int:
+def recompute_activations(program: Program, planner: Planner) -> int:
     """Return the number of outputs that backward makes again."""
+    if not planner.config.recompute_activation_func:
+        return 0
     changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if node.target in FORWARD)
     if changes:
         program.graph.eliminate_dead_code()

@@ -26,12 +26,12 @@ from megafx.compiler.pipeline import Compiled, Request, compile_program
 from megafx.errors import MegafxError, PlacementError, PlanError
 from megafx.ir.program import Input, Phase, Program
 from megafx.ops.axes import AxisContext
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.experts.drop_regions import drop_regions
 from megafx.passes.experts.own_experts import own_experts
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import Owned, owned
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.testing import assert_same, expect, graph, run_pass
@@ -330,10 +330,10 @@ def test_plans_are_saved_and_given() -> None:
 def test_graphs_after_the_first_keep_the_owners() -> None:
     model = moe.Model(moe.where_add_in_place).double()
     program = captured(model, {"x": tokens(3, 5)})
-    planning = Planning(megafx.Config(overrides=OVERRIDES), 2, Hardware.load("h100-nvlink"), False)
-    planning.fixed = {n: owned(p.shape[0], 1) for n, p in model.named_parameters() if ".experts.0." in n}
-    canonicalize(program)
-    assert own_experts(program, planning) == 4
+    planner = Planner(megafx.Config(overrides=OVERRIDES), 2, Hardware.load("h100-nvlink"), False)
+    planner.fixed = {n: owned(p.shape[0], 1) for n, p in model.named_parameters() if ".experts.0." in n}
+    canonicalize_program(program)
+    assert own_experts(program, planner) == 4
     owners = {n.args[0].name: n.args[1] for n in targets(program, ops.of_rank.default)}
     assert set(owners.values()) == {0, 1}
     assert all(owner == 1 for name, owner in owners.items() if "experts_0" in name)
@@ -419,9 +419,9 @@ def test_what_is_refused(build: Callable[[], nn.Module], overrides: dict[str, st
 def test_data_parallelism_is_refused() -> None:
     model = moe.Model(moe.where_add_in_place).double()
     program = captured(model, {"x": tokens(3, 5)})
-    planning = Planning(megafx.Config(overrides=OVERRIDES), 2, Hardware.load("h100-nvlink"), True)
+    planner = Planner(megafx.Config(overrides=OVERRIDES), 2, Hardware.load("h100-nvlink"), True)
     with pytest.raises(MegafxError, match=r"'moe.experts' is expert, but .* data-parallel"):
-        own_experts(program, planning, DataAxis(2))
+        own_experts(program, planner, DataAxis(2))
 
 
 # -- the pass
@@ -443,8 +443,8 @@ def before() -> Program:
 
 def test_golden() -> None:
     start = before()
-    planning = Planning(megafx.Config(overrides={"experts": "expert"}), 2, Hardware.load("h100-nvlink"), False)
-    after = run_pass(lambda p: own_experts(p, planning), start)
+    planner = Planner(megafx.Config(overrides={"experts": "expert"}), 2, Hardware.load("h100-nvlink"), False)
+    after = run_pass(lambda p: own_experts(p, planner), start)
     expect(
         after,
         """\
@@ -468,9 +468,9 @@ def test_golden() -> None:
         """,
     )
     assert_same(start, after)
-    again = planning.config.replace(overrides={})
-    assert own_experts(before(), Planning(again, 2, planning.hardware, False)) == 0, "nobody asks for it"
-    assert own_experts(before(), Planning(planning.config, 1, planning.hardware, False)) == 0, "one rank"
+    again = planner.config.replace(overrides={})
+    assert own_experts(before(), Planner(again, 2, planner.hardware, False)) == 0, "nobody asks for it"
+    assert own_experts(before(), Planner(planner.config, 1, planner.hardware, False)) == 0, "one rank"
 
 
 def both_ways(x: Any, y: Any, g: Any, w: Any) -> Any:

@@ -15,7 +15,7 @@ from megafx.analysis.tables import Band, TableGuard, read_table
 from megafx.capture.export import capture_call
 from megafx.config import Config
 from megafx.ir.dump import op_name
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.patterns import attention, masked_softmax
 from megafx.testing import assert_same, fuse_with
@@ -336,7 +336,7 @@ def test_a_buffer_that_the_graph_changes_is_not_read():
             return out
 
     program = capture_call(Counting(torch.ones(8, 8).tril().view(1, 1, 8, 8)), (torch.randn(2, 5, 8),))
-    canonicalize(program)
+    canonicalize_program(program)
     reader = MaskReader(program)
     for node in program.graph.nodes:
         if isinstance(node.meta.get("val"), torch.Tensor):

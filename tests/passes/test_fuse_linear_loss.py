@@ -17,7 +17,7 @@ from megafx.config import Config
 from megafx.ir import dump
 from megafx.ir.program import VAL, Phase, Program
 from megafx.passes.fuse.fuse_linear_loss import fuse_linear_loss
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.testing import assert_same, canonical, expect, run_pass
 
@@ -36,8 +36,8 @@ HEAD = {"x": "f32[b s k=8]", "w": "param f32[v=16 k=8]", "y": "i64[b s]"}
 FLAT = {"x": "f32[t k=8]", "w": "param f32[v=16 k=8]", "y": "i64[t]"}
 
 
-def planning(config) -> Planning:
-    return Planning(config, 1, Hardware.load("h100-nvlink"), True)
+def planning(config) -> Planner:
+    return Planner(config, 1, Hardware.load("h100-nvlink"), True)
 
 
 def fused(loss, config=None, **values) -> tuple[Program, Program]:

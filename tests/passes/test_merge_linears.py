@@ -18,7 +18,7 @@ from megafx.config import Config
 from megafx.distributed.parameters import Joined, parameter_slots, place_joined, side_by_side
 from megafx.ir import dump
 from megafx.passes.fuse.merge_linears import merge_linears
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.testing import assert_same, expect, graph, run_pass
 
@@ -26,8 +26,8 @@ aten, ops = torch.ops.aten, torch.ops.megafx
 
 
 def merged(before, t=2, trains=lambda index, spec: True, **config):
-    planning = Planning(Config(**config), t, Hardware.load("cpu-gloo"), trains is not None)
-    return run_pass(merge_linears, before, planning, trains)
+    planner = Planner(Config(**config), t, Hardware.load("cpu-gloo"), trains is not None)
+    return run_pass(merge_linears, before, planner, trains)
 
 
 def notes(program):

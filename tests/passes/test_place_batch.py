@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from megafx.capture.export import capture_call
 from megafx.errors import PlanError
 from megafx.ir.program import Program
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.place_batch import place_batch
 
 RANKS = 3
@@ -34,7 +34,7 @@ class Of(nn.Module):
 
 def typed(function, *inputs: torch.Tensor) -> Program:
     program = capture_call(Of(function), inputs, {})
-    canonicalize(program)
+    canonicalize_program(program)
     place_batch(program, RANKS)
     return program
 
@@ -114,14 +114,14 @@ def test_what_mixes_rows_is_refused(name):
 
 def test_a_batch_of_one_size_is_refused():
     program = capture_call(Of(lambda w, x: x * w), (X,), {}, dynamic=False)
-    canonicalize(program)
+    canonicalize_program(program)
     with pytest.raises(PlanError, match="no size that may vary"):
         place_batch(program, RANKS)
 
 
 def test_averaging_types_nothing():
     program = capture_call(Of(lambda w, x: (x.softmax(0) * w).mean()), (X,), {})
-    canonicalize(program)
+    canonicalize_program(program)
     before = ops(program)
     assert place_batch(program, RANKS, whole=False) == 0
     assert ops(program) == before and not program.batch.summed and not program.batch.whole

@@ -8,7 +8,7 @@ from torch import nn
 
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.patterns.bias_activation import FORMS, WRITTEN, BiasActivation, LinearBiasActivation, WrittenActivation
 from megafx.testing import assert_same, expect, fuse_with
 
@@ -92,7 +92,7 @@ def test_a_bias_that_is_no_vector_is_a_near_miss():
 
 def counts(model, **inputs):
     program = capture_call(model.train(), (), inputs)
-    canonicalize(program)
+    canonicalize_program(program)
     return fuse_with(FAMILY, program).counts
 
 
@@ -165,5 +165,5 @@ def test_hand_written_code_of_a_module():
             return self.down(0.5 * u * (1.0 + torch.tanh(0.7978845608028654 * (u + 0.044715 * torch.pow(u, 3.0)))))
 
     program = capture_call(Mlp(), (torch.randn(2, 5, 6),), {})
-    canonicalize(program)
+    canonicalize_program(program)
     assert fuse_with(FAMILY, program).counts == {"linear_bias_activation": 1}

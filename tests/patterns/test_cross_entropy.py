@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megafx.capture.export import capture_call
 from megafx.capture.huggingface import synthesize_inputs
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.patterns.cross_entropy import CrossEntropyOfCast
 from megafx.testing import assert_same, fuse_with
 
@@ -45,5 +45,5 @@ def test_hugging_face_models(name):
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
     program = capture_call(model, *synthesize_inputs(model))
-    canonicalize(program)
+    canonicalize_program(program)
     assert fuse_with(CrossEntropyOfCast, program).counts == {"cross_entropy_of_cast": 1}

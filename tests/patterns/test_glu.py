@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafx.capture.export import capture_call
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.patterns.bias_activation import FORMS, BiasActivation, LinearBiasActivation, WrittenActivation
 from megafx.patterns.glu import Glu, LinearBiasGlu, PackedGlu
 from megafx.testing import assert_same, expect, fuse_with
@@ -128,7 +128,7 @@ def test_hugging_face_models(name, options, found):
     ids = torch.zeros(2, 16, dtype=torch.long)
     inputs = {"input_ids": ids, "labels": ids} if name == "T5" else {"input_ids": ids}
     program = capture_call(small(name, **options).train(), (), inputs)
-    canonicalize(program)
+    canonicalize_program(program)
     assert fuse_with(FAMILY, program).counts == found
 
 

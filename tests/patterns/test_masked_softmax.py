@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
 from megafx.capture.huggingface import synthesize_inputs
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.patterns.masked_softmax import ScaleMaskSoftmax, ScaleSoftmax
 from megafx.testing import assert_same, expect, fuse_with
 
@@ -140,7 +140,7 @@ def small(name, kind="ForCausalLM", **options):
 def test_hugging_face_models(name, kind, options, found, dtype):
     model = small(name, kind, **options).to(dtype).train()
     program = capture_call(model, *synthesize_inputs(model))
-    canonicalize(program)
+    canonicalize_program(program)
     assert fuse_with(FAMILY, program).counts == {"scale_mask_softmax": found}
 
 

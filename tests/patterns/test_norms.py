@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.patterns.bias_dropout_add import BiasDropoutAdd, LinearBiasDropoutAdd
 from megafx.patterns.norms import SQUARES, AddNorm, DropoutAddNorm, LayerNorm, LinearAddNorm, RMSNorm, WrittenRMSNorm
 from megafx.testing import assert_same, expect, fuse_with
@@ -193,7 +193,7 @@ def small(name, **options):
 def test_hugging_face_models(name, options, found):
     model = small(name, **options).bfloat16().train()
     program = capture_call(model, (), {"input_ids": torch.zeros(2, 16, dtype=torch.long)})
-    canonicalize(program)
+    canonicalize_program(program)
     assert fuse_with(NORMS, program).counts == found
 
 

@@ -6,7 +6,7 @@ import torch
 
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.patterns.rope import Rope, RopeOfBoth, RopeOfPairs, RopeOfPart
 from megafx.testing import assert_same, expect, fuse_with
 
@@ -142,7 +142,7 @@ def small(name, **options):
 )
 def test_hugging_face_models(name, options, partial):
     program = capture_call(small(name, **options), (), {"input_ids": torch.zeros(2, 16, dtype=torch.long)})
-    canonicalize(program)
+    canonicalize_program(program)
     found = fuse_with(FAMILY, program).counts
     assert found == {"rope": 4, "rope_qk": 2} | ({"rope_partial": partial} if partial else {})
 

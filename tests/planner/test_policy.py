@@ -15,7 +15,7 @@ from megafx.config import Config
 from megafx.ir.program import Program
 from megafx.passes.plan.plan_sharding import ask
 from megafx.placements.types import I, Layout, P, R, S
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.policy import (
     BATCH,
@@ -42,9 +42,9 @@ class Case:
         self, fn: Callable[..., Any], *, sequence_parallel: bool | str = False, free: bool = False, **values: Any
     ):
         self.program: Program = graph(fn, mesh=f"tp={T}", **values)
-        planning = Planning(Config(), T, Hardware.load("h100-nvlink"), training=True)
-        self.active, self.order = ask(self.program, planning)
-        self.rules = planning.rules
+        planner = Planner(Config(), T, Hardware.load("h100-nvlink"), training=True)
+        self.active, self.order = ask(self.program, planner)
+        self.rules = planner.rules
         placeholders = [n for n in self.order if n.op == "placeholder"]
         self.candidates = find_candidates(self.rules, placeholders, self.program.sizes, T)
         self.policy = Policy(self.program, self.rules, self.active, sequence_parallel=sequence_parallel, free=free)

@@ -80,7 +80,7 @@ def test_variants_are_the_product_with_optional_tensors():
 
 
 def trace(pattern, number=0, dtypes=BF16, lead=2):
-    return trace_of(pattern, list(variants_of(pattern))[number], dtypes, lead, canonicalize)
+    return trace_of(pattern, list(variants_of(pattern))[number], dtypes, lead)
 
 
 def test_a_trace_is_canonical_and_made_once():

@@ -20,7 +20,7 @@ from megafx.compiler.pipeline import Compiled, Request, compile_program, plan_on
 from megafx.config import Config
 from megafx.ir.interpret import bind_inputs
 from megafx.ir.program import VAL, Program, recompute_val
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 
@@ -116,7 +116,7 @@ class Case:
     def reference(self, inputs: Mapping[str, Any]) -> Logical:
         """Loss and gradients of the canonical graph under plain autograd (dropout must be off)."""
         program = self.program.copy()
-        canonicalize(program)
+        canonicalize_program(program)
         promote_casts(program)
         outputs = fx.Interpreter(program.gm).run(*bind_inputs(program, self.model, (), inputs))
         named = {o.name: v for o, v in zip(program.outputs, outputs, strict=True) if o.kind == "user"}

@@ -15,9 +15,9 @@ from torch import nn
 from megafx.capture.export import capture_call
 from megafx.config import Config
 from megafx.ir.program import Program
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.plan_sharding import ask, make_problem, plan_sharding
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.problem import Problem
 
@@ -104,7 +104,7 @@ def captured(name: str, layers: int) -> Program:
 @cache
 def _canonical(name: str, layers: int) -> Program:
     program = captured(name, layers).copy()
-    canonicalize(program)
+    canonicalize_program(program)
     return program
 
 
@@ -113,12 +113,12 @@ def program(name: str, layers: int = LAYERS) -> Program:
     return _canonical(name, layers)
 
 
-def planning(name: str, t: int, hardware: str = "h100-nvlink", **config: Any) -> Planning:
+def planning(name: str, t: int, hardware: str = "h100-nvlink", **config: Any) -> Planner:
     settings = Config(seq_length=SEQUENCE[name], micro_batch_size=1, **config)
-    return Planning(settings, t, Hardware.load(hardware), training=True)
+    return Planner(settings, t, Hardware.load(hardware), training=True)
 
 
-def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple[Program, Planning]:
+def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple[Program, Planner]:
     """(program, its planning after plan_sharding)."""
     question = planning(name, t, **config)
     copy = program(name, layers).copy()
