@@ -1,7 +1,7 @@
-"""The pipeline: from a captured call to graphs that this rank runs. Read the lists top to bottom; `megafx passes` prints them.
+"""The pipeline: from a captured call to graphs that this rank runs. Read its lists top to bottom.
 
-A pass is a function `(program, planner) -> number of changes`; it changes the program in place. One that has nothing to do, such as
-those of data parallelism on one rank, returns 0.
+A pass is a function `(program, planner) -> number of changes`, which changes the program in place. It returns 0 where it has
+nothing to do, as those of data parallelism have on one rank.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.planner.context import Gradients, Planner
 from megafx.planner.plan import Plan
 from megafx.report import describe
-
-
 
 
 def describe_plan(program: Program, planner: Planner) -> int:
@@ -109,7 +107,14 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     data_parallel,
     schedule_collectives,
 )
-STAGES = {"planning": PLANNING, "local": LOCAL, "backward": BACKWARD, "communication": COMMUNICATION}
+STAGES: dict[str, tuple[PassFunction, ...]] = {
+    "planning": PLANNING,
+    "local": LOCAL,
+    "backward": BACKWARD,
+    "communication": COMMUNICATION,
+}
+
+EVERY_RANK = ("planning", "local", "backward", "communication")  # stages whose program is that of all ranks
 
 
 def pipeline(config: Config) -> dict[str, list[Pass]]:
@@ -163,9 +168,7 @@ class Compiled:
                 found += [replace(c, direction=direction) for c in made]
         return found
 
-    def held_back(
-        self, gradients: Gradients, axes: Mapping[str, AxisContext]
-    ) -> tuple[Executable, list[Input]]:
+    def held_back(self, gradients: Gradients, axes: Mapping[str, AxisContext]) -> tuple[Executable, list[Input]]:
         """The same with another backward, which takes what this one's forward keeps (`data_parallel`); its pending inputs."""
         assert self.program.unreduced is not None
         program, planner = self.program.unreduced.copy(), replace(self.planner, gradients=gradients)
@@ -177,7 +180,7 @@ class Compiled:
 
 def compile_program(program: Program, planner: Planner) -> Compiled:
     """CAPTURED program -> LOWERED; raises what the passes raise."""
-    _run(program, planner, *STAGES)
+    _run(program, planner, *EVERY_RANK)
     return Compiled(program, planner)
 
 

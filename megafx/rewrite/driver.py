@@ -71,7 +71,8 @@ def rewrite(
 ) -> Rewritten:
     """Replace every match, in place.
 
-    by: the pass that asks. refuse: what new ops have to pass. declines: why a match is left as it is although it could be replaced; '': it is replaced.
+    by: the pass that asks. refuse: what new ops have to pass. declines: why a match is left as it is although it could be
+    replaced; '': it is replaced.
     """
     run = _Run(program, Replacer(program, by, refuse), declines)
     run.sweep(sorted(patterns, key=lambda p: p.name))

@@ -82,8 +82,6 @@ def _from_front(node: fx.Node, dim: Any) -> Any:
     return [_from_front(node, d) for d in dim] if isinstance(dim, (list, tuple)) else dim
 
 
-
-
 class CanonicalForm(NamedTuple):
     """How graphs of models are spelled, which traces of patterns and new nodes have to be too."""
 

@@ -137,9 +137,7 @@ class Parallelizer:
 
     def _planner(self, fixed: dict[str, Placement], wants: Any) -> Planner:
         agree, caches = self._from_rank_0, dict(self.caches)
-        return Planner(
-            self.config, self.t, self.hardware, self.meshes.data, wants, fixed, agree=agree, caches=caches
-        )
+        return Planner(self.config, self.t, self.hardware, self.meshes.data, wants, fixed, agree=agree, caches=caches)
 
     def _from_rank_0(self, plan: Plan) -> Plan:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""

@@ -34,9 +34,9 @@ from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import PHASE, VAL, Phase, Program, ancestors
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from megafx.planner.context import Planner
 from megafx.planner.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
 from megafx.planner.hardware import Hardware
-from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 # With sequence parallelism a block has two collectives with only a norm between them (the reduce-scatter of its input's

@@ -29,7 +29,7 @@ from megafx.errors import PlanError
 from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.owners import FOR_RANK, OF_RANK, RANK_ONLY
-from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import Owned, Placement
 from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides

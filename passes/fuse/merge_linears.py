@@ -21,18 +21,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from megafx.config import MEASURE_NOTHING
-from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Input, Phase, Program, fqn_of, inherit, source_of
+from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, fqn_of, inherit, source_of
 from megafx.kernels import join_parameters  # noqa: F401  registers the ops
 from megafx.ops.gather_region import ALIGNED
 from megafx.ops.owners import OF_RANK
-from megafx.placements.data_axis import DataAxis, rows_of
+from megafx.placements.data_axis import rows_of
 from megafx.placements.types import Placement, S
 from megafx.placements.views import concat_layouts
 from megafx.planner.context import Planner, price_workload

@@ -34,8 +34,8 @@ from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.ops.axes import with_batch
 from megafx.placements.data_axis import BATCH_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S
-from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
 from megafx.planner.context import Planner
+from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "place_batch"

@@ -70,7 +70,8 @@ def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list
     plan.hardware = planner.hardware.name
     plan.cost_us = solution.cost * 1e6
     plan.sequence_parallel = any(
-        problem.policy.shards_sequence(n, problem.domains[n][solution.assignment["op", n]]) for n in problem.planner.rules
+        problem.policy.shards_sequence(n, problem.domains[n][solution.assignment["op", n]])
+        for n in problem.planner.rules
     )
     plan.workload = {name: program.sizes.workload_of.get(s, 0) for name, s in program.sizes.symbols.items()}
     plan.statistics = {

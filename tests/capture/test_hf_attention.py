@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megafx.capture.export import capture_call
-from megafx.config import Config
 from megafx.ir.interpret import run_program
 from megafx.ir.nodes import drawn, draws
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
+from megafx.testing import make_planner
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -104,7 +104,7 @@ def test_t5_keeps_one_bias_for_the_batch() -> None:
     """With padding the mask is the bias of [1, n, s, t], and the key_mask is [b, t]: nothing of [b, n, s, t] is made."""
     program = capture_call(_model("T5ForConditionalGeneration", T5), (), _inputs(2, 16, True))
     canonicalize_program(program)
-    describe_masks(program, Config())
+    describe_masks(program, make_planner())
     found = [n for n in _attentions(program) if n.target is torch.ops.megafx.attention.default]
     masks = [tuple(None if a is None else a.meta["val"].dim() for a in node.args[3:5]) for node in found]
     assert masks == [(4, 2), (4, None), (2, None)]  # the decoder's own is causal; cross attention's bias is all zeros

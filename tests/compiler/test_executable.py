@@ -16,7 +16,7 @@ from megafx.compiler.executable import Executable
 from megafx.errors import UsageError
 from megafx.ir.program import Program
 from megafx.kernels.dropout.dropout import dropout
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 
 LocalProgram = Callable[..., Program]
 
@@ -40,7 +40,7 @@ def made(
 ) -> Executable:
     program = local_program(function, inputs, varying=("x",), loss=True)
     wrt = [i for i, spec in enumerate(program.inputs) if spec.kind == "param"]
-    build_joint_graph(program, wrt, list(differentiated))
+    differentiate(program, wrt, list(differentiated))
     return Executable.of(program)
 
 

@@ -48,7 +48,7 @@ def check(*worlds: int) -> Callable[[Callable[[], str]], Callable[[], str]]:
 # -- fp64 throughout
 
 
-def promote_casts(program: Program) -> int:
+def promote_casts(program: Program, planner: Planner) -> int:
     """Casts to fp32 inside a model become casts to fp64."""
     changed = 0
     for node in program.graph.nodes:

@@ -22,9 +22,7 @@ from megafx.config import Config
 from megafx.errors import MegafxError
 from megafx.ir import dump
 from megafx.passes.experts.join_experts import join_experts
-from megafx.planner.context import Planner
-from megafx.planner.hardware import Hardware
-from megafx.testing import assert_same, canonical, expect, run_pass
+from megafx.testing import assert_same, canonical, expect, make_planner, run_pass
 
 ops = torch.ops.megafx
 
@@ -313,7 +311,7 @@ def test_golden() -> None:
     """What is left of it finds nothing more to join."""
     before = canonical(mixture, **SHAPES)
     before.inputs = [replace(i, kind="user" if i.name in ("x", "scores") else "param") for i in before.inputs]
-    planner = Planner(Config(overrides={"*": "expert"}), 2, Hardware.load("h100-nvlink"), True)
+    planner = make_planner(2, Config(overrides={"*": "expert"}))
     after = run_pass(join_experts, before, planner)
     expect(
         after,

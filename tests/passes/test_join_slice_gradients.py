@@ -11,8 +11,9 @@ from torch import nn
 
 from megafx.checks.simulate import run_logical
 from megafx.ir.program import PHASE, VAL, Program
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
+from megafx.testing import make_planner
 
 LocalProgram = Callable[..., Program]
 
@@ -45,10 +46,10 @@ def check(local_program: LocalProgram, function: Callable[[Any], tuple[Any, ...]
     torch.manual_seed(0)
     x = nn.Parameter(torch.randn(5, 9).double())
     program = local_program(function, {"x": x})
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     assert any("_backward" in op for op in ops(program))
     tangent = torch.randn_like(function(x)[0])
-    assert join_slice_gradients(program) == 1
+    assert join_slice_gradients(program, make_planner()) == 1
     got = run_logical(program, {"x": x, "0": tangent}, {}, 1).gradients["x"]
     (want,) = torch.autograd.grad(function(x)[0], x, tangent)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
@@ -61,7 +62,7 @@ def test_slices_that_cover_the_value_become_one_cat(local_program: LocalProgram)
     names = [str(n.target).split(".")[1] for n in backward]
     assert names.count("cat") == 1 and "slice_backward" not in names and "add" not in names
     assert all(VAL in n.meta for n in backward)
-    assert join_slice_gradients(program) == 0
+    assert join_slice_gradients(program, make_planner()) == 0
 
 
 def test_what_no_slice_covers_is_zero(local_program: LocalProgram) -> None:
@@ -90,6 +91,6 @@ def test_other_summands_stay(local_program: LocalProgram) -> None:
 )
 def test_others_are_left_alone(local_program: LocalProgram, function: Callable[[Any], tuple[Any, ...]]) -> None:
     program = local_program(function, {"x": nn.Parameter(torch.randn(5, 9).double())})
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     before = str(program.graph)
-    assert join_slice_gradients(program) == 0 and str(program.graph) == before
+    assert join_slice_gradients(program, make_planner()) == 0 and str(program.graph) == before

@@ -187,7 +187,10 @@ def test_more_ranks_than_heads_falls_back_and_says_so() -> None:
 
 def test_too_wide_a_graph_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megafx.planner.solver.LARGEST", 10)
-    program, planner = real_sizes.program("nanogpt").copy(), real_sizes.planning("nanogpt", T, sequence_parallel=False)
+    program, planner = (
+        real_sizes.program("nanogpt").copy(),
+        real_sizes.planner_of("nanogpt", T, sequence_parallel=False),
+    )
     with pytest.raises(PlanError, match="too many values depend on one another for an exact plan") as error:
         plan_sharding(program, planner)
     assert error.value.module and error.value.source
@@ -195,7 +198,7 @@ def test_too_wide_a_graph_is_refused_with_its_line(monkeypatch: pytest.MonkeyPat
 
 
 def test_fixed_storage_is_kept() -> None:
-    program, planner = real_sizes.program("llama").copy(), real_sizes.planning("llama", T, sequence_parallel=False)
+    program, planner = real_sizes.program("llama").copy(), real_sizes.planner_of("llama", T, sequence_parallel=False)
     sharded = _plan("llama", False).params
     up, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
     planner.fixed = {up: S(1, Layout.contiguous(4096, T)), norm: I}
@@ -215,7 +218,7 @@ def test_free_policy_is_never_dearer() -> None:
 
 def test_a_given_plan_is_applied_as_it_is() -> None:
     program = real_sizes.program("gpt2").copy()
-    planner = real_sizes.planning("gpt2", T, sequence_parallel=False)
+    planner = real_sizes.planner_of("gpt2", T, sequence_parallel=False)
     given = Plan.from_json(_plan("gpt2", True).to_json())  # another plan than this config would choose
     planner.given = given
     plan_sharding(program, planner)

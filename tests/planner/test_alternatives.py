@@ -9,14 +9,12 @@ import zoo
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.config import Config
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.plan_sharding import ask, make_problem
 from megafx.planner.alternatives import alternatives
-from megafx.planner.context import Planner
-from megafx.planner.hardware import Hardware
 from megafx.planner.problem import Problem
 from megafx.planner.solver import solve
+from megafx.testing import make_planner
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +22,7 @@ def problem() -> Problem:
     model, inputs = zoo.build("nanogpt", layers=2)
     program = capture_call(model, (), inputs(2, 16))
     canonicalize_program(program)
-    planner = Planner(Config(), 2, Hardware.load("h100-nvlink"), training=True)
+    planner = make_planner(2)
     active, order = ask(program, planner)
     return make_problem(program, planner, active, order)[0]
 

@@ -13,11 +13,10 @@ from megafx.errors import PlanError
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
-from megafx.planner.context import Planner
-from megafx.planner.hardware import Hardware
 from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
 from megafx.report import describe
+from megafx.testing import make_planner
 
 
 @cache
@@ -44,7 +43,7 @@ def _canonical(name: str) -> Any:
 def _planned(name: str, overrides: dict[str, str], t: int = 2, **config: Any) -> Plan:
     """The plan under these overrides, with its report."""
     program = _canonical(name).copy()
-    planner = Planner(Config(overrides=overrides, **config), t, Hardware.load("h100-nvlink"), training=True)
+    planner = make_planner(t, Config(overrides=overrides, **config))
     plan_sharding(program, planner)
     insert_transitions(program, planner)
     planner.solved.report = describe(program, planner)

@@ -187,9 +187,7 @@ def test_a_plan_of_another_graph_is_refused() -> None:
     program, planner, given = _saved()
     given.ops["mm"] = given.ops.pop("linear")
     del given.params["w"]
-    assert _refusal(program, planner).startswith(
-        "the plan is for another graph: it does not place 'linear' and 1 more"
-    )
+    assert _refusal(program, planner).startswith("the plan is for another graph: it does not place 'linear' and 1 more")
 
 
 def test_an_edited_plan_must_follow_the_rules() -> None:

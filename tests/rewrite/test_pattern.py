@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from toy_ops import half_turn
 
 import megafx
-from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.rewrite.pattern import (
     DimSpec,
     Drop,

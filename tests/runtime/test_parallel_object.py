@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 import megafx
 from megafx.errors import ConfigError, PlacementError, UsageError
 from megafx.ir.program import Phase, Program
+from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.rules import grammar as rules
 from megafx.runtime.outputs import LazyTensor
@@ -438,7 +439,7 @@ def test_a_pass_of_the_users_runs_where_it_is_named() -> None:
     plain, inputs = zoo.build("nanogpt")
     phases = []
 
-    def relu_for_gelu(program: Program) -> int:
+    def relu_for_gelu(program: Program, planner: Planner) -> int:
         phases.append(program.phase.name)
         nodes = program.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)
         for node in nodes:
@@ -461,7 +462,7 @@ def test_a_pass_of_the_users_runs_where_it_is_named() -> None:
 
 def test_a_pass_beside_one_that_does_not_exist() -> None:
     plain, inputs = zoo.build("nanogpt")
-    config = ONE.replace(passes=(("after canonicalise", lambda program: 0),))
+    config = ONE.replace(passes=(("after canonicalise", lambda program, planner: 0),))
     with pytest.raises(ConfigError, match="canonicalise.*\n.*canonicalize"):
         megafx.plan(plain, config, example_inputs=inputs(2, 16))
 
@@ -471,7 +472,7 @@ def test_a_users_pass_on_the_joint_graph() -> None:
     plain, inputs = zoo.build("nanogpt")
     seen = []
 
-    def count_nodes(program: Program) -> int:
+    def count_nodes(program: Program, planner: Planner) -> int:
         seen.append(program.phase)
         return 0
 
@@ -487,7 +488,7 @@ def test_what_the_type_checker_cannot_confirm_is_a_note(monkeypatch: pytest.Monk
     def refuse(*_: Any) -> None:
         raise PlacementError("%sum is partial", module="h.0")
 
-    monkeypatch.setattr("megafx.compiler.pipeline.check_types", refuse)
+    monkeypatch.setattr("megafx.checks.types.check_types", refuse)
     plain, inputs = zoo.build("nanogpt")
     model = megafx.parallelize(copy.deepcopy(plain), ONE, example_inputs=inputs(2, 16))
     (note,) = [n for n in megafx.explain(model).notes if n.startswith("types")]

@@ -18,8 +18,8 @@ from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.plan_sharding import ask, make_problem, plan_sharding
 from megafx.planner.context import Planner
-from megafx.planner.hardware import Hardware
 from megafx.planner.problem import Problem
+from megafx.testing import make_planner
 
 LAYERS = 2
 
@@ -113,14 +113,14 @@ def program(name: str, layers: int = LAYERS) -> Program:
     return _canonical(name, layers)
 
 
-def planning(name: str, t: int, hardware: str = "h100-nvlink", **config: Any) -> Planner:
+def planner_of(name: str, t: int, hardware: str = "h100-nvlink", **config: Any) -> Planner:
     settings = Config(seq_length=SEQUENCE[name], micro_batch_size=1, **config)
-    return Planner(settings, t, Hardware.load(hardware), training=True)
+    return make_planner(t, settings, hardware=hardware)
 
 
 def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple[Program, Planner]:
-    """(program, its planning after plan_sharding)."""
-    question = planning(name, t, **config)
+    """(program, its planner after plan_sharding)."""
+    question = planner_of(name, t, **config)
     copy = program(name, layers).copy()
     plan_sharding(copy, question)
     return copy, question
@@ -128,6 +128,6 @@ def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple
 
 def problem(name: str, t: int, layers: int = LAYERS, **config: Any) -> Problem:
     """The planning problem of a model, as `plan_sharding` makes it."""
-    copy, question = program(name, layers).copy(), planning(name, t, **config)
+    copy, question = program(name, layers).copy(), planner_of(name, t, **config)
     active, order = ask(copy, question)
     return make_problem(copy, question, active, order)[0]

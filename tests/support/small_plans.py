@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megafx.config import Config
 from megafx.ir.program import Program
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import ask, make_problem
 from megafx.planner.context import Planner
-from megafx.planner.hardware import Hardware
 from megafx.planner.problem import Problem
 from megafx.planner.solver import solve
 from megafx.rules.strategies import Strategy
-from megafx.testing import graph
+from megafx.testing import graph, make_planner
 
 
 def text_of(strategy: Strategy) -> str:
@@ -34,7 +32,7 @@ def planned(
 ) -> tuple[Program, Planner]:
     """The PLANNED program and the cheapest plan with these choices."""
     program = graph(fn, mesh=mesh, **values)
-    planner = Planner(Config(), int(mesh.split("=")[1]), Hardware.load("h100-nvlink"), training=True)
+    planner = make_planner(int(mesh.split("=")[1]))
     active, order = ask(program, planner)
     free, _ = make_problem(program, planner, active, order, free=True)
     domains = dict(free.domains)
