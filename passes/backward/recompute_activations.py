@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from megafx.ir.facts import declared, facts_of
-from megafx.ir.nodes import shows_operand
-from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
+from megafx.ir.nodes import in_backward, op_name, shows_operand
+from megafx.ir.program import VAL, Builder, Phase, Program
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "recompute_activations"
@@ -45,7 +45,7 @@ def _recompute(program: Program, output: fx.Node) -> bool:
     if gradient in late:
         return False  # its own gradient needs what is read there
     build = Builder(program, gradient.next, gradient, NAME)
-    again = build(getattr(torch.ops.megafx, f"{_name(gradient)}_again").default, *gradient.args)
+    again = build(getattr(torch.ops.megafx, f"{op_name(gradient)}_again").default, *gradient.args)
     if isinstance(gradient.meta[VAL], torch.Tensor):
         gradient.replace_all_uses_with(build(operator.getitem, again, 0))
     else:
@@ -66,27 +66,23 @@ def _gradient_of(output: fx.Node) -> fx.Node | None:
     """The node that makes the gradient of the activation's operands, from the same operands."""
     operands = [x for x in output.args if x is not None]
     for user in output.all_input_nodes[0].users:
-        if facts_of(user.target).recompute == _name(output) and list(user.args[1:]) == operands:
+        if facts_of(user.target).recompute == op_name(output) and list(user.args[1:]) == operands:
             return user
     return None
-
-
-def _name(node: fx.Node) -> str:
-    return node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
 
 
 def _views(output: fx.Node) -> list[fx.Node]:
     """Views of the output that forward makes, each after what it shows."""
     found = [output]
     for node in found:
-        found += [u for u in node.users if shows_operand(u) and u.meta.get(PHASE) != "backward"]
+        found += [u for u in node.users if shows_operand(u) and not in_backward(u)]
     return found
 
 
 def _backward_readers(output: fx.Node) -> set[fx.Node]:
     """What reads it, or a view of it that forward made, in backward; the output node counts."""
     users = {u for view in _views(output) for u in view.users}
-    return {u for u in users if u.op == "output" or u.meta.get(PHASE) == "backward"}
+    return {u for u in users if u.op == "output" or in_backward(u)}
 
 
 def _before(readers: set[fx.Node], gradient: fx.Node) -> list[fx.Node]:
