@@ -62,11 +62,9 @@ class _Merger:
     def __init__(self, program: Program, planner: Planner) -> None:
         self.program, self.planner, self.trains = program, planner, planner.wants_grad
         self.data = planner.data if planner.data is not None and planner.data.sharded else None
-        pairs = enumerate(zip(program.placeholders(), program.inputs, strict=True))
-        self.params = {node: (i, spec) for i, (node, spec) in pairs if spec.kind == "param"}
-        held = program.graph.find_nodes(
-            op="call_function", target=OF_RANK
-        )  # of an expert: the owner's, as it is stored
+        self.params = {node: spec for node, spec in program.input_nodes() if spec.kind == "param"}
+        # of an expert: the owner's, as it is stored
+        held = program.graph.find_nodes(op="call_function", target=OF_RANK)
         self.params |= {node: self.params[node.args[0]] for node in held if node.args[0] in self.params}
         self.changes = 0
         self.told: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)  # (folded module, what) -> linears
@@ -89,7 +87,7 @@ class _Merger:
     def name(self, node: fx.Node) -> str:
         """'layers.0.attn.q' for the linear of layers.0.attn.q.weight; its module where it has no parameter."""
         known = self.params.get(node.args[1])  # type: ignore[arg-type]
-        return known[1].name.removesuffix(".weight") if known else fqn_of(node)
+        return known.name.removesuffix(".weight") if known else fqn_of(node)
 
     def consider(self, group: list[fx.Node], gated: fx.Node | None) -> None:
         refusal = self.refusal(group, gated)
@@ -109,10 +107,10 @@ class _Merger:
             what = self.name_of(n)
             if n not in self.params:
                 return f"{what} is no parameter as it is stored: it is cast, moved or computed first"
-            index, spec = self.params[n]
+            spec = self.params[n]
             if spec.aliases or len(n.users) > 1 or weights.count(n) > 1:
                 return f"{what} is tied or used elsewhere too"
-            if self.trains is not None and not self.trains(index, spec):
+            if self.trains is not None and not self.trains(spec):
                 return f"{what} is frozen"
         if len({(n.args[1].meta[VAL].dtype, n.args[1].meta[VAL].device) for n in group}) > 1:  # type: ignore[union-attr]
             return "their dtypes or devices differ"
@@ -139,7 +137,7 @@ class _Merger:
         return False
 
     def name_of(self, n: Any) -> str:
-        return self.params[n][1].name if n in self.params else f"%{n.name}"
+        return self.params[n].name if n in self.params else f"%{n.name}"
 
     def judge(self, group: list[fx.Node], gated: fx.Node | None) -> tuple[bool, str]:
         """(whether it is slower, by what that is known)."""

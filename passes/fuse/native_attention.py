@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from megafx.errors import ConfigError
-from megafx.ir.nodes import drawn
+from megafx.ir.nodes import draw_arguments
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.planner.context import Planner
 
@@ -28,7 +28,9 @@ def native_attention(program: Program, planner: Planner) -> int:
     """Return the number of attentions that were given to the library."""
     if planner.config.attention_dropout_rng != "native":
         return 0
-    nodes = [n for n in program.graph.nodes if n.target is torch.ops.megafx.attention.default and drawn(n)["p"]]
+    nodes = [
+        n for n in program.graph.nodes if n.target is torch.ops.megafx.attention.default and draw_arguments(n)["p"]
+    ]
     ranks = planner.t * (program.batch.ranks if program.batch is not None else 1)
     if nodes and ranks > 1:
         raise ConfigError(

@@ -25,9 +25,10 @@ from catalogue import Architecture, rows
 from hf_plans import compare
 from matrix import Cell, Result, Runner, all_cells, some_cells
 
+from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
 from megafx.planner.context import Planner
-from megafx.planner.cost import ATTENTION, op_flops, op_name
+from megafx.planner.cost import ATTENTION, op_flops
 from megafx.planner.problem import joined_terms
 from megafx.rewrite.pattern import registered_patterns
 
@@ -99,11 +100,7 @@ def entry(row: Architecture, cells: Iterable[Cell] | None = None, dynamic: bool 
         made.flops = min(flops_share(planner) for _, planner in plans)
         made.fusions = family_counts(plans[0][0])
         for program, planner in plans:
-            dims = {
-                s.name: n.meta[VAL].ndim
-                for n, s in zip(program.placeholders(), program.inputs, strict=True)
-                if s.kind == "param"
-            }
+            dims = {s.name: n.meta[VAL].ndim for n, s in program.input_nodes() if s.kind == "param"}
             made.compared, different = compare(row, planner.solved, dims)
             made.differences += [d for d in different if d not in made.differences]
         bare = {
@@ -120,7 +117,7 @@ def parameter_share(program: Program, planner: Planner) -> tuple[float, dict[str
     numel, whole = 0, defaultdict(float)
     sharded = 0
     plan = planner.solved
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         if spec.kind == "param":
             n = math.prod(node.meta[VAL].shape)
             numel += n
@@ -144,7 +141,7 @@ def flops_share(planner: Planner) -> float:
 def node_flops(planner: Planner, rule: Any) -> int:
     """FLOPs of one node at the workload, 0 for ops that are no products."""
     sizes = planner.solved.sizes
-    name = op_name(str(rule.node.target))
+    name = op_name(rule.node)
     value = rule.node.meta[VAL]
     shape = lambda x: [sizes.workload(n) for n in sizes.shape(x)]  # noqa: E731
     if name.startswith("linear_cross_entropy"):
@@ -156,17 +153,17 @@ def node_flops(planner: Planner, rule: Any) -> int:
         return 0
     first = shape(rule.operands[0].node.meta[VAL])
     if name in ATTENTION:
-        return op_flops(str(rule.node.target), math.prod(shape(value)), shape(rule.operands[1].node.meta[VAL])[-2])
+        return op_flops(op_name(rule.node), math.prod(shape(value)), shape(rule.operands[1].node.meta[VAL])[-2])
     if name.startswith("conv"):
         return 2 * math.prod(shape(value)) * math.prod(shape(rule.operands[1].node.meta[VAL])[1:])
     if name == "grouped_mlp":
-        return op_flops(str(rule.node.target), math.prod(shape(value)), joined_terms(rule.node))
+        return op_flops(op_name(rule.node), math.prod(shape(value)), joined_terms(rule.node))
     if "grouped_mm" in name:
         return 2 * math.prod(shape(value)) * first[-1]
     if name == "einsum":
         name = "matmul"
         return 2 * math.prod({f: sizes.workload(n) for f, n in rule.sizes.items()}.values())
-    return op_flops(str(rule.node.target), math.prod(shape(value)), first[-1]) if first else 0
+    return op_flops(op_name(rule.node), math.prod(shape(value)), first[-1]) if first else 0
 
 
 def family_counts(program: Program) -> dict[str, int]:
