@@ -91,8 +91,8 @@ def first_job(folder: Path, t: int) -> list[float]:
 def failing(folder: Path, model, optimizer) -> None:
     """A rank that cannot write, or is called otherwise, stops the save on every rank."""
     import megafx
-    from megafx.weights import files as safetensors_writer
     from megafx.errors import AgreementError, CheckpointError
+    from megafx.weights import files as safetensors_writer
 
     write = safetensors_writer.write
     if dist.get_rank() == 1:
