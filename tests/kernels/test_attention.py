@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from triton_process import run_script
+from triton_process import run_as_script
 
 import megafx.kernels.attention.attention  # noqa: F401  registers the op
 from megafx.kernels.attention.attention_reference import keep_mask, subkey
@@ -263,4 +263,4 @@ SCRIPT = Path(__file__).resolve().parents[1] / "support" / "triton_attention.py"
 
 
 def test_triton_kernels_are_the_reference():
-    run_script(SCRIPT, "all right", 600)
+    run_as_script(SCRIPT, 600)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton_process import assert_same_values
+from triton_process import run_as_script
 
 import megafx.kernels.norm.norms  # noqa: F401  registers the ops
 
@@ -141,46 +141,54 @@ def test_opcheck():
     torch.library.opcheck(ops.rms_norm_forward.default, (x, weight, EPS, 1.0))
 
 
-TRITON = """
-import torch
-from megafx.kernels import norms as reference, norms_triton as kernels
+def triton_checks():
+    from megafx.kernels.norm import norms as reference
+    from megafx.kernels.norm import norms_launch as kernels
 
-def close(ours, theirs, what):
-    for u, v in zip(ours, theirs, strict=True):
-        assert u.dtype == v.dtype and u.shape == v.shape, what
-        # the interpreter truncates to bf16 where hardware rounds
-        rtol = 2**-6 if u.dtype == torch.bfloat16 else 2e-5
-        torch.testing.assert_close(u, v, rtol=rtol, atol=rtol, msg=lambda m: f"{what}: {m}")
+    def close(ours, theirs, what):
+        for u, v in zip(ours, theirs, strict=True):
+            assert u.dtype == v.dtype and u.shape == v.shape, what
+            # the interpreter truncates to bf16 where hardware rounds
+            rtol = 2**-6 if u.dtype == torch.bfloat16 else 2e-5
+            torch.testing.assert_close(u, v, rtol=rtol, atol=rtol, msg=lambda m: f"{what}: {m}")
 
-def check(H, dtype=torch.float32):
-    x, g, w, b = torch.randn(5, H) * 2 + 3, torch.randn(5, H), torch.randn(H), torch.randn(H)
-    x, g, w, b = (v.to(dtype) for v in (x, g, w, b))
-    for weight, bias in ((w, b), (None, None)) if H == 37 else ((w, b),):
-        stats = reference.layer_norm_reference(x, weight, bias, 1e-5)
-        close(kernels.layer_norm_forward(x, weight, bias, 1e-5), stats, ("layer", H, dtype))
-        arguments = (g, x, weight, *stats[1:], weight is not None, bias is not None)
-        close(kernels.layer_norm_backward(*arguments), reference.layer_norm_backward_reference(*arguments), ("dlayer", H))
-        stats = reference.rms_norm_reference(x, weight, 1e-5, 1.0)
-        close(kernels.rms_norm_forward(x, weight, 1e-5, 1.0), stats, ("rms", H, dtype))
-        arguments = (g, x, weight, stats[1], 1.0, weight is not None)
-        close(kernels.rms_norm_backward(*arguments), reference.rms_norm_backward_reference(*arguments), ("drms", H))
+    def check(H, dtype=torch.float32):
+        x, g, w, b = torch.randn(5, H) * 2 + 3, torch.randn(5, H), torch.randn(H), torch.randn(H)
+        x, g, w, b = (v.to(dtype) for v in (x, g, w, b))
+        for weight, bias in ((w, b), (None, None)) if H == 37 else ((w, b),):
+            stats = reference.layer_norm_reference(x, weight, bias, 1e-5)
+            close(kernels.layer_norm_forward(x, weight, bias, 1e-5), stats, ("layer", H, dtype))
+            arguments = (g, x, weight, *stats[1:], weight is not None, bias is not None)
+            close(
+                kernels.layer_norm_backward(*arguments),
+                reference.layer_norm_backward_reference(*arguments),
+                ("dlayer", H),
+            )
+            stats = reference.rms_norm_reference(x, weight, 1e-5, 1.0)
+            close(kernels.rms_norm_forward(x, weight, 1e-5, 1.0), stats, ("rms", H, dtype))
+            arguments = (g, x, weight, stats[1], 1.0, weight is not None)
+            close(kernels.rms_norm_backward(*arguments), reference.rms_norm_backward_reference(*arguments), ("drms", H))
 
-for H in (1, 37, 300):
-    check(H)
-check(24, torch.bfloat16)
-Shape = kernels.Shape  # every way to cut a row, on rows that a test can afford: exact, with a rest, read twice, shared
-forward = [Shape(1, 4, 16, 1), Shape(2, 4, 16, 1), Shape(1, 4, 16, 1, reload=True)]
-backward = [Shape(2, 4, 16, 1, programs=2), Shape(1, 2, 16, 1, split=2, programs=4), Shape(2, 1, 32, 1, split=2, programs=2)]
-for H, first, second in zip((64, 56, 56), forward, backward, strict=True):
-    kernels.forward_shape, kernels.backward_shape = lambda *_: first, lambda *_: second
-    check(H)
-print("same values")
-"""
+    for H in (1, 37, 300):
+        check(H)
+    check(24, torch.bfloat16)
+    Shape = (
+        kernels.Shape
+    )  # every way to cut a row, on rows that a test can afford: exact, with a rest, read twice, shared
+    forward = [Shape(1, 4, 16, 1), Shape(2, 4, 16, 1), Shape(1, 4, 16, 1, reload=True)]
+    backward = [
+        Shape(2, 4, 16, 1, programs=2),
+        Shape(1, 2, 16, 1, split=2, programs=4),
+        Shape(2, 1, 32, 1, split=2, programs=2),
+    ]
+    for H, first, second in zip((64, 56, 56), forward, backward, strict=True):
+        kernels.forward_shape, kernels.backward_shape = lambda *_, first=first: first, lambda *_, second=second: second
+        check(H)
 
 
-def test_triton_kernels_are_the_reference(tmp_path):
+def test_triton_kernels_are_the_reference():
     """Launchers on CPU tensors, in Triton's interpreter."""
-    assert_same_values(TRITON, tmp_path, timeout_s=240, on_gpu=False)
+    run_as_script(__file__, 240, on_gpu=False)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -228,3 +236,7 @@ def test_cuda_is_deterministic_and_near_fp64(dtype, width):
             assert torch.equal(ours, again)
             rounding = torch.finfo(dtype).eps * exact.norm()
             assert (ours.double() - exact).norm() <= max(rounding, 2 * (theirs.double() - exact).norm())
+
+
+if __name__ == "__main__":
+    triton_checks()
