@@ -165,15 +165,6 @@ def test_under_compile():
     torch.testing.assert_close(torch.compile(step, backend="aot_eager", fullgraph=True)(x, SEED), step(x, SEED))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_opcheck(p):
-    x = torch.randn(6, 8, requires_grad=True)
-    torch.library.opcheck(dropout.default, (x, SEED, p, 3, *WHOLE))
-    torch.library.opcheck(dropout.default, (x.detach().t(), SEED, p, 3, *WHOLE))
-    with on_rank(1, 2):
-        torch.library.opcheck(dropout.default, (x, SEED, p, 3, 1, [1, 2, 8], "tp"))
-
-
 ROWS, COLUMNS, BOUND = 1024, 2048, 4.5
 
 

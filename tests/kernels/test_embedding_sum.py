@@ -112,15 +112,6 @@ def cut(x, dim, start, size):
     return F.pad(part, padding)
 
 
-def test_gradcheck():
-    torch.manual_seed(0)
-    operands = FORMS["with types"]()
-    inputs = [operands[0], operands[2], operands[4]]
-    torch.autograd.gradcheck(
-        lambda a, b, c: fused((a, operands[1], b, operands[3], c, operands[5]), (-1, -1, -1), 0.3), inputs
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

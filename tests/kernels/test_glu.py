@@ -8,7 +8,6 @@ from activation_kernels import EAGER, error, rand, same
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton_process import run_as_script
 
-from megafx.checks.rules import check_rules
 from megafx.kernels.activation.bias_activation import ACTIVATIONS
 
 glu, glu_packed = torch.ops.megafx.glu, torch.ops.megafx.glu_packed
@@ -82,37 +81,6 @@ def test_what_is_refused():
         glu_packed(torch.randn(4, 6), torch.randn(3), "silu")
     with pytest.raises(ValueError, match="unknown activation"):
         glu(torch.randn(4, 6), torch.randn(4, 6), "tanh")
-
-
-def test_traces_and_opcheck():
-    x, b, g = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True), torch.randn(4, 3)
-
-    def step(x, b, g):
-        y = glu_packed(x, b, "silu")
-        z = glu(y, y + 1, "gelu")
-        return z, *torch.autograd.grad(z, (x, b), g)
-
-    gm = make_fx(step, tracing_mode="symbolic")(x, b, g)
-    names = [str(n.target) for n in gm.graph.nodes if "megafx" in str(n.target)]
-    assert names == [f"megafx.{n}.default" for n in ("glu_packed", "glu", "glu_backward", "glu_packed_bias_backward")]
-    big = [torch.randn(s, requires_grad=True) for s in ((9, 10), (10,))]
-    for found, right in zip(gm(*big, torch.ones(9, 5)), step(*big, torch.ones(9, 5)), strict=True):
-        assert torch.equal(found, right)
-    torch.library.opcheck(glu.default, (x, x.detach().t().contiguous().t(), "silu"))
-    torch.library.opcheck(glu_packed.default, (x, b, "silu"))
-    torch.library.opcheck(glu_packed.default, (x.detach(), None, "relu"))
-    backward = torch.ops.megafx.glu_packed_bias_backward.default
-    torch.library.opcheck(backward, (g, x.detach(), b.detach(), "silu"))
-
-
-def test_rules_by_brute_force():
-    ops = ["glu", "glu_backward", "glu_packed", "glu_packed_backward", "glu_packed_bias_backward"]
-    report = check_rules([f"megafx.{op}" for op in ops])
-    assert report.ok and not report.of("unchecked"), str(report)
-    rows = {(f.op, f.row) for f in report.of("ok")}
-    assert ("megafx.glu.default", "R P -> P") in rows  # linear in up
-    assert ("megafx.glu_packed.default", "S2/2*(2x3) S0/2*(2x3) -> S2") in rows  # each half is cut
-    assert not [r for op, r in rows if "packed" in op and r.startswith("S2 S0")]
 
 
 def test_packed_gradients_are_one_output_to_inductor(monkeypatch):
