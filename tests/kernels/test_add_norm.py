@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_process import run_as_script
+from kernel_checks import run_as_script
 
 import megafx.kernels.norm.add_norm  # noqa: F401  registers the ops
 from megafx.ops import axes

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_checks import run_as_script
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from triton_process import run_as_script
 
 import megafx.kernels.attention.attention  # noqa: F401  registers the op
 from megafx.kernels.attention.attention_reference import keep_mask, subkey

@@ -5,9 +5,8 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_kernels import DEVICE, EAGER, error, rand, same
+from kernel_checks import DEVICE, EAGER, error, rand, run_as_script, same
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton_process import run_as_script
 
 import megafx.kernels.common.op as module
 from megafx.kernels.activation.bias_activation import ACTIVATIONS

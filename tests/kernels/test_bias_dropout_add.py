@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_process import run_as_script
+from kernel_checks import run_as_script
 
 import megafx.kernels.dropout.bias_dropout_add
 import megafx.kernels.dropout.dropout  # noqa: F401  registers the ops

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import run_as_script
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton_process import run_as_script
 
 import megafx.kernels.loss.cross_entropy  # noqa: F401  registers the ops
 import megafx.kernels.loss.cross_entropy_reference as module

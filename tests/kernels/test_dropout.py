@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from kernel_checks import run_as_script
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton_process import run_as_script
 
 import megafx.kernels.dropout.dropout as module
 from megafx.kernels.common import philox

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_process import run_as_script
+from kernel_checks import run_as_script
 
 import megafx.kernels.dropout.dropout
 import megafx.kernels.dropout.embedding_sum  # noqa: F401  registers the ops

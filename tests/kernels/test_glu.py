@@ -4,9 +4,8 @@ import importlib.util
 
 import pytest
 import torch
-from activation_kernels import EAGER, error, rand, same
+from kernel_checks import EAGER, error, rand, run_as_script, same
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton_process import run_as_script
 
 from megafx.kernels.activation.bias_activation import ACTIVATIONS
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from triton_process import run_as_script
+from kernel_checks import run_as_script
 
 import megafx.kernels.attention.masked_softmax  # noqa: F401  registers the ops
 from megafx.ops import axes

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_process import run_as_script
+from kernel_checks import run_as_script
 
 import megafx.kernels.norm.norms  # noqa: F401  registers the ops
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from fake_triton import fake_triton, seen
+from kernel_checks import run_as_script
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton_process import run_as_script
 
 from megafx.checks.rule_samples import SAMPLES, T
 from megafx.kernels.common import op as module

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_process import run_as_script
+from kernel_checks import run_as_script
 
 from megafx.kernels.common import philox
 from megafx.kernels.common.runs import runs_of
