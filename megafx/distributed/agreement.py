@@ -20,9 +20,10 @@ CHECKED_FIRST = 3  # steps at the beginning whose inputs are compared whatever `
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's value on every rank (pickled)."""
+    """Rank 0's value (pickled), on every rank; without a group this rank's own."""
     box = [value]
-    dist.broadcast_object_list(box, group_src=0, group=group)
+    if group is not None:
+        dist.broadcast_object_list(box, group_src=0, group=group)
     return box[0]
 
 
