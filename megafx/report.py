@@ -22,14 +22,14 @@ from rich.table import Table
 from torch import fx
 
 from megafx.analysis.communication import Communication
+from megafx.ir.facts import facts_of
+from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
 from megafx.ops.owners import OF_RANK
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, payload, transition
 from megafx.planner.context import Planning
-from megafx.planner.cost import collective_seconds
-from megafx.planner.policy import MATMULS
-from megafx.rules.strategies import SPECIAL
+from megafx.planner.cost import MATMULS, collective_seconds
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
@@ -180,7 +180,7 @@ def describe(program: Program, planning: Planning) -> Report:
             if row is not None:
                 rows.append(row)
     params, entering = {}, []
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         if spec.kind == "param":
             placement = plan.params[spec.name]
             shape = "x".join(str(n) for n in node.meta[VAL].shape)
@@ -296,11 +296,11 @@ def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
         return "on a shard of the sequence" if out.is_shard else "replicated"
     if node.target is OF_RANK:
         return "expert-parallel"
-    if any(p.is_shard and p.dim == 0 for p in weights) and str(node.target) == "megafx.grouped_mlp.default":
+    if any(p.is_shard and p.dim == 0 for p in weights) and facts_of(node.target).experts:
         return "expert-parallel"
     if out.kind == "P":
         return "vocab-parallel" if lookup else "row-parallel"
-    return "hidden-parallel" if lookup or str(node.target) not in MATMULS else "column-parallel"
+    return "hidden-parallel" if lookup or op_name(node) not in MATMULS else "column-parallel"
 
 
 def _moves(program: Program, planning: Planning, node: fx.Node) -> tuple[Move, ...]:
@@ -313,7 +313,8 @@ def _moves(program: Program, planning: Planning, node: fx.Node) -> tuple[Move, .
                 moves.append(_move(program, planning, value, user))
                 stack.append(user)
     choice = planning.solved.ops.get(node.name)
-    if choice is not None and choice.out == I and choice.factor and choice.factor == SPECIAL.get(str(node.target)):
+    localized = facts_of(node.target).localize
+    if choice is not None and choice.out == I and localized is not None and choice.factor == localized.factor:
         moves.append(_statistics(program, planning, node))
     return tuple(moves)
 
