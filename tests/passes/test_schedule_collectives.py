@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,7 +21,6 @@ from megafx.passes.lower.partition import partition, tag_regathers
 from megafx.placements.types import Layout, Placement, S
 from megafx.testing import make_planner
 
-LocalProgram = Callable[..., Program]
 T, B, SEQ, H, N, FFN = 2, 2, 4, 8, 4, 16
 TOKENS = Layout.contiguous(SEQ, T).flat()
 move = torch.ops.megafx.transition
@@ -102,7 +101,7 @@ def block_weights(layers: int, fused: bool) -> tuple[dict[str, Any], dict[str, P
 
 
 def lowered(
-    local_program: LocalProgram, sequence_parallel: bool, fused: bool, layers: int = 2, regather: bool = False
+    sequence_parallel: bool, fused: bool, layers: int = 2, regather: bool = False
 ) -> tuple[Program, dict[str, Any], dict[str, Placement]]:
     values, placements = block_weights(layers, fused)
     local: dict[str, Any] = {}
@@ -144,7 +143,7 @@ def text(program: Program) -> list[str]:
     ]
 
 
-def test_column_parallel_backward(local_program: LocalProgram) -> None:
+def test_column_parallel_backward() -> None:
     program = local_program(column, {"w": nn.Parameter(torch.randn(6, 4)), "x": nn.Parameter(torch.randn(3, 4))})
     differentiate(program, [0, 1], [0])
     expand_transitions(program, make_planner())
@@ -168,8 +167,8 @@ def test_column_parallel_backward(local_program: LocalProgram) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_blocks(local_program: LocalProgram, sequence_parallel: bool, fused: bool) -> None:
-    program, values, placements = lowered(local_program, sequence_parallel, fused)
+def test_blocks(sequence_parallel: bool, fused: bool) -> None:
+    program, values, placements = lowered(sequence_parallel, fused)
     names = [n.name for n in starts(program)]
     tangent = torch.randn(B, SEQ, H).double()
     before = run_logical(program, {**values, "0": tangent}, placements, T)
@@ -184,10 +183,8 @@ def test_blocks(local_program: LocalProgram, sequence_parallel: bool, fused: boo
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_each_backward_collective_of_a_block_has_a_product_beside_it(
-    local_program: LocalProgram, sequence_parallel: bool, fused: bool
-) -> None:
-    program, _, _ = lowered(local_program, sequence_parallel, fused, layers=3)
+def test_each_backward_collective_of_a_block_has_a_product_beside_it(sequence_parallel: bool, fused: bool) -> None:
+    program, _, _ = lowered(sequence_parallel, fused, layers=3)
     schedule_collectives(program, make_planner())
     counts = list(overlapped(list(program.graph.nodes)).values())
     if sequence_parallel:
@@ -197,8 +194,8 @@ def test_each_backward_collective_of_a_block_has_a_product_beside_it(
         assert len(counts) == 2 * 3 and all(counts), counts
 
 
-def test_forward_keeps_its_order(local_program: LocalProgram) -> None:
-    program, _, _ = lowered(local_program, True, False)
+def test_forward_keeps_its_order() -> None:
+    program, _, _ = lowered(True, False)
 
     def computed() -> list[Any]:
         """Forward nodes that compute: waits and parts of tuples come where they are asked for."""
@@ -210,7 +207,7 @@ def test_forward_keeps_its_order(local_program: LocalProgram) -> None:
     assert computed() == before
 
 
-def test_independent_branches_overlap_in_forward(local_program: LocalProgram) -> None:
+def test_independent_branches_overlap_in_forward() -> None:
     def parallel(a: Any, b: Any, x: Any) -> tuple[Any, ...]:
         y = move(F.linear(x, a), "P", "I", [], [], "tp", T)
         z = F.linear(F.gelu(x), b)
@@ -225,11 +222,11 @@ def test_independent_branches_overlap_in_forward(local_program: LocalProgram) ->
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_regathered_inputs_trade_bytes_for_memory(local_program: LocalProgram, fused: bool) -> None:
+def test_regathered_inputs_trade_bytes_for_memory(fused: bool) -> None:
     """Kept, 4 all-gathers and 4 reduce-scatters a layer; re-gathered, 2 more gathers, less memory."""
     layers, found = 2, {}
     for regather in (False, True):
-        program, values, placements = lowered(local_program, True, fused, layers, regather)
+        program, values, placements = lowered(True, fused, layers, regather)
         schedule_collectives(program, make_planner())
         parts = partition(program)
         assert parts.backward is not None
@@ -264,8 +261,8 @@ def check_two_graphs(program: Program, parts: Any, values: Any, placements: Any)
         assert all(torch.equal(a, b) for a, b in zip(whole[1:], two, strict=True))
 
 
-def test_every_wait_follows_its_start_and_operands_precede_users(local_program: LocalProgram) -> None:
-    program, _, _ = lowered(local_program, True, True, layers=3)
+def test_every_wait_follows_its_start_and_operands_precede_users() -> None:
+    program, _, _ = lowered(True, True, layers=3)
     schedule_collectives(program, make_planner())
     seen: set[Any] = set()
     for node in program.graph.nodes:
@@ -274,7 +271,7 @@ def test_every_wait_follows_its_start_and_operands_precede_users(local_program: 
         seen.add(node)
 
 
-def test_gathered_parameters_start_one_product_early(local_program: LocalProgram) -> None:
+def test_gathered_parameters_start_one_product_early() -> None:
     def function(*args: Any) -> tuple[Any, ...]:
         *weights, x = args
         cut = Layout.contiguous(4, T).flat()

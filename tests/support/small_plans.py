@@ -15,6 +15,7 @@ from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import ask, make_problem
 from megafx.planner.context import Planner
+from megafx.planner.fusion_profile import MODES, FusionProfile, Measured, Times
 from megafx.planner.problem import Problem
 from megafx.planner.solver import solve
 from megafx.rules.strategies import Strategy
@@ -61,7 +62,26 @@ def placed(
 def local(
     fn: Callable[..., Any], choices: dict[str, str], mesh: str = "tp=2", **values: Any
 ) -> tuple[Program, Program]:
-    """(program before planning, one rank's program)."""
+    """(program before planner, one rank's program)."""
     before, program, planner = placed(fn, choices, mesh, **values)
     localize_shapes(program, planner)
     return before, program
+
+
+# -- measured fusions, made up
+
+FAST, SLOW = (1.0, 2.0), (2.0, 1.0)  # fused, unfused
+
+
+def measured(*patterns, small=SLOW, large=SLOW, needs=()):
+    rows = [Times(n, dict.fromkeys(MODES, pair)) for n, pair in ((1_000, small), (1_000_000, large))]
+    return Measured(patterns, needs, tuple(rows))
+
+
+def profile(**fusions):
+    return FusionProfile("a test's device", ("nowhere",), "made up", fusions)
+
+
+def saved(path, **fusions):
+    profile(**fusions).save(path)
+    return str(path)
