@@ -35,7 +35,6 @@ FUSIONS = (
     "norm_fusion",
     "attention_fusion",
     "cross_entropy_fusion",
-    "embedding_fusion",
     "merge_linears",
 )
 MEASURE_NOTHING = "all"  # Config.fusion_profile: every fusion is made, whatever was measured
@@ -73,13 +72,10 @@ class Config:
     norm_fusion                 LayerNorm and RMSNorm, and sums with the norm that follows
     attention_fusion            the attention chain
     cross_entropy_fusion        cross entropy, and linear + cross entropy
-    embedding_fusion            word + position (+ type) embeddings and their dropout
     merge_linears               linears of one value as one product: gate and up, queries, keys and values
     recompute_activation_func   outputs of fused activations are not kept: the kernel of their gradient writes them again
     fusion_profile              measurements: a fusion that was slower is not made. Name of a profile (hardware/fusions/) or a
                                 path ('megafx profile-fusions' writes one); None: by the hardware; "all": all are made
-    attention_dropout_rng       "counter": masks by (seed, position), the same on any number of ranks; "native": library kernels
-                                with torch's generator where they can, on one rank only
     check_inputs_every          ranks compare input hashes on the first steps, then every so many steps; 0: then never
     eager_modules               globs of submodules that are not captured: their code runs as it is, on whole tensors
     check_for_nan_in_loss_and_grad  a loss or gradient that is not finite is an error on every rank, before the optimizer
@@ -111,11 +107,9 @@ class Config:
     norm_fusion: bool = True
     attention_fusion: bool = True
     cross_entropy_fusion: bool = True
-    embedding_fusion: bool = True
     merge_linears: bool = True
     recompute_activation_func: bool = True
     fusion_profile: str | None = None
-    attention_dropout_rng: Literal["counter", "native"] = "counter"
     check_inputs_every: int = 100
     eager_modules: tuple[str, ...] = ()
     check_for_nan_in_loss_and_grad: bool = False
@@ -138,7 +132,6 @@ class Config:
             self._one_of(name, (True, False))
         self._one_of("sequence_parallel", (True, False, "auto"))
         self._one_of("planner_policy", ("megatron", "free"))
-        self._one_of("attention_dropout_rng", ("counter", "native"))
         if self.hardware is not None and not isinstance(self.hardware, str):
             raise _error("hardware", self.hardware, "a profile name, the path of a .yaml file, or None")
         if self.fusion_profile is not None and not isinstance(self.fusion_profile, str):

@@ -48,7 +48,6 @@ from megafx.passes.fuse.fuse import fuse
 from megafx.passes.fuse.fuse_linear_loss import fuse_linear_loss
 from megafx.passes.fuse.fuse_local import fuse_local
 from megafx.passes.fuse.merge_linears import merge_linears
-from megafx.passes.fuse.native_attention import native_attention
 from megafx.passes.fuse.share_logsumexp import share_logsumexp
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
@@ -235,7 +234,6 @@ def planning_passes(planning: Planning, data: DataAxis | None = None) -> list[Pa
             else []
         ),
         Pass.of(join_experts, planning),
-        *([Pass.of(native_attention, planning)] if planning.config.attention_dropout_rng == "native" else []),
         Pass.of(plan_sharding, planning),
         Pass.of(insert_transitions, planning),
         Pass("describe_plan", describe_plan),

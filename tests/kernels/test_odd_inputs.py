@@ -13,10 +13,6 @@ DRAW = (SEED, 0.25, 3, -1, [], "tp")
 B, S, H, N, E = 2, 5, 16, 2, 8
 
 
-def ids(b, rows=7):
-    return (torch.arange(b * S, device=DEVICE) % rows).view(b, S)
-
-
 # Shapes of the floating operands, for a batch of b, and the op on them.
 OPS = {
     "dropout": (lambda b: [(b, S, H)], lambda x: ops.dropout(x, *DRAW)),
@@ -57,12 +53,6 @@ OPS = {
     "attention with a bias": (
         lambda b: [(b, N, S, E), (b, N, S, E), (b, N, S, E), (1, N, S, S)],
         lambda q, k, v, m: ops.attention(q, k, v, m, None, None, 0.5, False, 0, 20.0, 0.0, 0, -1, [], "tp"),
-    ),
-    "embedding_sum": (
-        lambda b: [(7, H), (S, H), (b, S, H)],
-        lambda w, p, x: ops.embedding_sum(
-            *(w, ids(x.shape[0]), p, ids(1), x, None, [-1, -1, -1], *DRAW),
-        ),
     ),
 }
 
