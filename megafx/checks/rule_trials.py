@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import megafx.kernels.activation.bias_activation
-import megafx.kernels.activation.glu
+import megafx.kernels.activation.activation
 import megafx.kernels.attention.attention
 import megafx.kernels.attention.masked_softmax
 import megafx.kernels.attention.rope

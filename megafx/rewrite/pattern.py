@@ -1,6 +1,6 @@
 """Patterns: a piece of eager Python, and what to compute instead. Declared here, found and replaced by rewrite/driver.py.
 
-    import megafx.kernels.activation.bias_activation  # noqa: F401  registers the op
+    import megafx.kernels.activation.activation  # noqa: F401  registers the op
     from megafx.rewrite.pattern import Pattern, register
 
     @register                                        # megafx.register_pattern is the same function

@@ -1,9 +1,9 @@
 """Outputs of fused activations are not kept for backward: the kernel of their gradient writes them once more.
 
 Before:  %y = glu(%gate, %up), %dy = mm(%g, %w), %dw = mm(t(%g), %y)          # y is kept for the weight gradient
-         %d = glu_backward(%dy, %gate, %up)
+         %d = glu_backward(%dy, %gate, %up, False)
 After:   %y = glu(%gate, %up), %dy = mm(%g, %w)
-         %d = glu_backward_again(%dy, %gate, %up), %dw = mm(t(%g), %d[2])
+         %d = glu_backward(%dy, %gate, %up, True), %dw = mm(t(%g), %d[2])
 Legal because: the kernel reads gate and up anyway, and computes the same bits; what read y in backward comes after it.
 
 Saves the largest activation of a layer (ffn width) for one more write in backward. Left as they are: outputs that the user
@@ -13,12 +13,11 @@ gets, and those that something needs before their own gradient is known.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
 
-import megafx.kernels.activation.glu  # noqa: F401  (with bias_activation: defines the ops)
+import megafx.kernels.activation.activation  # noqa: F401  defines the ops
 from megafx.ir.nodes import shows_operand
 from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
 
@@ -26,16 +25,17 @@ REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "recompute_activations"
 ops = torch.ops.megafx
 
-AGAIN: dict[Any, Any] = {
-    getattr(ops, name).default: getattr(ops, f"{name}_again").default
-    for name in ("glu_backward", "glu_packed_backward", "glu_packed_bias_backward", "act_backward", "bias_act_backward")
+# Activations, and the ops of their gradients: these end in `want_output`, and give the output as their last result.
+BACKWARD = {
+    ops.glu.default: ops.glu_backward.default,
+    ops.glu_packed.default: ops.glu_packed_backward.default,
+    ops.bias_act.default: ops.bias_act_backward.default,
 }
-FORWARD = {ops.glu.default, ops.glu_packed.default, ops.bias_act.default}
 
 
 def recompute_activations(program: Program) -> int:
     """Return the number of outputs that backward makes again."""
-    changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if node.target in FORWARD)
+    changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if node.target in BACKWARD)
     if changes:
         program.graph.eliminate_dead_code()
         program.graph.lint()
@@ -52,11 +52,8 @@ def _recompute(program: Program, output: fx.Node) -> bool:
     if gradient in late:
         return False  # its own gradient needs what is read there
     build = Builder(program, gradient.next, gradient, NAME)
-    again = build(AGAIN[gradient.target], *gradient.args)
-    if isinstance(gradient.meta[VAL], torch.Tensor):
-        gradient.replace_all_uses_with(build(operator.getitem, again, 0))
-    else:
-        gradient.replace_all_uses_with(again)
+    again = build(gradient.target, *gradient.args[:-1], True)
+    gradient.replace_all_uses_with(again)
     value = build(operator.getitem, again, len(again.meta[VAL]) - 1)
     shown = _views_again(build, output, value)
     for reader in readers:
@@ -71,22 +68,9 @@ def _recompute(program: Program, output: fx.Node) -> bool:
 
 def _gradient_of(output: fx.Node) -> fx.Node | None:
     """The node that makes the gradient of the activation's operands, from the same operands."""
-    operands = [x for x in output.args if x is not None]
-    for user in output.all_input_nodes[0].users:
-        if user.target in AGAIN and list(user.args[1:]) == operands and _name(user) in _gradient_names(output):
-            return user
-    return None
-
-
-def _name(node: fx.Node) -> str:
-    return node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-
-
-def _gradient_names(output: fx.Node) -> set[str]:
-    name = _name(output)
-    if name == "bias_act":
-        return {"act_backward", "bias_act_backward"}
-    return {f"{name}_backward", f"{name}_bias_backward"}
+    wanted = (*output.args, False)
+    users = output.all_input_nodes[0].users
+    return next((u for u in users if u.target is BACKWARD[output.target] and u.args[1:] == wanted), None)
 
 
 def _views(output: fx.Node) -> list[fx.Node]:

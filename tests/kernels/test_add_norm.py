@@ -120,8 +120,8 @@ def test_opcheck():
 
 TRITON = """
 import torch
-from megafx import collectives
-from megafx.kernels import add_norm as reference, add_norm_triton as kernels, norms_triton
+from megafx.ops import axes
+from megafx.kernels.norm import add_norm as reference, add_norm_triton as kernels, norms_launch
 from megafx.placements.types import Layout
 
 seed = torch.tensor(-(7 << 40) + 99)
@@ -156,9 +156,9 @@ check((4, 24), 0.3, branch=torch.bfloat16)
 with axes.on_mesh({"tp": axes.AxisContext(1, 3, "")}):
     for layout in ((1, 8, 1), (1, 3, 1, 5, 1)):  # one run of rows, several
         check((2, Layout.from_flat(layout).local_size(3), 16), 0.3, 1, layout)
-Shape = norms_triton.Shape
-norms_triton.forward_shape = lambda *_: Shape(1, 4, 16, 1, reload=True)
-norms_triton.backward_shape = lambda *_: Shape(1, 2, 16, 1, split=2, programs=4)
+Shape = norms_launch.Shape
+norms_launch.forward_shape = lambda *_: Shape(1, 4, 16, 1, reload=True)
+norms_launch.backward_shape = lambda *_: Shape(1, 2, 16, 1, split=2, programs=4)
 check((5, 56), 0.3)
 print("same values")
 """

@@ -154,8 +154,8 @@ def test_opcheck(p):
 
 TRITON = """
 import torch
-from megafx import collectives
-from megafx.kernels import bias_dropout_add as reference, bias_dropout_add_triton as kernels
+from megafx.ops import axes
+from megafx.kernels.dropout import bias_dropout_add as reference, bias_dropout_add_triton as kernels
 from megafx.placements.types import Layout
 
 seed = torch.tensor(-(7 << 40) + 99)

@@ -392,7 +392,7 @@ def test_opcheck():
 
 TRITON = """
 import torch
-from megafx.kernels import cross_entropy_reference as plain, cross_entropy_triton as fast
+from megafx.kernels.loss import cross_entropy_reference as plain, cross_entropy_triton as fast
 from megafx.placements.types import Piece
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

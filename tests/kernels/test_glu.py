@@ -1,4 +1,4 @@
-"""Covers: kernels/glu.py, kernels/glu_triton.py."""
+"""Covers: glu and glu_packed of kernels/activation/."""
 
 import importlib.util
 
@@ -8,7 +8,7 @@ from activation_kernels import EAGER, error, run_triton
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megafx.checks.rules import check_rules
-from megafx.kernels.activation.bias_activation import ACTIVATIONS
+from megafx.kernels.activation.activation import ACTIVATIONS
 
 glu, glu_packed = torch.ops.megafx.glu, torch.ops.megafx.glu_packed
 
@@ -93,19 +93,20 @@ def test_traces_and_opcheck():
 
     gm = make_fx(step, tracing_mode="symbolic")(x, b, g)
     names = [str(n.target) for n in gm.graph.nodes if "megafx" in str(n.target)]
-    assert names == [f"megafx.{n}.default" for n in ("glu_packed", "glu", "glu_backward", "glu_packed_bias_backward")]
+    assert names == [f"megafx.{n}.default" for n in ("glu_packed", "glu", "glu_backward", "glu_packed_backward")]
     big = [torch.randn(s, requires_grad=True) for s in ((9, 10), (10,))]
     for found, right in zip(gm(*big, torch.ones(9, 5)), step(*big, torch.ones(9, 5)), strict=True):
         assert torch.equal(found, right)
     torch.library.opcheck(glu.default, (x, x.detach().t().contiguous().t(), "silu"))
     torch.library.opcheck(glu_packed.default, (x, b, "silu"))
     torch.library.opcheck(glu_packed.default, (x.detach(), None, "relu"))
-    backward = torch.ops.megafx.glu_packed_bias_backward.default
-    torch.library.opcheck(backward, (g, x.detach(), b.detach(), "silu"))
+    backward = torch.ops.megafx.glu_packed_backward.default
+    torch.library.opcheck(backward, (g, x.detach(), b.detach(), "silu", True))
+    torch.library.opcheck(backward, (g, x.detach(), None, "silu", False))
 
 
 def test_rules_by_brute_force():
-    ops = ["glu", "glu_backward", "glu_packed", "glu_packed_backward", "glu_packed_bias_backward"]
+    ops = ["glu", "glu_backward", "glu_packed", "glu_packed_backward"]
     report = check_rules([f"megafx.{op}" for op in ops])
     assert report.ok and not report.of("unchecked"), str(report)
     rows = {(f.op, f.row) for f in report.of("ok")}
@@ -127,9 +128,8 @@ def test_packed_gradients_are_one_output_to_inductor(monkeypatch):
         x, g, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((64, 256), (64, 128), (256,)))
 
         def step(x, g, b):
-            return torch.ops.megafx.glu_packed_backward(g, x, "silu"), *torch.ops.megafx.glu_packed_bias_backward(
-                g, x, b, "silu"
-            )
+            backward = torch.ops.megafx.glu_packed_backward
+            return *backward(g, x, None, "silu", False), *backward(g, x, b, "silu", False)
 
         graph = make_fx(dispatch_functionalize(step))(x, g, b).graph
     kernels = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
@@ -146,25 +146,21 @@ for dtype in (torch.float32, torch.bfloat16):
             x, g = rand(*shape[:-1], 2 * shape[-1], dtype=dtype), rand(*shape, dtype=dtype)
             b, what = rand(2 * shape[-1], dtype=dtype), (act, shape)
             for gate, up in (x.chunk(2, -1), (g, g + 1)):
-                same(ours_glu.glu(gate, up, act), plain_glu.glu_reference(gate, up, act), what)
-                same(ours_glu.glu_backward(g, gate, up, act), plain_glu.glu_backward_reference(g, gate, up, act), what)
+                same(ours.glu(gate, up, act), plain.glu_reference(gate, up, act), what)
+                found = ours.glu_backward(g, gate, up, act, False)
+                same(found, plain.glu_backward_reference(g, gate, up, act, False), what)
+                *again, y = ours.glu_backward(g, gate, up, act, True)
+                assert all(map(torch.equal, found, again)) and torch.equal(y, ours.glu(gate, up, act)), what
             for bias in (None, b):
-                same(ours_glu.glu_packed(x, bias, act), plain_glu.glu_packed_reference(x, bias, act), what)
-            same(ours_glu.glu_packed_backward(g, x, act), plain_glu.glu_packed_backward_reference(g, x, act), what)
-            found = ours_glu.glu_packed_bias_backward(g, x, b, act)
-            same(found, plain_glu.glu_packed_bias_backward_reference(g, x, b, act), what)
-            apart = (*ours_glu.glu_backward(g, gate, up, act), ours_glu.glu(gate, up, act))
-            packed = (ours_glu.glu_packed_backward(g, x, act), ours_glu.glu_packed(x, None, act))
-            biased = (*found, ours_glu.glu_packed(x, b, act))
-            for again, apart in (
-                (ours_glu.glu_backward_again(g, gate, up, act), apart),
-                (ours_glu.glu_packed_backward_again(g, x, act), packed),
-                (ours_glu.glu_packed_bias_backward_again(g, x, b, act), biased),
-            ):  # bit for bit
-                assert len(again) == len(apart) and all(map(torch.equal, again, apart)), what
+                same(ours.glu_packed(x, bias, act), plain.glu_packed_reference(x, bias, act), what)
+                found = ours.glu_packed_backward(g, x, bias, act, False)
+                same(found, plain.glu_packed_backward_reference(g, x, bias, act, False), what)
+                *again, y = ours.glu_packed_backward(g, x, bias, act, True)
+                assert all(map(torch.equal, found, again)) and torch.equal(y, ours.glu_packed(x, bias, act)), what
     x, g = rand(4, 3, 80, dtype=dtype)[..., :66], rand(33, dtype=dtype).expand(4, 3, 33)
-    same(ours_glu.glu_packed(x, None, "silu"), plain_glu.glu_packed_reference(x, None, "silu"), "rows with a stride")
-    same(ours_glu.glu_packed_backward(g, x, "silu"), plain_glu.glu_packed_backward_reference(g, x, "silu"), "expanded")
+    same(ours.glu_packed(x, None, "silu"), plain.glu_packed_reference(x, None, "silu"), "rows with a stride")
+    args = g, x, None, "silu", False
+    same(ours.glu_packed_backward(*args), plain.glu_packed_backward_reference(*args), "expanded")
 print("same numbers")
 """
 

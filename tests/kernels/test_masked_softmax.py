@@ -186,8 +186,8 @@ def test_rules():
 
 TRITON = """
 import torch
-from megafx import collectives
-from megafx.kernels import masked_softmax as plain, masked_softmax_triton as fast
+from megafx.ops import axes
+from megafx.kernels.attention import masked_softmax as plain, masked_softmax_launch as fast
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 INF, MIN = float("inf"), torch.finfo(torch.float32).min

@@ -143,7 +143,7 @@ def test_opcheck():
 
 TRITON = """
 import torch
-from megafx.kernels import norms as reference, norms_triton as kernels
+from megafx.kernels.norm import norms as reference, norms_launch as kernels
 
 def close(ours, theirs, what):
     for u, v in zip(ours, theirs, strict=True):

@@ -363,7 +363,7 @@ def test_gradients_are_those_of_the_formula_and_know_what_is_wanted() -> None:
 
 ON_A_GPU = """
 import torch
-from megafx.kernels import op
+from megafx.kernels.common import op
 if not torch.cuda.is_available():
     print("same values")
     raise SystemExit

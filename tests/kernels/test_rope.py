@@ -138,7 +138,7 @@ def test_rules():
 
 TRITON = """
 import torch
-from megafx.kernels import rope as plain, rope_triton as fast
+from megafx.kernels.attention import rope as plain, rope_triton as fast
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [

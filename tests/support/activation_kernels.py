@@ -20,8 +20,7 @@ def error(value, exact):
 
 TRITON = """
 import sys, torch
-from megafx.kernels import bias_activation as plain, bias_activation_triton as ours
-from megafx.kernels import glu as plain_glu, glu_triton as ours_glu
+from megafx.kernels.activation import activation as plain, activation_triton as ours
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
