@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -77,7 +77,28 @@ def overlaps(a: tuple[fx.Node, int, int], b: tuple[fx.Node, int, int]) -> bool:
 # An op draws if its schema has the six arguments of `NAMES` (kernels/dropout.py says what they mean). Its element index is
 # the linear index in its (first) result, and `shard_dim` is a dim of that result.
 
-NAMES = ("seed", "p", "op_id", "shard_dim", "layout", "axis")
+
+class Draw(NamedTuple):
+    """The arguments of an op that draws random bits.
+
+    seed: a 0-d tensor, or None: off; p: probability that an element is dropped; op_id: the op's number in the graph;
+    shard_dim, layout: how the result is cut over the ranks of `axis` (-1 and []: whole).
+    """
+
+    seed: Any = None
+    p: float = 0.0
+    op_id: int = 0
+    shard_dim: int = -1
+    layout: Any = ()
+    axis: str = "tp"
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """In the order that ops take them."""
+        return (self.seed, self.p, self.op_id, self.shard_dim, list(self.layout), self.axis)
+
+
+NAMES = Draw._fields
 
 
 @cache

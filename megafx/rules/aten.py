@@ -56,7 +56,6 @@ RULES: dict[str, str] = {
     "aten.div.Tensor": "lin[0]: ..., ... -> ...",
     "aten.div.Tensor_mode": "nl: ..., ... -> ...",
     "aten.dot.default": "lin: k, k -> ",
-    "megafx.dropout.default": "lin: ..., ~ -> ...",
     "aten.elu.default": "nl: ... -> ...",
     "aten.elu_backward.default": "nl[0]: ..., ... -> ...",
     "aten.embedding.default": "lin: v d, ~... -> ... d",

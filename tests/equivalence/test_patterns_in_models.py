@@ -85,7 +85,7 @@ IN_TRAINING = {
     "phi3": LOSS | row(embedding=1, rms_norm=1, rope_qk=1, attention=1, glu_packed=1, bias_dropout_add_rms_norm=2),
     "opt": GPT2 | row(add=0, dropout=0, layer_norm=0, bias_dropout_add_layer_norm=3),
     "bloom": LOSS | row(embedding=1, layer_norm=2, attention=1, bias_act=1, bias_dropout_add_layer_norm=2),
-    "gpt_neo": GPT2,
+    "gpt_neo": GPT2 | row(dropout=0),
     "gptj": PARALLEL | row(bias_act=1),
     "nanogpt": GPT2,
     "nanogpt sdpa": GPT2,

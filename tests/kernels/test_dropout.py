@@ -1,4 +1,4 @@
-"""Covers: kernels/dropout.py, kernels/dropout_triton.py."""
+"""Covers: kernels/dropout/dropout.py, kernels/dropout/dropout_triton.py, runs of kernels/common/draw.py."""
 
 import math
 
@@ -9,7 +9,7 @@ from triton_process import assert_same_values
 
 import megafx.kernels.dropout.dropout as module
 from megafx.kernels.common import philox
-from megafx.kernels.common.runs import Run
+from megafx.kernels.common.draw import Run
 from megafx.ops import axes
 from megafx.placements.types import Layout
 
@@ -222,8 +222,8 @@ def test_statistics(seed, op_id):
 TRITON = """
 import torch
 from megafx.kernels.dropout.dropout import reference
-from megafx.kernels.dropout.dropout_triton import launch
-from megafx.kernels.common.runs import Run, runs_of
+from megafx.kernels.dropout.dropout_triton import dropout
+from megafx.kernels.common.draw import Run, runs_of
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 seed = torch.tensor(-(7 << 40) + 99, device=device)
@@ -232,7 +232,7 @@ CASES = [
     ((3, 24), 1, [1, 3, 16, 1, 8]), ((4, 8), 0, [1, 11, 1]),
 ]
 def same(x, runs):
-    expected, out = reference(x.cpu(), seed.cpu(), 0.3, 7, runs), launch(x, seed, 0.3, 7, runs).cpu()
+    expected, out = reference(x.cpu(), seed.cpu(), 0.3, 7, runs), dropout(x, seed, 0.3, 7, runs).cpu()
     assert torch.equal(out != 0, expected != 0), (x.dtype, x.shape, runs)
     if device == "cpu" and x.dtype == torch.bfloat16:  # the interpreter truncates to bf16 where hardware rounds
         torch.testing.assert_close(out, expected, rtol=2**-7, atol=0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megafx.kernels.common import philox
-from megafx.kernels.common.runs import runs_of
+from megafx.kernels.common.draw import runs_of
 from megafx.placements.types import Layout
 
 # Random123's kat_vectors: (counter word, key word) repeated, rounds -> output. The third uses the digits of pi.
@@ -115,7 +115,7 @@ def test_wrong_local_shape_is_an_error():
 
 KERNEL = """
 import torch, triton, triton.language as tl
-from megafx.kernels import philox
+from megafx.kernels.common import philox
 from megafx.kernels.common.philox_triton import draw1, draws8, key_of
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The kernels of kernels/norm/norms_launch.py: layer_norm and rms_norm, alone or after bias + dropout + add.
+"""The kernels of norms_launch.py: layer_norm and rms_norm, alone or after bias + dropout + add.
 
 A row is cut into K parts of C columns, a tile is R rows. Parts are tuples of tensors in registers, so a row costs the
 registers of its own length, whether or not that is a power of two.
