@@ -81,22 +81,6 @@ class PatternError(MegafxError, ValueError):
     """A pattern's declaration is wrong, or its match or make cannot be traced."""
 
 
-class Drop(NamedTuple):
-    """The arguments of one dropout: seed (a 0-d tensor, or None: off), probability, number in the graph, how it is cut."""
-
-    seed: Any = None
-    p: float = 0.0
-    op_id: int = 0
-    shard_dim: int = -1
-    layout: Any = ()
-    axis: str = "tp"
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """In the order that ops take them."""
-        return (self.seed, self.p, self.op_id, self.shard_dim, list(self.layout), self.axis)
-
-
 class Pattern:
     """Base of patterns; see the module's docstring. Subclasses are never instantiated: their functions take no self."""
 

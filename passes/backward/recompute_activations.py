@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 import megafx.kernels.activation.activation  # noqa: F401  defines the ops
-from megafx.ir.nodes import shows_operand
-from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
+from megafx.ir.nodes import in_backward, shows_operand
+from megafx.ir.program import VAL, Builder, Phase, Program
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "recompute_activations"
@@ -77,14 +77,14 @@ def _views(output: fx.Node) -> list[fx.Node]:
     """Views of the output that forward makes, each after what it shows."""
     found = [output]
     for node in found:
-        found += [u for u in node.users if shows_operand(u) and u.meta.get(PHASE) != "backward"]
+        found += [u for u in node.users if shows_operand(u) and not in_backward(u)]
     return found
 
 
 def _backward_readers(output: fx.Node) -> set[fx.Node]:
     """What reads it, or a view of it that forward made, in backward; the output node counts."""
     users = {u for view in _views(output) for u in view.users}
-    return {u for u in users if u.op == "output" or u.meta.get(PHASE) == "backward"}
+    return {u for u in users if u.op == "output" or in_backward(u)}
 
 
 def _before(readers: set[fx.Node], gradient: fx.Node) -> list[fx.Node]:
