@@ -14,28 +14,20 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
-import megafx.kernels.activation.activation  # noqa: F401  defines the ops
-from megafx.ir.nodes import in_backward, shows_operand
+from megafx.ir.facts import declared, facts_of
+from megafx.ir.nodes import in_backward, op_name, shows_operand
 from megafx.ir.program import VAL, Builder, Phase, Program
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "recompute_activations"
-ops = torch.ops.megafx
-
-# Activations, and the ops of their gradients: these end in `want_output`, and give the output as their last result.
-BACKWARD = {
-    ops.glu.default: ops.glu_backward.default,
-    ops.glu_packed.default: ops.glu_packed_backward.default,
-    ops.bias_act.default: ops.bias_act_backward.default,
-}
 
 
 def recompute_activations(program: Program) -> int:
-    """Return the number of outputs that backward makes again."""
-    changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if node.target in BACKWARD)
+    """Return the number of outputs that backward makes again: of ops that are the `recompute` fact of their gradient."""
+    makers = {f"megafx.{facts.recompute}.default" for facts in declared().values() if facts.recompute}
+    changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if str(node.target) in makers)
     if changes:
         program.graph.eliminate_dead_code()
         program.graph.lint()
@@ -68,9 +60,11 @@ def _recompute(program: Program, output: fx.Node) -> bool:
 
 def _gradient_of(output: fx.Node) -> fx.Node | None:
     """The node that makes the gradient of the activation's operands, from the same operands."""
-    wanted = (*output.args, False)
-    users = output.all_input_nodes[0].users
-    return next((u for u in users if u.target is BACKWARD[output.target] and u.args[1:] == wanted), None)
+    wanted = (*output.args, False)  # the last argument: whether the output is made again
+    for user in output.all_input_nodes[0].users:
+        if facts_of(user.target).recompute == op_name(output) and user.args[1:] == wanted:
+            return user
+    return None
 
 
 def _views(output: fx.Node) -> list[fx.Node]:

@@ -29,8 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megafx.ir.facts import real
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
-from megafx.rules.families import Call, Row, family
+from megafx.rules.families import Call, Row
 
 aten = torch.ops.aten
 
@@ -190,9 +191,23 @@ def bias_like(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(0) if bias is None else new_like(bias)
 
 
+def _backward_rule(call: Call) -> Row:
+    """Linear in the gradient, on which y does not depend. Results that are not wanted take part in no row."""
+    want, bias = call.get("want_output"), call.get("bias") is not None
+    if call.op == "megafx.glu_backward.default":
+        # dgate alone depends on up, and y on both
+        return Row(
+            f"nl[0]: ..., ..., ... -> ...; ...; {'~...' if want else '*'}", partials=(((2,), "PRP" if want else "PRR"),)
+        )
+    wide, why = ("(two h)", {"two": "gate and up are read together"}) if "packed" in call.op else ("h", {})
+    results = f"... {wide}; {wide if bias else '*'}; {'~... h' if want else '*'}"
+    return Row(f"nl[0]: ... h, ... {wide}, {wide} -> {results}", why=why)
+
+
 define_op(
     "bias_act(Tensor x, Tensor? bias, str act) -> Tensor",
     rule="nl: ... h, h -> ... h",
+    samples=[(real(4, 6, 6), real(6), "gelu"), (real(4, 6), None, "relu2")],
     reference=bias_act_reference,
     triton="activation.activation_triton:bias_act",
     fake=_bias_act_fake,
@@ -200,7 +215,12 @@ define_op(
 define_op(
     "bias_act_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
     " -> (Tensor dx, Tensor dbias, Tensor y)",
-    rule=None,
+    rule=_backward_rule,
+    samples=[
+        (real(4, 6), real(4, 6), None, "silu", False),
+        (real(4, 6), real(4, 6), real(6), "gelu_tanh", True),
+    ],
+    recompute="bias_act",
     reference=bias_act_backward_reference,
     triton="activation.activation_triton:bias_act_backward",
     fake=lambda grad, x, bias, act, want: (new_like(x), bias_like(x, bias), new_like(x) if want else x.new_empty(0)),
@@ -208,6 +228,7 @@ define_op(
 define_op(
     "glu(Tensor gate, Tensor up, str act) -> Tensor",
     rule="nl[1]: ..., ... -> ...",
+    samples=[(real(4, 6), real(4, 6), "silu")],
     reference=glu_reference,
     triton="activation.activation_triton:glu",
     fake=_glu_fake,
@@ -215,7 +236,9 @@ define_op(
 define_op(
     "glu_backward(Tensor grad, Tensor gate, Tensor up, str act, bool want_output)"
     " -> (Tensor dgate, Tensor dup, Tensor y)",
-    rule=None,
+    rule=_backward_rule,
+    samples=[(real(4, 6), real(4, 6), real(4, 6), "gelu", True)],
+    recompute="glu",
     reference=glu_backward_reference,
     triton="activation.activation_triton:glu_backward",
     fake=lambda grad, gate, up, act, want: (
@@ -227,6 +250,7 @@ define_op(
 define_op(
     "glu_packed(Tensor x, Tensor? bias, str act) -> Tensor",
     rule="nl: ... (two h), (two h) -> ... h",
+    samples=[(real(4, 6, 12), real(12), "silu"), (real(4, 12), None, "gelu_tanh")],
     reference=glu_packed_reference,
     triton="activation.activation_triton:glu_packed",
     fake=_glu_packed_fake,
@@ -234,25 +258,16 @@ define_op(
 define_op(
     "glu_packed_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
     " -> (Tensor dx, Tensor dbias, Tensor y)",
-    rule=None,
+    rule=_backward_rule,
+    samples=[
+        (real(4, 6), real(4, 12), None, "silu", False),
+        (real(4, 6), real(4, 12), real(12), "gelu_quick", True),
+    ],
+    recompute="glu_packed",
     reference=glu_packed_backward_reference,
     triton="activation.activation_triton:glu_packed_backward",
     fake=lambda grad, x, bias, act, want: (new_like(x), bias_like(x, bias), half(x) if want else x.new_empty(0)),
 )
-
-
-@family("megafx.bias_act_backward", "megafx.glu_backward", "megafx.glu_packed_backward")
-def _backward_rule(call: Call) -> Row:
-    """Linear in the gradient; y, which is there if it is wanted, does not depend on it."""
-    want, bias = call.get("want_output"), call.get("bias") is not None
-    if call.op == "megafx.glu_backward.default":
-        # dgate alone depends on up, and y on both
-        return Row(
-            f"nl[0]: ..., ..., ... -> ...; ...; {'~...' if want else '*'}", partials=(((2,), "PRP" if want else "PRR"),)
-        )
-    wide, why = ("(two h)", {"two": "gate and up are read together"}) if "packed" in call.op else ("h", {})
-    results = f"... {wide}; {wide if bias else '*'}; {'~... h' if want else '*'}"
-    return Row(f"nl[0]: ... h, ... {wide}, {wide} -> {results}", why=why)
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

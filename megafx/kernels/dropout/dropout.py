@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import DRAWN, SEED, real
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import DRAW, Draw, Run, check_draw, runs_here
 from megafx.kernels.common.op import HAVE_TRITON, define_gradient, define_op, new_like
@@ -98,6 +99,7 @@ def dropout(x: Tensor, *drawing: Any) -> Tensor:
 define_op(
     f"dropout(Tensor x, {DRAW.replace('Tensor?', 'Tensor', 1)}) -> Tensor",
     rule="lin: ..., ~ -> ...",
+    samples=[(real(4, 6), SEED, *DRAWN)],
     reference=dropout,
     fake=lambda x, *_: new_like(x),
     launches=True,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import DRAWN, SEED, UNDRAWN, real
 from megafx.kernels.common.draw import DRAW, Draw, check_draw, draws
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.dropout.bias_dropout_add import (
@@ -133,6 +134,7 @@ define_op(
     "bias_dropout_add_layer_norm(Tensor x, Tensor? bias, Tensor residual, Tensor? weight, Tensor? norm_bias, float eps, "
     f"{DRAW}) -> (Tensor h, Tensor y, Tensor mean, Tensor rstd)",
     rule="nl: ... c!, c!, ... c!, c!, c!, ~ -> ... c!; ... c!; ~...; ~...",
+    samples=[(real(4, 6), real(6), real(4, 6), real(6), real(6), 1e-05, SEED, *DRAWN)],
     reference=partial(call_forward, False, add_norm_reference),
     triton="norm.add_norm_triton:bias_dropout_add_layer_norm",
     fake=partial(_fake, False),
@@ -142,6 +144,7 @@ define_op(
     f"bool want_weight, bool want_norm_bias, ScalarType dtype, ScalarType? bias_dtype, {DRAW})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     rule="nl[1]: ... c!, ... c!, +... c!, c!, ..., ..., ~ -> ... c!; ... c!; c!; c!; c!",
+    samples=[(*[real(4, 6)] * 3, real(6), real(4), real(4), True, True, torch.float64, torch.float64, SEED, *DRAWN)],
     reference=partial(call_backward, False, add_norm_backward_reference),
     triton="norm.add_norm_triton:bias_dropout_add_layer_norm_backward",
     fake=partial(_backward_fake, False),
@@ -150,6 +153,7 @@ define_op(
     "bias_dropout_add_rms_norm(Tensor x, Tensor? bias, Tensor residual, Tensor? weight, float eps, float offset, "
     f"{DRAW}) -> (Tensor h, Tensor y, Tensor rstd)",
     rule="nl: ... c!, c!, ... c!, c!, ~ -> ... c!; ... c!; ~...",
+    samples=[(real(4, 6), None, real(4, 6), real(6), 1e-05, 1.0, None, *UNDRAWN)],
     reference=partial(call_forward, True, add_norm_reference),
     triton="norm.add_norm_triton:bias_dropout_add_rms_norm",
     fake=partial(_fake, True),
@@ -158,6 +162,7 @@ define_op(
     "bias_dropout_add_rms_norm_backward(Tensor h, Tensor grad_y, Tensor? grad_h, Tensor? weight, Tensor rstd, float offset, "
     f"bool want_weight, ScalarType dtype, ScalarType? bias_dtype, {DRAW}) -> (Tensor, Tensor, Tensor, Tensor)",
     rule="nl[1]: ... c!, ... c!, +... c!, c!, ..., ~ -> ... c!; ... c!; c!; c!",
+    samples=[(*[real(4, 6)] * 3, real(6), real(4), 1.0, True, torch.float64, torch.float64, SEED, *DRAWN)],
     reference=partial(call_backward, True, add_norm_backward_reference),
     triton="norm.add_norm_triton:bias_dropout_add_rms_norm_backward",
     fake=partial(_backward_fake, True),
