@@ -1,8 +1,8 @@
 """Type every value on the data-parallel axis, on which ranks hold slices of the batch.
 
-Before:  %c = cross_entropy(%logits, %labels, -100, 0.0); %n = sum(ne(%labels, -100)); %l = div(sum(%c), %n)
+Before:  %c = cross_entropy(%logits, %labels, -100, 0.0, False); %n = sum(ne(%labels, -100)); %l = div(sum(%c), %n)
          %y = dropout(%x, %seed, 0.1, 3, -1, [], 'tp');   %a = mean(%y)
-After:   %c = cross_entropy(%logits, %labels, -100, 0.0); %n = sum(ne(%labels, -100)); %t = batch_sum(%n, 'dp', 2)
+After:   %c = cross_entropy(%logits, %labels, -100, 0.0, False); %n = sum(ne(%labels, -100)); %t = batch_sum(%n, 'dp', 2)
          %l = div(sum(%c), %t)                            # P on dp, as `Program.batch` says
          %y = dropout(%x, %seed, 0.1, 3, -1, [], 'dp+tp'); %m = mean(%y); %a = div(%m, 2)
 Legal because: a rank's graph computes its slice of what one process computes on the batch of all ranks. Inputs are cut on

@@ -133,6 +133,6 @@ def test_an_empty_batch_gives_empty_results(name):
 
 def test_cross_entropy_of_no_tokens_and_of_strided_logits():
     x, y = torch.randn(6, 20, device=DEVICE)[:, ::2], torch.arange(6, device=DEVICE)
-    losses = [ops.cross_entropy(v.requires_grad_(), y, -100, 0.1) for v in (x.detach(), x.detach().contiguous())]
+    losses = [ops.cross_entropy(v.requires_grad_(), y, -100, 0.1, False) for v in (x.detach(), x.detach().contiguous())]
     torch.testing.assert_close(*losses)
-    assert ops.cross_entropy(x[:0].detach(), y[:0], -100, 0.1).shape == (0,)
+    assert ops.cross_entropy(x[:0].detach(), y[:0], -100, 0.1, False).shape == (0,)

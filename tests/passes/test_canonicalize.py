@@ -178,7 +178,7 @@ CASES = [
         %6 = linear(%1, %0)                    # f64[batch seq 9]
         %7 = reshape(%6, [%5, 9])              # f64[batch*seq 9]
         %8 = reshape(%2, [%5])                 # i64[batch*seq]
-        %9 = cross_entropy(%7, %8, -100, 0.1)  # f64[batch*seq]
+        %9 = cross_entropy(%7, %8, -100, 0.1, False)  # f64[batch*seq]
         %10 = sum(%9)                          # f64[]
         %11 = ne.Scalar(%8, -100)              # bool[batch*seq]
         %12 = sum(%11)                         # i64[]
@@ -198,7 +198,7 @@ CASES = [
         %4 = operator.mul(%2, %3)           # int batch*seq
         %5 = reshape(%0, [%4, 8])           # f64[batch*seq 8]
         %6 = reshape(%1, [%4])              # i64[batch*seq]
-        %7 = cross_entropy(%5, %6, 3, 0.0)  # f64[batch*seq]
+        %7 = cross_entropy(%5, %6, 3, 0.0, False)  # f64[batch*seq]
         %8 = sum(%7)                        # f64[]
         return %8""",
         inputs="x ids",

@@ -10,7 +10,7 @@ before the first and after the last whole group are read apart. Nothing is copie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.tiles_triton import exp
-from megafx.kernels.loss.cross_entropy_reference import local_stats, own_pieces, plain_gradient
-from megafx.placements.types import Layout, Piece
+from megafx.kernels.loss.cross_entropy_reference import Loss, local_stats, plain_gradient
+from megafx.placements.types import Piece
 
 STATISTICS_TILE = (4, 1024)  # DEEP, WIDE; the fastest of those tried on an H200
 FEW_ROWS = 256  # that leave a multiprocessor no more than two: wider tiles then
@@ -315,9 +315,7 @@ def stats(logits: Tensor, target: Tensor, piece: Piece) -> Tensor:
     return out
 
 
-def combine(
-    all_stats: Tensor, target: Tensor, ignore_index: int, smoothing: float, classes: int, check: bool
-) -> tuple[Tensor, Tensor]:
+def combine(all_stats: Tensor, target: Tensor, how: Loss, check: bool) -> tuple[Tensor, Tensor]:
     """[t, T, 4] -> loss [T], norm [T, 2] of the whole vocabulary. check: that targets are classes."""
     all_stats, target = all_stats.contiguous(), target.contiguous()
     t, rows, _ = all_stats.shape
@@ -336,14 +334,14 @@ def combine(
             ok,
             rows,
             t,
-            ignore_index,
-            smoothing,
-            classes,
+            how.ignore_index,
+            how.smoothing,
+            how.classes,
             B=128,
             num_warps=4,
         )
     if check:
-        check_async(ok, classes)
+        check_async(ok, how.classes)
     return loss, norm
 
 
@@ -352,15 +350,13 @@ def gradient(
     logits: Tensor,
     target: Tensor,
     norm: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    piece: Piece,
-    classes: int,
+    how: Loss,
     out: Tensor | None = None,
     lse_grad: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the logits; 0 in columns outside of the piece. out: where to write it, possibly `logits` itself."""
+    """Of one run of classes; 0 in columns outside of it. out: where to write it, possibly `logits` itself."""
     logits, target, norm = _rows_apart(logits), target.contiguous(), norm.contiguous()
+    (piece,) = how.pieces
     rows, columns = logits.shape
     if out is None:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -388,9 +384,9 @@ def gradient(
             piece.global_start,
             piece.local_start,
             piece.length,
-            ignore_index,
-            smoothing,
-            classes,
+            how.ignore_index,
+            how.smoothing,
+            how.classes,
             tiles,
             SAME=same,
             LSE=lse_grad is not None,
@@ -412,27 +408,19 @@ def backward(
     ignore_index: int,
     smoothing: float,
 ) -> Tensor:
-    columns = logits.shape[1]
-    args = (ignore_index, smoothing, Piece(0, 0, columns), columns, None, lse_grad)
-    return gradient(grad, logits, target, norm, *args)
+    return gradient(grad, logits, target, norm, Loss.whole(ignore_index, smoothing, logits), None, lse_grad)
 
 
-def rank_stats(logits: Tensor, target: Tensor, layout: Sequence[int], size: int, axis: str) -> Tensor:
-    pieces = own_pieces(layout, axis, size)
+def rank_stats(logits: Tensor, target: Tensor, *shard: Any) -> Tensor:
+    pieces = Loss.of_rank(0, 0.0, *shard).pieces
     return stats(logits, target, pieces[0]) if len(pieces) == 1 else local_stats(logits, target, pieces)
 
 
 def ranks_loss(
-    logits: Tensor,
-    target: Tensor,
-    all_stats: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    layout: Sequence[int],
-    size: int,
-    axis: str,
+    logits: Tensor, target: Tensor, all_stats: Tensor, ignore_index: int, smoothing: float, lse: bool, *shard: Any
 ) -> Tensor:
-    return combine(all_stats, target, ignore_index, smoothing, Layout.from_flat(layout).size, True)[0]
+    loss, norm = combine(all_stats, target, Loss.of_rank(ignore_index, smoothing, *shard), True)
+    return torch.stack([loss, norm.sum(1)]) if lse else loss
 
 
 def ranks_backward(
@@ -443,16 +431,12 @@ def ranks_backward(
     lse_grad: Tensor | None,
     ignore_index: int,
     smoothing: float,
-    layout: Sequence[int],
-    size: int,
-    axis: str,
+    *shard: Any,
 ) -> Tensor:
-    pieces, classes = own_pieces(layout, axis, size), Layout.from_flat(layout).size
-    norm = combine(all_stats, target, ignore_index, smoothing, classes, False)[1]
-    options = (ignore_index, smoothing)
-    if len(pieces) == 1:
-        return gradient(grad, logits, target, norm, *options, pieces[0], classes, None, lse_grad)
-    return plain_gradient(grad, logits, target, norm, *options, pieces, classes, None, lse_grad)
+    how = Loss.of_rank(ignore_index, smoothing, *shard)
+    norm = combine(all_stats, target, how, False)[1]
+    make = gradient if len(how.pieces) == 1 else plain_gradient
+    return make(grad, logits, target, norm, how, None, lse_grad)
 
 
 def linear_cross_entropy_backward(x: Tensor, factor: Tensor) -> Tensor:
