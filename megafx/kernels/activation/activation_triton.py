@@ -141,21 +141,10 @@ def _forward(
     up,  # [rows, columns] IN, rows at up_stride; read if GATED and not PACKED
     bias,  # [columns] IN, GATED: [2 * columns]; read if BIAS
     y,  # [rows, columns] OUT, contiguous
-    rows,
-    columns,
-    gate_stride,
-    up_stride,
-    GATED: tl.constexpr,
-    PACKED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISE: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    rows, columns, gate_stride, up_stride,
+    GATED: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr,
+    PRECISE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     if PACKED:
         up = gate + columns
     row, column, inside = tile_at(tl.program_id(0), rows, columns, R, C, EVEN, WIDE)
@@ -182,24 +171,11 @@ def _backward(
     dup,  # [rows, columns] OUT, contiguous; written if GATED and not PACKED
     y,  # [rows, columns] OUT, contiguous; written if AGAIN
     partials,  # [grid 1, columns] fp32 OUT, GATED: [grid 1, 2 * columns]; written if BIAS
-    rows,
-    columns,
-    grad_stride,
-    gate_stride,
-    up_stride,
-    GATED: tl.constexpr,
-    PACKED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    FAST: tl.constexpr,
-    PRECISE: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
-    AGAIN: tl.constexpr,
-):
+    rows, columns, grad_stride, gate_stride, up_stride,
+    GATED: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr,
+    PRECISE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
     out_stride = columns
     if PACKED:
         up = gate + columns
@@ -328,23 +304,11 @@ def _run_backward(grad: Tensor, operands: _Operands, dgate: Tensor, dup: Tensor 
         grid = (blocks, partials.shape[0])
     unused = operands.gate.data
     launch(
-        _backward,
-        grid,
-        dgate,
-        g,
-        *operands.pointers(),
-        dgate,
-        unused if dup is None else dup,
-        unused if y is None else y,
-        partials,
-        rows,
-        columns,
-        grad_stride,
-        *operands.strides(),
-        STAGES=STAGES,
-        AGAIN=y is not None,
-        **operands.flags(columns, tile, dgate.dtype == torch.float32),
-    )
+        _backward, grid, dgate,
+        g, *operands.pointers(), dgate, unused if dup is None else dup, unused if y is None else y, partials, rows,
+        columns, grad_stride, *operands.strides(),
+        STAGES=STAGES, AGAIN=y is not None, **operands.flags(columns, tile, dgate.dtype == torch.float32),
+    )  # fmt: skip
     return dgate.new_empty(0) if bias is None else sum_partials(partials, bias.dtype)
 
 

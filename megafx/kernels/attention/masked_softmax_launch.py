@@ -47,21 +47,10 @@ def _bounds_of(
     out = torch.empty((m0 * m1 * m2, 4), dtype=torch.int32, device=mask.device)
     warps = max(1, min(16, full // 1024))
     launch(
-        mask_bounds,
-        (m0 * m1 * m2,),
-        mask,
-        mask,
-        out,
-        m1,
-        m2,
-        *strides[:3],
-        t,
-        floor,
-        MASK=kind,
-        KEYS=strides[3],
-        B=full,
-        num_warps=warps,
-    )
+        mask_bounds, (m0 * m1 * m2,), mask,
+        mask, out, m1, m2, *strides[:3], t, floor,
+        MASK=kind, KEYS=strides[3], B=full, num_warps=warps,
+    )  # fmt: skip
     return out, (m1 * m2 if m0 > 1 else 0, m2 if m1 > 1 else 0, 1 if m2 > 1 else 0)
 
 
@@ -91,50 +80,17 @@ def _launch(
         piece = run.length // t
         rows = run.rows * piece
         launch(
-            masked_softmax,
-            (triton.cdiv(rows, each),),
-            source,
-            source if grad is None else grad,
-            source,
-            out,
-            stats,
-            shown,
+            masked_softmax, (triton.cdiv(rows, each),), source,
+            source if grad is None else grad, source, out, stats, shown,
             source if draw.seed is None else draw.seed.to(source.device),
-            rows,
-            piece,
-            run.local_start // t,
-            run.local_stride // t,
-            run.global_start,
-            run.global_stride,
-            s,
-            t,
-            heads,
-            *strides[:3],
-            bounds,
-            *bound_strides,
-            how.window,
-            mask_floor(source.dtype),
-            how.scale,
-            how.fill,
-            philox.scale(draw.p) if drop else 1.0,
-            threshold,
-            draw.op_id,
-            BACK=grad is not None,
-            CAUSAL=how.causal,
-            WINDOW=how.window > 0,
-            MASK=kind,
-            KEYS=strides[3],
-            DROP=drop,
-            ALIGNED=aligned,
-            EIGHTS=eights,
-            EVEN=bool(t == full),
-            HARD=hard,
+            rows, piece, run.local_start // t, run.local_stride // t, run.global_start, run.global_stride,
+            s, t, heads, *strides[:3], bounds, *bound_strides, how.window, mask_floor(source.dtype),
+            how.scale, how.fill, philox.scale(draw.p) if drop else 1.0, threshold, draw.op_id,
+            BACK=grad is not None, CAUSAL=how.causal, WINDOW=how.window > 0, MASK=kind, KEYS=strides[3], DROP=drop,
+            ALIGNED=aligned, EIGHTS=eights, EVEN=bool(t == full), HARD=hard,
             SPLIT=hard and each == 1 and full >= 512 and (how.causal or mask is not None),
-            ONE_PIECE=bool(run.rows == 1),
-            R=each,
-            FULL=full,
-            num_warps=warps,
-        )
+            ONE_PIECE=bool(run.rows == 1), R=each, FULL=full, num_warps=warps,
+        )  # fmt: skip
 
 
 def forward(scores: Tensor, mask: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:

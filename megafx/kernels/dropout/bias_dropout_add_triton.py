@@ -49,24 +49,10 @@ def _forward(
     residual,  # as x IN
     out,  # as x OUT
     seed,  # [] int64 IN
-    rows,
-    W,
-    inner,
-    start,
-    local_stride,
-    global_start,
-    global_stride,
-    threshold,
-    scale,
-    op_id,
-    BIAS: tl.constexpr,
-    DROP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN_ROWS: tl.constexpr,
-    EVEN_COLUMNS: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-):
+    rows, W, inner, start, local_stride, global_start, global_stride, threshold, scale, op_id,
+    BIAS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_ROWS: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(W, C)  # columns run fastest: neighbours in memory are read at the same time
     left = tl.program_id(0) % blocks * C
     column = left + tl.arange(0, C)[None, :]
@@ -95,27 +81,10 @@ def _backward(
     dx,  # as grad OUT
     partial,  # [P, H] fp32 OUT, from the run's first column on
     seed,  # [] int64 IN
-    rows,
-    W,
-    H,
-    inner,
-    start,
-    local_stride,
-    global_start,
-    global_stride,
-    threshold,
-    scale,
-    op_id,
-    DX: tl.constexpr,
-    SUM: tl.constexpr,
-    DROP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN_ROWS: tl.constexpr,
-    EVEN_COLUMNS: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    rows, W, H, inner, start, local_stride, global_start, global_stride, threshold, scale, op_id,
+    DX: tl.constexpr, SUM: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_ROWS: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * C + tl.arange(0, C)[None, :]
     if DROP:
         k0, k1 = key_of(seed)
@@ -146,12 +115,9 @@ def _column_sums(
     a,  # [H] OUT: sums of partial[0]
     b,  # [H] OUT: of partial[1]
     c,  # [H] OUT: of partial[2]
-    P,
-    H,
-    J: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
+    P, H,
+    J: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     which = tl.program_id(1)
     column = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
     total = tl.zeros([BP, BC], tl.float32)
@@ -258,20 +224,11 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, *drawing:
         C = columns_of_tile(grid.W)
         R = max(1, TILE // C)
         launch(
-            _forward,
-            (triton.cdiv(grid.rows, R) * triton.cdiv(grid.W, C),),
-            x,
-            x,
-            x if bias is None else bias.contiguous()[grid.column :],
-            residual,
-            out,
-            key,
-            grid.rows,
-            grid.W,
+            _forward, (triton.cdiv(grid.rows, R) * triton.cdiv(grid.W, C),), x,
+            x, x if bias is None else bias.contiguous()[grid.column :], residual, out, key, grid.rows, grid.W,
             *grid.numbers(draw),
-            BIAS=bias is not None,
-            **grid.flags(draw, R, C),
-        )
+            BIAS=bias is not None, **grid.flags(draw, R, C),
+        )  # fmt: skip
     return out
 
 
@@ -309,22 +266,11 @@ def _branch_gradients(
         partial = make((P if bias_dtype is not None else 0, H), dtype=torch.float32, device=grad.device)
         partials.append(partial)
         launch(
-            _backward,
-            (blocks, P),
-            grad,
-            grad,
-            grad if dx is None else dx,
-            partial[:, grid.column :],
-            key,
-            grid.rows,
-            grid.W,
-            H,
+            _backward, (blocks, P), grad,
+            grad, grad if dx is None else dx, partial[:, grid.column :], key, grid.rows, grid.W, H,
             *grid.numbers(draw),
-            DX=dx is not None,
-            SUM=bias_dtype is not None,
-            STAGES=STAGES,
-            **grid.flags(draw, R, C),
-        )
+            DX=dx is not None, SUM=bias_dtype is not None, STAGES=STAGES, **grid.flags(draw, R, C),
+        )  # fmt: skip
     if bias_dtype is None:
         return dx, None
     if not partials:

@@ -26,21 +26,13 @@ def _dropout(
     x,  # [numel] fp16/bf16/fp32/fp64 IN, contiguous
     out,  # [numel] as x, OUT
     seed,  # [] int64 IN
-    threshold,
-    scale,
-    op_id,
+    threshold, scale, op_id,
     total,  # rows * length of this run
-    length,
-    local_start,
-    local_stride,
-    global_start,
-    global_stride,
-    ONE_ROW: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    length, local_start, local_stride, global_start, global_stride,
+    ONE_ROW: tl.constexpr, ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,  # 64-bit division of indices
-    DOUBLE: tl.constexpr,
-    N: tl.constexpr,
-):
+    DOUBLE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     k0, k1 = key_of(seed)
     op = tl.cast(op_id, tl.uint32)
     below = tl.cast(threshold, tl.uint32)
@@ -81,25 +73,9 @@ def dropout(x: Tensor, seed: Tensor, p: float, op_id: int, runs: Sequence[Run]) 
         )
         total = run.rows * run.length
         launch(
-            _dropout,
-            (triton.cdiv(total, GROUPS * 8),),
-            x,
-            x,
-            out,
-            seed,
-            philox.threshold(p),
-            philox.scale(p),
-            op_id,
-            total,
-            run.length,
-            run.local_start,
-            run.local_stride,
-            run.global_start,
-            run.global_stride,
-            ONE_ROW=one_row,
-            ALIGNED=aligned,
-            WIDE=total >= 2**31,
-            DOUBLE=x.dtype == torch.float64,
-            N=GROUPS,
-        )
+            _dropout, (triton.cdiv(total, GROUPS * 8),), x,
+            x, out, seed, philox.threshold(p), philox.scale(p), op_id, total, run.length, run.local_start,
+            run.local_stride, run.global_start, run.global_stride,
+            ONE_ROW=one_row, ALIGNED=aligned, WIDE=total >= 2**31, DOUBLE=x.dtype == torch.float64, N=GROUPS,
+        )  # fmt: skip
     return out

@@ -92,14 +92,9 @@ def _forward(
     loss,  # [T] fp32 OUT
     norm,  # [T, 2] fp32 OUT
     ok,  # [] int32 OUT: 0 where a target is out of bounds
-    stride,
-    V,
-    ignore_index,
-    smoothing,
-    SUM: tl.constexpr,
-    DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    stride, V, ignore_index, smoothing,
+    SUM: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = row * stride
     high, total, summed = row_statistics(logits, start, V, SUM, DEEP, WIDE)
@@ -121,12 +116,9 @@ def _stats(
     out,  # [T, 4] fp32 OUT: max, sum exp(x - max), x at the target or 0, sum x
     stride,
     class_start,  # this rank's classes: [class_start, class_start + V), in columns from column_start
-    column_start,
-    V,
-    SUM: tl.constexpr,
-    DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    column_start, V,
+    SUM: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = row * stride + column_start
     high, total, summed = row_statistics(logits, start, V, SUM, DEEP, WIDE)
@@ -145,13 +137,9 @@ def _combine(
     loss,  # [T] fp32 OUT
     norm,  # [T, 2] fp32 OUT
     ok,  # [] int32 OUT
-    T,
-    t,
-    ignore_index,
-    smoothing,
-    classes,
+    T, t, ignore_index, smoothing, classes,
     B: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = rows < T
     high = tl.full([B], -float("inf"), tl.float32)
@@ -184,21 +172,11 @@ def _gradient(
     norm,  # [T, 2] fp32 IN
     lse_grad,  # [T] fp32 IN, `lse_stride` apart; not read unless LSE
     out,  # [T, V_local] as logits, OUT
-    grad_stride,
-    lse_stride,
-    stride,
-    out_stride,
-    class_start,
-    column_start,
-    V,
-    ignore_index,
-    smoothing,
-    classes,
+    grad_stride, lse_stride, stride, out_stride, class_start, column_start, V, ignore_index, smoothing, classes,
     tiles,  # programs a row
     SAME: tl.constexpr,  # rows of logits and out start alike modulo 8
-    LSE: tl.constexpr,
-    N: tl.constexpr,
-):
+    LSE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Whole groups of 8 elements of `out` by tiles; what a row has outside of them, by its first program."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * N
@@ -274,21 +252,10 @@ def forward(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float)
     ok = torch.ones((), dtype=torch.int32, device=logits.device)
     if rows:
         launch(
-            _forward,
-            (rows,),
-            logits,
-            logits,
-            target,
-            loss,
-            norm,
-            ok,
-            logits.stride(0),
-            columns,
-            ignore_index,
-            smoothing,
-            SUM=smoothing != 0,
-            **statistics_config(rows, columns),
-        )
+            _forward, (rows,), logits,
+            logits, target, loss, norm, ok, logits.stride(0), columns, ignore_index, smoothing,
+            SUM=smoothing != 0, **statistics_config(rows, columns),
+        )  # fmt: skip
     check_async(ok, columns)
     return loss, norm
 
@@ -299,19 +266,10 @@ def stats(logits: Tensor, target: Tensor, piece: Piece) -> Tensor:
     out = logits.new_empty(len(target), 4, dtype=torch.float32)
     if len(target):
         launch(
-            _stats,
-            (len(target),),
-            logits,
-            logits,
-            target,
-            out,
-            logits.stride(0),
-            piece.global_start,
-            piece.local_start,
-            piece.length,
-            SUM=True,
-            **statistics_config(len(target), piece.length),
-        )
+            _stats, (len(target),), logits,
+            logits, target, out, logits.stride(0), piece.global_start, piece.local_start, piece.length,
+            SUM=True, **statistics_config(len(target), piece.length),
+        )  # fmt: skip
     return out
 
 
@@ -324,22 +282,10 @@ def combine(all_stats: Tensor, target: Tensor, how: Loss, check: bool) -> tuple[
     ok = torch.ones((), dtype=torch.int32, device=all_stats.device)
     if rows:
         launch(
-            _combine,
-            (triton.cdiv(rows, 128),),
-            all_stats,
-            all_stats,
-            target,
-            loss,
-            norm,
-            ok,
-            rows,
-            t,
-            how.ignore_index,
-            how.smoothing,
-            how.classes,
-            B=128,
-            num_warps=4,
-        )
+            _combine, (triton.cdiv(rows, 128),), all_stats,
+            all_stats, target, loss, norm, ok, rows, t, how.ignore_index, how.smoothing, how.classes,
+            B=128, num_warps=4,
+        )  # fmt: skip
     if check:
         check_async(ok, how.classes)
     return loss, norm
@@ -368,31 +314,12 @@ def gradient(
         tile = min(GRADIENT_TILE, max(128, triton.next_power_of_2(piece.length)))
         tiles = triton.cdiv(piece.length, tile)
         launch(
-            _gradient,
-            (rows * tiles,),
-            logits,
-            grad,
-            logits,
-            target,
-            norm,
-            grad if lse_grad is None else lse_grad,
-            out,
-            grad.stride(0),
-            0 if lse_grad is None else lse_grad.stride(0),
-            logits.stride(0),
-            out.stride(0),
-            piece.global_start,
-            piece.local_start,
-            piece.length,
-            how.ignore_index,
-            how.smoothing,
-            how.classes,
-            tiles,
-            SAME=same,
-            LSE=lse_grad is not None,
-            N=tile,
-            num_warps=4 if tile >= 1024 else 1,
-        )
+            _gradient, (rows * tiles,), logits,
+            grad, logits, target, norm, grad if lse_grad is None else lse_grad, out, grad.stride(0),
+            0 if lse_grad is None else lse_grad.stride(0), logits.stride(0), out.stride(0), piece.global_start,
+            piece.local_start, piece.length, how.ignore_index, how.smoothing, how.classes, tiles,
+            SAME=same, LSE=lse_grad is not None, N=tile, num_warps=4 if tile >= 1024 else 1,
+        )  # fmt: skip
     return out
 
 
