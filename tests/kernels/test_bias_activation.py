@@ -1,15 +1,14 @@
-"""Covers: kernels/common/op.py, bias_act of kernels/activation/, tiles and activations in Triton."""
+"""Covers: kernels/op.py, kernels/bias_activation.py, kernels/bias_activation_triton.py, tiles and activations in Triton."""
 
 import importlib.util
 
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_kernels import EAGER, error, run_triton
+from kernel_checks import DEVICE, EAGER, error, rand, run_as_script, same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megafx.kernels.common.op as module
-from megafx.checks.rules import check_rules
 from megafx.kernels.activation.activation import ACTIVATIONS
 
 bias_act = torch.ops.megafx.bias_act
@@ -106,17 +105,6 @@ def test_traces_exports_and_compiles(act):
     assert torch.equal(compiled(x, b), bias_act(x * 2, b, act) + 1)
 
 
-def test_rules_by_brute_force():
-    report = check_rules(["megafx.bias_act", "megafx.bias_act_backward"])
-    assert report.ok and not report.of("unchecked"), str(report)
-    rows = {f.row for f in report.of("ok") if f.op == "megafx.bias_act_backward.default"}
-    assert {
-        "S0 S0 R -> S0 P S0",
-        "S1 S1 S0 -> S1 S0 S1",
-        "P R R -> P P R",
-    } <= rows  # rows sharded: the bias gradient is partial
-
-
 def test_inductor_sees_the_kernels_and_export_does_not(monkeypatch):
     """As on a CUDA device: functionalizing traces the launcher; make_fx alone keeps the op."""
     pytest.importorskip("triton")
@@ -163,44 +151,45 @@ def test_ops_are_defined_in_one_place():
     assert torch.equal(y, 4 * x) and torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((3,), 4.0))
 
 
-KERNELS = """
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for act in plain.ACTIVATIONS if dtype == torch.float32 else ("gelu",):
-        for shape in ((3, 37), (0, 5), (5,), (2, 5, 260)):
-            x, g, b = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype), rand(shape[-1], dtype=torch.float32)
-            same(ours.bias_act(x, b, act), plain.bias_act_reference(x, b, act), (act, shape))
-            same(ours.bias_act(x, None, act), plain.bias_act_reference(x, None, act), (act, shape))
-            for bias in (None, b):
-                args = g, x, bias, act
-                found = ours.bias_act_backward(*args, False)
-                same(found, plain.bias_act_backward_reference(*args, False), (act, shape))
-                *again, y = ours.bias_act_backward(*args, True)
-                assert all(map(torch.equal, found, again)) and torch.equal(y, ours.bias_act(x, bias, act))
-    x, b = rand(6, 40, 3, dtype=dtype).transpose(1, 2)[:, :, :33], rand(33, dtype=dtype)
-    same(ours.bias_act(x, b, "silu"), plain.bias_act_reference(x, b, "silu"), "strided")
-    x = rand(4, 3, 66, dtype=dtype)[..., :33]  # rows with a stride: read as they lie
-    g = rand(33, dtype=dtype).expand(4, 3, 33)
-    for args, what in (((x, x, b, "silu", True), "halves"), ((g, x, b, "relu", False), "expanded")):
-        same(ours.bias_act_backward(*args), plain.bias_act_backward_reference(*args), what)
-u = torch.tensor([3e38, -3e38, 1e20, -1e20, 60.0, -60.0, 0.0, float("nan")], device=device)
-for act in ("gelu", "gelu_tanh", "gelu_quick", "silu"):
-    y, dx = ours.bias_act(u, None, act), ours.bias_act_backward(torch.ones_like(u), u, None, act, False)[0]
-    limits = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0], device=device)
-    torch.testing.assert_close(dx[:6], limits)
-    torch.testing.assert_close(y[:6], torch.where(limits > 0, u[:6], 0.0))
-    assert y[7].isnan() and dx[7].isnan()
-tail = torch.linspace(-5, -2, 500, device=device).half()  # where 1 + erf cancels
-u = tail.double()
-exact_tanh = plain.bias_act_reference(u, None, "gelu_tanh")
-for act, exact in (("gelu", u * torch.special.log_ndtr(u).exp()), ("gelu_tanh", exact_tanh)):
-    torch.testing.assert_close(ours.bias_act(tail, None, act).double(), exact, rtol=1e-3, atol=1e-7)
-print("same numbers")
-"""
+def triton_checks():
+    from megafx.kernels.activation import activation as plain
+    from megafx.kernels.activation import activation_triton as ours
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for act in plain.ACTIVATIONS if dtype == torch.float32 else ("gelu",):
+            for shape in ((3, 37), (0, 5), (5,), (2, 5, 260)):
+                x, g, b = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype), rand(shape[-1], dtype=torch.float32)
+                same(ours.bias_act(x, b, act), plain.bias_act_reference(x, b, act), (act, shape))
+                same(ours.bias_act(x, None, act), plain.bias_act_reference(x, None, act), (act, shape))
+                for bias in (None, b):
+                    args = g, x, bias, act
+                    found = ours.bias_act_backward(*args, False)
+                    same(found, plain.bias_act_backward_reference(*args, False), (act, shape))
+                    *again, y = ours.bias_act_backward(*args, True)
+                    assert all(map(torch.equal, found, again)) and torch.equal(y, ours.bias_act(x, bias, act))
+        x, b = rand(6, 40, 3, dtype=dtype).transpose(1, 2)[:, :, :33], rand(33, dtype=dtype)
+        same(ours.bias_act(x, b, "silu"), plain.bias_act_reference(x, b, "silu"), "strided")
+        x = rand(4, 3, 66, dtype=dtype)[..., :33]  # rows with a stride: read as they lie
+        g = rand(33, dtype=dtype).expand(4, 3, 33)
+        for args, what in (((x, x, b, "silu", True), "halves"), ((g, x, b, "relu", False), "expanded")):
+            same(ours.bias_act_backward(*args), plain.bias_act_backward_reference(*args), what)
+    u = torch.tensor([3e38, -3e38, 1e20, -1e20, 60.0, -60.0, 0.0, float("nan")], device=DEVICE)
+    for act in ("gelu", "gelu_tanh", "gelu_quick", "silu"):
+        y, dx = ours.bias_act(u, None, act), ours.bias_act_backward(torch.ones_like(u), u, None, act, False)[0]
+        limits = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0], device=DEVICE)
+        torch.testing.assert_close(dx[:6], limits)
+        torch.testing.assert_close(y[:6], torch.where(limits > 0, u[:6], 0.0))
+        assert y[7].isnan() and dx[7].isnan()
+    tail = torch.linspace(-5, -2, 500, device=DEVICE).half()  # where 1 + erf cancels
+    u = tail.double()
+    exact_tanh = plain.bias_act_reference(u, None, "gelu_tanh")
+    for act, exact in (("gelu", u * torch.special.log_ndtr(u).exp()), ("gelu_tanh", exact_tanh)):
+        torch.testing.assert_close(ours.bias_act(tail, None, act).double(), exact, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_are_the_reference(tmp_path):
-    run_triton(tmp_path, KERNELS)
+def test_triton_kernels_are_the_reference():
+    run_as_script(__file__, 240)
 
 
 @pytest.mark.gpu
@@ -236,3 +225,7 @@ def test_cuda_under_inductor():
     for rows in (64, 96, 200):
         x, b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((rows, 512), (512,)))
         torch.testing.assert_close(compiled(x, b), step(x, b))
+
+
+if __name__ == "__main__":
+    triton_checks()
