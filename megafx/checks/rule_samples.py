@@ -123,6 +123,7 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("megafx.join_parameters.default", ([x(4, 6), x(2, 6)],), {}),
     ("aten.clamp.Tensor", (x(4, 6), x(6), x(4, 1)), {}),
     ("aten.constant_pad_nd.default", (x(4, 6), [1, 0]), {}),
+    ("aten.constant_pad_nd.default", (x(4, 6, 6), [0, 0, 1, -1]), {}),  # the size stays, the elements move
     ("aten.count_nonzero.default", (mask(4, 6),), {}),
     ("aten.count_nonzero.default", (mask(4, 6), 1), {}),
     ("aten.count_nonzero.dim_IntList", (mask(4, 6, 6), [0, 2]), {}),
@@ -199,6 +200,7 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("aten.norm.ScalarOpt_dim", (x(4, 6), 2, [1]), {}),
     ("aten.numpy_T.default", (x(4, 6),), {}),
     ("aten.pad.default", (x(4, 6), [1, 2], "constant", 0.5), {}),
+    ("aten.pad.default", (x(4, 6), [2, -2]), {}),
     ("aten.permute.default", (x(4, 6, 2), [2, 0, 1]), {}),
     ("aten.prod.dim_int", (x(4, 6), 1), {}),
     ("aten.ravel.default", (x(4, 6),), {}),
