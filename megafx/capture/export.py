@@ -39,9 +39,8 @@ from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import conversions_refused, fake_like, prepared, target_device, without_hooks
 from megafx.capture.program import ROOT, drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs
 from megafx.errors import CaptureError, MegafxError
-from megafx.ir.call_spec import CallSpec, Leaf, call_tree, leaf_name, violated
+from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
 from megafx.ir.data_sizes import naming_row_counts
-from megafx.ir.nodes import ambient_autocast, no_autocast
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.sizes import Sizes
 from megafx.ir.source_lines import current_user_line
@@ -356,8 +355,7 @@ class _Capture:
         return [n for n, v in pairs if isinstance(v, torch.Tensor) or (n in self.varying and _is_number(v))]
 
     def _user_values(self, program: Program) -> dict[str, torch.Tensor]:
-        pairs = zip(program.placeholders(), program.inputs, strict=True)
-        return {spec.name: node.meta[VAL] for node, spec in pairs if spec.kind == "user"}
+        return {spec.name: node.meta[VAL] for node, spec in program.input_nodes() if spec.kind == "user"}
 
     def _name_symbols(self, program: Program, sizes: dict[str, int]) -> None:
         """Fill `sizes.symbols` and the default workload; note each dim that export made static."""

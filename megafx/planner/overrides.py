@@ -21,12 +21,12 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from megafx.errors import PlanError
+from megafx.ir.facts import facts_of
 from megafx.ir.program import Input, Program, fqn_of, source_of
 from megafx.placements.types import P
 from megafx.rules.strategies import OpRule, Strategy
 
 Filtered = tuple[list[Strategy], dict[str, int]]  # the strategies left, {reason: how many it took}
-JOINED = ("megafx.grouped_mlp.default",)  # takes stacks of biases beside those of weights
 ADJECTIVE = {"replicate": "replicated", "expert": "split over experts", "sequence": "on a shard of the sequence"}
 
 
@@ -35,11 +35,7 @@ class Overrides:
 
     def __init__(self, program: Program, styles: Mapping[str, str], weights: set[fx.Node], t: int) -> None:
         self.styles, self.weights, self.t = styles, weights, t
-        self._params = {
-            n: (spec.name, *spec.aliases)
-            for n, spec in zip(program.placeholders(), program.inputs, strict=True)
-            if spec.kind == "param"
-        }
+        self._params = {n: (spec.name, *spec.aliases) for n, spec in program.input_nodes() if spec.kind == "param"}
         self._modules = {fqn_of(n) for n in program.graph.nodes if n.op == "call_function"}
         self._applied: set[str] = set()
         self._pattern_of: dict[tuple[str, ...], str] = {}
@@ -79,7 +75,7 @@ class Overrides:
                 follow = [s for s in left if not s.ins[index].is_shard]
             elif style in ("colwise", "rowwise") and len(operand.factors) > 1:
                 follow = [s for s in left if s.ins[index].is_shard and (s.out == P) == (style == "rowwise")]
-            elif style == "expert" and (len(operand.factors) > 2 or str(node.target) in JOINED):
+            elif style == "expert" and (len(operand.factors) > 2 or facts_of(node.target).experts):
                 follow = [s for s in left if s.ins[index].is_shard and s.ins[index].dim == 0]
             else:
                 continue

@@ -26,7 +26,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from megafx.errors import MegafxError
-from megafx.ir.nodes import memory_of, overlaps, storage_of
+from megafx.ir.nodes import ASSERTS, BACKWARD, RESHAPES, in_backward, memory_of, overlaps, storage_of
 from megafx.ir.program import (
     MADE_BY,
     PHASE,
@@ -38,19 +38,39 @@ from megafx.ir.program import (
     Program,
     fqn_of,
     inherit,
+    is_floating,
     recompute_val,
     source_of,
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
-from megafx.passes.canonicalize.names import ASSERTS
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
 NAME = "build_joint_graph"
-BACKWARD = "backward"
 aten = torch.ops.aten
 
 
-def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int]) -> int:
+def build_joint_graph(program: Program, planner: Planner) -> int:
+    """Append the backward of the loss alone, or of every floating output; return the number of its nodes."""
+    assert planner.wants_grad is not None
+    wrt = [
+        i
+        for i, (node, spec) in enumerate(program.input_nodes())
+        if spec.kind in ("param", "user") and is_floating(node) and planner.wants_grad(spec)
+    ]
+    losses = [i for i, spec in enumerate(program.outputs) if spec.loss]
+    if losses and not planner.config.differentiable_outputs:
+        return differentiate(program, wrt, losses)
+    outputs = enumerate(zip(program.results(), program.outputs, strict=True))
+    return differentiate(program, wrt, [i for i, (x, spec) in outputs if spec.kind == "user" and _has_gradient(x)])
+
+
+def _has_gradient(node: Any) -> bool:
+    value = node.meta.get(VAL) if isinstance(node, fx.Node) and node.op != "placeholder" else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -> int:
     """Append the backward; return the number of its nodes.
 
     wrt: indices of inputs whose gradients are wanted. differentiated: indices of outputs that have a gradient; each brings
@@ -86,7 +106,7 @@ def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int
     _finish_meta(program)
     program.gm.recompile()
     program.phase = ENSURES
-    return sum(1 for n in program.graph.nodes if n.meta.get(PHASE) == BACKWARD)
+    return sum(1 for n in program.graph.nodes if in_backward(n))
 
 
 # -- what is traced
@@ -255,7 +275,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return source
     if node.target is aten.t.default and source.target is aten.t.default:
         return source.args[0]  # type: ignore[return-value]
-    if node.target in (aten.view.default, aten._unsafe_view.default):
+    if node.target in RESHAPES:
         a, b = node.meta[VAL], source.meta[VAL]
         if a.dim() == b.dim() and all(_same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True)):
             return source

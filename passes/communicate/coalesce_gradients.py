@@ -19,8 +19,10 @@ import torch
 from torch import fx
 
 import megafx.ops.collectives  # noqa: F401  (defines megafx::transition)
-from megafx.ir.program import FQN, PHASE, PLACEMENT, SOURCE, VAL, Builder, Phase, Program
+from megafx.ir.nodes import in_backward
+from megafx.ir.program import FQN, PLACEMENT, SOURCE, VAL, Builder, Phase, Program
 from megafx.placements.types import I, P
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "coalesce_gradients"
@@ -30,7 +32,7 @@ LARGEST_BYTES = 2**20
 aten = torch.ops.aten
 
 
-def coalesce_gradients(program: Program) -> int:
+def coalesce_gradients(program: Program, planner: Planner) -> int:
     """Return the number of all-reduces saved."""
     output = program.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -92,5 +94,5 @@ def _one_sum(program: Program, sums: list[fx.Node]) -> list[fx.Node]:
         pieces.append(build(aten.view.default, piece, list(node.meta[VAL].shape)))
         piece.meta[PLACEMENT] = pieces[-1].meta[PLACEMENT] = I
         start += size
-    assert all(n.meta[PHASE] == "backward" for n in pieces)
+    assert all(in_backward(n) for n in pieces)
     return pieces

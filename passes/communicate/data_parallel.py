@@ -23,39 +23,38 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
 from megafx.analysis.layers import Layers
-from megafx.ir.nodes import shows_operand, storage_of
+from megafx.ir.nodes import BACKWARD, shows_operand, storage_of
 from megafx.ir.program import FQN, PHASE, PLACEMENT, SOURCE, VAL, Builder, Input, Phase, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps
 from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis, rows_of
 from megafx.placements.moves import move, to_stacked
 from megafx.placements.types import P, Placement
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "data_parallel"
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
-def data_parallel(
-    program: Program,
-    data: DataAxis,
-    t: int,
-    stored: Mapping[str, Placement],
-    *,
-    gradients: Literal["reduce", "hold", "add"] = "reduce",
-) -> int:
-    """Return the number of collectives added. stored: placement of each parameter on the t tensor-parallel ranks.
+def data_parallel(program: Program, planner: Planner) -> int:
+    """Return the number of collectives added.
 
-    gradients: "hold" leaves them this rank's own (`no_sync`); "add" takes, as further inputs of backward ('pending'), what was
-    held before, and reduces the sums.
+    planner.gradients: "reduce" leaves `program.unreduced` for the other two. "hold" leaves gradients this rank's own
+    (`no_sync`); "add" takes, as further inputs of backward ('pending'), what was held before, and reduces the sums.
     """
-    adder = _Adder(program, data, t, stored)
+    if planner.data is None:
+        return 0
+    gradients = planner.gradients
+    if gradients == "reduce":
+        program.unreduced = program.copy()
+    adder = _Adder(program, planner.data, planner.t, planner.solved.params)
     adder.sum_over_batch()
     adder.sum_outputs()
     if gradients == "add":
@@ -167,7 +166,7 @@ class _Adder:
         """What is not to be split: the gradients of one kind of a region, where they are scattered, else each."""
         if not self.data.sharded:
             return [[g] for g in gradients]
-        nodes = zip(self.program.placeholders(), self.program.inputs, strict=True)
+        nodes = self.program.input_nodes()
         layers = Layers.of({spec.name: n.meta[VAL].shape for n, spec in nodes if spec.kind == "param"})
         names = layers.regions(self.program.outputs[g.results[0]].name for g in gradients)
         found: dict[Any, list[_Gradients]] = defaultdict(list)
@@ -278,7 +277,7 @@ def _same_view(build: Builder, node: fx.Node, base: fx.Node, total: fx.Node) -> 
 
 
 def _marked(node: fx.Node) -> fx.Node:
-    node.meta[PHASE] = "backward"
+    node.meta[PHASE] = BACKWARD
     return node
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from megafx.ir.nodes import draws
+from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
 from megafx.ops.owners import OWNER_OPS
 from megafx.passes.localize import lookups as localize_lookups
@@ -28,9 +28,10 @@ from megafx.passes.localize import rewrites as localize_random
 from megafx.passes.localize import rewrites as localize_reductions
 from megafx.passes.localize import rewrites as localize_views
 from megafx.passes.localize.editor import Family, Localizer, check_shape
+from megafx.passes.localize.lookups import localize_by_facts
 from megafx.passes.localize.rewrites import keep_pads_off_poles
 from megafx.placements.types import P
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.plan import OpChoice
 
 REQUIRES, ENSURES = Phase.PLACED, Phase.LOCAL
@@ -41,10 +42,10 @@ FAMILIES: dict[str, Family] = {
 }  # op -> what to do besides running it on local operands
 
 
-def localize_shapes(program: Program, planning: Planning) -> int:
+def localize_shapes(program: Program, planner: Planner) -> int:
     """Rewrite the graph to one rank's; returns the number of values whose shape changed."""
-    plan = planning.solved
-    local = Localizer(program, planning)
+    plan = planner.solved
+    local = Localizer(program, planner)
     changed = 0
     _localize_inputs(local)
     for node in list(program.graph.nodes):
@@ -80,8 +81,8 @@ def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out == P:
         _mask_reduced_pads(local, node, choice)
     keep_pads_off_poles(local, node, choice)
-    family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if draws(node) else None)
-    if family is not None and (choice.out.is_shard or any(p.is_shard for p in choice.ins)):
+    family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if is_draw(node) else localize_by_facts)
+    if choice.out.is_shard or any(p.is_shard for p in choice.ins):
         family(local, node, choice)
     if node.users:  # else the family put another node in its place
         recompute_val(local.program, node)

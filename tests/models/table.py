@@ -1,29 +1,36 @@
-"""The table of the model matrix: for each architecture what was exact, sharded, fused, and how long it took."""
+"""The table of the model matrix: for each architecture what was exact, sharded, fused, and how long it took.
+
+python tests/models/table.py [--jobs 2] [--some] [--write docs/models.md] [llama gpt2 ...]
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import math
 import statistics
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # pytest's `pythonpath` has it too
 
 from catalogue import Architecture, rows
 from hf_plans import compare
 from matrix import Cell, Result, Runner, all_cells, some_cells
 
+from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
-from megafx.planner.context import Planning
-from megafx.planner.cost import ATTENTION, op_flops, op_name
+from megafx.planner.context import Planner
+from megafx.planner.cost import ATTENTION, op_flops
 from megafx.planner.problem import joined_terms
 from megafx.rewrite.pattern import registered_patterns
-
-DEFAULT_PAGE = "docs/models.md"
 
 
 @dataclass
@@ -87,18 +94,14 @@ def entry(row: Architecture, cells: Iterable[Cell] | None = None, dynamic: bool 
     made = Entry(row.name, row.kind, results, least=row.least_sharded)
     plans = [p for p in runner.planned if p[1].t > 1]
     if plans:
-        shares = [parameter_share(program, planning) for program, planning in plans]
+        shares = [parameter_share(program, planner) for program, planner in plans]
         worst = min(range(len(plans)), key=lambda i: shares[i][0])
         made.parameters, made.whole = shares[worst]
-        made.flops = min(flops_share(planning) for _, planning in plans)
+        made.flops = min(flops_share(planner) for _, planner in plans)
         made.fusions = family_counts(plans[0][0])
-        for program, planning in plans:
-            dims = {
-                s.name: n.meta[VAL].ndim
-                for n, s in zip(program.placeholders(), program.inputs, strict=True)
-                if s.kind == "param"
-            }
-            made.compared, different = compare(row, planning.solved, dims)
+        for program, planner in plans:
+            dims = {s.name: n.meta[VAL].ndim for n, s in program.input_nodes() if s.kind == "param"}
+            made.compared, different = compare(row, planner.solved, dims)
             made.differences += [d for d in different if d not in made.differences]
         bare = {
             str(n.target).removesuffix(".default") for _, p in plans for n, r in p.rules.items() if r.kind == "none"
@@ -109,12 +112,12 @@ def entry(row: Architecture, cells: Iterable[Cell] | None = None, dynamic: bool 
     return made
 
 
-def parameter_share(program: Program, planning: Planning) -> tuple[float, dict[str, float]]:
+def parameter_share(program: Program, planner: Planner) -> tuple[float, dict[str, float]]:
     """(fraction of parameters stored in shards, reason -> fraction stored whole)."""
     numel, whole = 0, defaultdict(float)
     sharded = 0
-    plan = planning.solved
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    plan = planner.solved
+    for node, spec in program.input_nodes():
         if spec.kind == "param":
             n = math.prod(node.meta[VAL].shape)
             numel += n
@@ -125,20 +128,20 @@ def parameter_share(program: Program, planning: Planning) -> tuple[float, dict[s
     return sharded / numel, {why: n / numel for why, n in whole.items()}
 
 
-def flops_share(planning: Planning) -> float:
+def flops_share(planner: Planner) -> float:
     """Fraction of the forward pass's matmul and attention FLOPs that the ranks share among them."""
     total = shared = 0
-    for node, rule in planning.rules.items():
-        flops = node_flops(planning, rule)
+    for node, rule in planner.rules.items():
+        flops = node_flops(planner, rule)
         total += flops
-        shared += flops if planning.solved.ops[node.name].factor else 0
+        shared += flops if planner.solved.ops[node.name].factor else 0
     return shared / max(total, 1)
 
 
-def node_flops(planning: Planning, rule: Any) -> int:
+def node_flops(planner: Planner, rule: Any) -> int:
     """FLOPs of one node at the workload, 0 for ops that are no products."""
-    sizes = planning.solved.sizes
-    name = op_name(str(rule.node.target))
+    sizes = planner.solved.sizes
+    name = op_name(rule.node)
     value = rule.node.meta[VAL]
     shape = lambda x: [sizes.workload(n) for n in sizes.shape(x)]  # noqa: E731
     if name.startswith("linear_cross_entropy"):
@@ -150,17 +153,17 @@ def node_flops(planning: Planning, rule: Any) -> int:
         return 0
     first = shape(rule.operands[0].node.meta[VAL])
     if name in ATTENTION:
-        return op_flops(str(rule.node.target), math.prod(shape(value)), shape(rule.operands[1].node.meta[VAL])[-2])
+        return op_flops(op_name(rule.node), math.prod(shape(value)), shape(rule.operands[1].node.meta[VAL])[-2])
     if name.startswith("conv"):
         return 2 * math.prod(shape(value)) * math.prod(shape(rule.operands[1].node.meta[VAL])[1:])
     if name == "grouped_mlp":
-        return op_flops(str(rule.node.target), math.prod(shape(value)), joined_terms(rule.node))
+        return op_flops(op_name(rule.node), math.prod(shape(value)), joined_terms(rule.node))
     if "grouped_mm" in name:
         return 2 * math.prod(shape(value)) * first[-1]
     if name == "einsum":
         name = "matmul"
         return 2 * math.prod({f: sizes.workload(n) for f, n in rule.sizes.items()}.values())
-    return op_flops(str(rule.node.target), math.prod(shape(value)), first[-1]) if first else 0
+    return op_flops(op_name(rule.node), math.prod(shape(value)), first[-1]) if first else 0
 
 
 def family_counts(program: Program) -> dict[str, int]:
@@ -217,7 +220,7 @@ def failures(entries: Iterable[Entry]) -> list[str]:
 
 PAGE = """# Models
 
-Generated by `{command}`; `megafx models` prints the same for some or all architectures.
+Generated by `{command}`. `python tests/models/table.py llama gpt2` prints the lines of some architectures.
 
 Each architecture is built tiny, with awkward sizes, random weights, labels and padding, in fp64. A cell is one combination of
 training or eval, eager or sdpa attention, t = 2, 3 or 4, and sequence parallelism off or auto; with dropout on, of attention
@@ -244,3 +247,35 @@ def page(entries: list[Entry], command: str = "make test-models") -> str:
     done, total = sum(e.exact for e in entries), sum(len(e.results) for e in entries)
     text += f"\n{done} of {total} cells are exact.\n"
     return text + ("\n## Not exact\n\n" + "\n".join(f"- {line}" for line in found) + "\n" if found else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write it as a page; 0 if all cells are exact."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="only these, for example llama")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    parser.add_argument("--some", action="store_true", help="a tenth of the cells of each")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as a page")
+    args = parser.parse_args(argv)
+    plain = lambda text: "".join(c for c in text.lower() if c.isalnum())  # noqa: E731  'gpt2' is GPT-2
+    known = {plain(name): name for name in rows()}
+    for name in args.names:
+        if plain(name) not in known:
+            parser.error(f"the matrix has no architecture '{name}'; it has {', '.join(known.values())}")
+    entries = []
+    for made in run([known[plain(name)] for name in args.names], args.jobs, args.some):
+        print(f"{made.name}: {made.exact} of {len(made.results)} cells exact", file=sys.stderr, flush=True)
+        entries.append(made)
+    print(markdown(entries))
+    failed = failures(entries)
+    for line in failed:
+        print(line)
+    if args.write is not None:
+        args.write.parent.mkdir(parents=True, exist_ok=True)
+        words = ["python tests/models/table.py", *args.names, *["--some"] * args.some, f"--write {args.write}"]
+        args.write.write_text(page(entries, " ".join(words)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

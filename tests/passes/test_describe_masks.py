@@ -13,12 +13,11 @@ import megafx
 from megafx.analysis.mask_reader import MaskReader
 from megafx.analysis.tables import Band, TableGuard, read_table
 from megafx.capture.export import capture_call
-from megafx.config import Config
-from megafx.ir.dump import op_name
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.ir.dump import target_text
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.patterns import attention, masked_softmax
-from megafx.testing import assert_same, fuse_with
+from megafx.testing import assert_same, fuse_with, make_planner
 
 FAMILY = [
     *(attention.AttentionChain, attention.AttentionOfGroups),
@@ -41,8 +40,8 @@ def described(function, **more):
     """The program with what describe_masks found: (before, after, arguments of the attention after the mask, its mask)."""
     fused = fuse_with(FAMILY, function, **HEADS | more)
     found = fused.program.copy()
-    describe_masks(found, Config())
-    nodes = [n for n in found.graph.nodes if n.op == "call_function" and op_name(n.target) in ATTENTION]
+    describe_masks(found, make_planner())
+    nodes = [n for n in found.graph.nodes if n.op == "call_function" and target_text(n.target) in ATTENTION]
     assert len(nodes) == 1, fused.near_misses
     return fused.before, found, nodes[0]
 
@@ -88,7 +87,7 @@ def chain(mask):
 def test_causal_masks_are_flags(form):
     before, after, node = described(chain(CAUSAL[form]))
     assert node.args[3] is None and node.args[7:9] == (True, 0)
-    assert not {"tril", "triu", "full", "ones", "where", "arange"} & {op_name(n.target) for n in after.graph.nodes}
+    assert not {"tril", "triu", "full", "ones", "where", "arange"} & {target_text(n.target) for n in after.graph.nodes}
     assert_same(before, after)
 
 
@@ -193,7 +192,7 @@ def test_the_library_takes_flags_too():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=square(q).tril().bool())
 
     before, after, node = described(function)
-    assert op_name(node.target) == "attention" and node.args[3] is None and node.args[7] is True
+    assert target_text(node.target) == "attention" and node.args[3] is None and node.args[7] is True
     assert_same(before, after)
 
 
@@ -202,7 +201,7 @@ def test_softmax_that_returns_its_weights():
         return F.softmax((q @ k.transpose(-1, -2) * 0.5).masked_fill(square(q).tril() == 0, -1e38), -1)
 
     before, after, node = described(function)
-    assert op_name(node.target) == "scale_mask_softmax" and node.args[1] is None and node.args[3] is True
+    assert target_text(node.target) == "scale_mask_softmax" and node.args[1] is None and node.args[3] is True
     assert_same(before, after)
 
 
@@ -336,7 +335,7 @@ def test_a_buffer_that_the_graph_changes_is_not_read():
             return out
 
     program = capture_call(Counting(torch.ones(8, 8).tril().view(1, 1, 8, 8)), (torch.randn(2, 5, 8),))
-    canonicalize(program)
+    canonicalize_program(program)
     reader = MaskReader(program)
     for node in program.graph.nodes:
         if isinstance(node.meta.get("val"), torch.Tensor):
