@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import megafx.kernels.dropout.dropout  # noqa: F401  registers the op
 from megafx.compiler.executable import Executable
 from megafx.errors import UsageError
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -36,7 +36,7 @@ def inputs_of(batch: int = 2) -> dict[str, Any]:
 def made(function: Any, inputs: dict[str, Any], differentiated: tuple[int, ...] = (0,)) -> Executable:
     program = local_program(function, inputs, varying=("x",), loss=True)
     wrt = [i for i, spec in enumerate(program.inputs) if spec.kind == "param"]
-    build_joint_graph(program, wrt, list(differentiated))
+    differentiate(program, wrt, list(differentiated))
     return Executable.of(program)
 
 

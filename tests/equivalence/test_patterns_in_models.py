@@ -23,12 +23,11 @@ import torch
 
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
-from megafx.compiler.pipeline import Request, compile_passes
-from megafx.compiler.runner import run_passes
-from megafx.config import Config
+from megafx.compiler.pipeline import EVERY_RANK, passes_of
+from megafx.compiler.runner import Runner
 from megafx.ir import dump
 from megafx.ir.program import VAL, active_nodes
-from megafx.planner.hardware import Hardware
+from megafx.testing import make_planner
 
 VIEWS = (
     "linear",
@@ -47,11 +46,10 @@ def fused(name, training=True, dtype=torch.float32, **options):
     """The program of one call after fuse_local, on one rank."""
     model, call = pattern_models.MODELS[name](**options)
     program = capture_call(model.to(dtype).train(training), (), call)
-    wants = (lambda i, spec: spec.kind == "param") if training else None
-    request = Request(Config(), 1, Hardware.load("h100-nvlink"), {}, None, wants)
-    passes = compile_passes(request.planning(), request)
+    planner = make_planner(training=training)
+    passes = passes_of(planner, *EVERY_RANK)
     last = [p.name for p in passes].index("fuse_local")
-    run_passes(program, passes[: last + 1], ranks=1, known=[p.name for p in passes])
+    Runner(planner, [p.name for p in passes]).run(program, passes[: last + 1])
     return program
 
 

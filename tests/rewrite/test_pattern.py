@@ -12,7 +12,6 @@ from toys import half_turn
 
 import megafx
 from megafx.ir.nodes import Draw
-from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.rewrite.pattern import (
     DimSpec,
     Pattern,
@@ -80,7 +79,7 @@ def test_variants_are_the_product_with_optional_tensors():
 
 
 def trace(pattern, number=0, dtypes=BF16, lead=2):
-    return trace_of(pattern, list(variants_of(pattern))[number], dtypes, lead, canonicalize)
+    return trace_of(pattern, list(variants_of(pattern))[number], dtypes, lead)
 
 
 def test_a_trace_is_canonical_and_made_once():
