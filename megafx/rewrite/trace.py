@@ -19,10 +19,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_structure
 
-from megafx.ir.nodes import DRAW_ARGUMENTS, is_draw
+from megafx.ir.nodes import Draw, is_draw
 from megafx.ir.program import VAL, Input, Output, Program
 from megafx.ir.sizes import Sizes
-from megafx.rewrite.pattern import Drop, Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
+from megafx.rewrite.pattern import Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
 
 # -- rewrite arguments
 #
@@ -56,7 +56,7 @@ def arguments_of(node: fx.Node) -> list[tuple[str, Any]]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return [(str(i), a) for i, a in enumerate(node.args)] + sorted(node.kwargs.items())
-    ignored = _IGNORED if target.namespace == "aten" else DRAW_ARGUMENTS if is_draw(target) else ()
+    ignored = _IGNORED if target.namespace == "aten" else Draw._fields if is_draw(target) else ()
     found = []
     for i, argument in enumerate(target._schema.arguments):
         name = argument.name
@@ -260,7 +260,7 @@ class _Tracing:
             given: dict[str, Any] = dict.fromkeys(takes)
             given |= dict(zip(names, tensors, strict=False)) | numbers | extra
             if "drop" in takes:
-                given["drop"] = Drop(tensors[len(names)], 0.5, 0)
+                given["drop"] = Draw(tensors[len(names)], 0.5, 0)
             return self.pattern.match(**given)
 
         arguments = list(values.values())
