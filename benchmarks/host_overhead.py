@@ -33,8 +33,10 @@ from megafx.ir.program import Input, Output, Program
 from megafx.ir.sizes import Sizes
 from megafx.passes.lower.call_directly import call_directly
 from megafx.placements.types import I, Layout, Placement, S
+from megafx.planner.hardware import Hardware
 from megafx.runtime.bound_graph import CompiledCall
 from megafx.runtime.module import make_parallel
+from megafx.runtime.runtime import Runtime
 
 
 class Many(nn.Module):
