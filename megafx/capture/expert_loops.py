@@ -52,20 +52,20 @@ class _Iteration:
         self.made: dict[int, tuple[Tensor, bool]] = {}
 
 
-class Hits(TorchFunctionMode):
-    """hits: id -> (indices that nonzero found, the mask that it was asked of); gone: what may not be used any more, by id."""
+class ExpertLoops(TorchFunctionMode):
+    """found: id -> (indices that nonzero found, the mask that it was asked of); gone: what may not be used any more, by id."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
         self.note = note
-        self.hits: dict[int, tuple[Tensor, Tensor]] = {}
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
         self.gone: dict[int, Tensor] = {}
         self.current: _Iteration | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _UNBINDS and self._runs_over_hits(args, kwargs):
-            return self._all_indices(*self.hits[id(args[0])])
+        if func in _UNBINDS and self._runs_over_found(args, kwargs):
+            return self._all_indices(*self.found[id(args[0])])
         self.check((args, kwargs))
         if self.current is not None:
             if func in _NUMBERS and id(args[0]) in self.current.names:
@@ -76,9 +76,9 @@ class Hits(TorchFunctionMode):
             args = _with_number(func, _with_hit(func, args, self.current.hit), self.current)
         result = func(*args, **kwargs)
         if func in _FINDS and isinstance(result, Tensor) and args[0].dim() == 1:
-            self.hits[id(result)] = (result, args[0])
-        elif func in _RESHAPES and id(args[0]) in self.hits and result.dim() <= 2:
-            self.hits[id(result)] = (result, self.hits[id(args[0])][1])
+            self.found[id(result)] = (result, args[0])
+        elif func in _RESHAPES and id(args[0]) in self.found and result.dim() <= 2:
+            self.found[id(result)] = (result, self.found[id(args[0])][1])
         if self.current is not None:
             _record(self.current, func, args, result)
         return result
@@ -88,9 +88,9 @@ class Hits(TorchFunctionMode):
         if self.gone and any(id(value) in self.gone for value in tree_leaves(values)):
             raise _refused("its results are used after an iteration")
 
-    def _runs_over_hits(self, args: Any, kwargs: Any) -> bool:
+    def _runs_over_found(self, args: Any, kwargs: Any) -> bool:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        return id(args[0]) in self.hits and dim == 0
+        return id(args[0]) in self.found and dim == 0
 
     def _all_indices(self, found: Tensor, mask: Tensor) -> Iterator[Tensor]:
         """An index after the other, in the shape that an element of `found` has."""

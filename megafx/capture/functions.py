@@ -11,7 +11,6 @@ traced as if called directly, with a note. A graph recomputes nothing because of
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +33,7 @@ KEPT = (
     "(recompute_activation_func). Less memory take sequence_parallel=True, more tensor-parallel ranks, smaller batches of "
     'which gradients are accumulated, and data_parallel="fsdp"'
 )
+_NO_CHECKPOINTING = f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}"
 _modules: dict[type[Function], nn.Module] = {}  # graphs hold weak references
 
 
@@ -48,16 +48,15 @@ class _Applied(nn.Module):
         return self.function.apply(*args)
 
 
-@contextlib.contextmanager
-def own_gradients(note: Callable[[str], None]) -> Iterator[None]:
-    """Within: calls of Functions whose gradient is not that of their forward are nodes of what is traced."""
+def apply_of_capture(note: Callable[[str], None]) -> Any:
+    """A `Function.apply` for which calls whose gradient is not that of their forward are nodes of what is traced."""
     busy = False
 
     def apply(cls: type[Function], *args: Any) -> Any:
         nonlocal busy
         plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]  # as if defined in its class
         if cls is checkpoint.CheckpointFunction:
-            note(f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}")
+            note(_NO_CHECKPOINTING)
             function, _, *given = args
             return function(*given)
         if busy or cls.__module__.startswith(_OURS) or not _differentiated(args):
@@ -81,19 +80,17 @@ def own_gradients(note: Callable[[str], None]) -> Iterator[None]:
         finally:
             busy = False
 
-    def without_hooks(*args: Any) -> Iterator[None]:
-        note(f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}")
+    return classmethod(apply)
+
+
+def checkpointing_of_capture(note: Callable[[str], None]) -> Callable[..., Iterator[None]]:
+    """What runs round a checkpointed function (use_reentrant=False): nothing."""
+
+    def generator(*args: Any) -> Iterator[None]:
+        note(_NO_CHECKPOINTING)
         yield
 
-    base: Any = _SingleLevelFunction  # below `Function`, whose bound `apply` models may hold
-    base.apply = classmethod(apply)
-    generator = checkpoint._checkpoint_without_reentrant_generator  # what runs round the function if not reentrant
-    checkpoint._checkpoint_without_reentrant_generator = without_hooks  # type: ignore[assignment]  # for the time of a trace
-    try:
-        yield
-    finally:
-        del base.apply
-        checkpoint._checkpoint_without_reentrant_generator = generator
+    return generator
 
 
 def _differentiated(args: tuple[Any, ...]) -> bool:
@@ -151,7 +148,7 @@ def _forward(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 class _Context(FunctionCtx):
-    """Takes what a forward puts aside."""
+    """Takes what a forward saves for backward."""
 
     needs_input_grad: tuple[bool, ...] = ()
 

@@ -123,41 +123,34 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
 
 
-@contextlib.contextmanager
-def left_eager(model: nn.Module, patterns: Sequence[str], note: Callable[[str, str], None]) -> Iterator[None]:
-    """Within: calls of the modules are nodes of what is traced. Undone by whoever restores the modules' attributes.
+class LeftEager:
+    """A submodule whose calls are nodes of what is traced. calls: how many there were."""
 
-    note(text, fqn): told what was left eager, once the trace is done.
-    """
-    wrapped = matching(model, patterns) if patterns else {}
-    whole = sum(p.numel() for p in model.parameters())
-    counts = dict.fromkeys(wrapped, 0)
-    for fqn, module in wrapped.items():
-        buffers = dict(module.named_buffers())
-        module.forward = _recorder(module, fqn, buffers, counts)
-    yield
-    for fqn, module in wrapped.items():
-        own = sum(p.numel() for p in module.parameters())
-        note(
-            f"left eager: {counts[fqn]} calls run its own code on every rank, on whole tensors; {own} parameters "
-            f"({own / max(whole, 1):.1%} of the model's) are stored whole",
-            fqn,
+    def __init__(self, module: nn.Module, fqn: str) -> None:
+        self.module, self.fqn, self.calls = module, fqn, 0
+        self.buffers = dict(module.named_buffers())  # as they are before capture makes fakes of them
+
+    def forward_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What the module's forward is while a model is traced."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            vars(self.module)["forward"] = original
+            try:
+                call, tensors = _probed_call(self.module, self.fqn, self.buffers, args, kwargs)
+            finally:
+                vars(self.module)["forward"] = forward
+            self.calls += 1
+            return as_node(call, tensors)
+
+        return forward
+
+    def note(self, whole: int) -> str:
+        """What was left eager. whole: the number of the model's parameters."""
+        own = sum(p.numel() for p in self.module.parameters())
+        return (
+            f"left eager: {self.calls} calls run its own code on every rank, on whole tensors; {own} parameters "
+            f"({own / max(whole, 1):.1%} of the model's) are stored whole"
         )
-
-
-def _recorder(module: nn.Module, fqn: str, buffers: dict[str, Tensor], counts: dict[str, int]) -> Callable[..., Any]:
-    original = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        vars(module)["forward"] = original
-        try:
-            call, tensors = _probed_call(module, fqn, buffers, args, kwargs)
-        finally:
-            vars(module)["forward"] = forward
-        counts[fqn] += 1
-        return as_node(call, tensors)
-
-    return forward
 
 
 def _probed_call(
