@@ -5,10 +5,9 @@
         which, rows = torch.where(mask[e].squeeze(0))
         out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, which, None])
 
-How often the loop runs depends on data, which a graph cannot follow. Here it runs over all indices that there may be, and what
-an iteration selects by a mask is selected by `mask & hit[e]`: of an index that was not hit no rows, so that what is computed
-from them and added to rows is nothing. Whatever else an iteration makes would come about without being hit: where it
-outlives the iteration, that is an error.
+How often the loop runs depends on data, which a graph cannot follow. Here it runs over all experts. What an iteration selects
+by a mask is selected by `mask & hit[e]`: for an expert that no token chose, no rows, so that nothing is computed from them and
+nothing added. Other results of an iteration would exist for such experts too: it is an error if the model uses them afterwards.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ FIX = (
 
 
 class _Iteration:
-    """What one iteration makes. rows: sizes of what it selects; made: id -> (tensor, whether only rows were added to it);
-    names: by id, the tensors that hold its index."""
+    """What one iteration makes. rows: the sizes of what it selects; made: id -> (tensor, whether only rows were added to it);
+    names: the tensors that hold its index, by id."""
 
     def __init__(self, index: int, hit: Tensor) -> None:
         self.index, self.hit = index, hit
@@ -121,7 +120,7 @@ def _refused(why: str) -> CaptureError:
 
 
 def _check_write(func: Any, args: Any, iteration: _Iteration) -> None:
-    """Raise where a tensor of before the iteration is changed otherwise than in selected rows."""
+    """Raise where an iteration changes an older tensor otherwise than in selected rows."""
     name = getattr(func, "__name__", "")
     writes = func in _ADDS_IN_PLACE or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     if not writes or not args or not isinstance(args[0], Tensor) or id(args[0]) in iteration.made:
@@ -131,7 +130,7 @@ def _check_write(func: Any, args: Any, iteration: _Iteration) -> None:
 
 
 def _with_hit(func: Any, args: Any, hit: Tensor) -> Any:
-    """The arguments with masks that select nothing of an index which was not hit."""
+    """The arguments with masks that select nothing for an index that was not found."""
     if func in _SELECTS and len(args) == 1:
         mask = args[0]
         return ((mask if mask.dtype == torch.bool else mask != 0) & hit,)
@@ -145,8 +144,8 @@ def _with_hit(func: Any, args: Any, hit: Tensor) -> Any:
 
 
 def _with_number(func: Any, args: Any, iteration: _Iteration) -> Any:
-    """A part that the iteration's index selects is selected by number. Beyond the end, where nothing can have been hit (or
-    the model would fail), the last part is as good as any."""
+    """Select by number what the iteration's index selects. Beyond the end nothing can have been found (or the model would
+    fail): the last part is as good as any."""
     if func not in _INDEXES or id(args[1]) not in iteration.names or not isinstance(args[0].shape[0], int):
         return args
     number = min(iteration.index, args[0].shape[0] - 1)
@@ -158,7 +157,7 @@ def _and(index: Any, hit: Tensor) -> Any:
 
 
 def _symbols(value: Any) -> set[Any]:
-    """Sizes of a tensor that data decide: those without a hint."""
+    """The sizes of a tensor that data decides: they have no hint."""
     sizes: list[Any] = [n for n in value.shape if isinstance(n, torch.SymInt)] if isinstance(value, Tensor) else []
     return {s for n in sizes if not n.node.has_hint() for s in n.node.expr.free_symbols}
 
@@ -179,7 +178,5 @@ def _record(iteration: _Iteration, func: Any, args: Any, result: Any) -> None:
         if id(value) in iteration.made or any(value is a for a in args[:1]):
             continue  # written in place
         into = args[0] if args and func in _ADDS else None
-        before = iteration.made.get(id(into), (into, True))[
-            1
-        ]  # what it adds to is of before the iteration, or was added to
+        _, before = iteration.made.get(id(into), (into, True))  # of before the iteration, or only rows were added to it
         iteration.made[id(value)] = (value, into is not None and before and _selected(args[1:], iteration))
