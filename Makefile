@@ -16,7 +16,7 @@ test: $(VENV)/.test-installed
 	$(BIN)/python -m tests $(ARGS)
 
 test-models: $(VENV)/.test-installed
-	OMP_NUM_THREADS=1 $(BIN)/megafx models --jobs 2 --write docs/models.md $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/models/table.py --jobs 2 --write docs/models.md $(ARGS)
 
 # torch comes first and alone: where an index or a folder of wheels offers a CPU build of it, pip takes that one, and
 # nothing installed afterwards replaces it.

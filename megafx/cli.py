@@ -3,8 +3,6 @@
     megafx plan llama-8b.json --tp 8 --seq-length 8192 --save plan.json    plan a model; needs no GPU, ranks or weights
     megafx explain my_package.models:build --tp 4 --html plan.html         the same as a report: placements, bytes, reasons
     megafx check-rules                                                     brute-force every sharding rule of the table
-    megafx profile-fusions --out mine.yaml                                 which fusions pay on this machine's device
-    megafx models --jobs 2 --write docs/models.md                          the model matrix of a checkout, as a table
     megafx convert runs/gpt hf/ --model gpt/config.json                    a checkpoint as Hugging Face files, or the reverse
     megafx diff before/ after/                                             two folders written by MEGAFX_DUMP
     megafx version                                                         versions, for bug reports
@@ -78,27 +76,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODULE",
         help="where ops and rules of your own are made",
     )
-    command = commands.add_parser("profile-fusions", help="measure on this device which fusions pay")
-    command.set_defaults(run=_profile_fusions)
-    command.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="YAML to write, for Config.fusion_profile"
-    )
-    command.add_argument("--only", default="", metavar="CHAINS", help="comma separated; default: all")
-    command.add_argument("--tokens", metavar="N,N", help="sizes to measure at (default: 16,2048,16384)")
-    command.add_argument("--hidden", type=int, default=4096, metavar="N")
-    command.add_argument("--vocab", type=int, default=65536, metavar="N")
-    command.add_argument("--dtype", default="bfloat16")
-    command.add_argument("--eager-only", action="store_true", help="not under Inductor, which takes most of the time")
-    command.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="compile in so many; measured one by one"
-    )
-    command.add_argument("--hardware", metavar="PROFILE", help="what it is for; default: the profile of the device")
-    command = commands.add_parser("models", help="run the model matrix and print its table (in a checkout)")
-    command.set_defaults(run=_models)
-    command.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="only these, for example llama")
-    command.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
-    command.add_argument("--some", action="store_true", help="a tenth of the cells of each")
-    command.add_argument("--write", type=Path, metavar="FILE", help="write the table as a page")
     command = commands.add_parser(
         "convert", help="a checkpoint folder to safetensors files, or such files to a checkpoint"
     )
@@ -150,33 +127,6 @@ def _check_rules(args: argparse.Namespace) -> int:
     report = check_rules(args.ops or None)
     print(report)
     return 0 if report.ok else 1
-
-
-def _profile_fusions(args: argparse.Namespace) -> int:
-    import torch
-
-    from megafx.api import hardware_of
-    from megafx.tools.profile_fusions import TOKENS, Setting, Widths, profile_fusions
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = Config(hardware=args.hardware, params_dtype=args.dtype)
-    try:
-        tokens = tuple(int(n) for n in args.tokens.split(",")) if args.tokens else TOKENS
-    except ValueError:
-        raise UsageError(f"--tokens {args.tokens} is no list of numbers", fix="write --tokens 16,2048") from None
-    widths = Widths(args.hidden, min(64, max(args.hidden // 8, 1)), args.vocab)
-    dtype = getattr(torch, str(config.params_dtype))
-    setting = Setting(hardware_of(config, device), device, tokens, widths, dtype, not args.eager_only)
-    profile = profile_fusions(setting, [name for name in args.only.split(",") if name], args.processes)
-    profile.save(args.out)
-    print(f"wrote {args.out}: use it as Config(fusion_profile='{args.out}')")
-    return 0
-
-
-def _models(args: argparse.Namespace) -> int:
-    from megafx.tools.model_table import model_table
-
-    return model_table(args.names, args.jobs, args.some, args.write)
 
 
 def _convert(args: argparse.Namespace) -> int:

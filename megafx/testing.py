@@ -266,9 +266,7 @@ def run_logically(program: Program, t: int, *, sizes: int = 9, seed: int = 0) ->
     if program.phase < Phase.LOCAL:
         t = 1
     placements = {
-        spec.name: node.meta.get(PLACEMENT, I)
-        for spec, node in zip(program.inputs, program.placeholders(), strict=True)
-        if spec.kind != "tangent"
+        spec.name: node.meta.get(PLACEMENT, I) for node, spec in program.input_nodes() if spec.kind != "tangent"
     }
     values, now = _random_inputs(program, placements, sizes, seed)
     placements = {name: _with_sizes(program, p, now) for name, p in placements.items()}
@@ -308,7 +306,7 @@ def _random_inputs(
         now[symbol] = sizes + len(now)
     generator = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         if spec.kind == "tangent":
             continue
         value, placement = node.meta[VAL], placements[spec.name]
@@ -412,7 +410,7 @@ class Fused:
     @property
     def ops(self) -> list[str]:
         """Names of the ops after the rewrite, in graph order."""
-        return [dump.op_name(n.target) for n in self.program.graph.nodes if n.op == "call_function"]
+        return [dump.target_text(n.target) for n in self.program.graph.nodes if n.op == "call_function"]
 
 
 def canonical(fn: Callable[..., Any], **values: str) -> Program:

@@ -248,7 +248,7 @@ def _is_product(node: Any) -> bool:
 def constant(m: Match, name: str) -> float | None:
     """The number that a 0-d tensor is, where the program knows it."""
     node = m.node(name)
-    given = dict(zip(m.program.placeholders(), m.program.inputs, strict=True)).get(node)
+    given = dict(m.program.input_nodes()).get(node)
     if given is not None and given.kind == "constant":
         return float(m.program.constants[given.name])
     if str(node.target) in ("aten.full.default", "aten.scalar_tensor.default"):

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 import megafx.ops.gather_region  # noqa: F401  registers the op; collectives, which it imports, gives _c10d_functional its fakes
-from megafx.ir.program import PHASE, VAL, Program, fqn_of
+from megafx.ir.nodes import in_backward
+from megafx.ir.program import VAL, Program, fqn_of
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, payload
 
 c10d = torch.ops._c10d_functional
@@ -60,7 +61,7 @@ def communication(program: Program, t: int, sizes: Mapping[str, int] = MappingPr
         n = sizes.get(axis, t)
         ranks = n if name in (ALL_GATHER, ALL_TO_ALL) else 1  # operands that are a rank's share of the tensor moved
         bytes_moved = sum(payload(name, ranks * _numel(program, v), n) * v.dtype.itemsize for v in values)
-        direction = "backward" if node.meta.get(PHASE) == "backward" else "forward"
+        direction = "backward" if in_backward(node) else "forward"
         found.append(Communication(name, direction, fqn_of(node), bytes_moved, node.name, axis))
     return found
 

@@ -150,7 +150,7 @@ def expert_lists(program: Program, overrides: Overrides, settled: Mapping[str, P
     parameters; experts that are no rank's there are left out, and lists of which they say anything are as they say.
     """
     found: dict[str, ExpertList] = {}
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         style, pattern = overrides.style_of_parameter(spec) if spec.kind == "param" else ("", "")
         if style != STYLE or spec.aliases or node.meta[VAL].dim() == 0:
             continue  # tied parameters and numbers are held by every rank

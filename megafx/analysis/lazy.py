@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch import fx
 
 from megafx.config import Config
-from megafx.ir.dump import op_name
+from megafx.ir.dump import op_text
 from megafx.ir.program import MADE_BY, Program, ancestors, is_floating
 
 NAME = "lazy_outputs"
@@ -86,7 +86,7 @@ def only_for_lazy(program: Program) -> list[fx.Node]:
 
 def describe(user: fx.Node) -> str:
     """A user of a value, in words."""
-    return "the output" if user.op == "output" else f"{op_name(user.target)} (%{user.name})"
+    return "the output" if user.op == "output" else op_text(user)
 
 
 def _user_outputs(program: Program) -> set[fx.Node]:

@@ -37,6 +37,7 @@ from megafx.analysis.mask_algebra import (
     truth,
 )
 from megafx.analysis.tables import Band
+from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import VAL, Program
 
 
@@ -46,7 +47,7 @@ class MaskReader:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.memo: dict[fx.Node, Value] = {}
-        self.inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
+        self.inputs = dict(program.input_nodes())
         self.used: set[str] = set()  # buffers whose numbers were read
 
     def value_of(self, node: fx.Node) -> Value:
@@ -112,14 +113,10 @@ def _own_dims(node: fx.Node) -> tuple[int | None, ...]:
 Step = Callable[[MaskReader, fx.Node], "Value | None"]
 
 
-def _arg(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
-
-
 def _arange(reader: MaskReader, node: fx.Node) -> Value | None:
     which = str(node.target).rpartition(".")[2]
     start = 0 if which == "default" else reader.size(node.args[0])
-    step = reader.size(_arg(node, 2, "step", 1)) if which == "start_step" else 1
+    step = reader.size(argument(node, "step", 1)) if which == "start_step" else 1
     if start is None or step != 1 or node.meta[VAL].is_floating_point():
         return None
     return Index(((-1, 1),), start)
@@ -129,8 +126,7 @@ def _filled(number: float | None) -> Step:
     def step(reader: MaskReader, node: fx.Node) -> Value | None:
         value = number
         if value is None:
-            name = str(node.target).split(".")[1]
-            given = _arg(node, 0 if name == "scalar_tensor" else 1, "fill_value")
+            given = argument(node, "s" if op_name(node) == "scalar_tensor" else "fill_value")
             value = number_of(reader.operand(given))
         if value is None:
             return None
@@ -212,7 +208,7 @@ def _arithmetic(by: str, reverse: bool = False) -> Step:
     op: Callable[[Any, Any], Any] = getattr(operator, by)
 
     def step(reader: MaskReader, node: fx.Node) -> Value | None:
-        if _arg(node, 2, "alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
+        if argument(node, "alpha", 1) != 1 or node.kwargs.get("rounding_mode") is not None:
             return None
         a, b = reader.operand(node.args[0]), reader.operand(node.args[1])
         a, b = (b, a) if reverse else (a, b)
@@ -230,7 +226,7 @@ def _arithmetic(by: str, reverse: bool = False) -> Step:
 
 def _triangle(lower: bool) -> Step:
     def step(reader: MaskReader, node: fx.Node) -> Value | None:
-        value, k = reader.operand(node.args[0]), _arg(node, 1, "diagonal", 0)
+        value, k = reader.operand(node.args[0]), argument(node, "diagonal")
         if not isinstance(value, Choice) or reader.size(k) is None:
             return None
         x = Index(((-2, -1), (-1, 1)), -k)  # column - row - k
@@ -270,9 +266,9 @@ def _expand(reader: MaskReader, node: fx.Node) -> Value | None:
 
 def _slice(reader: MaskReader, node: fx.Node) -> Value | None:
     n = node.meta[VAL].dim()
-    dim = int(_arg(node, 1, "dim", 0)) % n - n
-    start = reader.size(_arg(node, 2, "start", 0) or 0)
-    if start is None or start < 0 or _arg(node, 4, "step", 1) != 1:
+    dim = int(argument(node, "dim")) % n - n
+    start = reader.size(argument(node, "start") or 0)
+    if start is None or start < 0 or argument(node, "step") != 1:
         return None
     value = reader.operand(node.args[0])
     if cut(value, dim):

@@ -38,8 +38,7 @@ from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import fake_like, prepared, target_device, without_hooks
 from megafx.capture.program import ROOT, drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs
 from megafx.errors import CaptureError, MegafxError
-from megafx.ir.call_spec import CallSpec, Leaf, call_tree, leaf_name, violated
-from megafx.ir.nodes import ambient_autocast, no_autocast
+from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.sizes import Sizes
 
@@ -302,8 +301,7 @@ class _Capture:
         inputs, constants = name_inputs(exported, self.root.model, entering)
         outputs, out_leaves = name_outputs(exported, gm.graph)
         program = Program(gm, inputs, outputs, Sizes(), fake_mode, spec, constants)
-        pairs = zip(program.placeholders(), program.inputs, strict=True)
-        values = {each.name: node.meta[VAL] for node, each in pairs if each.kind == "user"}
+        values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}
         self._name_symbols(program, values, sizes)
         leaves = tuple(_leaf(name, value, values.get(name)) for name, value in self.leaves)
         program.call = CallSpec(self.in_spec, leaves, spec, out_leaves, _ranges(exported), _conditions(exported))

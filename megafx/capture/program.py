@@ -121,7 +121,7 @@ def _output_path(path: Sequence[Any]) -> str:
 def drop_unread(program: Program) -> None:
     """Take out the parameters and buffers that the graph does not read: those of the rest of the model."""
     kept = []
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         if spec.kind in ("param", "buffer") and not node.users:
             program.graph.erase_node(node)
         else:

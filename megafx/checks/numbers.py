@@ -90,7 +90,7 @@ def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) ->
     outputs = zip(program.outputs, program.batch.outputs, strict=False)
     dims = {spec.name: p.dim for spec, p in outputs if p.is_shard}
     mine = dict(values)
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         dim = dims.get(spec.name) if spec.kind == "tangent" else None
         if spec.kind == "user":
             dim = rows_dim(program, node.meta[VAL])
@@ -182,7 +182,7 @@ class NumberCheck:
     def _lengthen(self, program: Program, parts: int) -> None:
         """From now on the batch is that of all data-parallel ranks."""
         self.parts = parts
-        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        for node, spec in program.input_nodes():
             dim = rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
             if dim is not None:
                 self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, parts)
@@ -190,7 +190,7 @@ class NumberCheck:
 
     def _make_up_inputs(self, program: Program) -> None:
         """A value for each input that has none yet, by its name alone: passes may add inputs, never change one."""
-        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        for node, spec in program.input_nodes():
             if spec.kind == "constant" or spec.name in self.values:
                 continue
             if spec.kind == "tangent":
@@ -229,8 +229,8 @@ def _snapshot(program: Program) -> Program:
 
 
 def _storage(program: Program) -> dict[str, Placement]:
-    pairs = zip(program.placeholders(), program.inputs, strict=True)
-    return {s.name: node.meta[PLACEMENT] for node, s in pairs if s.kind == "param" and PLACEMENT in node.meta}
+    given = program.input_nodes()
+    return {s.name: node.meta[PLACEMENT] for node, s in given if s.kind == "param" and PLACEMENT in node.meta}
 
 
 def _may_draw(program: Program) -> bool:

@@ -25,7 +25,7 @@ import megafx.kernels.loss.linear_cross_entropy
 import megafx.kernels.norm.add_norm
 import megafx.kernels.norm.norms  # noqa: F401  registers the ops
 from megafx.checks.rule_samples import Sample, T
-from megafx.ir.nodes import positions
+from megafx.ir.nodes import is_draw
 from megafx.ir.program import VAL
 from megafx.ir.sizes import Sizes
 from megafx.ops import axes
@@ -184,7 +184,7 @@ class Trial:
         the result is placed."""
         summed = self._summed(ins, outs)
         key = (ins, summed and any(p.is_shard and p.cut.padded(self.t) for p in ins))
-        if self._last and self._last[0] == key and self.sample.op not in _LOCAL and not positions(self.target):
+        if self._last and self._last[0] == key and self.sample.op not in _LOCAL and not is_draw(self.target):
             return self._last[1]
         ranks: list[list[Tensor]] = [[] for _ in range(self.t)]
         placements = dict(zip(self.operands, ins, strict=True))
@@ -245,7 +245,7 @@ class Trial:
     def _execute(
         self, ranks: list[list[Tensor]], ins: tuple[Placement, ...], outs: tuple[Placement | None, ...]
     ) -> list[tuple[Tensor, ...]]:
-        local = _LOCAL.get(self.sample.op, _drawing if positions(self.target) else _as_is)
+        local = _LOCAL.get(self.sample.op, _drawing if is_draw(self.target) else _as_is)
         results = []
         for rank in range(self.t):
             with self.on_rank(rank):

@@ -298,7 +298,7 @@ def local_inputs(
 ) -> list[list[Any]]:
     """Every rank's inputs, placed as `placements` says (by name; I where it does not). A tangent without a value is 1."""
     per_rank: list[list[Any]] = [[] for _ in range(t)]
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         for rank in range(t):
             if spec.kind == "tangent":
                 value = values.get(spec.name)

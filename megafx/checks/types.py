@@ -28,14 +28,13 @@ from torch import fx
 from megafx.checks.lookups import Facts, Lookups
 from megafx.errors import PlacementError
 from megafx.ir.contracts import fail, layout_of
-from megafx.ir.nodes import drawn, draws, is_zero
-from megafx.ir.program import PHASE, PLACEMENT, VAL, Program
+from megafx.ir.nodes import draw_arguments, in_backward, is_draw, is_zero
+from megafx.ir.program import PLACEMENT, VAL, Program
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import flatten, refit, slice_layout, view_options
 from megafx.rules.families import VIEWS, Shape
 from megafx.rules.inference import VARYING, infer, is_uniform
 
-BACKWARD = "backward"
 MAX_READINGS = 64  # combinations of readings of an op's operands that are tried
 
 
@@ -64,7 +63,7 @@ class _Checker:
         self.lookups = Lookups(program, self.facts, t)
 
     def run(self) -> None:
-        for spec, node in zip(self.program.inputs, self.program.placeholders(), strict=True):
+        for node, spec in self.program.input_nodes():
             self.facts[node] = (self._claimed_input(spec),)
         for node in self.program.graph.nodes:
             if node.op == "call_function" and _tensors(node):
@@ -138,7 +137,7 @@ class _Checker:
             self.facts[node] = self._also(node, facts)
             return
         found = self._infer(node)
-        if draws(node):
+        if is_draw(node):
             _check_draw(self, node, found)
         if isinstance(node.meta[VAL], torch.Tensor):
             self.facts[node] = self._also(node, tuple(dict.fromkeys(found)))
@@ -158,7 +157,7 @@ class _Checker:
             facts = (*facts, marked)
             self.copies.add((shape, marked))
         copied = any(f.is_shard and shape[f.dim] == 1 and (shape, f) in self.copies for f in facts)
-        if copied and P not in facts and node.meta.get(PHASE) == BACKWARD:
+        if copied and P not in facts and in_backward(node):
             facts = (*facts, P)
         return facts
 
@@ -297,14 +296,14 @@ def _dropout_readings(checker: _Checker, node: fx.Node) -> Facts:
 
 def _told(checker: _Checker, node: fx.Node) -> Placement:
     """How an op that draws was told that its result is cut."""
-    given = drawn(node)
+    given = draw_arguments(node)
     dim, flat = int(given["shard_dim"]), given["layout"]
     return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
 
 
 def _check_draw(checker: _Checker, node: fx.Node, found: list[Any]) -> None:
     """An op draws for its result; its backward for the gradient of that, the first operand."""
-    given, told = drawn(node), _told(checker, node)
+    given, told = draw_arguments(node), _told(checker, node)
     if given["seed"] is None or not given["p"]:
         return
     first = node.all_input_nodes[0]

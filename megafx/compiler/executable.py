@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
 from megafx.distributed.parameters import Joined
-from megafx.ir.nodes import no_autocast
+from megafx.ir.call_spec import no_autocast
 from megafx.ir.program import VAL, Program
 from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.partition import Partition, Saved, partition

@@ -246,10 +246,9 @@ def _gradients_of(program: Program, request: Request) -> tuple[list[int], list[i
     """(inputs whose gradients are wanted, outputs to differentiate): the loss alone, or every floating output."""
     if request.wants_grad is None:
         return [], []
-    inputs = zip(program.placeholders(), program.inputs, strict=True)
     wrt = [
         i
-        for i, (node, spec) in enumerate(inputs)
+        for i, (node, spec) in enumerate(program.input_nodes())
         if spec.kind in ("param", "user") and is_floating(node) and request.wants_grad(i, spec)
     ]
     values = program.results()

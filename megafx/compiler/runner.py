@@ -18,8 +18,8 @@ from megafx.config import Config
 from megafx.debugging import Debug, current, is_reporting_rank, say
 from megafx.errors import ConfigError, MegafxError, PlacementError
 from megafx.ir import dump
+from megafx.ir.call_spec import no_autocast
 from megafx.ir.contracts import verify
-from megafx.ir.nodes import no_autocast
 from megafx.ir.program import Phase, Program
 from megafx.placements.data_axis import DataAxis
 

@@ -1,8 +1,9 @@
-"""How a call of the model maps to the inputs and outputs of its graph."""
+"""How a call of the model maps to the inputs and outputs of its graph, and the autocast state that it is made in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,3 +146,32 @@ def violated(conditions: Sequence[sympy.Basic], bound: Mapping[sympy.Symbol, int
     """The first condition that is false for these sizes. Export takes sizes of 0 and 1 for special, so 1 is tried as 2."""
     sizes = {symbol: sympy.Integer(max(size, 2)) for symbol, size in bound.items()}
     return next((c for c in conditions if c.xreplace(sizes) == sympy.false), None)
+
+
+# -- autocast: part of what a call means. Off wherever graphs are made or run, since they hold its casts as nodes: an op that
+# ran under it once more would compute in another dtype than the graph says.
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+def ambient_autocast() -> list[dict[str, Any]]:
+    """The autocast contexts that the caller is in, as arguments of torch.autocast."""
+    return [
+        {
+            "device_type": device_type,
+            "dtype": torch.get_autocast_dtype(device_type),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for device_type in _DEVICE_TYPES
+        if torch.is_autocast_enabled(device_type)
+    ]
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Autocast off, whatever the caller is in."""
+    with contextlib.ExitStack() as stack:
+        for device_type in _DEVICE_TYPES:
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield

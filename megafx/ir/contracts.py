@@ -279,7 +279,7 @@ def same_size(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 
 def check_gradients(program: Program) -> None:
-    inputs = {spec.name: node for spec, node in zip(program.inputs, program.placeholders(), strict=True)}
+    inputs = {spec.name: node for node, spec in program.input_nodes()}
     outputs = {o.name for o in program.outputs if o.kind != "gradient"}
     results: Any = program.output_node().args[0]
     for spec, node in zip(program.outputs, results, strict=True):

@@ -25,7 +25,8 @@ import torch
 from torch import fx
 
 from megafx.errors import UsageError
-from megafx.ir.program import MADE_BY, PHASE, PLACEMENT, VAL, Phase, Program, fqn_of, source_of
+from megafx.ir.nodes import in_backward
+from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Phase, Program, fqn_of, source_of
 from megafx.placements.types import Owned
 
 AXIS = "tp"
@@ -50,7 +51,7 @@ def dtype_text(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def op_name(target: Any, *, qualified: bool = False) -> str:
+def target_text(target: Any, *, qualified: bool = False) -> str:
     """aten.mm.default -> mm (qualified: aten.mm); aten.sum.dim_IntList -> sum.dim_IntList."""
     if isinstance(target, torch._ops.OpOverload):
         namespace, _, name = target._schema.name.partition("::")
@@ -60,6 +61,11 @@ def op_name(target: Any, *, qualified: bool = False) -> str:
         return name if short else f"{namespace}.{name}"
     name = getattr(target, "__name__", str(target))
     return f"operator.{name}" if getattr(operator, name, None) is target else name
+
+
+def op_text(node: fx.Node) -> str:
+    """For messages: 'linear (%x)' for an op, '%x' for an input."""
+    return f"{target_text(node.target)} (%{node.name})" if node.op == "call_function" else f"%{node.name}"
 
 
 def axis_size(program: Program) -> int | None:
@@ -140,7 +146,7 @@ def _call(node: fx.Node, names: dict[fx.Node, str], *, qualified: bool = False) 
         return f"transition({_argument(x, names)}, {src} -> {dst})"
     arguments = [_argument(a, names) for a in node.args]
     arguments += [f"{k}={_argument(v, names)}" for k, v in node.kwargs.items()]
-    return f"{op_name(node.target, qualified=qualified)}({', '.join(arguments)})"
+    return f"{target_text(node.target, qualified=qualified)}({', '.join(arguments)})"
 
 
 def text(program: Program, *, t: int | None = None, details: bool = False) -> str:
@@ -268,8 +274,8 @@ def readable(program: Program, fqn: str = "", *, t: int | None = None) -> str:
         near = ", ".join(f"'{k}'" for k in get_close_matches(fqn, known, n=3)) or f"for example '{known[-1]}'"
         raise UsageError(f"no node of the graph belongs to module '{fqn}'", fix=f"modules with nodes: {near}")
     shapes = Shapes(program, t)
-    parts = [_function(program, shapes, [n for n in inside if n.meta.get(PHASE) != "backward"], fqn, "forward")]
-    backward = [n for n in inside if n.meta.get(PHASE) == "backward"]
+    parts = [_function(program, shapes, [n for n in inside if not in_backward(n)], fqn, "forward")]
+    backward = [n for n in inside if in_backward(n)]
     if backward:
         parts.append(_function(program, shapes, backward, fqn, "backward"))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -283,7 +289,7 @@ def _function(program: Program, shapes: Shapes, nodes: list[fx.Node], fqn: str, 
     members = set(nodes)
     incoming = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in members))
     outgoing = [n.name for n in nodes if any(user not in members for user in n.users)]
-    specs = dict(zip(program.placeholders(), program.inputs, strict=True))
+    specs = dict(program.input_nodes())
     lines = [f"# {name} of '{fqn or '<root>'}': {len(nodes)} nodes, phase {Phase(program.phase).name}", f"def {name}("]
     width = max((len(n.name) for n in incoming), default=0) + 1
     for node in incoming:

@@ -1,19 +1,89 @@
-"""Which nodes show the same memory: views, parts of tuples of views, and the values that they are views of."""
+"""What one node is: its op and arguments, whether it is a view and of what memory, a value of zeros, a random draw."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
+from megafx.ir.program import PHASE, VAL
+
 aten = torch.ops.aten
+BACKWARD = "backward"  # node.meta[PHASE] of a backward node
+
+# Ops that give the elements of their first operand in the same order (`detach` does too, but stops its gradient).
+RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.alias.default})
+CASTS = frozenset({aten.to.dtype, aten._to_copy.default})
+# Checks of a value that the program does not need.
+ASSERTS = frozenset(
+    {
+        *(aten._assert_tensor_metadata.default, aten._assert_async.default, aten._assert_async.msg),
+        *(aten._assert_scalar.default, aten._functional_assert_async.msg, torch._check),
+        *(aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default),
+    }
+)
+
+
+# -- op and arguments
+
+
+def op_name(node: Any) -> str:
+    """'view' for aten.view.default, 'getitem' for operator.getitem; '' for what is no call."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return ""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[1]
+    return getattr(node.target, "__name__", "")
+
+
+def in_backward(node: fx.Node) -> bool:
+    return node.meta.get(PHASE) == BACKWARD
+
+
+@cache
+def argument_places(target: Any) -> dict[str, int]:
+    """Position of each argument in the schema of an operator, by name; {} for other functions."""
+    return {a.name: i for i, a in enumerate(target._schema.arguments)} if hasattr(target, "_schema") else {}
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument by its schema name, however it was passed: else the schema's default, else `default`."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    place = argument_places(node.target).get(name)
+    if place is None:
+        return default
+    if place < len(node.args):
+        return node.args[place]
+    spec = node.target._schema.arguments[place]  # type: ignore[union-attr]
+    return spec.default_value if spec.has_default_value() else default
+
+
+def set_arguments(node: fx.Node, **values: Any) -> None:
+    """Change arguments that the call has, by their schema names."""
+    for name, value in values.items():
+        place = argument_places(node.target)[name]
+        if place < len(node.args):
+            node.update_arg(place, value)
+        else:
+            node.update_kwarg(name, value)
+
+
+def behind(node: Any, ops: Collection[Any]) -> Any:
+    """What the value is made of by these ops alone, each applied to its first operand; the value itself if by none."""
+    while isinstance(node, fx.Node) and node.target in ops:
+        node = node.args[0]
+    return node
+
+
+# -- views and memory
 
 
 def is_view(node: fx.Node) -> bool:
@@ -39,19 +109,19 @@ def shows_operand(node: fx.Node) -> bool:
 
 
 def storage_of(node: fx.Node) -> fx.Node:
-    """The node whose memory this one shows; itself, where it is no view."""
+    """The node whose memory this one shows; itself if it is no view."""
     while shows_operand(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def memory_of(node: fx.Node) -> tuple[fx.Node, int, int]:
-    """(base, start, stop): the node shows elements [start, stop) of base's memory; all of it where that is not known."""
-    base, node = storage_of(node), _reshaped(node)
-    if node is base or node.target is not aten.slice.Tensor or _reshaped(node.args[0]) is not base:  # type: ignore[arg-type]
+    """(base, start, stop): the node shows elements [start, stop) of base's memory; all of it if that is not known."""
+    base, node = storage_of(node), behind(node, RESHAPES)
+    if node is base or node.target is not aten.slice.Tensor or behind(node.args[0], RESHAPES) is not base:
         return base, 0, sys.maxsize
     source, dim, start, stop = (*node.args, 0, 0, 0)[:4]
-    value = source.meta.get("val")  # type: ignore[union-attr]
+    value = source.meta.get(VAL)  # type: ignore[union-attr]
     known = isinstance(start, int) and isinstance(stop, int) and len(node.args) == 4 and 0 <= start <= stop
     if not (known and dim == 0 and isinstance(value, torch.Tensor) and value.is_contiguous()):
         return base, 0, sys.maxsize
@@ -59,117 +129,43 @@ def memory_of(node: fx.Node) -> tuple[fx.Node, int, int]:
     return (base, start * row, stop * row) if isinstance(row, int) else (base, 0, sys.maxsize)  # type: ignore[return-value,operator]
 
 
-def _reshaped(node: fx.Node) -> fx.Node:
-    """What the node is a view of that has the same elements in the same order."""
-    while node.target in (aten.view.default, aten._unsafe_view.default):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def overlaps(a: tuple[fx.Node, int, int], b: tuple[fx.Node, int, int]) -> bool:
+    """Whether two results of `memory_of` share elements."""
     return a[0] is b[0] and a[1] < b[2] and b[1] < a[2]
 
 
-# -- draws
-#
-# Ops that draw random bits: found by the names of their arguments, not by their own name.
-#
-# An op draws if its schema has the six arguments of `NAMES` (kernels/dropout.py says what they mean). Its element index is
-# the linear index in its (first) result, and `shard_dim` is a dim of that result.
+# -- values of one number
 
-NAMES = ("seed", "p", "op_id", "shard_dim", "layout", "axis")
-
-
-@cache
-def positions(target: Any) -> dict[str, int] | None:
-    """Where an operator takes the six arguments; None for one that draws nothing."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    found = {a.name: i for i, a in enumerate(target._schema.arguments)}
-    return {name: found[name] for name in NAMES} if all(name in found for name in NAMES) else None
-
-
-def draws(node: fx.Node) -> bool:
-    return node.op == "call_function" and positions(node.target) is not None
-
-
-def drawn(node: fx.Node) -> dict[str, Any]:
-    """The six arguments of a node that draws, by name."""
-    places = positions(node.target)
-    assert places is not None, f"{node.target} draws nothing"
-    return {name: node.args[i] if i < len(node.args) else node.kwargs[name] for name, i in places.items()}
-
-
-def redraw(node: fx.Node, **values: Any) -> None:
-    """Change some of the six arguments."""
-    places = positions(node.target)
-    assert places is not None, f"{node.target} draws nothing"
-    for name, value in values.items():
-        if places[name] < len(node.args):
-            node.update_arg(places[name], value)
-        else:
-            node.update_kwarg(name, value)
-
-
-# -- autocast
-#
-# The caller's autocast: part of what a call means to capture and to graph keys, and off wherever graphs are made or run.
-#
-# Graphs hold autocast's casts as nodes; an op that ran under it once more would compute another dtype than the graph says.
-
-_DEVICE_TYPES = ("cpu", "cuda")
-
-
-def ambient_autocast() -> list[dict[str, Any]]:
-    """The autocast contexts that the caller is in, as arguments of torch.autocast."""
-    return [
-        {
-            "device_type": device_type,
-            "dtype": torch.get_autocast_dtype(device_type),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        for device_type in _DEVICE_TYPES
-        if torch.is_autocast_enabled(device_type)
-    ]
-
-
-@contextlib.contextmanager
-def no_autocast() -> Iterator[None]:
-    """Autocast off, whatever the caller is in."""
-    with contextlib.ExitStack() as stack:
-        for device_type in _DEVICE_TYPES:
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
-
-# -- fills
-#
-# Values that are one number in all elements by construction, told from the nodes that make them.
-
-FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0}
-FILLS_BY_ARGUMENT = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0}  # op name -> the number
+FILLS_BY_ARGUMENT = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # op name -> position of the number
 _SAME_ELEMENTS = ("view", "reshape", "expand", "unsqueeze", "squeeze", "detach", "clone", "alias", "to", "_to_copy")
-
-
-def op_name(node: Any) -> str:
-    """'view' for aten.view.default; '' for what is no operator."""
-    parts = str(node.target).split(".") if isinstance(node, fx.Node) and node.op == "call_function" else []
-    return parts[1] if len(parts) == 3 else ""
-
-
-def _stripped(node: Any) -> Any:
-    """The value under views, copies and casts."""
-    while op_name(node) in _SAME_ELEMENTS:
-        node = node.args[0]
-    return node
 
 
 def is_zero(node: Any) -> bool:
     """Whether a value is 0 in all elements by construction."""
-    node = _stripped(node)
+    while op_name(node) in _SAME_ELEMENTS:
+        node = node.args[0]
     name = op_name(node)
     if name in FILLS_BY_ARGUMENT:
         value = node.args[FILLS_BY_ARGUMENT[name]]
         return isinstance(value, (int, float)) and value == 0
     return name in FILLS or (isinstance(node, (int, float)) and node == 0)
+
+
+# -- random draws
+#
+# An op draws random bits if its schema has these six arguments (kernels/dropout/dropout.py says what they mean). Its element
+# index is the linear index in its (first) result, and `shard_dim` is a dim of that result.
+
+DRAW_ARGUMENTS = ("seed", "p", "op_id", "shard_dim", "layout", "axis")
+
+
+def is_draw(op: Any) -> bool:
+    """Whether a node, or an operator, draws random bits."""
+    return argument_places(op.target if isinstance(op, fx.Node) else op).keys() >= set(DRAW_ARGUMENTS)
+
+
+def draw_arguments(node: fx.Node) -> dict[str, Any]:
+    """The six arguments of a node that draws, by name."""
+    assert is_draw(node), f"{node.target} draws nothing"
+    return {name: argument(node, name) for name in DRAW_ARGUMENTS}

@@ -157,6 +157,10 @@ class Program:
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))
 
+    def input_nodes(self) -> list[tuple[fx.Node, Input]]:
+        """Each placeholder with what it is."""
+        return list(zip(self.placeholders(), self.inputs, strict=True))
+
     def output_node(self) -> fx.Node:
         return self.graph.output_node()
 
@@ -279,7 +283,7 @@ def active_nodes(program: Program) -> set[fx.Node]:
     needs no gradient can be active: the comparison in `where(x > 0, x, 0)` is sharded as x is.
     """
     active: set[fx.Node] = set()
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         if spec.kind == "param" or (spec.kind == "user" and is_floating(node)):
             active.add(node)
     for node in program.graph.nodes:

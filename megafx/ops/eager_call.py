@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.errors import CaptureError, ConfigError, UsageError
-from megafx.ir.nodes import ambient_autocast
+from megafx.ir.call_spec import ambient_autocast
 
 MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
 _library = torch.library.Library("megafx", "FRAGMENT")

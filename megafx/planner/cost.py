@@ -147,23 +147,18 @@ def optimizer_seconds(numel: int, hardware: Hardware) -> float:
     return memory_seconds(OPTIMIZER_BYTES * numel, hardware)
 
 
-def op_name(target: str) -> str:
-    """'aten.linear.default' -> 'linear'; '<built-in function getitem>' -> 'getitem'."""
-    parts = target.strip("<>").replace("built-in function ", "").split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
+def op_flops(name: str, out_numel: int, contraction: int) -> int:
+    """FLOPs of one forward pass of the op of this name ('linear').
 
-
-def op_flops(target: str, out_numel: int, contraction: int) -> int:
-    """FLOPs of one forward pass. contraction: terms summed per output element (of a matmul), keys (of attention)."""
-    name = op_name(target)
+    contraction: terms summed per output element (of a matmul), keys (of attention).
+    """
     if name in MATMULS:
         return 2 * out_numel * contraction
     return 4 * out_numel * contraction if name in ATTENTION else 0
 
 
-def op_bytes(target: str, out_bytes: int, operand_bytes: Sequence[int]) -> int:
+def op_bytes(name: str, out_bytes: int, operand_bytes: Sequence[int]) -> int:
     """Bytes over device memory in one forward pass: each operand read and the result written once."""
-    name = op_name(target)
     if name in VIEWS:
         return 0
     if name == "embedding":
@@ -172,7 +167,7 @@ def op_bytes(target: str, out_bytes: int, operand_bytes: Sequence[int]) -> int:
 
 
 def op_seconds(
-    target: str,
+    name: str,
     *,
     out_numel: int,
     out_itemsize: int,
@@ -184,9 +179,9 @@ def op_seconds(
     """Time of the whole op on one rank, the slower of arithmetic and memory; training: with its backward and the price
     of its saved result. An op that the plan shards costs 1/t of it."""
     out_bytes = out_numel * out_itemsize
-    moved = op_bytes(target, out_bytes, operand_bytes)
+    moved = op_bytes(name, out_bytes, operand_bytes)
     dtype = DTYPE_OF_ITEMSIZE.get(out_itemsize, "float32")
-    arithmetic = matmul_seconds(op_flops(target, out_numel, contraction), dtype, hardware)
+    arithmetic = matmul_seconds(op_flops(name, out_numel, contraction), dtype, hardware)
     once = max(arithmetic, memory_seconds(moved, hardware))
     if not training:
         return once

@@ -1,11 +1,11 @@
 """`FusionProfile`: what fusions were measured to cost on one device, and which of them therefore pay. No torch import.
 
-A YAML file as `megafx profile-fusions` writes it. Those of known devices are in hardware/fusions/; each names the hardware
-profiles that it goes with.
+`benchmarks/profile_fusions.py` writes it as a YAML file. Those of known devices are in hardware/fusions/; each names the
+hardware profiles that it goes with.
 
     device: NVIDIA H200
     hardware: [h200-nvlink]
-    source: measured 2026-11-21, torch 2.11.0, bfloat16, megafx profile-fusions --out h200.yaml
+    source: measured 2026-11-21, torch 2.11.0, bfloat16, benchmarks/profile_fusions.py --out h200.yaml
     fusions:
       glu:                              # what was measured: a chain of a model, fused and as it is
         patterns: [glu]                 # the patterns that it speaks for
@@ -41,7 +41,7 @@ FOLDER = PROFILES / "fusions"
 MODES = ("eager training", "eager inference", "compiled training", "compiled inference")
 MERGE_LINEARS, MERGE_GATE_UP = "merge_linears", "merge_gate_up"  # what merge_linears does goes by these as patterns
 TIE = 1.02  # medians of repeated runs differ by about this much
-COMMAND = "megafx profile-fusions --out mine.yaml"
+COMMAND = "python benchmarks/profile_fusions.py --out mine.yaml"
 
 
 def mode_of(compiled: bool, training: bool) -> str:

@@ -35,11 +35,7 @@ class Overrides:
 
     def __init__(self, program: Program, styles: Mapping[str, str], weights: set[fx.Node], t: int) -> None:
         self.styles, self.weights, self.t = styles, weights, t
-        self._params = {
-            n: (spec.name, *spec.aliases)
-            for n, spec in zip(program.placeholders(), program.inputs, strict=True)
-            if spec.kind == "param"
-        }
+        self._params = {n: (spec.name, *spec.aliases) for n, spec in program.input_nodes() if spec.kind == "param"}
         self._modules = {fqn_of(n) for n in program.graph.nodes if n.op == "call_function"}
         self._applied: set[str] = set()
         self._pattern_of: dict[tuple[str, ...], str] = {}

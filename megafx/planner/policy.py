@@ -22,9 +22,11 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
 from megafx.placements.types import P, Placement
 from megafx.placements.views import dim_groups
+from megafx.planner.cost import MATMULS
 from megafx.rules.strategies import OpRule, Strategy
 
 BATCH = "the batch is not sharded on the tensor-parallel axis"
@@ -47,10 +49,6 @@ RANKINGS = frozenset(
     )
 )
 EXTREMES = frozenset(("aten.max.dim", "aten.min.dim"))  # rank where they are asked for indices, not for values alone
-MATMULS = frozenset(
-    f"aten.{name}"
-    for name in ("linear.default", "mm.default", "matmul.default", "bmm.default", "addmm.default", "baddbmm.default")
-) | frozenset({"megafx.grouped_mm.default", "megafx.grouped_mlp.default"})
 VIEWS_OF_WEIGHTS = frozenset(
     f"aten.{name}"
     for name in [
@@ -119,7 +117,7 @@ class DimClasses:
 
 def weight_values(program: Program, active: set[fx.Node]) -> set[fx.Node]:
     """Parameters and the views and casts of them: values whose gathering would gather a weight."""
-    weights = {n for n, spec in zip(program.placeholders(), program.inputs, strict=True) if spec.kind == "param"}
+    weights = {n for n, spec in program.input_nodes() if spec.kind == "param"}
     for node in program.graph.nodes:
         if node.op == "call_function" and str(node.target) in VIEWS_OF_WEIGHTS and node in active:
             operands = [a for a in node.all_input_nodes if a in active]
@@ -176,7 +174,7 @@ class Policy:
         self._normalised = classes.roots(p for n, r in rules.items() for p in _normalised_places(n, r))
         self._ranked = classes.roots(p for n, r in rules.items() for p in _ranked_places(n, r))
         batch, seq = [], []
-        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        for node, spec in program.input_nodes():
             value = node.meta.get(VAL)
             if spec.kind == "user" and isinstance(value, torch.Tensor) and value.ndim >= 1:
                 batch.append((node, 0))
@@ -250,7 +248,7 @@ class Policy:
         if self.sequence_parallel is True:
             left = self._prefer_sequence(node, rule, left, gone)
         weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
-        if str(node.target) in MATMULS and weights and node not in self.weights and not overridden:
+        if op_name(node) in MATMULS and weights and node not in self.weights and not overridden:
             if any(self._is_router(node, rule, i) for i in weights):
                 return self._whole_weights(rule, left, weights, gone), {r: n for r, n in gone.items() if n}
             sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]

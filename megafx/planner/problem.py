@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program, fqn_of, is_floating
 from megafx.placements.types import I, P, Placement, S
 from megafx.planner.context import Accepts, accepts, way_out
-from megafx.planner.cost import ATTENTION, op_name, op_seconds, optimizer_seconds, transition_seconds
+from megafx.planner.cost import ATTENTION, op_seconds, optimizer_seconds, transition_seconds
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
 from megafx.planner.policy import Policy
@@ -121,8 +122,7 @@ class Problem:
 
     def build(self) -> None:
         """Fill params, uses, values and tables from the domains."""
-        inputs = zip(self.program.placeholders(), self.program.inputs, strict=True)
-        self.params = {n for n, spec in inputs if spec.kind == "param"}
+        self.params = {n for n, spec in self.program.input_nodes() if spec.kind == "param"}
         uses: dict[fx.Node, list[Use]] = defaultdict(list)
         for node, rule in self.rules.items():
             for index, operand in enumerate(rule.operands):
@@ -173,9 +173,9 @@ class Problem:
 
     def _contraction(self, rule: OpRule) -> int:
         """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
-        if op_name(str(rule.node.target)) in ATTENTION:
+        if op_name(rule.node) in ATTENTION:
             return self.program.sizes.workload(self.program.sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
-        if op_name(str(rule.node.target)) == "grouped_mlp":
+        if op_name(rule.node) == "grouped_mlp":
             return joined_terms(rule.node)
         inside = {f for f in rule.result if f}
         multiplied = [o for o in rule.operands if o.role == "x"]
@@ -316,7 +316,7 @@ class Problem:
             moves = self._moves(node, chosen, assignment)
             if moves:
                 plan.conversions[node.name] = moves
-        for node, spec in zip(self.program.placeholders(), self.program.inputs, strict=True):
+        for node, spec in self.program.input_nodes():
             if spec.kind == "param":
                 plan.params[spec.name] = chosen[node].out if node in chosen else I
         return plan

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir import nodes as draws
-from megafx.ir.dump import dtype_text, op_name
+from megafx.ir.dump import dtype_text, op_text, target_text
+from megafx.ir.nodes import draw_arguments
 from megafx.ir.program import VAL, Program, active_nodes, fqn_of, source_of
 from megafx.rewrite.pattern import DimSpec, Drop, Pattern, parameters
 from megafx.rewrite.trace import DTYPE_OF, Number, Size, Trace, arguments_of
@@ -69,7 +69,7 @@ class Match:
     @property
     def drops(self) -> tuple[Drop, ...]:
         """The dropouts found, their seeds and layouts as graph nodes."""
-        return tuple(Drop(**draws.drawn(self.nodes[n])) for n in self.trace.drops)
+        return tuple(Drop(**draw_arguments(self.nodes[n])) for n in self.trace.drops)
 
     def __getitem__(self, name: str) -> Any:
         if name in self.operands:
@@ -95,10 +95,6 @@ class Match:
     def node(self, name: str) -> fx.Node:
         """The graph node of a tensor."""
         return self.operands[name]
-
-
-def op_text(node: fx.Node) -> str:
-    return f"%{node.name}" if node.op != "call_function" else f"{op_name(node.target)} (%{node.name})"
 
 
 def user_text(node: fx.Node) -> str:
@@ -253,7 +249,9 @@ class _Attempt:
     def _call(self, pattern: fx.Node, found: fx.Node, todo: Todo) -> Any:
         call = self.trace.calls[pattern]
         if found.target != call.target or found.op != "call_function":
-            return self._fail(found, lambda: f"{op_text(found)} stands where the pattern has {op_name(call.target)}")
+            return self._fail(
+                found, lambda: f"{op_text(found)} stands where the pattern has {target_text(call.target)}"
+            )
         arguments = self.matcher.arguments(found)
         if len(arguments) != len(call.arguments):
             return self._fail(found, lambda: f"{op_text(found)} has other arguments than in the pattern")
@@ -388,10 +386,10 @@ class _Attempt:
     def _capture_drops(self) -> None:
         """A declared number that is the probability of a dropout."""
         for node in self.trace.drops:
-            marker = draws.drawn(node)["p"]
+            marker = draw_arguments(node)["p"]
             for name, value in self.trace.markers.items():
                 if value == marker and name not in self.match.numbers:
-                    self._bind(self.match.numbers, name, draws.drawn(self.match.nodes[node])["p"])
+                    self._bind(self.match.numbers, name, draw_arguments(self.match.nodes[node])["p"])
 
 
 def _no_dim(name: str, value: torch.Tensor, dim: DimSpec) -> str:

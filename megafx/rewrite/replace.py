@@ -13,8 +13,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megafx.ir import nodes as draws
 from megafx.ir.dump import dtype_text
+from megafx.ir.nodes import draw_arguments, is_draw, set_arguments
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.rewrite.match import Match
@@ -135,7 +135,7 @@ class Replacer:
                 continue
             if target._schema.is_mutable:
                 raise PatternError(f"{match.trace}: make writes in place ({target})", fix="use the functional operator")
-            if torch.Tag.nondeterministic_seeded in target.tags and not draws.positions(target) and not _is_off(node):
+            if torch.Tag.nondeterministic_seeded in target.tags and not is_draw(target) and not _is_off(node):
                 raise PatternError(
                     f"{match.trace}: make draws random numbers by {target}",
                     fix="pass *drop.args to an op that takes them",
@@ -209,7 +209,7 @@ class Replacer:
             if origin in free:
                 free.remove(origin)
             inherit(new, origin, self.by)
-            if draws.draws(new):
+            if is_draw(new):
                 self._number(node, new, template, drops)
             new.meta[VAL] = self._like(value)
             made[node] = new
@@ -226,11 +226,11 @@ class Replacer:
 
     def _number(self, node: fx.Node, new: fx.Node, template: Template, drops: tuple[Drop, ...]) -> None:
         """Give an op that draws the number and the layout of the dropout that it replaces."""
-        seed = draws.drawn(node)["seed"]
+        seed = draw_arguments(node)["seed"]
         if seed is not None:
             drop = drops[template.seeds[seed]]
             layout = list(drop.layout)
-            draws.redraw(new, op_id=drop.op_id, shard_dim=drop.shard_dim, layout=layout, axis=drop.axis)
+            set_arguments(new, op_id=drop.op_id, shard_dim=drop.shard_dim, layout=layout, axis=drop.axis)
 
     def _finish(self, match: Match, template: Template, made: dict[fx.Node, Any]) -> None:
         """Users read the new results; what nobody reads any more leaves the graph."""

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_structure
 
-from megafx.ir import nodes as draws
+from megafx.ir.nodes import DRAW_ARGUMENTS, is_draw
 from megafx.ir.program import VAL, Input, Output, Program
 from megafx.ir.sizes import Sizes
 from megafx.rewrite.pattern import Drop, Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
@@ -56,7 +56,7 @@ def arguments_of(node: fx.Node) -> list[tuple[str, Any]]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return [(str(i), a) for i, a in enumerate(node.args)] + sorted(node.kwargs.items())
-    ignored = _IGNORED if target.namespace == "aten" else draws.NAMES if draws.positions(target) else ()
+    ignored = _IGNORED if target.namespace == "aten" else DRAW_ARGUMENTS if is_draw(target) else ()
     found = []
     for i, argument in enumerate(target._schema.arguments):
         name = argument.name
@@ -292,7 +292,7 @@ class _Tracing:
 
     def _finish(self, program: Program) -> Trace:
         inputs, seeds = {}, set()
-        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        for node, spec in program.input_nodes():
             if spec.kind == "seed":
                 seeds.add(node)
             else:
@@ -316,7 +316,7 @@ class _Tracing:
             results,
             tuple(sorted(results, key=lambda r: -_size_below(r))),
             calls,
-            tuple(n for n in nodes if draws.draws(n)),
+            tuple(n for n in nodes if is_draw(n)),
             {name: float(marker) for name, marker in self.marker_of.items()},
             Counter(n.target for n in nodes),
         )
@@ -324,7 +324,7 @@ class _Tracing:
     def _call(self, node: fx.Node) -> Call:
         arguments = tuple((name, self._value(value)) for name, value in arguments_of(node))
         alpha = dict(arguments).get("alpha", 1)
-        return Call(node.target, arguments, node.target in COMMUTES and alpha == 1, draws.draws(node))
+        return Call(node.target, arguments, node.target in COMMUTES and alpha == 1, is_draw(node))
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):

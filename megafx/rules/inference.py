@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlacementError
-from megafx.ir.nodes import FILLS, FILLS_BY_ARGUMENT, draws, is_zero, op_name
+from megafx.ir.nodes import FILLS, FILLS_BY_ARGUMENT, is_draw, is_zero, op_name
 from megafx.ir.program import PLACEMENT, VAL, fqn_of, source_of
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import TRANSITIONS, Layout, P, Placement, R, S, owned
@@ -212,7 +212,7 @@ def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None)
     Gradients of sums are: expand(g) to a rank's local shape holds the same on every rank. cut: how the dim is to be cut; in a
     merged dim [batch, heads] that is cut within each batch, being constant along the heads is enough.
     """
-    if node.op != "call_function" or not _is_tensor(node) or draws(node):
+    if node.op != "call_function" or not _is_tensor(node) or is_draw(node):
         return False
     call, tensors = read_call(node, sizes, set(node.all_input_nodes), {})
     template = template_of(call, tuple(x is not None for x in tensors), registered_rule(call.op))

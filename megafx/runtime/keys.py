@@ -19,8 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import states_for_caches
-from megafx.ir.call_spec import CallSpec, call_tree, leaf_name
-from megafx.ir.nodes import ambient_autocast
+from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name
 from megafx.runtime.cache_shard import CacheShard
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from megafx.ir.nodes import RESHAPES
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import Sizes
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "accumulate_products"
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def accumulate_products(program: Program) -> int:
@@ -49,7 +49,7 @@ def accumulate_products(program: Program) -> int:
 
 def _product(node: fx.Node) -> fx.Node | None:
     """The product that the value is, or is a view of, where nothing else uses it."""
-    if len(node.users) == 1 and node.target in VIEWS and isinstance(node.args[0], fx.Node):
+    if len(node.users) == 1 and node.target in RESHAPES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node if node.target in (aten.mm.default, aten.addmm.default) and len(node.users) == 1 else None
 

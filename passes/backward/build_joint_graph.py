@@ -26,7 +26,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from megafx.errors import MegafxError
-from megafx.ir.nodes import memory_of, overlaps, storage_of
+from megafx.ir.nodes import ASSERTS, BACKWARD, RESHAPES, in_backward, memory_of, overlaps, storage_of
 from megafx.ir.program import (
     MADE_BY,
     PHASE,
@@ -42,11 +42,9 @@ from megafx.ir.program import (
     source_of,
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
-from megafx.passes.canonicalize.names import ASSERTS
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
 NAME = "build_joint_graph"
-BACKWARD = "backward"
 aten = torch.ops.aten
 
 
@@ -86,7 +84,7 @@ def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int
     _finish_meta(program)
     program.gm.recompile()
     program.phase = ENSURES
-    return sum(1 for n in program.graph.nodes if n.meta.get(PHASE) == BACKWARD)
+    return sum(1 for n in program.graph.nodes if in_backward(n))
 
 
 # -- what is traced
@@ -255,7 +253,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return source
     if node.target is aten.t.default and source.target is aten.t.default:
         return source.args[0]  # type: ignore[return-value]
-    if node.target in (aten.view.default, aten._unsafe_view.default):
+    if node.target in RESHAPES:
         a, b = node.meta[VAL], source.meta[VAL]
         if a.dim() == b.dim() and all(_same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True)):
             return source

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 import megafx.kernels.attention.attention  # noqa: F401  (defines the ops)
+from megafx.ir.nodes import RESHAPES
 from megafx.ir.program import VAL, Builder, Phase, Program
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "pack_attention_gradients"
 aten, ops = torch.ops.aten, torch.ops.megafx
-VIEWS = (aten.view.default, aten._unsafe_view.default)
 OPERANDS = 9  # of attention_backward before its options: grad, q, k, v, mask, key_mask, seed, out, lse
 
 
@@ -48,7 +48,7 @@ def pack_attention_gradients(program: Program) -> int:
 
 def _gradient(part: fx.Node) -> tuple[fx.Node, int] | None:
     """(attention_backward, which gradient): the value is that gradient with its heads joined, and nothing else reads it."""
-    turned = part.args[0] if part.target in VIEWS else None
+    turned = part.args[0] if part.target in RESHAPES else None
     if not isinstance(turned, fx.Node) or turned.target is not aten.transpose.int or turned.args[1:] != (1, 2):
         return None
     result = turned.args[0]

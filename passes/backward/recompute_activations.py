@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 import megafx.kernels.activation.glu  # noqa: F401  (with bias_activation: defines the ops)
-from megafx.ir.nodes import shows_operand
-from megafx.ir.program import PHASE, VAL, Builder, Phase, Program
+from megafx.ir.nodes import in_backward, op_name, shows_operand
+from megafx.ir.program import VAL, Builder, Phase, Program
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "recompute_activations"
@@ -73,17 +73,13 @@ def _gradient_of(output: fx.Node) -> fx.Node | None:
     """The node that makes the gradient of the activation's operands, from the same operands."""
     operands = [x for x in output.args if x is not None]
     for user in output.all_input_nodes[0].users:
-        if user.target in AGAIN and list(user.args[1:]) == operands and _name(user) in _gradient_names(output):
+        if user.target in AGAIN and list(user.args[1:]) == operands and op_name(user) in _gradient_names(output):
             return user
     return None
 
 
-def _name(node: fx.Node) -> str:
-    return node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-
-
 def _gradient_names(output: fx.Node) -> set[str]:
-    name = _name(output)
+    name = op_name(output)
     if name == "bias_act":
         return {"act_backward", "bias_act_backward"}
     return {f"{name}_backward", f"{name}_bias_backward"}
@@ -93,14 +89,14 @@ def _views(output: fx.Node) -> list[fx.Node]:
     """Views of the output that forward makes, each after what it shows."""
     found = [output]
     for node in found:
-        found += [u for u in node.users if shows_operand(u) and u.meta.get(PHASE) != "backward"]
+        found += [u for u in node.users if shows_operand(u) and not in_backward(u)]
     return found
 
 
 def _backward_readers(output: fx.Node) -> set[fx.Node]:
     """What reads it, or a view of it that forward made, in backward; the output node counts."""
     users = {u for view in _views(output) for u in view.users}
-    return {u for u in users if u.op == "output" or u.meta.get(PHASE) == "backward"}
+    return {u for u in users if u.op == "output" or in_backward(u)}
 
 
 def _before(readers: set[fx.Node], gradient: fx.Node) -> list[fx.Node]:

@@ -21,9 +21,10 @@ from torch import fx
 
 import megafx.kernels.nonzero  # noqa: F401  registers the op
 from megafx.ir.data_sizes import DataShapeEnv, same_rows
+from megafx.ir.nodes import argument
 from megafx.ir.program import VAL, recompute_val
 from megafx.ir.sizes import RowCount, row_sources
-from megafx.passes.canonicalize.editor import Editor, argument, replace, respell
+from megafx.passes.canonicalize.editor import Editor, replace, respell
 
 aten = torch.ops.aten
 rows = torch.ops.megafx.rows.default

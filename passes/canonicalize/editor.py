@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from megafx.errors import CaptureError, or_leave_eager
+from megafx.ir.nodes import argument
 from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Builder, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter, size_sources
 
@@ -98,18 +99,6 @@ def replace(node: fx.Node, by: Any) -> bool:
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
     return True
-
-
-def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """An argument by its schema name, however it was passed."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    for i, spec in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if spec.name == name:
-            if i < len(node.args):
-                return node.args[i]
-            return spec.default_value if spec.has_default_value() else default
-    return default
 
 
 def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:

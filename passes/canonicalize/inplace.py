@@ -16,8 +16,9 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from megafx.errors import CaptureError
+from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import VAL, Output, active_nodes, fake_args, fqn_of, inherit, source_of
-from megafx.passes.canonicalize.editor import BY, Editor, argument, arguments, respell
+from megafx.passes.canonicalize.editor import BY, Editor, arguments, respell
 
 aten = torch.ops.aten
 
@@ -185,7 +186,7 @@ class _Functionalizer:
         self.same[node] = name
 
     def _kind(self, placeholder: fx.Node) -> str:
-        return dict(zip(self.editor.program.placeholders(), self.editor.program.inputs, strict=True))[placeholder].kind
+        return dict(self.editor.program.input_nodes())[placeholder].kind
 
     def _new_value(self, node: fx.Node, name: fx.Node) -> fx.Node:
         """What the op leaves in its first operand, in that operand's dtype."""
@@ -243,7 +244,7 @@ class _Functionalizer:
         program = self.editor.program
         output = program.output_node()
         values = list(output.args[0])  # type: ignore[arg-type]
-        for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+        for node, spec in program.input_nodes():
             if node in self.version:
                 values.append(self.current[node])
                 program.outputs.append(Output("mutation", spec.name))
@@ -260,7 +261,7 @@ def functional_form(node: fx.Node) -> Callable[..., Any]:
     """aten.add_.Tensor -> aten.add.Tensor, aten.__iand__.Scalar -> aten.__and__.Scalar."""
     if node.target in _IRREGULAR:
         return _IRREGULAR[node.target]
-    _, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
+    name = op_name(node)
     plain = f"__{name[3:]}" if name.startswith("__i") and name.endswith("__") else name.rstrip("_")
     packet = getattr(aten, plain, None)
     overload = node.target._overloadname  # type: ignore[union-attr]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.ir.nodes import argument
 from megafx.ir.program import VAL
-from megafx.passes.canonicalize.editor import Editor, argument, is_tensor, replace, respell
+from megafx.passes.canonicalize.editor import Editor, is_tensor, replace, respell
 
 aten = torch.ops.aten
 
@@ -106,7 +107,7 @@ def merge_reshapes(editor: Editor, node: fx.Node) -> bool:
 def weight_nodes(editor: Editor) -> set[fx.Node]:
     """Parameters, and their casts and transposes."""
     weights: set[fx.Node] = set()
-    for node, spec in zip(editor.program.placeholders(), editor.program.inputs, strict=True):
+    for node, spec in editor.program.input_nodes():
         if spec.kind == "param":
             weights.add(node)
     for node in editor.graph.nodes:

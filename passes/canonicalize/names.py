@@ -8,24 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.ir.nodes import ASSERTS, argument
 from megafx.ir.program import VAL
 from megafx.kernels.experts import grouped_mm as _defines_the_op  # noqa: F401
-from megafx.passes.canonicalize.editor import Editor, argument, is_tensor, replace, respell
+from megafx.passes.canonicalize.editor import Editor, is_tensor, replace, respell
 
 aten = torch.ops.aten
 
-ASSERTS = frozenset(
-    {
-        aten._assert_tensor_metadata.default,
-        aten._assert_async.default,
-        aten._assert_async.msg,
-        aten._assert_scalar.default,
-        aten._functional_assert_async.msg,
-        aten.sym_constrain_range.default,
-        aten.sym_constrain_range_for_size.default,
-        torch._check,
-    }
-)
 # Ops whose result is their first operand where it has the same shape, dtype and device: in a functional graph a copy and a
 # view of the same elements are the same value.
 _IDENTITIES = frozenset(

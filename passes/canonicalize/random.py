@@ -18,8 +18,9 @@ import megafx.kernels.attention.attention
 import megafx.kernels.dropout.dropout
 import megafx.ops.eager_call  # noqa: F401  registers the ops
 from megafx.errors import CaptureError
+from megafx.ir.nodes import argument, argument_places, set_arguments
 from megafx.ir.program import VAL, Input, fqn_of, source_of
-from megafx.passes.canonicalize.editor import Editor, argument, arguments, is_tensor, replace
+from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, replace
 
 aten = torch.ops.aten
 AXIS = "tp"
@@ -90,7 +91,7 @@ def number_dropouts(editor: Editor) -> int:
     seed = _seed_input(editor)
     for op_id, node in enumerate(nodes):
         if node.target in (torch.ops.megafx.attention.default, torch.ops.megafx.eager_call.default):
-            _number_in_place(node, seed, op_id)
+            set_arguments(node, seed=seed, op_id=op_id)
             continue
         x, p = node.args[0], argument(node, "p")
         new = editor.at(node)(torch.ops.megafx.dropout.default, x, seed, float(p), op_id, -1, [], AXIS)
@@ -105,12 +106,6 @@ def _awaits_number(node: fx.Node) -> bool:
     if node.target is torch.ops.megafx.attention.default:
         return bool(argument(node, "p")) and argument(node, "seed") is None
     return node.target is aten.dropout.default
-
-
-def _number_in_place(node: fx.Node, seed: fx.Node, op_id: int) -> None:
-    places = {a.name: i for i, a in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
-    node.update_arg(places["seed"], seed)
-    node.update_arg(places["op_id"], op_id)
 
 
 def _seed_input(editor: Editor) -> fx.Node:
@@ -146,9 +141,9 @@ def _draws(node: fx.Node) -> bool:
     if node.target is torch.ops.megafx.dropout.default:
         return False
     for name in ("train", "training"):
-        if any(a.name == name for a in node.target._schema.arguments):  # type: ignore[union-attr]
+        if name in argument_places(node.target):
             return bool(argument(node, name)) and argument(node, "p") != 0
-    if any(a.name == "dropout_p" for a in node.target._schema.arguments):  # type: ignore[union-attr]
+    if "dropout_p" in argument_places(node.target):
         return bool(argument(node, "dropout_p"))
     return True
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.ir.nodes import argument
 from megafx.ir.program import VAL
-from megafx.passes.canonicalize.editor import Editor, argument, is_tensor, replace, respell
+from megafx.passes.canonicalize.editor import Editor, is_tensor, replace, respell
 
 aten = torch.ops.aten
 

@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 import megafx.ops.collectives  # noqa: F401  (defines megafx::transition)
-from megafx.ir.program import FQN, PHASE, PLACEMENT, SOURCE, VAL, Builder, Phase, Program
+from megafx.ir.nodes import in_backward
+from megafx.ir.program import FQN, PLACEMENT, SOURCE, VAL, Builder, Phase, Program
 from megafx.placements.types import I, P
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
@@ -92,5 +93,5 @@ def _one_sum(program: Program, sums: list[fx.Node]) -> list[fx.Node]:
         pieces.append(build(aten.view.default, piece, list(node.meta[VAL].shape)))
         piece.meta[PLACEMENT] = pieces[-1].meta[PLACEMENT] = I
         start += size
-    assert all(n.meta[PHASE] == "backward" for n in pieces)
+    assert all(in_backward(n) for n in pieces)
     return pieces

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.layers import Layers
-from megafx.ir.nodes import shows_operand, storage_of
+from megafx.ir.nodes import BACKWARD, shows_operand, storage_of
 from megafx.ir.program import FQN, PHASE, PLACEMENT, SOURCE, VAL, Builder, Input, Phase, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps
@@ -167,7 +167,7 @@ class _Adder:
         """What is not to be split: the gradients of one kind of a region, where they are scattered, else each."""
         if not self.data.sharded:
             return [[g] for g in gradients]
-        nodes = zip(self.program.placeholders(), self.program.inputs, strict=True)
+        nodes = self.program.input_nodes()
         layers = Layers.of({spec.name: n.meta[VAL].shape for n, spec in nodes if spec.kind == "param"})
         names = layers.regions(self.program.outputs[g.results[0]].name for g in gradients)
         found: dict[Any, list[_Gradients]] = defaultdict(list)
@@ -278,7 +278,7 @@ def _same_view(build: Builder, node: fx.Node, base: fx.Node, total: fx.Node) -> 
 
 
 def _marked(node: fx.Node) -> fx.Node:
-    node.meta[PHASE] = "backward"
+    node.meta[PHASE] = BACKWARD
     return node
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.layers import Layers
-from megafx.ir.nodes import storage_of
+from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import FQN, PHASE, PLACEMENT, RECOMPUTE, SOURCE, VAL, Builder, Phase, Program, fqn_of
 from megafx.ops.gather_region import starts
 from megafx.placements.data_axis import COPY_AXIS, FSDP, SHARD_AXIS, DataAxis, rows_of
@@ -48,7 +48,7 @@ def gather_parameters(program: Program, data: DataAxis, t: int, stored: Mapping[
     """Return the number of gathers added. stored: placement of each parameter on the t tensor-parallel ranks."""
     params = {
         node: _Parameter(node, spec.name, node.meta[VAL].shape, stored[spec.name].is_shard)
-        for node, spec in zip(program.placeholders(), program.inputs, strict=True)
+        for node, spec in program.input_nodes()
         if spec.kind == "param" and node.meta[VAL].ndim
     }
     regions = _regions(program, params)
@@ -102,21 +102,17 @@ def _regions(program: Program, params: Mapping[fx.Node, _Parameter]) -> list[_Re
     """In the order of first use. What backward uses is of the region of that use in forward whose module is nearest."""
     layers = Layers.of({param.name: param.shape for param in params.values()})
     uses = [(param, user) for user in program.graph.nodes for param in user.all_input_nodes if param in params]
-    uses.sort(key=lambda use: _is_backward(use[1]))  # stable: forward first, else as in the graph
+    uses.sort(key=lambda use: in_backward(use[1]))  # stable: forward first, else as in the graph
     paths = [fqn_of(user) or params[param].name for param, user in uses]
     found: dict[str, _Region] = {}
     seen: dict[fx.Node, list[tuple[str, str]]] = defaultdict(list)
     for (param, user), path, name in zip(uses, paths, layers.regions(paths), strict=True):
-        if _is_backward(user) and seen[param]:
+        if in_backward(user) and seen[param]:
             name = max(seen[param], key=lambda use: _common(use[0], path))[1]
         else:
             seen[param].append((path, name))
         found.setdefault(name, _Region(name, user)).uses[param].append(user)
     return [*found.values()]
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get(PHASE) == "backward"
 
 
 def _common(a: str, b: str) -> int:
@@ -190,7 +186,7 @@ def _joins(program: Program, uses: Mapping[fx.Node, list[fx.Node]], wait: fx.Nod
 def _repeat_casts(program: Program) -> None:
     """A cast of a gathered parameter (autocast's) is made again in backward, as the parameter is."""
     for node in program.graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        if storage_of(node.args[0]).meta.get(RECOMPUTE) and node.meta.get(PHASE) != "backward":
+        if storage_of(node.args[0]).meta.get(RECOMPUTE) and not in_backward(node):
             node.meta[RECOMPUTE] = True
 
 

@@ -30,8 +30,8 @@ from typing import Any
 from torch import fx
 
 from megafx.analysis.overlap import STARTS, is_product, is_region_gather, is_start, is_wait
-from megafx.ir.nodes import shows_operand, storage_of
-from megafx.ir.program import PHASE, VAL, Phase, Program, ancestors
+from megafx.ir.nodes import in_backward, shows_operand, storage_of
+from megafx.ir.program import VAL, Phase, Program, ancestors
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from megafx.planner.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
@@ -87,9 +87,9 @@ def schedule_collectives(program: Program, hardware: Hardware | None = None) -> 
 
 
 def _assign(program: Program, collectives: list[_Collective], position: dict[fx.Node, int], hardware: Hardware) -> None:
-    backward = [c for c in collectives if _is_backward(c.start)]
+    backward = [c for c in collectives if in_backward(c.start)]
     depended_on = ancestors([c.start for c in collectives])
-    free = [n for n in position if is_product(n) and _is_backward(n) and n not in depended_on]
+    free = [n for n in position if is_product(n) and in_backward(n) and n not in depended_on]
     due = {n: _due(n, position) for n in free}
     free.sort(key=due.__getitem__)
     waited_for = [c for c in backward if _is_waited_for(c.wait)]
@@ -109,11 +109,7 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
 
 def _sums_gradients(start: fx.Node, wait: fx.Node) -> bool:
     """Whether this is a sum over data-parallel ranks for which nothing waits."""
-    return start.args[-1] in DATA_AXES and _is_backward(start) and not _is_waited_for(wait)
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get(PHASE) == "backward"
+    return start.args[-1] in DATA_AXES and in_backward(start) and not _is_waited_for(wait)
 
 
 def _due(node: fx.Node, position: dict[fx.Node, int]) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.ir.nodes import CASTS, COPIES, argument, behind
 from megafx.ir.program import VAL, Program, fqn_of
 from megafx.ir.sizes import Sizes
-from megafx.passes.canonicalize.editor import argument
 from megafx.rules.families import VIEWS
 
 aten = torch.ops.aten
@@ -27,8 +27,7 @@ _ORDERS = (aten.argsort.default, aten.argsort.stable)
 _INDICES = (*_SORTS, aten.topk.default, aten.max.dim, aten.min.dim)  # their second result
 _TAKES = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
 _MOVES = (*_TAKES, aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.permute.default)
-_COPIES = (aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default)
-_CASTS = (aten.to.dtype, aten._to_copy.default)
+_SAME = COPIES | {aten.detach.default}
 
 
 def why_not_expert_of_row(ids: Any, ends: Any, experts: int) -> str:
@@ -46,15 +45,15 @@ def why_not_expert_of_row(ids: Any, ends: Any, experts: int) -> str:
 def _sorted_from(ids: Any) -> Any:
     """What ids are the ascending order of, or None."""
     ids = _plain(ids)
-    first, order = _argument(ids, 0), _argument(ids, 1)
+    first, order = _operand(ids, 0), _operand(ids, 1)
     if ids.target is operator.getitem and order == 0 and _ascending(first, _SORTS):
         return first.args[0]
     if ids.target not in _TAKES:
         return None
-    order = _plain(order[0] if ids.target is aten.index.Tensor and len(order) == 1 else _argument(ids, 2))
+    order = _plain(order[0] if ids.target is aten.index.Tensor and len(order) == 1 else _operand(ids, 2))
     if not isinstance(order, fx.Node) or first.meta[VAL].dim() != 1:
         return None
-    source, which = _argument(order, 0), _argument(order, 1)
+    source, which = _operand(order, 0), _operand(order, 1)
     if order.target is operator.getitem and which == 1 and _ascending(source, _SORTS):
         source = source.args[0]
     elif not _ascending(order, _ORDERS):
@@ -64,14 +63,14 @@ def _sorted_from(ids: Any) -> Any:
 
 def _ascending(node: Any, sorts: tuple[Any, ...]) -> bool:
     """A sort of one dim, not descending."""
-    one = isinstance(node, fx.Node) and node.target in sorts and _argument(node, 0).meta[VAL].dim() == 1
+    one = isinstance(node, fx.Node) and node.target in sorts and _operand(node, 0).meta[VAL].dim() == 1
     return one and not argument(node, "descending", False)
 
 
 def _counted(ends: Any, experts: int) -> Any:
     """The ids whose counts `ends` adds up, or None."""
     ends = _plain(ends, casts=True)
-    counts = _plain(_argument(ends, 0), casts=True) if ends.target is aten.cumsum.default else None
+    counts = _plain(_operand(ends, 0), casts=True) if ends.target is aten.cumsum.default else None
     if counts is None:
         return None
     if counts.target is aten.histc.default and tuple(counts.args[1:]) == (experts, 0, experts - 1):
@@ -89,7 +88,7 @@ def never_negative(ids: Any) -> bool:
     if not isinstance(ids, fx.Node) or ids.op != "call_function":
         return False
     if ids.target is operator.getitem:
-        source, which = _argument(ids, 0), _argument(ids, 1)
+        source, which = _operand(ids, 0), _operand(ids, 1)
         if which == 0:
             return source.target in _SORTS and never_negative(source.args[0])
         return source.target in _INDICES
@@ -99,13 +98,11 @@ def never_negative(ids: Any) -> bool:
 
 
 def _plain(node: Any, casts: bool = False) -> Any:
-    """Behind copies of a value, and behind casts."""
-    while isinstance(node, fx.Node) and (node.target in _COPIES or (casts and node.target in _CASTS)):
-        node = node.args[0]
-    return node
+    """What the value is a copy of; with casts, also a cast of."""
+    return behind(node, _SAME | CASTS if casts else _SAME)
 
 
-def _argument(node: Any, i: int) -> Any:
+def _operand(node: Any, i: int) -> Any:
     return node.args[i] if isinstance(node, fx.Node) and len(node.args) > i else None
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir.nodes import draws
+from megafx.ir.nodes import RESHAPES, is_draw
 from megafx.ir.program import VAL, Program, is_floating
 from megafx.kernels.experts.row_units import write
 from megafx.passes.experts.expert_rows import Product, why_not_expert_of_row
@@ -25,7 +25,7 @@ from megafx.rules.grammar import names
 from megafx.rules.strategies import Operand, OpRule, rule_for
 
 aten = torch.ops.aten
-_SIZED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default)
+_SIZED = RESHAPES | {aten.expand.default}
 
 
 class NotByRow(Exception):
@@ -122,7 +122,7 @@ class _Reader:
         return self.program.sizes.shape(value)[0] if isinstance(value, torch.Tensor) and value.dim() else -1
 
     def _check(self, node: fx.Node) -> None:
-        if draws(node):
+        if is_draw(node):
             raise NotByRow(f"{node.target}, which draws by the number of a row", node)
         if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta[VAL], torch.Tensor):
             raise NotByRow(f"{node.target}, which gives no single tensor", node)
@@ -173,7 +173,7 @@ class _Reader:
 
     def _said(self, value: fx.Node) -> str:
         """A parameter or input by its name, a result by its op."""
-        inputs = dict(zip(self.program.placeholders(), self.program.inputs, strict=True))
+        inputs = dict(self.program.input_nodes())
         return inputs[value].name if value in inputs else str(value.target)
 
     # -- as text

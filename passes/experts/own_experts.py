@@ -63,7 +63,7 @@ def own_experts(program: Program, planning: Planning, data: DataAxis | None = No
 
 def _owners(program: Program, settled: Mapping[str, Placement], lst: ExpertList, t: int) -> dict[str, int]:
     """Key of each expert -> its rank."""
-    names = {node: spec.name for node, spec in zip(program.placeholders(), program.inputs, strict=True)}
+    names = {node: spec.name for node, spec in program.input_nodes()}
     owners = {}
     for j, (key, parameters) in enumerate(lst.experts.items()):
         stored = settled.get(names[parameters[0]])

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -24,6 +23,7 @@ from torch import fx
 from megafx.analysis.mask_algebra import Choice, Cond, Index, Leaf, Sum, condition_of, conjuncts, hides
 from megafx.analysis.mask_reader import MaskReader
 from megafx.config import Config
+from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.kernels.attention.masked_softmax import mask_floor
 
@@ -64,19 +64,6 @@ def describe_masks(program: Program, config: Config) -> int:
     program.gm.recompile()
     program.assumed |= {name: program.table(name) for name in reader.used}
     return count
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    for i, a in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if a.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name, a.default_value)
-    raise KeyError(name)
-
-
-def _set(node: fx.Node, **values: Any) -> None:
-    places = {a.name: i for i, a in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
-    for name, value in values.items():
-        node.update_arg(places[name], value)
 
 
 def _read(reader: MaskReader, mask: fx.Node, visible: bool, symmetric: bool) -> Seen | None:
@@ -175,20 +162,20 @@ def _rest(emit: Builder, rest: tuple[Leaf, ...], rank: int = 4) -> fx.Node | Non
 
 
 def _attention(program: Program, reader: MaskReader, node: fx.Node) -> bool:
-    mask = _argument(node, "mask")
+    mask = argument(node, "mask")
     if not isinstance(mask, fx.Node) or mask.meta[VAL].dim() != 4:
         return False
     value = reader.value_of(mask)
     if isinstance(value, Choice) and value.on == value.off == 0 and not isinstance(value.on, bool):
-        _set(node, mask=_argument(node, "key_mask"), key_mask=None)  # T5's cross attention adds a bias of zeros
+        set_arguments(node, mask=argument(node, "key_mask"), key_mask=None)  # T5's cross attention adds a bias of zeros
         return True
-    if _argument(node, "window") or _argument(node, "key_mask") is not None:
+    if argument(node, "window") or argument(node, "key_mask") is not None:
         return False
     seen = _read(reader, mask, visible=True, symmetric=True)
     if seen is None:
         return False
     emit = Builder(program, node, node, BY)
-    causal = seen.causal or bool(_argument(node, "causal"))
+    causal = seen.causal or bool(argument(node, "causal"))
     floating = mask.meta[VAL].is_floating_point()
     if causal and not seen.causal and seen.window:
         return False  # a window that reaches both ways, beside the flag
@@ -211,7 +198,7 @@ def _attention(program: Program, reader: MaskReader, node: fx.Node) -> bool:
         new, keys = keys, None
     if new is not None and not by_position and not _smaller(program, new, mask):
         return False
-    _set(node, mask=new, key_mask=keys, causal=causal, window=seen.window)
+    set_arguments(node, mask=new, key_mask=keys, causal=causal, window=seen.window)
     if dark and by_position:
         _uniform_where_dark(program, node, seen)
     return True
@@ -244,8 +231,8 @@ def _uniform_where_dark(program: Program, node: fx.Node, seen: Seen) -> None:
 
 
 def _softmax(program: Program, reader: MaskReader, node: fx.Node) -> bool:
-    mask = _argument(node, "mask")
-    if not isinstance(mask, fx.Node) or _argument(node, "causal") or _argument(node, "window"):
+    mask = argument(node, "mask")
+    if not isinstance(mask, fx.Node) or argument(node, "causal") or argument(node, "window"):
         return False
     seen = _read(reader, mask, visible=False, symmetric=False)
     if seen is None or not (seen.causal or seen.window) or (seen.window and not seen.causal):
@@ -254,7 +241,7 @@ def _softmax(program: Program, reader: MaskReader, node: fx.Node) -> bool:
     if sizes.of(scores.shape[-1]) != sizes.of(scores.shape[-2]):
         return False  # the op counts queries from the end
     emit = Builder(program, node, node, BY)
-    fill = _argument(node, "fill") if mask.meta[VAL].dtype == torch.bool else seen.fill
+    fill = argument(node, "fill") if mask.meta[VAL].dtype == torch.bool else seen.fill
     if mask.meta[VAL].dtype != torch.bool and fill > mask_floor(mask.meta[VAL].dtype):
         return False
     new: fx.Node | None = None
@@ -266,15 +253,15 @@ def _softmax(program: Program, reader: MaskReader, node: fx.Node) -> bool:
         new = emit(aten.logical_not.default, _four(emit, _padding(emit, seen)))
         if scores.dim() != 4:
             return False
-    _set(node, mask=new, causal=True, window=seen.window, fill=fill)
+    set_arguments(node, mask=new, causal=True, window=seen.window, fill=fill)
     return True
 
 
 def _library(program: Program, reader: MaskReader, node: fx.Node) -> bool:
     q, k, v = node.args[:3]
-    mask = _argument(node, "attn_mask")
+    mask = argument(node, "attn_mask")
     four = all(x.meta[VAL].dim() == 4 for x in (q, k, v))  # type: ignore[union-attr]
-    if not isinstance(mask, fx.Node) or not four or _argument(node, "dropout_p"):
+    if not isinstance(mask, fx.Node) or not four or argument(node, "dropout_p"):
         return False
     seen = _read(reader, mask, visible=True, symmetric=True)
     if seen is None or not (seen.causal or seen.window):
@@ -282,7 +269,7 @@ def _library(program: Program, reader: MaskReader, node: fx.Node) -> bool:
     emit = Builder(program, node, node, BY)
     for _ in range(4 - mask.meta[VAL].dim()):
         mask = emit(aten.unsqueeze.default, mask, 0)
-    scale = _argument(node, "scale")
+    scale = argument(node, "scale")
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])  # type: ignore[union-attr]
     new = emit(ops.attention.default, q, k, v, mask, None, None, factor, False, 0, 0.0, 0.0, 0, -1, [], "tp")
     if not _attention(program, reader, new):

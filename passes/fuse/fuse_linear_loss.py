@@ -28,7 +28,8 @@ import megafx.kernels.loss.vocab_linear_cross_entropy  # noqa: F401  registers t
 from megafx.analysis.lazy import copy_for_outputs, describe, outside_user, read_outside, why_not_lazy
 from megafx.debugging import current, say
 from megafx.ir.contracts import layout_of
-from megafx.ir.dump import op_name
+from megafx.ir.dump import op_text
+from megafx.ir.nodes import COPIES, RESHAPES
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import Layout
@@ -38,8 +39,6 @@ REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 NAME = "fuse_linear_loss"
 aten, ops = torch.ops.aten, torch.ops.megafx
 FUSION = "linear_cross_entropy"
-_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-_SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
 
 
 class Refused(Exception):
@@ -96,7 +95,7 @@ def head_of(program: Program, logits: fx.Node) -> Head:
     node = logits
     while node.target is not aten.linear.default:
         if not _keeps_rows(program, node):
-            what = "an input" if node.op == "placeholder" else f"{op_name(node.target)} (%{node.name})"
+            what = "an input" if node.op == "placeholder" else op_text(node)
             raise Refused(f"its logits come from {what}, not from a linear layer")
         links.append(node)
         node = node.args[0]  # type: ignore[assignment]
@@ -108,14 +107,14 @@ def _keeps_rows(program: Program, node: fx.Node) -> bool:
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, fx.Node):
         return False
-    if node.target in _SAME:
+    if node.target in COPIES:
         return True
     before, after = source.meta[VAL], node.meta[VAL]
     if node.target is aten.to.dtype:
         return after.dtype == torch.float32 and before.dtype in (torch.bfloat16, torch.float16)
     if before.dim() == 0 or after.dim() == 0:
         return False
-    if node.target in _VIEWS:
+    if node.target in RESHAPES:
         return program.sizes.of(before.shape[-1]) == program.sizes.of(after.shape[-1])
     dim = node.args[1] if len(node.args) > 1 else 0
     return node.target is aten.slice.Tensor and isinstance(dim, int) and dim % before.dim() != before.dim() - 1
@@ -128,7 +127,7 @@ def rows_of(program: Program, head: Head, where: fx.Node) -> fx.Node:
     emit = Builder(program, where, where, NAME)
     for link in head.links:
         placement = x.meta.get(PLACEMENT)
-        if link.target in _VIEWS:
+        if link.target in RESHAPES:
             lead = list(link.args[1])[:-1]  # type: ignore[arg-type]
             width = x.meta[VAL].shape[-1]
             last = width if isinstance(width, int) else size(program.sizes.of(width))

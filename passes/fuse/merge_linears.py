@@ -62,7 +62,7 @@ def merge_linears(program: Program, planning: Planning, trains: Trains | None, d
 class _Merger:
     def __init__(self, program: Program, planning: Planning, trains: Trains | None, data: DataAxis | None) -> None:
         self.program, self.planning, self.trains, self.data = program, planning, trains, data
-        pairs = enumerate(zip(program.placeholders(), program.inputs, strict=True))
+        pairs = enumerate(program.input_nodes())
         self.params = {node: (i, spec) for i, (node, spec) in pairs if spec.kind == "param"}
         held = program.graph.find_nodes(
             op="call_function", target=OF_RANK

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from megafx.errors import ConfigError
-from megafx.ir.nodes import drawn
+from megafx.ir.nodes import draw_arguments
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.planner.context import Planning
 
@@ -26,7 +26,9 @@ aten = torch.ops.aten
 
 def native_attention(program: Program, planning: Planning) -> int:
     """Returns the number of attentions that were given to the library."""
-    nodes = [n for n in program.graph.nodes if n.target is torch.ops.megafx.attention.default and drawn(n)["p"]]
+    nodes = [
+        n for n in program.graph.nodes if n.target is torch.ops.megafx.attention.default and draw_arguments(n)["p"]
+    ]
     ranks = planning.t * (program.batch.ranks if program.batch is not None else 1)
     if nodes and ranks > 1:
         raise ConfigError(

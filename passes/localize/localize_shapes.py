@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from megafx.ir.nodes import draws
+from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
 from megafx.ops.owners import OWNER_OPS
 from megafx.passes.localize import lookups as localize_lookups
@@ -80,7 +80,7 @@ def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out == P:
         _mask_reduced_pads(local, node, choice)
     keep_pads_off_poles(local, node, choice)
-    family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if draws(node) else None)
+    family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if is_draw(node) else None)
     if family is not None and (choice.out.is_shard or any(p.is_shard for p in choice.ins)):
         family(local, node, choice)
     if node.users:  # else the family put another node in its place

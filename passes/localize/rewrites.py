@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import drawn, redraw
+from megafx.ir.nodes import draw_arguments, set_arguments
 from megafx.ir.program import get_at, set_at
 from megafx.ops.axes import with_axis
 from megafx.passes.localize.editor import Family, Localizer, replace
@@ -140,9 +140,9 @@ REDUCTIONS: dict[str, Family] = {
 def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """dropout(x, seed, p, op_id, -1, [], tp) -> dropout(x, seed, p, op_id, dim, layout, tp); so any op of ir/nodes.py."""
     if choice.out.is_shard:
-        redraw(
+        set_arguments(
             node,
             shard_dim=choice.out.dim,
             layout=local.layout(choice.out),
-            axis=with_axis(drawn(node)["axis"], local.axis),
+            axis=with_axis(draw_arguments(node)["axis"], local.axis),
         )

@@ -36,8 +36,8 @@ from torch import fx
 from megafx.analysis.lazy import only_for_lazy
 from megafx.analysis.overlap import is_region_gather, is_start, start_earlier
 from megafx.errors import SourceLine
-from megafx.ir.nodes import shows_operand, storage_of
-from megafx.ir.program import MADE_BY, PHASE, RECOMPUTE, VAL, Phase, Program, ancestors, fqn_of, source_of
+from megafx.ir.nodes import in_backward, shows_operand, storage_of
+from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Phase, Program, ancestors, fqn_of, source_of
 from megafx.ir.sizes import Sizes
 from megafx.passes.lower.regather import gather_what_is_read, start_next_region
 
@@ -101,7 +101,7 @@ def tag_regathers(program: Program) -> int:
     """
     count = 0
     for node in program.graph.nodes:
-        if node.op != "call_function" or not str(node.target).startswith("megafx.transition") or _is_backward(node):
+        if node.op != "call_function" or not str(node.target).startswith("megafx.transition") or in_backward(node):
             continue
         source, src, dst = node.args[:3]
         if str(src).startswith("S") and dst == "R" and source.op != "placeholder":
@@ -116,7 +116,7 @@ def partition(program: Program) -> Partition:
     is_gradient = [o.kind == "gradient" for o in program.outputs]
     outputs = [r for r, g in zip(results, is_gradient, strict=True) if not g]
     gradients = [r for r, g in zip(results, is_gradient, strict=True) if g]
-    given = [(n, i.kind in ("tangent", "pending")) for n, i in zip(program.placeholders(), program.inputs, strict=True)]
+    given = [(n, i.kind in ("tangent", "pending")) for n, i in program.input_nodes()]
     inputs = [n for n, of_backward in given if not of_backward]
     tangents = [n for n, of_backward in given if of_backward]
     index = {n: i for i, n in enumerate(inputs)}
@@ -127,7 +127,7 @@ def partition(program: Program) -> Partition:
     index |= {n: i for i, n in enumerate(inputs)}
     if not gradients:
         return Partition(_module(program, _extract(program, inputs, outputs)), None, (), joins=joins, gathered=gathered)
-    backward = _Backward(program, tangents, _is_backward)
+    backward = _Backward(program, tangents, in_backward)
     backward.build(gradients)
     saved = _in_order(program, backward.saved)
     gm = _module(program, backward.finish(saved))
@@ -197,10 +197,6 @@ def _is_join(node: fx.Node) -> bool:
     return all(p.op == "placeholder" for p in node.args[0])  # type: ignore[union-attr]
 
 
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get(PHASE) == "backward"
-
-
 def _repeated(node: fx.Node, parameters: set[fx.Node]) -> bool:
     """Whether backward computes a forward node again rather than keeping it."""
     if node.op == "get_attr" or node.meta.get(RECOMPUTE) or shows_operand(node):
@@ -225,8 +221,7 @@ class _Backward:
         self.order: list[fx.Node] = []
         self.placed: set[fx.Node] = set(tangents)
         self.gradients: list[Any] = []
-        pairs = zip(program.placeholders(), program.inputs, strict=True)
-        self.parameters = {n for n, i in pairs if i.kind == "param"}
+        self.parameters = {n for n, i in program.input_nodes() if i.kind == "param"}
         self.parameters |= {n for n in program.graph.nodes if _is_join(n)}
 
     def build(self, gradients: list[Any]) -> None:
@@ -238,7 +233,7 @@ class _Backward:
         for node in gradients:
             if isinstance(node, fx.Node):
                 self._require(node)
-        for node in [n for n in self.order if is_start(n) and not (_is_backward(n) or is_region_gather(n))]:
+        for node in [n for n in self.order if is_start(n) and not (in_backward(n) or is_region_gather(n))]:
             self.order = start_earlier(self.order, node)
         self.order = start_next_region(self.order)
 

@@ -52,7 +52,7 @@ def insert_transitions(program: Program, planning: Planning) -> int:
 def _storage(program: Program, planning: Planning) -> dict[fx.Node, Placement]:
     """Placement of each active input: parameters as the plan says, the user's tensors whole but for shards of caches."""
     stored = {}
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         value = node.meta.get(VAL)
         if spec.kind == "param":
             stored[node] = planning.solved.params[spec.name]

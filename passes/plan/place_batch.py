@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlanError
-from megafx.ir.nodes import drawn, draws, redraw
+from megafx.ir.nodes import argument, draw_arguments, is_draw, set_arguments
 from megafx.ir.program import VAL, Batch, Builder, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.ops.axes import with_batch
@@ -155,7 +155,12 @@ class _Typer:
                 node.replace_input_with(operand.node, self._whole(operand.node))
         if chosen.outs[0] == P and (node.target in MEANS or (name in LOSSES and _reduction(node) == 1)):
             self._divide(node)
-        if chosen.outs[0].is_shard and draws(node) and drawn(node)["p"] and drawn(node)["seed"] is not None:
+        if (
+            chosen.outs[0].is_shard
+            and is_draw(node)
+            and draw_arguments(node)["p"]
+            and draw_arguments(node)["seed"] is not None
+        ):
             self._draw_rows(node, chosen.outs[0])
         return chosen.outs if isinstance(node.meta[VAL], (tuple, list)) else chosen.outs[0]
 
@@ -232,16 +237,16 @@ class _Typer:
 
     def _count_all_rows(self, node: fx.Node) -> None:
         """A number made of the batch size (a loss divided by it) is that of all ranks; as a size it is this rank's."""
-        for i, argument in enumerate(node.target._schema.arguments if hasattr(node.target, "_schema") else ()):
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            kind = str(argument.real_type)
+        for spec in node.target._schema.arguments if hasattr(node.target, "_schema") else ():
+            given = argument(node, spec.name)
+            kind = str(spec.real_type)
             if not isinstance(given, fx.Node) or given in self.facts or kind.startswith("List"):
                 continue
             expr = getattr(getattr(given.meta.get(VAL), "node", None), "expr", None)
             if expr is None or self.symbol not in expr.free_symbols:
                 continue
             if kind not in ("Tensor", "number", "Optional[number]") or not isinstance(given.meta[VAL], torch.SymInt):
-                raise self._error(node, f"takes '{argument.name}' from the size of the batch, which is one rank's")
+                raise self._error(node, f"takes '{spec.name}' from the size of the batch, which is one rank's")
             whole = self.program.sizes.of_expr(expr.xreplace({self.symbol: self.ranks * self.symbol}))
             made: Any = SizeEmitter(self.program.graph, self.program.sizes)(whole)
             node.replace_input_with(given, made)
@@ -274,7 +279,7 @@ class _Typer:
                 f"draws random numbers for a value of shape {tuple(node.meta[VAL].shape)} whose rows are not the batch's",
                 "put the batch first in what is dropped out",
             )
-        redraw(node, axis=with_batch(drawn(node)["axis"]))
+        set_arguments(node, axis=with_batch(draw_arguments(node)["axis"]))
         self.equal_batches = True
         self.changes += 1
 
@@ -291,10 +296,7 @@ class _Typer:
 
 def _reduction(node: fx.Node) -> Any:
     """at::Reduction of a loss: 0 none, 1 mean, 2 sum."""
-    target: Any = node.target
-    names = [a.name for a in target._schema.arguments]
-    at = names.index("reduction")
-    return node.args[at] if at < len(node.args) else node.kwargs.get("reduction", 1)
+    return argument(node, "reduction")
 
 
 def _say(fact: Any) -> str:

@@ -101,7 +101,7 @@ def make_problem(
     domains: dict[fx.Node, list[Strategy]] = {}
     taken: list[Any] = []
     whose = {n.args[0]: n.args[1] for n in program.graph.find_nodes(op="call_function", target=OF_RANK)}
-    inputs = dict(zip(program.placeholders(), program.inputs, strict=True))
+    inputs = dict(program.input_nodes())
     for node in order:
         if node.op == "placeholder":
             spec = inputs[node]
@@ -202,7 +202,7 @@ def _say_what_is_replicated(program: Program, planning: Planning, problem: Probl
             plan.replicated[node.name] = rule.reason
             op = node.all_input_nodes[0] if node.target is operator.getitem else node
             program.note("replicated", f"{op.target}: {rule.reason}; computed whole on every rank", node)
-    for node, spec in zip(program.placeholders(), program.inputs, strict=True):
+    for node, spec in program.input_nodes():
         if spec.kind == "param" and not plan.params[spec.name].is_shard:
             plan.replicated[spec.name] = _why_whole(node, problem, plan)
 

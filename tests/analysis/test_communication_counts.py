@@ -20,7 +20,7 @@ from torch import fx
 from megafx.analysis.communication import Communication, collective_nodes, communication
 from megafx.compiler.pipeline import Compiled, Request, compile_program
 from megafx.config import Config
-from megafx.ir.dump import op_name
+from megafx.ir.dump import target_text
 from megafx.ir.program import PHASE, Program
 from megafx.passes.lower.partition import Partition, partition, tag_regathers
 from megafx.placements.types import ALL_GATHER as AG
@@ -145,7 +145,7 @@ def test_nothing_is_communicated_twice(sequence_parallel: bool, merge: bool) -> 
 
 def _source(x: object) -> object:
     """The value behind views and packings."""
-    while isinstance(x, fx.Node) and x.op == "call_function" and op_name(x.target) in ("view", "permute", "clone"):
+    while isinstance(x, fx.Node) and x.op == "call_function" and target_text(x.target) in ("view", "permute", "clone"):
         x = x.args[0]
     return x
 
@@ -155,7 +155,7 @@ def _products(value: fx.Node) -> set[fx.Node]:
     found, todo = set(), [value]
     while todo:
         for user in todo.pop().users:
-            name = op_name(user.target)
+            name = target_text(user.target)
             if user.meta.get(PHASE) == "backward":
                 continue
             if name in ("mm", "linear", "addmm", "bmm"):

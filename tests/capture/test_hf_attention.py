@@ -9,7 +9,7 @@ import torch
 from megafx.capture.export import capture_call
 from megafx.config import Config
 from megafx.ir.interpret import run_program
-from megafx.ir.nodes import drawn, draws
+from megafx.ir.nodes import draw_arguments, is_draw
 from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.passes.fuse.describe_masks import describe_masks
 
@@ -133,8 +133,8 @@ def test_dropout_is_drawn_by_the_seed() -> None:
     model = _model("GPT2LMHeadModel", GPT2 | {"attn_pdrop": 0.5, "resid_pdrop": 0.0, "embd_pdrop": 0.0}).train()
     program = capture_call(model, (), _inputs(2, 16, True))
     canonicalize(program)
-    (attention,) = (n for n in program.graph.nodes if draws(n))
-    assert drawn(attention)["op_id"] == 0 and drawn(attention)["p"] == 0.5
+    (attention,) = (n for n in program.graph.nodes if is_draw(n))
+    assert draw_arguments(attention)["op_id"] == 0 and draw_arguments(attention)["p"] == 0.5
     first, again, other = (run_program(program, model, (), _inputs(2, 16, True), seed=s).loss for s in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 

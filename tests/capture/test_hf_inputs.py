@@ -15,7 +15,7 @@ from megafx.capture.export import capture_call
 from megafx.capture.huggingface import synthesize_inputs
 from megafx.errors import CaptureError
 from megafx.ir.interpret import run_program
-from megafx.ir.nodes import drawn, draws
+from megafx.ir.nodes import draw_arguments, is_draw
 from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize
 
@@ -232,7 +232,7 @@ def test_dropout_gets_numbers_and_a_seed() -> None:
     model = cls(cls.config_class(**GPT2)).train()
     program = capture_call(model, *synthesize_inputs(model))
     canonicalize(program)
-    dropouts = [drawn(n) for n in program.graph.nodes if draws(n)]
+    dropouts = [draw_arguments(n) for n in program.graph.nodes if is_draw(n)]
     assert [d["op_id"] for d in dropouts] == list(range(4))  # embedding, attention, projection, MLP
     assert program.inputs[-1].kind == "seed"
     assert all(d["seed"] is program.placeholders()[-1] for d in dropouts)

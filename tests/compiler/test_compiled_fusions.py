@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from profile_fusions import CASES, Job, Setting, Widths, call_values, example_inputs, prepare
 
 from megafx.planner.hardware import Hardware
-from megafx.tools.profile_fusions import CASES, Job, Setting, Widths, call_values, example_inputs, prepare
 
 pytestmark = [
     pytest.mark.gpu,

@@ -87,7 +87,7 @@ def test_a_step_sends_each_gradient_once(t):
     program = compiled.program
     sent = [c for c in communication(program, t, {BATCH_AXIS: 4}) if c.axis == BATCH_AXIS]
     assert {c.collective for c in sent} == {ALL_REDUCE}
-    stored = [n.meta[VAL] for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "param"]
+    stored = [n.meta[VAL] for n, i in program.input_nodes() if i.kind == "param"]
     gradients = sum(payload(ALL_REDUCE, v.numel(), 4) * v.element_size() for v in stored)
     assert sum(c.bytes_moved for c in sent if c.direction == "backward") == pytest.approx(gradients, abs=64)
     assert [c.bytes_moved for c in sent if c.direction == "forward"] == [payload(ALL_REDUCE, 1, 4) * 8] * 2

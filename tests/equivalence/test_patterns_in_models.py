@@ -53,7 +53,7 @@ def fused(name, training=True, **options):
 
 def ops_of(program):
     active = active_nodes(program)
-    names = (dump.op_name(n.target) for n in program.graph.nodes if n.op == "call_function" and n in active)
+    names = (dump.target_text(n.target) for n in program.graph.nodes if n.op == "call_function" and n in active)
     return dict(Counter(n for n in names if n not in VIEWS))
 
 
@@ -138,7 +138,7 @@ def test_no_mask_has_queries_and_keys(name):
     """Causal masks and windows are flags; nothing that has both dims of the sequence is left."""
     program = fused(name)
     calls = [n for n in program.graph.nodes if n.op == "call_function"]
-    attention = next(n for n in calls if dump.op_name(n.target) == "attention")
+    attention = next(n for n in calls if dump.target_text(n.target) == "attention")
     assert attention.args[3] is None and attention.args[7:9] == MASKED[name]
     values = (n.meta[VAL] for n in calls)
     twice = [

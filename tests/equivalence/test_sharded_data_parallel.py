@@ -104,7 +104,7 @@ def test_a_step_sends_what_the_formula_says(t):
     compiled = compile_on(GPT2, data, t)
     sent = compiled.communication(mesh_of(data, t) | {"dp": 4, COPY_AXIS: 2 * t})
     stored, program = storage(compiled, data, GPT2), compiled.program
-    nodes = dict(zip(program.placeholders(), program.inputs, strict=True))
+    nodes = dict(program.input_nodes())
     gathers = scatters = forward_only = head = 0
     for node, spec in nodes.items():
         if spec.kind == "param":

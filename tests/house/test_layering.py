@@ -24,7 +24,6 @@ LAYERS = [
     "runtime testing equivalence",
     "api integrations",
     "__init__",
-    "tools",
     "cli",
 ]
 LAYER = {package: number for number, line in enumerate(LAYERS) for package in line.split()}

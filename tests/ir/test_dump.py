@@ -91,7 +91,7 @@ def test_details():
     ],
 )
 def test_op_names(target, name):
-    assert dump.op_name(target) == name
+    assert dump.target_text(target) == name
 
 
 BEFORE = "%0 = x        # f32[4]\n%1 = relu(%0)  # f32[4]\n%2 = neg(%1)   # f32[4]\n%3 = exp(%2)   # f32[4]\nreturn %3"

@@ -13,7 +13,7 @@ from functions import Function, ids_of, x_of
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
 from megafx.ir.interpret import run_program
-from megafx.ir.nodes import redraw
+from megafx.ir.nodes import set_arguments
 from megafx.passes.canonicalize.canonicalize import canonicalize
 
 aten = torch.ops.aten
@@ -71,7 +71,7 @@ def test_attention_with_dropout_is_our_op(causal: bool) -> None:
     assert not program.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
     first, again, other = (run_program(program, model, (x, *mask), seed=s) for s in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
-    redraw(attention, p=0.0)
+    set_arguments(attention, p=0.0)
     program.gm.recompile()
     model.p = 0.0
     wanted, found = model(x, *mask), run_program(program, model, (x, *mask))

@@ -14,7 +14,7 @@ from megafx.analysis.mask_reader import MaskReader
 from megafx.analysis.tables import Band, TableGuard, read_table
 from megafx.capture.export import capture_call
 from megafx.config import Config
-from megafx.ir.dump import op_name
+from megafx.ir.dump import target_text
 from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.patterns import attention, masked_softmax
@@ -42,7 +42,7 @@ def described(function, **more):
     fused = fuse_with(FAMILY, function, **HEADS | more)
     found = fused.program.copy()
     describe_masks(found, Config())
-    nodes = [n for n in found.graph.nodes if n.op == "call_function" and op_name(n.target) in ATTENTION]
+    nodes = [n for n in found.graph.nodes if n.op == "call_function" and target_text(n.target) in ATTENTION]
     assert len(nodes) == 1, fused.near_misses
     return fused.before, found, nodes[0]
 
@@ -88,7 +88,7 @@ def chain(mask):
 def test_causal_masks_are_flags(form):
     before, after, node = described(chain(CAUSAL[form]))
     assert node.args[3] is None and node.args[7:9] == (True, 0)
-    assert not {"tril", "triu", "full", "ones", "where", "arange"} & {op_name(n.target) for n in after.graph.nodes}
+    assert not {"tril", "triu", "full", "ones", "where", "arange"} & {target_text(n.target) for n in after.graph.nodes}
     assert_same(before, after)
 
 
@@ -193,7 +193,7 @@ def test_the_library_takes_flags_too():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=square(q).tril().bool())
 
     before, after, node = described(function)
-    assert op_name(node.target) == "attention" and node.args[3] is None and node.args[7] is True
+    assert target_text(node.target) == "attention" and node.args[3] is None and node.args[7] is True
     assert_same(before, after)
 
 
@@ -202,7 +202,7 @@ def test_softmax_that_returns_its_weights():
         return F.softmax((q @ k.transpose(-1, -2) * 0.5).masked_fill(square(q).tril() == 0, -1e38), -1)
 
     before, after, node = described(function)
-    assert op_name(node.target) == "scale_mask_softmax" and node.args[1] is None and node.args[3] is True
+    assert target_text(node.target) == "scale_mask_softmax" and node.args[1] is None and node.args[3] is True
     assert_same(before, after)
 
 

@@ -48,7 +48,7 @@ def fused(loss, config=None, **values) -> tuple[Program, Program]:
 
 
 def ops_of(program: Program) -> list[str]:
-    return [dump.op_name(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    return [dump.target_text(n.target) for n in program.graph.nodes if n.op == "call_function"]
 
 
 def test_golden():

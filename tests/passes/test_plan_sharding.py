@@ -107,7 +107,7 @@ def test_sequence_parallel_collectives(name: str) -> None:
 def test_the_residual_stream_is_whole_or_on_the_sequence(name: str, sequence_parallel: bool) -> None:
     """Norms, dropouts and residual sums: invariant without sequence parallelism, a shard of dim 1 with it."""
     program, planning, _ = _placed(name, sequence_parallel)
-    ids = next(n for n, spec in zip(program.placeholders(), program.inputs, strict=True) if spec.kind == "user")
+    ids = next(n for n, spec in program.input_nodes() if spec.kind == "user")
     batch = program.sizes.shape(ids.meta[VAL])[0]
     hidden = {"nanogpt": 4096, "llama": 4096}.get(name, 1024)
     seen = 0

@@ -1,5 +1,4 @@
-"""Covers: fusion_profile.py, passes/fuse/fuse.py, tools/profile_fusions.py, profile_fusions.py: fusions chosen by
-measurement."""
+"""Covers: planner/fusion_profile.py, passes/fuse/fuse.py, benchmarks/profile_fusions.py: fusions chosen by measurement."""
 
 from __future__ import annotations
 
@@ -11,18 +10,17 @@ import torch
 import torch.nn.functional as F
 import yaml
 from fusion_profiles import FAST, SLOW, measured, profile, saved
+from profile_fusions import CASES, Setting, Widths, elements, main, prepare
 from torch import nn
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.cli import main
 from megafx.compiler.pipeline import Request, compile_program
 from megafx.config import Config
 from megafx.errors import ConfigError
 from megafx.planner.fusion_profile import FOLDER, MERGE_GATE_UP, MERGE_LINEARS, MODES, FusionProfile, Measured, Times
 from megafx.planner.hardware import Hardware
 from megafx.rewrite.pattern import registered_patterns
-from megafx.tools.profile_fusions import CASES, Setting, Widths, elements, prepare
 
 
 class Block(nn.Module):
@@ -173,7 +171,7 @@ def test_a_profile_that_cannot_be_read_says_why(tmp_path, change, message):
     change(data)
     path = tmp_path / "p.yaml"
     path.write_text(yaml.safe_dump(data))
-    with pytest.raises(ConfigError, match="megafx profile-fusions --out mine.yaml") as error:
+    with pytest.raises(ConfigError, match="benchmarks/profile_fusions.py --out mine.yaml") as error:
         FusionProfile.load(path)
     assert message in str(error.value)
 
@@ -221,12 +219,12 @@ def test_chains_are_compiled_fused_and_not():
     assert elements(job, 2, 50) == 2 * 50 * 64
 
 
-def test_the_command_measures(tmp_path, capsys):
+def test_the_script_measures(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     options = ["--only", "glu", "--tokens", "4,64", "--hidden", "16", "--dtype", "float32", "--eager-only"]
-    assert main(["profile-fusions", "--out", str(path), *options]) == 0
+    assert main(["--out", str(path), *options]) == 0
     assert "Config(fusion_profile=" in capsys.readouterr().out
     found = FusionProfile.load(path)
     assert found.hardware == ("cpu-gloo",) and [t.elements for t in found.fusions["glu"].times] == [64, 1024]
-    assert main(["profile-fusions", "--out", str(path), "--only", "gluu"]) == 1
+    assert main(["--out", str(path), "--only", "gluu"]) == 1
     assert "no chain 'gluu' is measured" in capsys.readouterr().err

@@ -1,42 +1,42 @@
-"""Measure on this machine's device which fusions pay: `megafx profile-fusions`. The result is a `FusionProfile`.
+"""Measure which fusions pay on this machine's device, and write the `FusionProfile` that says so.
 
-Each chain of tools/profile_fusions.py goes through the whole pipeline twice, with every fusion and with none, and what
-comes out is
-run: as eager code, timed from call to call with the host's share, and under Inductor, timed by its kernels alone (a CUDA
-graph of the call is replayed; without CUDA, from call to call), for a compiled model hides the host behind other kernels.
+    python benchmarks/profile_fusions.py --out mine.yaml [--only glu,rope] [--tokens 16,2048] [--eager-only] [--processes 8]
+
+CASES holds chains of ops as models have them, one for each family of patterns. Each chain goes through the whole pipeline
+twice, with every fusion and with none. Both results are timed as eager code, from call to call with the host's share. They are
+timed under Inductor too, there by their kernels alone, since a compiled model hides the host behind other kernels: a CUDA graph
+of the call is replayed. (Without CUDA these times are also taken from call to call.)
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import itertools
 import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megafx.api import hardware_of
 from megafx.capture.export import capture_call
 from megafx.compiler.executable import Executable
 from megafx.compiler.pipeline import Request, compile_program
 from megafx.config import FUSIONS, MEASURE_NOTHING, Config
 from megafx.distributed.parameters import parameter_slots, place_joined
-from megafx.errors import UsageError
+from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import Program
 from megafx.planner.context import price_workload
 from megafx.planner.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS, FusionProfile, Measured, Times, mode_of
 from megafx.planner.hardware import Hardware
-
-# -- fusion cases
-#
-# Chains of ops as models have them, one for each family of patterns, that `megafx profile-fusions` measures fused and not.
-#
-# Each is a module on [batch, seq, ...] inputs, so that it is captured, fused and differentiated as any model is.
 
 P = 0.1  # of dropout
 EPS = 1e-5
@@ -291,7 +291,7 @@ def profile_fusions(
     device = setting.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else setting.hardware.name
     how = f"torch {torch.__version__}, {str(setting.dtype)[6:]}, widths {setting.widths}"
-    source = f"measured {datetime.date.today()}, {how}, megafx profile-fusions"
+    source = f"measured {datetime.date.today()}, {how}, benchmarks/profile_fusions.py"
     return FusionProfile(where, (setting.hardware.name,), source, {n: found[n] for n in names if n in found})
 
 
@@ -515,3 +515,44 @@ def _graph(step: Callable[[], Any], device: torch.device) -> torch.cuda.CUDAGrap
         for _ in range(REPLAYED):
             step()
     return graph
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="YAML to write, for Config.fusion_profile"
+    )
+    parser.add_argument("--only", default="", metavar="CHAINS", help="comma separated; default: all")
+    parser.add_argument("--tokens", metavar="N,N", help="sizes to measure at (default: 16,2048,16384)")
+    parser.add_argument("--hidden", type=int, default=4096, metavar="N")
+    parser.add_argument("--vocab", type=int, default=65536, metavar="N")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager-only", action="store_true", help="not under Inductor, which takes most of the time")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that many compile; they measure in turn")
+    parser.add_argument("--hardware", metavar="PROFILE", help="the profile it is for; default: that of the device")
+    args = parser.parse_args(argv)
+    try:
+        profile = _profile(args)
+    except MegafxError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    profile.save(args.out)
+    print(f"wrote {args.out}: use it as Config(fusion_profile='{args.out}')")
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> FusionProfile:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = Config(hardware=args.hardware, params_dtype=args.dtype)
+    try:
+        tokens = tuple(int(n) for n in args.tokens.split(",")) if args.tokens else TOKENS
+    except ValueError:
+        raise UsageError(f"--tokens {args.tokens} is no list of numbers", fix="write --tokens 16,2048") from None
+    widths = Widths(args.hidden, min(64, max(args.hidden // 8, 1)), args.vocab)
+    dtype = getattr(torch, str(config.params_dtype))
+    setting = Setting(hardware_of(config, device), device, tokens, widths, dtype, not args.eager_only)
+    return profile_fusions(setting, [name for name in args.only.split(",") if name], args.processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
