@@ -1,20 +1,41 @@
-"""What the rewrites of `canonicalize` share: emitting nodes, sizes as arguments, replacing a node in place."""
+"""What the rewrites of `canonicalize` share: which ops they look at, emitting nodes, sizes as arguments, replacing a node.
+
+@on("expand expand_as broadcast_to")                             # called for these ops of ATen alone
+def one_spelling_of_expand(editor: Editor, node: fx.Node) -> bool:
+    return respell(node, aten.expand.default, (node.args[0], editor.shape(node.meta[VAL])))
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from megafx.errors import CaptureError, or_leave_eager
-from megafx.ir.nodes import argument
-from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Builder, Program, fqn_of, source_of
+from megafx.ir.nodes import argument, aten_ops
+from megafx.ir.program import MADE_BY, VAL, Builder, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter, size_sources
 
 BY = "canonicalize"
-Rewrite = Callable[["Editor", fx.Node], bool]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A function that may rewrite a node of these ops; it returns whether it has."""
+
+    ops: frozenset[Any]
+    function: Callable[..., bool]
+
+    def __call__(self, editor: Editor, node: fx.Node, *more: Any) -> bool:
+        return node.target in self.ops and self.function(editor, node, *more)
+
+
+def on(names: str, *others: Any) -> Callable[[Callable[..., bool]], Rewrite]:
+    """A decorator: the function rewrites ATen's ops of these names (`aten_ops`), and others."""
+    return lambda function: Rewrite(aten_ops(names).union(others), function)
 
 
 class Editor:
@@ -26,7 +47,7 @@ class Editor:
         self.without_grad: set[fx.Node] = set()  # nodes that the model computes under no_grad
 
     def know_sizes(self) -> None:
-        """Learn what sizes the graph has: those of its inputs, and those of `megafx.rows`."""
+        """Learn which sizes the graph has: those of its inputs, and those of `megafx.rows`."""
         self.size_node = SizeEmitter(self.program.graph, self.program.sizes)
         self.known_symbols = set(size_sources(self.program.graph))
 
@@ -105,18 +126,5 @@ def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
     return tuple(argument(node, name) for name in names)
 
 
-def value_of(node: Any) -> Any:
-    """The fake value of an argument: a node's `val`, a constant itself."""
-    return node.meta[VAL] if isinstance(node, fx.Node) else node
-
-
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get(VAL), torch.Tensor)
-
-
-def copy_place(new: fx.Node, origin: fx.Node) -> None:
-    """Source line and module of `origin`, unless the node has its own."""
-    for key in (SOURCE, FQN):
-        if key not in new.meta and key in origin.meta:
-            new.meta[key] = origin.meta[key]
-    new.meta[MADE_BY] = (*new.meta.get(MADE_BY, ()), BY)
