@@ -2,18 +2,19 @@
 
     megafx plan llama-8b.json --tp 8 --seq-length 8192 --save plan.json    plan a model; needs no GPU, ranks or weights
     megafx explain my_package.models:build --tp 4 --html plan.html         the same as a report: placements, bytes, reasons
-    megafx check-rules                                                     brute-force every sharding rule of the table
-    megafx convert runs/gpt hf/ --model gpt/config.json                    a checkpoint as Hugging Face files, or the reverse
-    megafx diff before/ after/                                             two folders written by MEGAFX_DUMP
+    megafx check-rules                                                     try every sharding rule against the real op
+    megafx convert runs/gpt hf/ --model gpt/config.json                    a checkpoint to Hugging Face files, or back
+    megafx diff before/ after/                                             compare two folders that MEGAFX_DUMP wrote
     megafx version                                                         versions, for bug reports
 
 MODEL is a Hugging Face config (its .json file or folder), or 'module:factory', where factory() returns a model, or a
-(model, example_inputs) pair. It is built on the meta device: no memory is taken for weights.
+(model, example_inputs) pair. It is built on the meta device, so that its weights take no memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megafx.config import Config
+from megafx.config import Config, choices_of, is_whole
 from megafx.errors import MegafxError, UsageError
 
 if TYPE_CHECKING:
@@ -49,22 +50,16 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", _plan, "plan a model and print where everything is"),
         ("explain", _explain, "plan a model and print the report"),
     ):
-        command = commands.add_parser(name, help=help_text)
+        command = commands.add_parser(name, help=help_text, usage=f"megafx {name} [options] MODEL")
         command.set_defaults(run=run)
-        command.add_argument("model", help="Hugging Face config (.json or folder), or module:factory")
+        command.add_argument("model", metavar="MODEL", help="Hugging Face config (.json or folder), or module:factory")
         command.add_argument("--config", type=Path, help="YAML file of Config fields; the options below override it")
-        command.add_argument("--tp", type=int, metavar="N", help="tensor_model_parallel_size")
-        command.add_argument("--sequence-parallel", choices=("auto", "on", "off"))
-        command.add_argument("--micro-batch-size", type=int, metavar="N")
-        command.add_argument("--seq-length", type=int, metavar="N")
-        command.add_argument("--hardware", metavar="PROFILE")
-        command.add_argument("--planner-policy", choices=("megatron", "free"))
-        command.add_argument("--params-dtype", metavar="DTYPE")
         if name == "plan":
             command.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
         else:
             command.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
             command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+        _add_fields(command.add_argument_group("fields of megafx.Config"))
     command = commands.add_parser("check-rules", help="check every sharding rule against the real op")
     command.set_defaults(run=_check_rules)
     command.add_argument("ops", nargs="*", metavar="OP", help="only these, for example aten.linear.default")
@@ -90,6 +85,28 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("after", type=Path)
     commands.add_parser("version", help="print versions").set_defaults(run=_version)
     return parser
+
+
+SHORT = {"tensor_model_parallel_size": "--tp"}
+SWITCH: dict[Any, str] = {True: "on", False: "off"}
+
+
+def _add_fields(group: argparse._ArgumentGroup) -> None:
+    """An option for each field of Config that a shell can give: `--seq-length` for seq_length. Switches are on or off."""
+    for f in dataclasses.fields(Config):
+        how: dict[str, Any] = {"dest": f.name, "metavar": f.name.rpartition("_")[2].upper()}
+        choices = choices_of(f.name)
+        if choices:
+            how |= {"choices": [SWITCH.get(c, c) for c in choices], "metavar": None}
+        elif is_whole(f.name):
+            how |= {"type": int, "metavar": "N"}
+        elif f.default is dataclasses.MISSING:  # a mapping or a list: for the file of --config
+            continue
+        default = (
+            "" if f.default is None else f" (default: {SWITCH.get(f.default, f.default) if choices else f.default})"
+        )
+        names = [SHORT[f.name]] if f.name in SHORT else []
+        group.add_argument(*names, "--" + f.name.replace("_", "-"), help=f.metadata["doc"] + default, **how)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -157,16 +174,9 @@ def _version(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> Config:
     config = Config.from_yaml(args.config) if args.config else Config()
-    given: dict[str, Any] = {
-        "tensor_model_parallel_size": args.tp,
-        "sequence_parallel": {"on": True, "off": False}.get(args.sequence_parallel, args.sequence_parallel),
-        "micro_batch_size": args.micro_batch_size,
-        "seq_length": args.seq_length,
-        "hardware": args.hardware,
-        "planner_policy": args.planner_policy,
-        "params_dtype": args.params_dtype,
-    }
-    return config.replace(**{name: value for name, value in given.items() if value is not None})
+    values = {"on": True, "off": False}
+    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Config)}
+    return config.replace(**{name: values.get(value, value) for name, value in given.items() if value is not None})
 
 
 def load_model(name: str) -> tuple[nn.Module, Any]:

@@ -1,6 +1,7 @@
 """`Config`: what a user may choose, validated. No torch import.
 
-Field names are Megatron's where the meaning is the same.
+A field's name, type, default and doc stand in one place: the check of its value, `help(megafx.Config)` and the options of the
+`megafx` command come from there. Names are Megatron's where the meaning is the same.
 """
 
 from __future__ import annotations
@@ -8,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
 
 from megafx.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 # Canonical style -> other spellings of it (PyTorch's ParallelStyle classes, Hugging Face's `tp_plan` names).
 STYLES: dict[str, tuple[str, ...]] = {
@@ -26,119 +26,121 @@ STYLES: dict[str, tuple[str, ...]] = {
     "replicate": ("ReplicateParallel", "replicated", "replicated_with_grad_allreduce"),
     "sequence": ("SequenceParallel", "sequence_parallel"),
 }
-# Fields that switch a family of fusions off.
-FUSIONS = (
-    "bias_dropout_fusion",
-    "bias_activation_fusion",
-    "masked_softmax_fusion",
-    "apply_rope_fusion",
-    "norm_fusion",
-    "attention_fusion",
-    "cross_entropy_fusion",
-    "embedding_fusion",
-    "merge_linears",
-)
 MEASURE_NOTHING = "all"  # Config.fusion_profile: every fusion is made, whatever was measured
 _STYLE_OF = {name: style for style, names in STYLES.items() for name in (style, *names)}
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+def _option(default: Any, doc: str, *, least: int = 0, fuses: bool = False) -> Any:
+    """A field. least: the smallest whole number that it takes; fuses: it switches a family of fusions off."""
+    make = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return field(metadata={"doc": doc, "least": least, "fuses": fuses}, **make)
+
+
 @dataclass(frozen=True)
 class Config:
-    """Choices of one `megafx.parallelize` call.
+    """Choices of one `megafx.parallelize` call."""
 
-    tensor_model_parallel_size  ranks of the tensor-parallel axis; None: the size of the mesh or of the world, else 1
-    data_parallel_size          groups of tensor-parallel ranks that share the work of a batch; None: the 'dp' dims of the mesh,
-                                else 1
-    data_parallel               "ddp": every one holds all parameters; "zero1", "fsdp": a shard of them (docs/data_parallel.md)
-    data_parallel_shard_size    ranks that hold one copy of sharded parameters together; None: all of data_parallel_size
-    data_parallel_loss          "batch": a loss in the graph is that of the whole batch, and dropout is one mask over it;
-                                "average": each rank's loss is of its own rows, and gradients are averaged
-    data_parallel_bucket_mib    gradients are reduced together until they are this many MiB
-    sequence_parallel           True, False, or "auto": the planner decides by cost
-    micro_batch_size            workload that the planner prices; never the batch of trace inputs
-    seq_length                  workload that the planner prices; None: the model's maximum, else that of the inputs
-    params_dtype                the model is cast to it first ("bf16", "float32", torch.bfloat16); None: as it is
-    hardware                    name of a measured profile (hardware/*.yaml), or path of one; None: by the device
-    planner_policy              "megatron": policies remove strategies, each with a reason; "free": cost alone decides
-    overrides                   {glob over module or parameter names: style}; styles are the keys of `STYLES`
-    gather_outputs              without a loss, outputs come back whole (True) or as sharded DTensors (False)
-    differentiable_outputs      large outputs beside a loss carry gradients too
-    lazy_outputs                logits beside a loss that is fused with their layer are computed when they are first read
-    compile                     lower the graphs through Inductor
-    bias_dropout_fusion         bias + dropout + residual add become one kernel; so do these knobs switch their families off:
-    bias_activation_fusion      bias + GeLU and other activations, gated linear units (SwiGLU)
-    masked_softmax_fusion       scale + mask + softmax + dropout
-    apply_rope_fusion           rotary embeddings
-    norm_fusion                 LayerNorm and RMSNorm, and sums with the norm that follows
-    attention_fusion            the attention chain
-    cross_entropy_fusion        cross entropy, and linear + cross entropy
-    embedding_fusion            word + position (+ type) embeddings and their dropout
-    merge_linears               linears of one value as one product: gate and up, queries, keys and values
-    recompute_activation_func   outputs of fused activations are not kept: the kernel of their gradient writes them again
-    fusion_profile              measurements: a fusion that was slower is not made. Name of a profile (hardware/fusions/) or a
-                                path ('megafx profile-fusions' writes one); None: by the hardware; "all": all are made
-    attention_dropout_rng       "counter": masks by (seed, position), the same on any number of ranks; "native": library kernels
-                                with torch's generator where they can, on one rank only
-    check_inputs_every          ranks compare input hashes on the first steps, then every so many steps; 0: then never
-    eager_modules               globs of submodules that are not captured: their code runs as it is, on whole tensors
-    check_for_nan_in_loss_and_grad  a loss or gradient that is not finite is an error on every rank, before the optimizer
-                                sees it; waits for the device each step
-    passes                      users' own passes: pairs ("after <pass>" or "before <pass>", function of a Program)
-    """
-
-    tensor_model_parallel_size: int | None = None
-    data_parallel_size: int | None = None
-    data_parallel: Literal["ddp", "zero1", "fsdp"] = "ddp"
-    data_parallel_shard_size: int | None = None
-    data_parallel_loss: Literal["batch", "average"] = "batch"
-    data_parallel_bucket_mib: int = 25  # that of DistributedDataParallel
-    sequence_parallel: bool | Literal["auto"] = "auto"
-    micro_batch_size: int = 1
-    seq_length: int | None = None
-    params_dtype: str | torch.dtype | None = None
-    hardware: str | None = None
-    planner_policy: Literal["megatron", "free"] = "megatron"
-    overrides: Mapping[str, str] = field(default_factory=dict)
-    gather_outputs: bool = True
-    differentiable_outputs: bool = False
-    lazy_outputs: bool = True
-    compile: bool = False
-    bias_dropout_fusion: bool = True
-    bias_activation_fusion: bool = True
-    masked_softmax_fusion: bool = True
-    apply_rope_fusion: bool = True
-    norm_fusion: bool = True
-    attention_fusion: bool = True
-    cross_entropy_fusion: bool = True
-    embedding_fusion: bool = True
-    merge_linears: bool = True
-    recompute_activation_func: bool = True
-    fusion_profile: str | None = None
-    attention_dropout_rng: Literal["counter", "native"] = "counter"
-    check_inputs_every: int = 100
-    eager_modules: tuple[str, ...] = ()
-    check_for_nan_in_loss_and_grad: bool = False
-    passes: tuple[tuple[str, Callable[..., int]], ...] = ()
+    tensor_model_parallel_size: int | None = _option(
+        None, "ranks of the tensor-parallel axis; None: the size of the mesh or of the world, else 1", least=1
+    )
+    data_parallel_size: int | None = _option(
+        None,
+        "number of tensor-parallel groups, which share a batch among them; None: the size of the mesh's 'dp' dims, else 1",
+        least=1,
+    )
+    data_parallel: Literal["ddp", "zero1", "fsdp"] = _option(
+        "ddp", "'ddp': every group holds all parameters; 'zero1', 'fsdp': a shard of them (docs/data_parallel.md)"
+    )
+    data_parallel_shard_size: int | None = _option(
+        None, "number of groups that hold one copy of sharded parameters together; None: all of them", least=2
+    )
+    data_parallel_loss: Literal["batch", "average"] = _option(
+        "batch",
+        "'batch': a loss in the graph is that of the whole batch, and dropout draws one mask for all of it; "
+        "'average': each rank has the loss of its own rows, and gradients are averaged",
+    )
+    data_parallel_bucket_mib: int = _option(  # the default is that of DistributedDataParallel
+        25, "gradients are collected until they are this many MiB, and then reduced together", least=1
+    )
+    sequence_parallel: bool | Literal["auto"] = _option(
+        "auto", "ranks hold slices of the sequence where no weight is cut; 'auto': the planner decides by cost"
+    )
+    micro_batch_size: int = _option(1, "batch size that the planner prices; calls may have any", least=1)
+    seq_length: int | None = _option(
+        None, "sequence length that the planner prices; None: the model's maximum, else that of the inputs", least=1
+    )
+    params_dtype: Any = _option(  # noqa: RUF009
+        None, "dtype to which the model is cast first ('bf16', 'float32', torch.bfloat16); None: it stays as it is"
+    )
+    hardware: str | None = _option(
+        None, "name of a measured profile (planner/hardware/*.yaml), or path of one; None: chosen by the device"
+    )
+    planner_policy: Literal["megatron", "free"] = _option(
+        "megatron", "'megatron': policies remove strategies, each with a reason; 'free': cost alone decides"
+    )
+    overrides: Mapping[str, str] = _option(
+        dict, "{glob over names of modules or parameters: style}; the styles are the keys of `STYLES`"
+    )
+    gather_outputs: bool = _option(
+        True, "without a loss in the graph, outputs come back whole; False: as sharded DTensors"
+    )
+    differentiable_outputs: bool = _option(False, "large outputs that are returned beside a loss carry gradients too")
+    lazy_outputs: bool = _option(
+        True, "logits beside a loss that is fused with their layer are computed when they are first read"
+    )
+    compile: bool = _option(False, "lower the graphs through Inductor")
+    bias_dropout_fusion: bool = _option(True, "fuse bias + dropout + residual sum", fuses=True)
+    bias_activation_fusion: bool = _option(
+        True, "fuse bias + GeLU or another activation, and gated linear units (SwiGLU)", fuses=True
+    )
+    masked_softmax_fusion: bool = _option(True, "fuse scale + mask + softmax + dropout", fuses=True)
+    apply_rope_fusion: bool = _option(True, "fuse rotary embeddings", fuses=True)
+    norm_fusion: bool = _option(True, "fuse LayerNorm and RMSNorm, also with the sum before them", fuses=True)
+    attention_fusion: bool = _option(True, "fuse the chain of attention", fuses=True)
+    cross_entropy_fusion: bool = _option(True, "fuse cross entropy, and linear + cross entropy", fuses=True)
+    embedding_fusion: bool = _option(True, "fuse word + position (+ type) embeddings and their dropout", fuses=True)
+    merge_linears: bool = _option(
+        True, "compute linears that read one value as one product: gate and up; queries, keys and values", fuses=True
+    )
+    recompute_activation_func: bool = _option(
+        True, "outputs of fused activations are not kept for backward: the kernel of their gradient computes them again"
+    )
+    fusion_profile: str | None = _option(
+        None,
+        "measurements, by which a fusion that was slower is left out: name of a profile (planner/hardware/fusions/*.yaml), or "
+        "path of one that benchmarks/profile_fusions.py wrote; None: chosen by the hardware; 'all': every fusion is made",
+    )
+    attention_dropout_rng: Literal["counter", "native"] = _option(
+        "counter",
+        "'counter': dropout masks follow from seed and position, the same at any number of ranks; "
+        "'native': the library's kernels with torch's generator where they can be used, on one rank only",
+    )
+    check_inputs_every: int = _option(
+        100,
+        "ranks compare hashes of their inputs on the first calls, then at every so many calls; 0: on the first alone",
+    )
+    eager_modules: tuple[str, ...] = _option(
+        tuple, "globs of submodules that are not captured: their code runs as it is, on whole tensors"
+    )
+    check_for_nan_in_loss_and_grad: bool = _option(
+        False,
+        "a loss or gradient that is not finite is an error on every rank, before the optimizer sees it; "
+        "each step then waits for the device",
+    )
+    passes: tuple[tuple[str, Callable[..., int]], ...] = _option(
+        tuple, "your own passes: pairs of 'after <pass>' or 'before <pass>' and a function"
+    )
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen: normalised once, here
-        self._whole("tensor_model_parallel_size", least=1, optional=True)
-        self._whole("data_parallel_size", least=1, optional=True)
-        self._whole("data_parallel_shard_size", least=2, optional=True)
-        self._whole("data_parallel_bucket_mib", least=1)
-        self._one_of("data_parallel", ("ddp", "zero1", "fsdp"))
-        self._one_of("data_parallel_loss", ("batch", "average"))
+        for f in dataclasses.fields(self):
+            value, choices = getattr(self, f.name), choices_of(f.name)
+            if choices and not any(value is c if isinstance(c, bool) else value == c for c in choices):
+                raise _error(f.name, value, " or ".join(repr(c) for c in choices))
+            if is_whole(f.name):
+                _check_whole(f, value)
         self._data_parallel_sizes()
-        self._whole("micro_batch_size", least=1)
-        self._whole("seq_length", least=1, optional=True)
-        self._whole("check_inputs_every", least=0)
-        switches = ("gather_outputs", "differentiable_outputs", "lazy_outputs", "compile", "recompute_activation_func")
-        for name in (*switches, "check_for_nan_in_loss_and_grad", *FUSIONS):
-            self._one_of(name, (True, False))
-        self._one_of("sequence_parallel", (True, False, "auto"))
-        self._one_of("planner_policy", ("megatron", "free"))
-        self._one_of("attention_dropout_rng", ("counter", "native"))
         if self.hardware is not None and not isinstance(self.hardware, str):
             raise _error("hardware", self.hardware, "a profile name, the path of a .yaml file, or None")
         if self.fusion_profile is not None and not isinstance(self.fusion_profile, str):
@@ -155,18 +157,6 @@ class Config:
             raise _error("data_parallel_shard_size", shard, "None where data_parallel is 'ddp', which shards nothing")
         if shard is not None and size is not None and size % shard:
             raise _error("data_parallel_shard_size", shard, f"a divisor of data_parallel_size={size}")
-
-    def _whole(self, name: str, *, least: int, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if optional and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise _error(name, value, f"a whole number of at least {least}" + (", or None" if optional else ""))
-
-    def _one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
-        value = getattr(self, name)
-        if not any(value is a if isinstance(a, bool) else value == a for a in allowed):
-            raise _error(name, value, " or ".join(repr(a) for a in allowed))
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, validated again."""
@@ -203,6 +193,48 @@ class Config:
                 f"{path} holds {type(values).__name__}, not a mapping", fix="write one 'field: value' a line"
             )
         return Config.from_dict(values)
+
+
+_TYPES = get_type_hints(Config)
+FUSIONS = tuple(f.name for f in dataclasses.fields(Config) if f.metadata["fuses"])
+
+
+def choices_of(name: str) -> tuple[Any, ...]:
+    """The values that a field takes, where its type lists them: of bool, Literal, and unions of these."""
+    kind = _TYPES[name]
+    if kind is bool:
+        return True, False
+    parts = get_args(kind)
+    if bool in parts:
+        return True, False, *(value for part in parts for value in get_args(part))
+    return parts if parts and all(isinstance(part, str) for part in parts) else ()
+
+
+def is_whole(name: str) -> bool:
+    """Whether a field takes whole numbers, or those and None."""
+    return _TYPES[name] is int or set(get_args(_TYPES[name])) == {int, NoneType}
+
+
+def _check_whole(f: dataclasses.Field[Any], value: object) -> None:
+    least, optional = f.metadata["least"], _TYPES[f.name] is not int
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _error(f.name, value, f"a whole number of at least {least}" + (", or None" if optional else ""))
+
+
+def _listing() -> str:
+    """The fields with their docs and defaults, for `help(Config)`."""
+    lines = []
+    for f in dataclasses.fields(Config):
+        default = "" if f.default is dataclasses.MISSING else f" (default: {f.default!r})"
+        lines += textwrap.wrap(
+            f.metadata["doc"] + default, 120, initial_indent=f"{f.name}: ", subsequent_indent=" " * 4
+        )
+    return textwrap.indent("\n".join(lines), " " * 4)
+
+
+Config.__doc__ = f"{Config.__doc__}\n\n{_listing()}"
 
 
 def _error(name: str, value: object, allowed: str) -> ConfigError:

@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import fx
 
 from megafx.analysis.communication import Communication
+from megafx.ir.facts import facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
 from megafx.ops.owners import OF_RANK
@@ -29,7 +30,6 @@ from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, payload, transition
 from megafx.planner.context import Planning
 from megafx.planner.cost import MATMULS, collective_seconds
-from megafx.rules.strategies import SPECIAL
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
@@ -296,7 +296,7 @@ def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
         return "on a shard of the sequence" if out.is_shard else "replicated"
     if node.target is OF_RANK:
         return "expert-parallel"
-    if any(p.is_shard and p.dim == 0 for p in weights) and str(node.target) == "megafx.grouped_mlp.default":
+    if any(p.is_shard and p.dim == 0 for p in weights) and facts_of(node.target).experts:
         return "expert-parallel"
     if out.kind == "P":
         return "vocab-parallel" if lookup else "row-parallel"
@@ -313,7 +313,8 @@ def _moves(program: Program, planning: Planning, node: fx.Node) -> tuple[Move, .
                 moves.append(_move(program, planning, value, user))
                 stack.append(user)
     choice = planning.solved.ops.get(node.name)
-    if choice is not None and choice.out == I and choice.factor and choice.factor == SPECIAL.get(str(node.target)):
+    localized = facts_of(node.target).localize
+    if choice is not None and choice.out == I and localized is not None and choice.factor == localized.factor:
         moves.append(_statistics(program, planning, node))
     return tuple(moves)
 

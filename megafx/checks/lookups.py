@@ -1,4 +1,4 @@
-"""Facts of lookups in a sharded vocabulary, in which ranks compute with their own coordinate.
+"""Values that differ by rank by intent: a lookup in a sharded vocabulary, and the loss over one.
 
 A rank looks up the ids that lie in its rows of the table and contributes zeros for the others:
 
@@ -7,10 +7,9 @@ A rank looks up the ids that lie in its rows of the table and contributes zeros 
     where(mine, found, 0)                             partial
     backward: where(mine, grad, 0), then embedding_dense_backward(., safe, rows): shard S0 of the table
 
-Every step is recognised by what it computes (a `Trait`), so leaving one out, or mixing two tables' masks, is no lookup.
-The vocabulary-parallel loss: ce_stats gives each rank statistics of its classes, which stacked on a new dim are a shard;
-gathered, they make ce_loss whole, and its backward a shard, without a collective. Behind a linear layer whose logits are never
-made, linear_ce_stats and linear_ce_loss do the same; backward gives the gradient of its input as summands.
+Each step is recognised by what it computes (a `Trait`), so a graph that leaves one out, or mixes the masks of two tables, is
+refused. The loss: each rank has statistics of its own classes, which stacked on a new dim are a shard; gathered, they make
+the loss whole, and its backward a shard, without a collective. What such ops take and give is a fact of theirs (`types`).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from torch import fx
 
 from megafx.ir.contracts import fail, is_transition, layout_of
+from megafx.ir.facts import facts_of
 from megafx.ir.nodes import is_zero
 from megafx.ir.program import VAL, Program
 from megafx.placements.types import Layout, P, Placement, R, S
@@ -54,9 +54,9 @@ class Lookups:
 
         Of several results there is one reading: a tuple of them.
         """
-        step = _STEPS.get(str(node.target))
-        involved = any(a in self.traits for a in node.all_input_nodes)
-        if step is None or not (involved or str(node.target) in _ENTRIES):
+        step = _typed if facts_of(node.target).types else _STEPS.get(str(node.target))
+        starts = step in (_typed, _rank) or any(a in self.traits for a in node.all_input_nodes)
+        if step is None or not starts:
             return None
         result = step(self, node)
         if isinstance(result, Trait):
@@ -171,93 +171,38 @@ def _same(state: Lookups, node: fx.Node) -> Found:
     return state.traits.get(node.args[0])  # type: ignore[arg-type]
 
 
-# -- the vocabulary-parallel loss
+# -- ops whose file says what they take and give (`OpFacts.types`): the vocabulary-parallel loss
 
 
-def _stats(state: Lookups, node: fx.Node) -> Found:
-    logits, target, flat = node.args[:3]
-    layout = Layout.from_flat(layout_of(state.program, flat))
-    _check_logits(state, node, logits, target, layout)
-    return Trait("statistics", (logits, target, layout))
+def _typed(state: Lookups, node: fx.Node) -> Found | tuple[Placement, ...]:
+    target: Any = node.target
+    left, _, right = facts_of(target).types.partition("->")
+    tensors = [(i, a.name) for i, a in enumerate(target._schema.arguments) if "Tensor" in str(a.type)]
+    given = {name: _undetached(node.args[i]) for i, name in tensors}
+    at = [a.name for a in target._schema.arguments].index("layout")
+    layout = Layout.from_flat(layout_of(state.program, node.args[at]))
+    for (name, value), wanted in zip(given.items(), left.replace(" ", "").split(","), strict=True):
+        if wanted == "stats":
+            _check_gathered(state, node, value, given, layout)
+        elif wanted == "R" and not state.whole(value):
+            raise fail(node, f"its operand '{name}' must be whole")
+        elif wanted[0] == "S" and value is not None and layout not in state.shard(value, int(wanted[1:])):
+            raise fail(node, f"its operand '{name}' must be shard {S(int(wanted[1:]), layout)}")
+    if right.strip() == "stats":
+        return Trait("statistics", (given, layout))
+    made = tuple(S(int(r[1:]), layout) if r[0] == "S" else Placement(r) for r in right.replace(" ", "").split(";"))
+    return made if len(made) > 1 else made[0]
 
 
-def _check_logits(state: Lookups, node: fx.Node, logits: Any, target: Any, layout: Layout) -> None:
-    if layout not in state.shard(logits, 1):
-        raise fail(node, f"its logits must be shard {S(1, layout)}")
-    if not state.whole(target):
-        raise fail(node, "its targets must be whole")
-
-
-def _of_all_ranks(state: Lookups, node: fx.Node, everyone: Any, key: Any) -> None:
-    """`everyone` must be the statistics of these logits, gathered."""
-    if not state.whole(everyone):
+def _check_gathered(state: Lookups, node: fx.Node, stats: Any, given: dict[str, Any], layout: Layout) -> None:
+    """`stats` must be the statistics of the same operands, gathered."""
+    if not state.whole(stats):
         raise fail(node, "its statistics must be whole: they are not gathered")
-    source = everyone
-    while isinstance(source, fx.Node) and (is_transition(source) or str(source.target) in STACKS):
-        source = source.args[0]
-    if state.trait(source, "statistics") != key:
-        raise fail(node, "its statistics are not those of its logits and targets")
-
-
-def _ce_loss(state: Lookups, node: fx.Node) -> Found:
-    logits, target, everyone, _, _, flat = node.args[:6]
-    layout = Layout.from_flat(layout_of(state.program, flat))
-    _check_logits(state, node, logits, target, layout)
-    _of_all_ranks(state, node, everyone, (logits, target, layout))
-    return R
-
-
-def _ce_loss_backward(state: Lookups, node: fx.Node) -> Found:
-    grad, logits, target, everyone, _, _, _, flat = node.args[:8]
-    layout = Layout.from_flat(layout_of(state.program, flat))
-    _check_logits(state, node, logits, target, layout)
-    _of_all_ranks(state, node, everyone, (logits, target, layout))
-    if not state.whole(grad):
-        raise fail(node, "the gradient of the loss must be whole")
-    return S(1, layout)
-
-
-# -- the same behind a linear layer, without its logits
-
-
-def _linear_stats(state: Lookups, node: fx.Node) -> Found:
-    x, weight, bias, target, flat = node.args[:5]
-    layout = Layout.from_flat(layout_of(state.program, flat))
-    _check_layer(state, node, (x, weight, bias, target), layout)
-    return Trait("statistics", (_undetached(x), _undetached(weight), _undetached(bias), target, layout))
-
-
-def _linear_loss(state: Lookups, node: fx.Node) -> Found:
-    x, weight, bias, target, everyone, _, _, flat = node.args[:8]
-    _of_layer(state, node, x, weight, bias, target, everyone, flat)
-    return R
-
-
-def _linear_loss_backward(state: Lookups, node: fx.Node) -> Found | tuple[Placement, ...]:
-    grad, x, weight, bias, target, everyone, _, _, _, flat = node.args[:10]
-    layout = _of_layer(state, node, x, weight, bias, target, everyone, flat)
-    if not state.whole(grad):
-        raise fail(node, "the gradient of the loss must be whole")
-    return P, S(0, layout), S(0, layout)
-
-
-def _of_layer(
-    state: Lookups, node: fx.Node, x: Any, weight: Any, bias: Any, target: Any, everyone: Any, flat: Any
-) -> Layout:
-    layout = Layout.from_flat(layout_of(state.program, flat))
-    _check_layer(state, node, (x, weight, bias, target), layout)
-    key = (_undetached(x), _undetached(weight), _undetached(bias), target, layout)
-    _of_all_ranks(state, node, everyone, key)
-    return layout
-
-
-def _check_layer(state: Lookups, node: fx.Node, operands: tuple[Any, ...], layout: Layout) -> None:
-    x, weight, bias, target = operands
-    for value in (weight, bias):
-        if value is not None and layout not in state.shard(value, 0):
-            raise fail(node, f"its weight and bias must be shard {S(0, layout)}")
-    if not (state.whole(x) and state.whole(target)):
-        raise fail(node, "its hidden states and targets must be whole")
+    while isinstance(stats, fx.Node) and (is_transition(stats) or str(stats.target) in STACKS):
+        stats = stats.args[0]
+    operands, cut = state.trait(stats, "statistics") or ({}, None)
+    if cut != layout or any(given.get(name) is not value for name, value in operands.items()):
+        raise fail(node, "its statistics are not those of its operands")
 
 
 def _undetached(node: Any) -> Any:
@@ -278,24 +223,5 @@ _STEPS = {
     "aten.where.self": _where,
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
-    "megafx.ce_stats.default": _stats,
-    "megafx.ce_loss.default": _ce_loss,
-    "megafx.ce_loss_lse.default": _ce_loss,
-    "megafx.ce_loss_backward.default": _ce_loss_backward,
-    "megafx.linear_ce_stats.default": _linear_stats,
-    "megafx.linear_ce_loss.default": _linear_loss,
-    "megafx.linear_ce_loss_lse.default": _linear_loss,
-    "megafx.linear_ce_loss_backward.default": _linear_loss_backward,
     **dict.fromkeys(KEEPS_TRAIT, _same),
 }
-_ENTRIES = (
-    "megafx.axis_index.default",
-    "megafx.ce_stats.default",
-    "megafx.ce_loss.default",
-    "megafx.ce_loss_lse.default",
-    "megafx.ce_loss_backward.default",
-    "megafx.linear_ce_stats.default",
-    "megafx.linear_ce_loss.default",
-    "megafx.linear_ce_loss_lse.default",
-    "megafx.linear_ce_loss_backward.default",
-)

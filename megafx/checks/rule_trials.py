@@ -12,19 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import megafx.kernels.activation.bias_activation
-import megafx.kernels.activation.glu
-import megafx.kernels.attention.attention
-import megafx.kernels.attention.masked_softmax
-import megafx.kernels.attention.rope
-import megafx.kernels.dropout.bias_dropout_add
-import megafx.kernels.dropout.dropout
-import megafx.kernels.join_parameters
-import megafx.kernels.loss.cross_entropy
-import megafx.kernels.loss.linear_cross_entropy
-import megafx.kernels.norm.add_norm
-import megafx.kernels.norm.norms  # noqa: F401  registers the ops
-from megafx.checks.rule_samples import Sample, T
+from megafx.checks.rule_samples import Sample
+from megafx.ir.facts import SampleTensor
 from megafx.ir.nodes import is_draw
 from megafx.ir.program import VAL
 from megafx.ir.sizes import Sizes
@@ -50,8 +39,9 @@ class Trial:
         self._last: Any = None
         namespace, name, overload = sample.op.split(".")
         self.target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        self.specs: list[T] = [a for a in _leaves((sample.args, sample.kwargs)) if isinstance(a, T)]
-        self.whole = [spec.make(self.generator) for spec in self.specs]
+        leaves_of_call = _leaves((sample.args, sample.kwargs))
+        self.specs: list[SampleTensor] = [a for a in leaves_of_call if isinstance(a, SampleTensor)]
+        self.whole = [make_tensor(spec, self.generator) for spec in self.specs]
         leaves = [v.requires_grad_() if s.kind == "x" else v for s, v in zip(self.specs, self.whole, strict=True)]
         self.outputs = _tuple(self.run(leaves))
         self.rule = self._rule(own)
@@ -74,7 +64,7 @@ class Trial:
         graph = fx.Graph()
         self.placeholders: list[fx.Node] = []
 
-        def placeholder(spec: T) -> fx.Node:
+        def placeholder(spec: SampleTensor) -> fx.Node:
             node = graph.placeholder(f"x{len(self.placeholders)}")
             node.meta[VAL] = self.whole[len(self.placeholders)]
             self.placeholders.append(node)
@@ -348,18 +338,27 @@ _LOCAL: dict[str, Local] = {
 # -- trees and numbers
 
 
+def make_tensor(spec: SampleTensor, generator: torch.Generator) -> Tensor:
+    if spec.kind == "i":
+        return torch.randint(0, int(spec.high), spec.shape, generator=generator)
+    if spec.kind == "m":
+        return torch.rand(spec.shape, generator=generator) < 0.7
+    spread = torch.rand(spec.shape, generator=generator, dtype=torch.float64)
+    return spread * (spec.high - spec.low) + spec.low
+
+
 def _leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, dict):
         tree = tuple(tree.values())
-    if isinstance(tree, (tuple, list)) and not isinstance(tree, T):
+    if isinstance(tree, (tuple, list)) and not isinstance(tree, SampleTensor):
         for a in tree:
             yield from _leaves(a)
     else:
         yield tree
 
 
-def _map(tree: Any, of_tensor: Callable[[T], Any]) -> Any:
-    if isinstance(tree, T):
+def _map(tree: Any, of_tensor: Callable[[SampleTensor], Any]) -> Any:
+    if isinstance(tree, SampleTensor):
         return of_tensor(tree)
     if isinstance(tree, dict):
         return {k: _map(v, of_tensor) for k, v in tree.items()}

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 from megafx.checks.rule_samples import SAMPLES, Sample, samples_of
 from megafx.checks.rule_trials import Row, Trial
+from megafx.ir.facts import declared
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS
-from megafx.rules.grammar import declared_rules, op_key, registered, registered_rule
+from megafx.rules.grammar import op_key, registered, registered_rule
 
 # Rows that are right on finite numbers, and are not claimed on purpose.
 POLICIES: dict[tuple[str, str], str] = {
@@ -67,7 +68,8 @@ class Report:
 def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Iterable[int] = (2, 3)) -> Report:
     """rules: ops to check (all by default), or op -> rule string to check in place of the op's own."""
     given = dict(rules) if isinstance(rules, Mapping) else {}
-    every = sorted({*RULES, *FAMILIES, *VIEWS, *declared_rules(), *(name for name, _, _ in SAMPLES)})
+    own = {op for op, facts in declared().items() if facts.rule}
+    every = sorted({*RULES, *FAMILIES, *VIEWS, *own, *(name for name, _, _ in SAMPLES)})
     ops = [op_key(op) for op in ([*every, *registered()] if rules is None else rules)]
     report = Report()
     for op in dict.fromkeys(ops):

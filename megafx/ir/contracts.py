@@ -24,14 +24,12 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 from megafx.errors import PlacementError
+from megafx.ir.facts import facts_of
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import size_sources
 from megafx.placements.types import TRANSITIONS, Layout, Placement
 
 TRANSITION = "megafx.transition.default"
-# Ops that localize_shapes writes out with collectives of their own: an invariant result of a shard (the loss of a sharded
-# vocabulary) is right for them.
-WRITTEN_OUT = frozenset({"megafx.cross_entropy.default", "megafx.cross_entropy_lse.default"})
 WAIT = "_c10d_functional.wait_tensor.default"
 COLLECTIVE_NAMESPACE = "_c10d_functional"
 GATHER = "megafx.gather_region.default"
@@ -189,8 +187,9 @@ def check_placements(program: Program) -> None:
         if placement is None or node.op != "call_function":
             continue
         _check_shard_fits(program, node, placement, local=False)
-        if is_transition(node) or str(node.target) in WRITTEN_OUT:
-            continue
+        localized = facts_of(node.target).localize
+        if is_transition(node) or (localized is not None and localized.gives == "I"):
+            continue  # the latter gathers what it needs: an invariant result of a shard (the loss of a sharded vocabulary)
         operands = [(a, a.meta[PLACEMENT]) for a in node.all_input_nodes if PLACEMENT in a.meta]
         for operand, have in operands:
             if (have.kind == "I") != (placement.kind == "I"):

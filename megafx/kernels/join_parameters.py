@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import real
 from megafx.kernels.common.op import define_op
-from megafx.rules.families import Call, Part, Row, dims, family
+from megafx.rules.families import Call, Part, Row, dims
 
 
 def check(parameters: Sequence[Tensor]) -> None:
@@ -38,12 +39,6 @@ def _fake(parameters: list[Tensor]) -> Tensor:
     return first.new_empty((sum(p.shape[0] for p in parameters), *first.shape[1:]))
 
 
-join_parameters = define_op(
-    "join_parameters(Tensor[] parameters) -> Tensor", rule=None, reference=reference, fake=_fake
-)
-
-
-@family("megafx.join_parameters")
 def _rule(call: Call) -> Row:
     parts, at = {}, 0
     given = call.get("parameters")
@@ -51,6 +46,15 @@ def _rule(call: Call) -> Row:
         parts[i] = Part("f0", at, at + a.shape[0])
         at += a.shape[0]
     return Row(f"lin: {', '.join('+' + dims(a.shape) for a in given)} -> {dims(call.results[0])}", parts=parts)
+
+
+join_parameters = define_op(
+    "join_parameters(Tensor[] parameters) -> Tensor",
+    rule=_rule,
+    samples=[([real(4, 6), real(2, 6)],)],
+    reference=reference,
+    fake=_fake,
+)
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megafx.ir.data_sizes import DataShapeEnv
+from megafx.ir.facts import mask
 from megafx.kernels.common.op import define_op
 
 
@@ -26,4 +27,10 @@ def _fake(mask: Tensor, size: str) -> Tensor:
     return torch.empty((n, mask.dim()), dtype=torch.int64, device=mask.device)
 
 
-define_op("rows(Tensor mask, str size) -> Tensor", rule="nl: ~...! -> ~r! d!", reference=rows, fake=_fake)
+define_op(
+    "rows(Tensor mask, str size) -> Tensor",
+    rule="nl: ~...! -> ~r! d!",
+    samples=[(mask(4, 6), "u0")],
+    reference=rows,
+    fake=_fake,
+)

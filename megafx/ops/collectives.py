@@ -24,6 +24,7 @@ import torch.distributed._functional_collectives  # gives _c10d_functional its f
 from torch import Tensor
 
 from megafx.errors import UsageError
+from megafx.ir.facts import declare
 from megafx.ops.axes import AxisContext, axis_context, axis_rank
 from megafx.placements.moves import Ops, is_identity, move, moved_shape
 
@@ -169,6 +170,9 @@ def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 batch_sum.register_autograd(
     lambda ctx, grad: (torch.ops.megafx.batch_sum(grad, *ctx.where), None, None), setup_context=_sum_context
 )
+
+
+declare("megafx.batch_sum.default", rule="lin: ... -> ...")
 
 
 def _select_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -21,12 +21,12 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from megafx.errors import PlanError
+from megafx.ir.facts import facts_of
 from megafx.ir.program import Input, Program, fqn_of, source_of
 from megafx.placements.types import P
 from megafx.rules.strategies import OpRule, Strategy
 
 Filtered = tuple[list[Strategy], dict[str, int]]  # the strategies left, {reason: how many it took}
-JOINED = ("megafx.grouped_mlp.default",)  # takes stacks of biases beside those of weights
 ADJECTIVE = {"replicate": "replicated", "expert": "split over experts", "sequence": "on a shard of the sequence"}
 
 
@@ -75,7 +75,7 @@ class Overrides:
                 follow = [s for s in left if not s.ins[index].is_shard]
             elif style in ("colwise", "rowwise") and len(operand.factors) > 1:
                 follow = [s for s in left if s.ins[index].is_shard and (s.out == P) == (style == "rowwise")]
-            elif style == "expert" and (len(operand.factors) > 2 or str(node.target) in JOINED):
+            elif style == "expert" and (len(operand.factors) > 2 or facts_of(node.target).experts):
                 follow = [s for s in left if s.ins[index].is_shard and s.ins[index].dim == 0]
             else:
                 continue

@@ -194,7 +194,7 @@ class Problem:
             return np.zeros(len(self.domains[node]))
         operand_bytes = [self.numel(o.node) * o.node.meta[VAL].dtype.itemsize for o in rule.operands]
         seconds = op_seconds(
-            str(node.target),
+            op_name(node),
             out_numel=self.numel(node),
             out_itemsize=value.dtype.itemsize,
             operand_bytes=operand_bytes,

@@ -260,24 +260,3 @@ def _where(call: Call) -> str:
     if call.op == "aten.where.self":
         return "lin: ~..., +..., +... -> ..."
     return f"{'lin' if scalar == 0 else 'nl'}: {order if scalar == 0 else order.replace('+', '')} -> ..."
-
-
-# -- rotary embedding of q and k
-
-
-@family("megafx.rope_qk", "megafx.rope_qk_backward")
-def _rope_qk(call: Call) -> str | None:
-    """(n g) heads of q on n heads of k; the head dim is the one in which they differ, else where the tables broadcast."""
-    q, k, cos = (v.shape for v in call.values[:3])
-    if len(q) != len(k):
-        return None
-    table = (1,) * (len(q) - len(cos)) + cos
-    lead = range(len(q) - 1)
-    heads = [d for d in lead if q[d] != k[d]] or [d for d in lead if table[d] == 1 != q[d]][-1:]
-    if len(heads) > 1:
-        return None
-    names = [f"f{d}" for d in lead]
-    of_q = " ".join("(n g)" if [d] == heads else x for d, x in enumerate(names))
-    of_k = " ".join("n" if [d] == heads else x for d, x in enumerate(names))
-    of_table = " ".join(["1" if [d] == heads else x for d, x in enumerate(names)][len(q) - len(cos) :])
-    return f"nl: {of_q} d!, {of_k} d!, ~{of_table} r!, ~{of_table} r! -> {of_q} d!; {of_k} d!"

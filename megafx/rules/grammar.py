@@ -27,10 +27,10 @@ A factor that is missing from a result is summed over: sharding it gives P, wher
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from megafx.errors import MegafxError
 
@@ -270,36 +270,9 @@ def _sizes(
     return sizes
 
 
-# -- rules of megafx's own ops, declared beside their kernels, and of users' ops
+# -- rules of users' ops (those of megafx's own are facts of the op: ir/facts.py)
 
-Partials = tuple[tuple[tuple[int, ...], str], ...]  # (operands, 'P' or 'R' for each result), ...
-
-
-class Declared(NamedTuple):
-    """What a kernel file says of an op. why: factor -> why it is not sharded, in plain words."""
-
-    rule: str
-    partials: Partials
-    why: Mapping[str, str]
-
-
-_declared: dict[str, Declared] = {}
 _registered: dict[str, str] = {}
-
-
-def declare_rule(op: str, rule: str, partials: Partials = (), why: Mapping[str, str] | None = None) -> None:
-    """The rule of one of megafx's own operators ('megafx.name'); its kernel file declares it. One rule an op.
-
-    partials: further groups of operands that may be partial together, where not all results then are: the gradient of a gated
-    unit's gate is linear in `up`, that of `up` does not depend on it.
-    """
-    parse(rule)
-    _declared[op_key(op)] = Declared(rule, partials, why or {})
-
-
-def declared_rules() -> Mapping[str, Declared]:
-    """Rules declared by kernel files that have been imported, by op key."""
-    return _declared
 
 
 def op_key(op: Any) -> str:

@@ -15,13 +15,14 @@ import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 import megafx.rules.families_dims
 import megafx.rules.families_math  # noqa: F401  registers its families, as does the line above
+from megafx.ir.facts import Localized, declare, facts_of
 from megafx.ir.nodes import is_zero
 from megafx.ir.program import VAL, Program
 from megafx.ir.sizes import Sizes
@@ -29,19 +30,11 @@ from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.placements.views import flatten, map_view, refit, slice_layout
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS, Arg, Call, Part, Row, Shape
-from megafx.rules.grammar import RuleError, bind, declared_rules, names, op_key, parse, registered_rule
-
-if TYPE_CHECKING:
-    pass
+from megafx.rules.grammar import RuleError, bind, names, op_key, parse, registered_rule
 
 Entries = tuple[str | None, ...]
 
-# Factors whose sharding is no sum and no slice of the op: localize_shapes replaces the op. Only one block, not repeated.
-SPECIAL = {
-    "aten.embedding.default": "v",  # rows of the table: masked lookup -> P
-    "megafx.cross_entropy.default": "v",  # statistics are gathered, the loss comes out complete -> I
-    "megafx.cross_entropy_lse.default": "v",
-}
+declare("aten.embedding.default", localize=Localized("v", "P"))  # rows of the table: a masked lookup
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ class Template:
     forbidden: dict[str, str] = field(default_factory=dict)
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
     parts: dict[int, Part] = field(default_factory=dict)
-    special: str | None = None
+    localized: Localized | None = None  # of its factor, only one block a rank
     reason: str = ""
     roles: tuple[str, ...] = ()  # of results: 'x', '~' never partial by linearity, '*' no tensor of interest
 
@@ -272,10 +265,11 @@ def template_of(call: Call, present: tuple[bool, ...], own: str | None) -> Templ
 def _row(call: Call, own: str | None) -> Row | None:
     if own is not None:
         return Row(own)
-    if call.op in declared_rules():
-        declared = declared_rules()[call.op]
-        return Row(declared.rule, dict(declared.why), partials=declared.partials)
-    made = FAMILIES[call.op](call) if call.op in FAMILIES else RULES.get(call.op)
+    facts = facts_of(call.op)
+    if isinstance(facts.rule, str):
+        return Row(facts.rule, dict(facts.why), partials=facts.partials)
+    family = facts.rule or FAMILIES.get(call.op)
+    made = family(call) if family else RULES.get(call.op)
     return Row(made) if isinstance(made, str) else made
 
 
@@ -295,7 +289,6 @@ def _bound(call: Call, args: list[Arg | None], row: Row) -> Template:
         specs.append(Spec(slot, bound.operands[slot] or (), rule.operands[slot].role, arg.active, arg.shape, arg.zero))
     kept = "".join("R" if p.role in "~*" else "P" for p in rule.results[: len(call.results)])
     groups = [(g, kept) for g in rule.groups] + list(row.partials)
-    special = SPECIAL.get(call.op)
     return Template(
         call.op,
         "factors",
@@ -307,7 +300,7 @@ def _bound(call: Call, args: list[Arg | None], row: Row) -> Template:
         {**bound.forbidden, **{f: why for f, why in row.why.items() if f in bound.sizes}},
         tuple((tuple(order[i] for i in g if i in order), outs) for g, outs in groups if g[0] in order),
         {(i if i == -1 else order[i]): part for i, part in row.parts.items() if part.factor in bound.sizes},
-        special,
+        facts_of(call.op).localize,
         roles=tuple(p.role for p in rule.results[: len(call.results)]),
     )
 
@@ -372,7 +365,7 @@ def factor_layouts(template: Template, i: int, dim: int, layout: Layout, t: int)
         if entry != f:
             major, minor = _around(template, entry, f)
             cut = refit(layout, major, minor, t)
-        if cut is not None and not (f == template.special and not cut.simple()):
+        if cut is not None and (cut.simple() or not (template.localized and f == template.localized.factor)):
             yield f, cut
 
 
@@ -381,9 +374,10 @@ def row(template: Template, f: str, layout: Layout, t: int) -> Strategy | None:
     if template.kind == "view":
         mapped = map_view(template.operands[0].shape, template.shapes[0], int(f[3:]), layout, t)
         return mapped and Strategy((S(int(f[3:]), layout),), S(*mapped), f)
-    if f == template.special:
+    localized = template.localized
+    if localized is not None and f == localized.factor:
         ins = [S(s.factors.index(f), layout) if f in s.factors else (R if s.active else I) for s in template.operands]
-        return Strategy(tuple(ins), P if "embedding" in template.op else I, f, "vocab-parallel")
+        return Strategy(tuple(ins), Placement(localized.gives), f, "vocab-parallel")
     out = place(template, -1, f, layout, t)
     placed = [place(template, i, f, layout, t) for i in range(len(template.operands))]
     if out is None or None in placed:

@@ -13,29 +13,22 @@ gets, and those that something needs before their own gradient is known.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
 
-import megafx.kernels.activation.glu  # noqa: F401  (with bias_activation: defines the ops)
+from megafx.ir.facts import declared, facts_of
 from megafx.ir.nodes import in_backward, op_name, shows_operand
 from megafx.ir.program import VAL, Builder, Phase, Program
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "recompute_activations"
-ops = torch.ops.megafx
-
-AGAIN: dict[Any, Any] = {
-    getattr(ops, name).default: getattr(ops, f"{name}_again").default
-    for name in ("glu_backward", "glu_packed_backward", "glu_packed_bias_backward", "act_backward", "bias_act_backward")
-}
-FORWARD = {ops.glu.default, ops.glu_packed.default, ops.bias_act.default}
 
 
 def recompute_activations(program: Program) -> int:
-    """Return the number of outputs that backward makes again."""
-    changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if node.target in FORWARD)
+    """Return the number of outputs that backward makes again: of ops that are the `recompute` fact of their gradient."""
+    makers = {f"megafx.{facts.recompute}.default" for facts in declared().values() if facts.recompute}
+    changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if str(node.target) in makers)
     if changes:
         program.graph.eliminate_dead_code()
         program.graph.lint()
@@ -52,7 +45,7 @@ def _recompute(program: Program, output: fx.Node) -> bool:
     if gradient in late:
         return False  # its own gradient needs what is read there
     build = Builder(program, gradient.next, gradient, NAME)
-    again = build(AGAIN[gradient.target], *gradient.args)
+    again = build(getattr(torch.ops.megafx, f"{op_name(gradient)}_again").default, *gradient.args)
     if isinstance(gradient.meta[VAL], torch.Tensor):
         gradient.replace_all_uses_with(build(operator.getitem, again, 0))
     else:
@@ -73,16 +66,9 @@ def _gradient_of(output: fx.Node) -> fx.Node | None:
     """The node that makes the gradient of the activation's operands, from the same operands."""
     operands = [x for x in output.args if x is not None]
     for user in output.all_input_nodes[0].users:
-        if user.target in AGAIN and list(user.args[1:]) == operands and op_name(user) in _gradient_names(output):
+        if facts_of(user.target).recompute == op_name(output) and list(user.args[1:]) == operands:
             return user
     return None
-
-
-def _gradient_names(output: fx.Node) -> set[str]:
-    name = op_name(output)
-    if name == "bias_act":
-        return {"act_backward", "bias_act_backward"}
-    return {f"{name}_backward", f"{name}_bias_backward"}
 
 
 def _views(output: fx.Node) -> list[fx.Node]:

@@ -28,6 +28,7 @@ from megafx.passes.localize import rewrites as localize_random
 from megafx.passes.localize import rewrites as localize_reductions
 from megafx.passes.localize import rewrites as localize_views
 from megafx.passes.localize.editor import Family, Localizer, check_shape
+from megafx.passes.localize.lookups import localize_by_facts
 from megafx.passes.localize.rewrites import keep_pads_off_poles
 from megafx.placements.types import P
 from megafx.planner.context import Planning
@@ -80,8 +81,8 @@ def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out == P:
         _mask_reduced_pads(local, node, choice)
     keep_pads_off_poles(local, node, choice)
-    family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if is_draw(node) else None)
-    if family is not None and (choice.out.is_shard or any(p.is_shard for p in choice.ins)):
+    family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if is_draw(node) else localize_by_facts)
+    if choice.out.is_shard or any(p.is_shard for p in choice.ins):
         family(local, node, choice)
     if node.users:  # else the family put another node in its place
         recompute_val(local.program, node)

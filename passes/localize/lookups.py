@@ -1,9 +1,7 @@
-"""Lookups in a sharded vocabulary: the embedding and the cross entropy.
+"""Ops that ranks write out with others: the lookup in a sharded vocabulary, and what files of ops say of theirs (`Localized`).
 
-Both are sharded on rows of one contiguous range per rank (op_rules proposes no other layout for them). A rank looks up the
-ids in its range and contributes zero for the others. The loss exchanges four statistics a token (max, sum of exponentials,
-picked logit, sum of logits) in one all-gather, and its backward needs no collective: the global log-sum-exp suffices.
-Source: Megatron-LM vocab_parallel_embedding and vocab_parallel_cross_entropy, which use 1 and 3 all-reduces.
+The table is sharded on rows, one contiguous range a rank (rules/strategies.py proposes no other layout). A rank looks up the
+ids in its range and contributes zero for the others. Source: Megatron-LM vocab_parallel_embedding.
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-import megafx.kernels.loss.cross_entropy  # noqa: F401  registers the ops
-from megafx.ir.program import PLACEMENT, VAL
+from megafx.ir.facts import facts_of
+from megafx.ir.program import VAL
 from megafx.passes.localize.editor import Family, Localizer, replace
-from megafx.placements.types import I, Layout, P, S
+from megafx.placements.types import P
 from megafx.planner.plan import OpChoice
 
 aten, ops = torch.ops.aten, torch.ops.megafx
@@ -44,27 +42,13 @@ def localize_embedding(local: Localizer, node: fx.Node, choice: OpChoice) -> Non
     replace(local, node, emit(aten.where.self, inside, found, nothing, placement=P))
 
 
-def localize_cross_entropy(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
-    """cross_entropy(logits S1, target) -> local statistics, one all-gather of [t, T, 4], local loss: invariant."""
-    if choice.factor != "v":
+def localize_by_facts(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    """What the op's own file says (`Localized`): a cross entropy becomes local statistics, an all-gather, a loss."""
+    localized = facts_of(node.target).localize
+    if localized is None or localized.write is None or choice.factor != localized.factor:
         return
-    logits, target, ignore_index, smoothing = node.args
-    layout = local.layout(choice.ins[0])
-    emit = local.before(node)
-    fixed = emit(aten.detach.default, logits)  # ce_loss knows the whole derivative
-    stats = emit(ops.ce_stats.default, fixed, target, layout, local.t, local.axis)
-    stacked = emit(aten.unsqueeze.default, stats, 0)
-    one_each = Layout.contiguous(local.t, local.t)
-    stacked.meta[PLACEMENT] = S(0, one_each)
-    flat = list(one_each.flat())
-    everyone = emit(ops.transition.default, stacked, "S0", "I", flat, [], local.axis, local.t, placement=I)
-    args = (logits, target, everyone, ignore_index, smoothing, layout, local.t, local.axis)
-    loss = ops.ce_loss_lse if node.target is ops.cross_entropy_lse.default else ops.ce_loss
-    replace(local, node, emit(loss.default, *args, placement=I))
+    layout = local.layout(next(p for p in choice.ins if p.is_shard))
+    replace(local, node, localized.write(local.before(node), node, layout, local.t, local.axis))
 
 
-FAMILIES: dict[str, Family] = {
-    "aten.embedding.default": localize_embedding,
-    "megafx.cross_entropy.default": localize_cross_entropy,
-    "megafx.cross_entropy_lse.default": localize_cross_entropy,
-}
+FAMILIES: dict[str, Family] = {"aten.embedding.default": localize_embedding}

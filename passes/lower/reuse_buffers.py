@@ -4,35 +4,23 @@ Before:  %c = addmm(%a, %x, %w)              # %a is made by this graph, or kept
 After:   %c = addmm_(%a, %x, %w)
 Legal because: the op reads each element of the operand only to write the same element, and the operand has no other reader.
 
-Runs on a graph that is executed as it stands; Inductor plans memory by itself. `declare_reuse` adds an op.
+Runs on a graph that is executed as it stands; Inductor plans memory by itself. Which ops: those with `inplace` facts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import fx
 
-import megafx.kernels.loss.linear_cross_entropy  # noqa: F401  registers the ops
 from megafx.analysis.overlap import is_wait
+from megafx.ir.facts import declare, facts_of
 from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import VAL
 
-aten, mfx = torch.ops.aten, torch.ops.megafx
-
-_IN_PLACE: dict[Any, tuple[int, Callable[..., Any]]] = {
-    aten.addmm.default: (0, aten.addmm_.default),
-    mfx.cross_entropy_backward.default: (1, mfx.cross_entropy_backward_.default),
-    mfx.ce_loss_backward.default: (1, mfx.ce_loss_backward_.default),
-    mfx.linear_cross_entropy_backward.default: (0, mfx.linear_cross_entropy_backward_.default),
-}
-
-
-def declare_reuse(target: Any, operand: int, in_place: Callable[..., Any]) -> None:
-    """`in_place`, called with the arguments of `target`, writes the result into argument `operand` and returns that."""
-    _IN_PLACE[target] = (operand, in_place)
+declare("aten.addmm.default", inplace=(0, torch.ops.aten.addmm_.default))
 
 
 def reuse_buffers(gm: fx.GraphModule, given: Container[str] = ()) -> fx.GraphModule:
@@ -40,17 +28,16 @@ def reuse_buffers(gm: fx.GraphModule, given: Container[str] = ()) -> fx.GraphMod
 
     given: names of placeholders whose memory is the graph's to overwrite, as values kept for one backward are.
     """
-    if not any(node.target in _IN_PLACE for node in gm.graph.nodes):
+    if not any(facts_of(node.target).inplace for node in gm.graph.nodes):
         return gm
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     changes = 0
     for node in graph.nodes:
-        if node.target in _IN_PLACE:
-            index, in_place = _IN_PLACE[node.target]
-            if _may_write(node, node.args[index], given):
-                node.target = in_place
-                changes += 1
+        inplace = facts_of(node.target).inplace
+        if inplace is not None and _may_write(node, node.args[inplace[0]], given):
+            node.target = inplace[1]
+            changes += 1
     if not changes:
         return gm
     graph.set_codegen(gm.graph._codegen)

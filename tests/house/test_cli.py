@@ -1,11 +1,13 @@
 """Covers: cli.py."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 
 from megafx.cli import load_model, main
+from megafx.config import Config
 
 LLAMA = {
     "model_type": "llama",
@@ -29,6 +31,16 @@ def build():
 def llama(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return tmp_path
+
+
+def test_options_are_the_fields_of_config(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    for f in dataclasses.fields(Config):
+        of_shell = f.name not in ("overrides", "eager_modules", "passes")
+        assert (f"--{f.name.replace('_', '-')} " in shown) == of_shell, f.name
+    assert "usage: megafx plan [options] MODEL" in shown and "(default: 25)" in shown
 
 
 def test_models_are_built_without_memory(llama):

@@ -1,5 +1,6 @@
 """Covers: config.py."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,12 @@ from megafx.errors import ConfigError
 
 def a_pass(program) -> int:
     return 0
+
+
+def test_help_lists_every_field():
+    for f in dataclasses.fields(Config):
+        assert f"\n    {f.name}: {f.metadata['doc'][:20]}" in Config.__doc__
+    assert "25)" in Config.__doc__
 
 
 def test_defaults_are_valid_and_survive_a_round_trip():

@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_process import assert_same_values
 
-from megafx.checks.rule_samples import SAMPLES, T
+from megafx.checks.rule_trials import make_tensor
+from megafx.ir.facts import SampleTensor, declared
 from megafx.kernels.common import op as module
 from megafx.kernels.common.op import define_gradient, define_op, direct, launch, new_like
 from megafx.kernels.common.recording import Launch, Recording
@@ -156,8 +157,8 @@ def _sample(args: Any) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
 
     def real(x: Any) -> Any:
-        if isinstance(x, T):
-            x = x.make(generator)
+        if isinstance(x, SampleTensor):
+            x = make_tensor(x, generator)
             return x.to(BF16) if x.is_floating_point() else x
         return BF16 if x == torch.float64 else x
 
@@ -179,7 +180,8 @@ WIDE = (
     "megafx.attention_forward.default",
     [*_HEADS, None, None, torch.tensor(3), 0.2, True, 0, 0.0, 0.1, 7, -1, [], ""],
 )
-CALLS = [(name, _sample(args)) for name, args, _ in SAMPLES if _replay(_op(name))] + [WIDE]
+OPS = [(name, facts) for name, facts in declared().items() if _replay(_op(name))]
+CALLS = [(name, _sample(args)) for name, facts in OPS for args in facts.samples] + [WIDE]
 
 
 def _strided(x: Any) -> Any:

@@ -10,6 +10,7 @@ from megafx.checks.rule_samples import SAMPLES, samples_of
 from megafx.checks.rule_trials import Trial
 from megafx.checks.rules import text
 from megafx.errors import PlacementError
+from megafx.ir.facts import SampleTensor, declared
 from megafx.ir.program import PLACEMENT, VAL
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import I, Layout, P, Placement, R, S
@@ -47,9 +48,7 @@ def local_node(
 
 
 def map_tensors(tree: Any, given: Any) -> Any:
-    from megafx.checks.rule_samples import T as Spec
-
-    if isinstance(tree, Spec):
+    if isinstance(tree, SampleTensor):
         return next(given)
     if isinstance(tree, dict):
         return {k: map_tensors(v, given) for k, v in tree.items()}
@@ -65,7 +64,9 @@ def inferred(node: fx.Node, facts: dict[fx.Node, Any]) -> tuple[Placement, ...]:
 
 def trials() -> list[Any]:
     found = []
-    for op in sorted({*RULES, *(name for name, _, _ in SAMPLES)}):
+    for op in sorted(
+        {*RULES, *(op for op, facts in declared().items() if facts.rule), *(name for name, _, _ in SAMPLES)}
+    ):
         for k, sample in enumerate(samples_of(op)):
             found.append(pytest.param(sample, id=f"{op.split('.')[1]}-{k}"))
     return found
@@ -78,7 +79,7 @@ def test_rows_are_inferred_and_nothing_false_is(sample):
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         pytest.skip(f"check_rules reports it: {str(error)[:60]}")
     for ins, outs in trial.claims():
-        vocabulary = trial.rule.template.special and ins[0] in (S(0, contiguous(12)), S(1, contiguous(6)))
+        vocabulary = trial.rule.template.localized and ins[0] in (S(0, contiguous(12)), S(1, contiguous(6)))
         if vocabulary and outs[0] in (P, I):
             continue  # several ops after localize_shapes (lookups.py)
         made = local_node(trial, ins, outs)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megafx.ir.facts import real
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 
 aten = torch.ops.aten
@@ -107,6 +108,7 @@ def _fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 define_op(
     "bias_act(Tensor x, Tensor? bias, str act) -> Tensor",
     rule="nl: ... h, h -> ... h",
+    samples=[(real(4, 6, 6), real(6), "gelu"), (real(4, 6), None, "relu2")],
     reference=bias_act_reference,
     triton="activation.bias_activation_triton:bias_act",
     fake=_fake,
@@ -114,6 +116,8 @@ define_op(
 define_op(
     "act_backward(Tensor grad, Tensor x, str act) -> Tensor",
     rule="nl[0]: ... h, ... h -> ... h",
+    samples=[(real(4, 6), real(4, 6), "silu")],
+    recompute="bias_act",
     reference=act_backward_reference,
     triton="activation.bias_activation_triton:act_backward",
     fake=lambda grad, x, act: new_like(x),
@@ -121,6 +125,8 @@ define_op(
 define_op(
     "bias_act_backward(Tensor grad, Tensor x, Tensor bias, str act) -> (Tensor, Tensor)",
     rule="nl[0]: ... h, ... h, h -> ... h; h",
+    samples=[(real(4, 6), real(4, 6), real(6), "gelu_tanh")],
+    recompute="bias_act",
     reference=bias_act_backward_reference,
     triton="activation.bias_activation_triton:bias_act_backward",
     fake=lambda grad, x, bias, act: (new_like(x), new_like(bias)),
@@ -128,14 +134,12 @@ define_op(
 
 define_op(
     "act_backward_again(Tensor grad, Tensor x, str act) -> (Tensor, Tensor)",
-    rule=None,
     reference=act_backward_again_reference,
     triton="activation.bias_activation_triton:act_backward_again",
     fake=lambda grad, x, act: (new_like(x), new_like(x)),
 )
 define_op(
     "bias_act_backward_again(Tensor grad, Tensor x, Tensor bias, str act) -> (Tensor, Tensor, Tensor)",
-    rule=None,
     reference=bias_act_backward_again_reference,
     triton="activation.bias_activation_triton:bias_act_backward_again",
     fake=lambda grad, x, bias, act: (new_like(x), new_like(bias), new_like(x)),

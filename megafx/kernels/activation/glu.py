@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import real
 from megafx.kernels.activation.bias_activation import activation, activation_gradient, check_activation, sum_rows
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
-from megafx.rules.families import Call, Row, family
 
 
 def check_glu(gate: Tensor, up: Tensor, act: str) -> None:
@@ -111,6 +111,7 @@ def _glu_packed_fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
 define_op(
     "glu(Tensor gate, Tensor up, str act) -> Tensor",
     rule="nl[1]: ..., ... -> ...",
+    samples=[(real(4, 6), real(4, 6), "silu")],
     reference=glu_reference,
     triton="activation.glu_triton:glu",
     fake=_glu_fake,
@@ -118,6 +119,8 @@ define_op(
 define_op(
     "glu_backward(Tensor grad, Tensor gate, Tensor up, str act) -> (Tensor, Tensor)",
     rule="nl[0]: ..., ..., ... -> ...; ...",
+    samples=[(real(4, 6), real(4, 6), real(4, 6), "gelu")],
+    recompute="glu",
     partials=(((2,), "PR"),),  # the gate's gradient alone depends on up
     reference=glu_backward_reference,
     triton="activation.glu_triton:glu_backward",
@@ -126,20 +129,27 @@ define_op(
 define_op(
     "glu_packed(Tensor x, Tensor? bias, str act) -> Tensor",
     rule="nl: ... (two h), (two h) -> ... h",
+    samples=[(real(4, 6, 12), real(12), "silu"), (real(4, 12), None, "gelu_tanh")],
     reference=glu_packed_reference,
     triton="activation.glu_triton:glu_packed",
     fake=_glu_packed_fake,
 )
 define_op(
     "glu_packed_backward(Tensor grad, Tensor x, str act) -> Tensor",
-    rule=None,
+    rule="nl[0]: ... h, ... (two h) -> ... (two h)",
+    why={"two": "gate and up are read together"},
+    samples=[(real(4, 6), real(4, 12), "silu")],
+    recompute="glu_packed",
     reference=glu_packed_backward_reference,
     triton="activation.glu_triton:glu_packed_backward",
     fake=lambda grad, x, act: new_like(x),
 )
 define_op(
     "glu_packed_bias_backward(Tensor grad, Tensor x, Tensor bias, str act) -> (Tensor, Tensor)",
-    rule=None,
+    rule="nl[0]: ... h, ... (two h), (two h) -> ... (two h); (two h)",
+    why={"two": "gate and up are read together"},
+    samples=[(real(4, 6), real(4, 12), real(12), "gelu_quick")],
+    recompute="glu_packed",
     reference=glu_packed_bias_backward_reference,
     triton="activation.glu_triton:glu_packed_bias_backward",
     fake=lambda grad, x, bias, act: (new_like(x), new_like(bias)),
@@ -147,36 +157,22 @@ define_op(
 
 define_op(
     "glu_backward_again(Tensor grad, Tensor gate, Tensor up, str act) -> (Tensor, Tensor, Tensor)",
-    rule=None,
     reference=glu_backward_again_reference,
     triton="activation.glu_triton:glu_backward_again",
     fake=lambda grad, gate, up, act: (new_like(gate), new_like(up), new_like(gate)),
 )
 define_op(
     "glu_packed_backward_again(Tensor grad, Tensor x, str act) -> (Tensor, Tensor)",
-    rule=None,
     reference=glu_packed_backward_again_reference,
     triton="activation.glu_triton:glu_packed_backward_again",
     fake=lambda grad, x, act: (new_like(x), _glu_packed_fake(x, None, act)),
 )
 define_op(
     "glu_packed_bias_backward_again(Tensor grad, Tensor x, Tensor bias, str act) -> (Tensor, Tensor, Tensor)",
-    rule=None,
     reference=glu_packed_bias_backward_again_reference,
     triton="activation.glu_triton:glu_packed_bias_backward_again",
     fake=lambda grad, x, bias, act: (new_like(x), new_like(bias), _glu_packed_fake(x, bias, act)),
 )
-
-
-@family("megafx.glu_packed_backward", "megafx.glu_packed_bias_backward")
-def _packed_backward_rule(call: Call) -> Row:
-    bias = call.get("bias") is not None
-    text = (
-        "nl[0]: ... h, ... (two h), (two h) -> ... (two h); (two h)"
-        if bias
-        else "nl[0]: ... h, ... (two h) -> ... (two h)"
-    )
-    return Row(text, why={"two": "gate and up are read together"})
 
 
 def _glu_saves(ctx, inputs, output) -> None:

@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import SEED, fixed, mask, real
 from megafx.kernels.attention import attention_reference as reference
 from megafx.kernels.attention.attention_reference import Options, empty_results, heads_inside
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
-from megafx.rules.families import Arg, Call, Row, family
+from megafx.rules.families import Arg, Call, Row
 
 _OPTIONS = (
     "float scale, bool causal, int window, float softcap, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
@@ -190,44 +191,9 @@ def _mask_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *_:
     return mask.new_empty(mask.shape)
 
 
-define_composite(f"attention({_OPERANDS}, {_OPTIONS}) -> Tensor", rule=None, body=_attention)
-define_op(
-    f"attention_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
-    rule=None,
-    reference=_forward,
-    fake=_forward_shapes,
-    launches=True,
-)
-define_op(
-    f"attention_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
-    rule=None,
-    reference=_backward,
-    fake=_backward_shapes,
-    launches=True,
-)
-# Gradients side by side in one tensor, as a fused q, k, v projection reads them: passes/backward/pack_attention_gradients.py
-define_op(
-    f"attention_backward_packed(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, int[] order, {_OPTIONS}) -> Tensor",
-    rule=None,
-    reference=_backward_packed,
-    fake=_packed_shape,
-    launches=True,
-)
-define_op(
-    f"attention_mask_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
-    rule=None,
-    reference=_mask_backward,
-    fake=_mask_shape,
-    launches=True,
-)
-define_gradient("attention_forward", _gradient, _saves)
+# -- sharding: the dims depend on the mask's and on causality
 
 
-# -- sharding: a family, since the dims depend on the mask's and on causality
-
-
-@family("megafx.attention", "megafx.attention_forward")
 def _forward_rule(call: Call) -> Row:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
@@ -235,7 +201,6 @@ def _forward_rule(call: Call) -> Row:
     return _row(call, text)
 
 
-@family("megafx.attention_backward", "megafx.attention_mask_backward")
 def _backward_rule(call: Call) -> Row:
     """Linear in the gradient; also where v is partial, and with it the output: so are the gradients of q and k.
 
@@ -269,3 +234,63 @@ def _row(call: Call, text: str, partials: tuple[tuple[tuple[int, ...], str], ...
     text = text.replace(" t ", " t! ").replace(" t,", " t!,").replace(" t;", " t!;")
     text = text + "!" if text.endswith(" t") else text
     return Row(text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials)
+
+
+# -- the ops
+
+_Q, _K, _V, _G = (
+    real(2, 4, 6, 6),
+    real(2, 4, 4, 6),
+    real(2, 4, 4, 6),
+    real(2, 6, 4, 2),
+)  # _G: each head for four of queries
+_PLAIN = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
+_DROPPED = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
+_CAUSAL = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
+_GRADIENT, _LSE = real(2, 4, 6, 6), fixed(2, 4, 6)
+
+define_composite(
+    f"attention({_OPERANDS}, {_OPTIONS}) -> Tensor",
+    rule=_forward_rule,
+    samples=[
+        (_Q, _K, _V, real(1, 4, 6, 4), None, None, *_PLAIN),
+        (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, SEED, *_DROPPED),
+        (_K, _K, _V, None, None, SEED, *_CAUSAL),
+    ],
+    body=_attention,
+)
+define_op(
+    f"attention_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    rule=_forward_rule,
+    samples=[(_Q, _K, _V, None, None, None, *_PLAIN), (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, *_PLAIN)],
+    reference=_forward,
+    fake=_forward_shapes,
+    launches=True,
+)
+define_op(
+    f"attention_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    rule=_backward_rule,
+    samples=[
+        (_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, _GRADIENT, _LSE, *_PLAIN),
+    ],
+    reference=_backward,
+    fake=_backward_shapes,
+    launches=True,
+)
+# Gradients side by side in one tensor, as a fused q, k, v projection reads them: passes/backward/pack_attention_gradients.py
+define_op(
+    f"attention_backward_packed(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, int[] order, {_OPTIONS}) -> Tensor",
+    reference=_backward_packed,
+    fake=_packed_shape,
+    launches=True,
+)
+define_op(
+    f"attention_mask_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS}) -> Tensor",
+    rule=_backward_rule,
+    samples=[(_GRADIENT, _Q, _K, _V, real(2, 4, 6, 4), None, None, _GRADIENT, _LSE, *_PLAIN)],
+    reference=_mask_backward,
+    fake=_mask_shape,
+    launches=True,
+)
+define_gradient("attention_forward", _gradient, _saves)

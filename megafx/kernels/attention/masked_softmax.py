@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import SEED, fixed, real
 from megafx.kernels.common import philox
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, new_like, wide
 from megafx.kernels.common.runs import Run, runs_of
@@ -165,6 +166,7 @@ _HOW = (
 define_op(
     f"scale_mask_softmax_forward(Tensor scores, Tensor? mask, {_HOW}) -> (Tensor, Tensor)",
     rule="nl: ... s! t!, ... s! t!, ~ -> ... s! t!; ... s! two!",
+    samples=[(real(2, 4, 3, 4), None, 0.5, True, 0, -1e4, SEED, 0.0, 3, -1, [], "tp")],
     reference=forward_reference,
     triton="attention.masked_softmax_launch:forward",
     fake=_fake,
@@ -172,6 +174,7 @@ define_op(
 define_op(
     f"scale_mask_softmax_backward(Tensor grad, Tensor saved, Tensor? mask, Tensor? stats, {_HOW}) -> Tensor",
     rule="nl[0]: ... s! t!, ... s! t!, ... s! t!, ... s! two!, ~ -> ... s! t!",
+    samples=[(real(2, 4, 3, 4), real(2, 4, 3, 4), None, None, 0.5, True, 0, -1e4, SEED, 0.0, 3, -1, [], "tp")],
     reference=backward_reference,
     triton="attention.masked_softmax_launch:backward",
     fake=lambda grad, saved, *rest: new_like(saved),
@@ -179,6 +182,10 @@ define_op(
 define_composite(
     f"scale_mask_softmax(Tensor scores, Tensor? mask, {_HOW}) -> Tensor",
     rule="nl: ... s! t!, ... s! t!, ~ -> ... s! t!",
+    samples=[
+        (real(2, 4, 3, 4), fixed(2, 1, 3, 4), 0.5, True, 0, -1e4, SEED, 0.5, 3, -1, [], "tp"),
+        (real(2, 4, 3, 4), real(1, 4, 3, 4), 0.5, True, 0, -1e4, SEED, 0.0, 3, -1, [], "tp"),
+    ],
     body=lambda *args: torch.ops.megafx.scale_mask_softmax_forward(*args)[0],
 )
 

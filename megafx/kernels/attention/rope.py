@@ -19,7 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import fixed, real
 from megafx.kernels.common.op import define_gradient, define_op, wide
+from megafx.rules.families import Call
 
 
 def check_rope(x: Tensor, cos: Tensor, sin: Tensor, per_pair: bool) -> None:
@@ -90,11 +92,32 @@ def _fake_qk(
     return torch.empty_like(q), torch.empty_like(k)
 
 
+def _rule_of_both(call: Call) -> str | None:
+    """(n g) heads of q on n heads of k; the head dim is the one in which they differ, else where the tables broadcast."""
+    q, k, cos = (v.shape for v in call.values[:3])
+    if len(q) != len(k):
+        return None
+    table = (1,) * (len(q) - len(cos)) + cos
+    lead = range(len(q) - 1)
+    heads = [d for d in lead if q[d] != k[d]] or [d for d in lead if table[d] == 1 != q[d]][-1:]
+    if len(heads) > 1:
+        return None
+    names = [f"f{d}" for d in lead]
+    of_q = " ".join("(n g)" if [d] == heads else x for d, x in enumerate(names))
+    of_k = " ".join("n" if [d] == heads else x for d, x in enumerate(names))
+    of_table = " ".join(["1" if [d] == heads else x for d, x in enumerate(names)][len(q) - len(cos) :])
+    return f"nl: {of_q} d!, {of_k} d!, ~{of_table} r!, ~{of_table} r! -> {of_q} d!; {of_k} d!"
+
+
 _TABLES = "Tensor cos, Tensor sin, bool interleaved, bool per_pair"
 
 define_op(
     f"rope(Tensor x, {_TABLES}) -> Tensor",
     rule="lin[0]: ... d!, ~... r!, ~... r! -> ... d!",
+    samples=[
+        (real(2, 4, 6, 8), fixed(1, 1, 6, 6), fixed(1, 1, 6, 6), False, False),
+        (real(4, 6, 6), fixed(6, 2), fixed(6, 2), True, True),
+    ],
     reference=rope_reference,
     triton="attention.rope_triton:rope",
     fake=_fake,
@@ -102,21 +125,24 @@ define_op(
 define_op(
     f"rope_backward(Tensor grad, {_TABLES}) -> Tensor",
     rule="lin[0]: ... d!, ~... r!, ~... r! -> ... d!",
+    samples=[(real(2, 4, 6, 8), fixed(1, 1, 6, 6), fixed(1, 1, 6, 6), False, False)],
     reference=rope_backward_reference,
     triton="attention.rope_triton:rope_backward",
     fake=_fake,
 )
-# Heads of q and k differ in number (grouped queries), and in place by layout: rules/families_dims.py has the rule of both.
+# Heads of q and k differ in number (grouped queries), and in place by layout.
 define_op(
     f"rope_qk(Tensor q, Tensor k, {_TABLES}) -> (Tensor, Tensor)",
-    rule=None,
+    rule=_rule_of_both,
+    samples=[(real(2, 8, 6, 4), real(2, 4, 6, 4), fixed(1, 1, 6, 4), fixed(1, 1, 6, 4), False, False)],
     reference=rope_qk_reference,
     triton="attention.rope_triton:rope_qk",
     fake=_fake_qk,
 )
 define_op(
     f"rope_qk_backward(Tensor dq, Tensor dk, {_TABLES}) -> (Tensor, Tensor)",
-    rule=None,
+    rule=_rule_of_both,
+    samples=[(real(2, 6, 4, 4), real(2, 6, 4, 4), fixed(6, 1, 2), fixed(6, 1, 2), True, True)],
     reference=rope_qk_backward_reference,
     triton="attention.rope_triton:rope_qk_backward",
     fake=_fake_qk,

@@ -1,4 +1,4 @@
-"""Define an operator of megafx: schema, reference, Triton launcher, shapes, sharding rule and gradient in one place.
+"""Define an operator of megafx in one place: schema, reference, Triton launcher, shapes, gradient, and its facts (ir/facts.py).
 
     define_op(
         "scale_rows(Tensor x, Tensor by) -> Tensor",
@@ -6,6 +6,7 @@
         reference=scale_rows_reference,                       # plain torch: the CPU path, and the oracle of the tests
         triton="scale_rows_triton:scale_rows",                # module of this package and its launcher, imported when needed
         fake=lambda x, by: new_like(x),
+        samples=[(real(4, 6), real(4))],                      # calls on which check_rules tries the rule
     )
     define_gradient("scale_rows", backward, saves)
 
@@ -31,8 +32,8 @@ import importlib
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor
@@ -40,8 +41,9 @@ from torch._library import triton as _triton_registry
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from megafx.ir.facts import declare
 from megafx.kernels.common import recording, replay
-from megafx.rules.grammar import Partials, declare_rule
+from megafx.rules.grammar import parse
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -69,22 +71,30 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class InPlace(NamedTuple):
+    """The form `name_` of an op, which writes the result over this operand. reference, triton: as for `define_op`."""
+
+    operand: str
+    reference: Callable[..., Any]
+    triton: str | None = None
+
+
 def define_op(
     schema: str,
     *,
-    rule: str | None,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     triton: str | None = None,
-    partials: Partials = (),
     launches: bool = False,
+    inplace: InPlace | None = None,
+    **facts: Any,
 ) -> OpOverload:
     """schema: 'name(...) -> ...'. -> torch.ops.megafx.name
 
-    rule, partials: of `declare_rule`; None where a family of op_families gives the rule. launches: the reference itself
-    launches kernels where `runs_triton`, and Inductor is to see the op whole.
+    launches: the reference itself launches kernels where `runs_triton`, and Inductor is to see the op whole.
+    facts: fields of `OpFacts`: rule, samples, cost, recompute, localize and so on.
     """
-    name = _define(schema, rule, partials)
+    name = _define(schema, facts)
     placed = "str axis)" in schema
     implementation = reference
     if triton is not None or launches:
@@ -97,17 +107,20 @@ def define_op(
     _implementations[op] = implementation
     if name.endswith("_backward"):
         define_gradient(name, functools.partial(_no_second_gradient, name), lambda ctx, inputs, output: None)
+    if inplace is not None:
+        at = [a.name for a in op._schema.arguments].index(inplace.operand)
+        head, arrow, result = schema.replace(f"Tensor {inplace.operand}", f"Tensor(a!) {inplace.operand}").partition(
+            "->"
+        )
+        writing = f"{head.replace(name, name + '_', 1)}{arrow}{result.replace('Tensor', 'Tensor(a!)')}"
+        shown = lambda *args: args[at]  # noqa: E731
+        declare(op, inplace=(at, define_op(writing, reference=inplace.reference, triton=inplace.triton, fake=shown)))
     return op
 
 
-def define_composite(
-    schema: str, *, rule: str | None, body: Callable[..., Any], why: Mapping[str, str] | None = None
-) -> OpOverload:
-    """An op that the planner sees whole and that autograd and the joint graph see as what its body calls.
-
-    rule, why: of `declare_rule`.
-    """
-    name = _define(schema, rule, why=why)
+def define_composite(schema: str, *, body: Callable[..., Any], **facts: Any) -> OpOverload:
+    """An op that the planner sees whole, and autograd and the joint graph as what its body calls. facts: of `OpFacts`."""
+    name = _define(schema, facts)
     _library.impl(name, body, "CompositeImplicitAutograd")
     return getattr(torch.ops.megafx, name).default
 
@@ -224,11 +237,12 @@ def _no_second_gradient(name: str, ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(f"megafx::{name} has no autograd formula: there is no double backward through fused ops")
 
 
-def _define(schema: str, rule: str | None, partials: Partials = (), why: Mapping[str, str] | None = None) -> str:
+def _define(schema: str, facts: dict[str, Any]) -> str:
     name = schema.partition("(")[0].strip()
+    if isinstance(facts.get("rule"), str):
+        parse(facts["rule"])
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    if rule is not None:
-        declare_rule(f"megafx.{name}.default", rule, partials, why)
+    declare(f"megafx.{name}.default", **facts)
     return name
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import DRAWN, SEED, UNDRAWN, real
 from megafx.kernels.common import philox
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.common.runs import Run, runs_of
@@ -126,6 +127,7 @@ _DRAWING = "Tensor? seed, float p, int op_id, int shard_dim, SymInt[] layout, st
 define_op(
     f"bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, {_DRAWING}) -> Tensor",
     rule="lin: ... h, +h, +... h, ~ -> ... h",
+    samples=[(real(4, 6, 6), real(6), real(4, 6, 6), SEED, *DRAWN), (real(4, 6), None, real(4, 6), None, *UNDRAWN)],
     reference=bias_dropout_add_reference,
     triton="dropout.bias_dropout_add_triton:bias_dropout_add",
     fake=_fake,
@@ -133,6 +135,7 @@ define_op(
 define_op(
     f"dropout_add_backward(Tensor grad, ScalarType dtype, {_DRAWING}) -> Tensor",
     rule="lin: ..., ~ -> ...",
+    samples=[(real(4, 6), torch.float64, SEED, *DRAWN)],
     reference=dropout_add_backward_reference,
     triton="dropout.bias_dropout_add_triton:dropout_add_backward",
     fake=lambda grad, dtype, *_: new_like(grad, dtype),
@@ -140,6 +143,7 @@ define_op(
 define_op(
     f"bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType bias_dtype, {_DRAWING}) -> (Tensor, Tensor)",
     rule="lin: ... h, ~ -> ... h; h",
+    samples=[(real(4, 6), torch.float64, torch.float64, SEED, *DRAWN)],
     reference=bias_dropout_add_backward_reference,
     triton="dropout.bias_dropout_add_triton:bias_dropout_add_backward",
     fake=lambda grad, dtype, bias_dtype, *_: (
@@ -150,6 +154,7 @@ define_op(
 define_op(
     "column_sum(Tensor x, ScalarType dtype) -> Tensor",
     rule="lin: ... h -> h",
+    samples=[(real(4, 6), torch.float64)],
     reference=column_sum_reference,
     triton="dropout.bias_dropout_add_triton:column_sum",
     fake=lambda x, dtype: x.new_empty(x.shape[-1:], dtype=dtype),

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import DRAWN, SEED, declare, real
 from megafx.kernels.common import philox
 from megafx.kernels.common.runs import Run, runs_of
 from megafx.ops import axes
@@ -121,3 +122,4 @@ def _backward(ctx, grad: Tensor):
 
 
 dropout.register_autograd(_backward, setup_context=_setup_context)
+declare("megafx.dropout.default", rule="lin: ..., ~ -> ...", samples=[(real(4, 6), SEED, *DRAWN)])

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import DRAWN, SEED, UNDRAWN, ids, real
 from megafx.kernels.common.op import define_gradient, define_op, wide
 from megafx.kernels.dropout.bias_dropout_add import check_draw, draws, dropped_reference
-from megafx.rules.families import Arg, Call, family
+from megafx.rules.families import Arg, Call
 
 _DRAWING = "Tensor? seed, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
 
@@ -55,12 +56,12 @@ def parts_of(operands: Sequence[Tensor | None]) -> list[Part]:
 
 def check_parts(parts: Sequence[Part], seed: Tensor | None, p: float, op_id: int) -> None:
     check_draw("embedding_sum", seed, p, op_id)
-    for value, ids in parts:
-        if not value.is_floating_point() or value.dim() != (3 if ids is None else 2):
-            wanted = "a floating tensor [B, S, H]" if ids is None else "a floating table [V, H] beside its ids"
+    for value, index in parts:
+        if not value.is_floating_point() or value.dim() != (3 if index is None else 2):
+            wanted = "a floating tensor [B, S, H]" if index is None else "a floating table [V, H] beside its ids"
             raise ValueError(f"embedding_sum takes {wanted}, got {value.dtype} {tuple(value.shape)}")
-        if ids is not None and (ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32)):
-            raise ValueError(f"embedding_sum takes ids [B, S] of integers, got {ids.dtype} {tuple(ids.shape)}")
+        if index is not None and (index.dim() != 2 or index.dtype not in (torch.int64, torch.int32)):
+            raise ValueError(f"embedding_sum takes ids [B, S] of integers, got {index.dtype} {tuple(index.shape)}")
         if value.shape[-1] != parts[0].value.shape[-1]:
             raise ValueError("embedding_sum: its operands differ in the last dim")
 
@@ -98,27 +99,6 @@ def _fake(*args: Any) -> Tensor:
     return result_like(parts)
 
 
-define_op(
-    "embedding_sum(Tensor a, Tensor? a_ids, Tensor b, Tensor? b_ids, Tensor? c, Tensor? c_ids, int[] padding, "
-    f"{_DRAWING}) -> Tensor",
-    rule=None,
-    reference=embedding_sum_reference,
-    triton="dropout.embedding_sum_triton:embedding_sum",
-    fake=_fake,
-)
-define_op(
-    f"embedding_sum_backward(Tensor grad, ScalarType dtype, {_DRAWING}) -> (Tensor d, Tensor over_batch)",
-    rule="lin: b s h, ~ -> b s h; 1 s h",
-    reference=embedding_sum_backward_reference,
-    triton="dropout.embedding_sum_triton:embedding_sum_backward",
-    fake=lambda grad, dtype, *_: (
-        torch.empty(grad.shape, dtype=dtype, device=grad.device),
-        torch.empty((1, *grad.shape[1:]), dtype=dtype, device=grad.device),
-    ),
-)
-
-
-@family("megafx.embedding_sum")
 def _rule(call: Call) -> str:
     """Batch, sequence and width; rows of tables stay whole. Linear in all summands together."""
     operands = []
@@ -126,6 +106,31 @@ def _rule(call: Call) -> str:
         table = isinstance(call.get(f"{name}_ids"), Arg)
         operands += [("" if name == "a" else "+") + (f"v{name}! h" if table else "b s h"), "~b s"]
     return f"lin: {', '.join(operands)}, ~ -> b s h"
+
+
+define_op(
+    "embedding_sum(Tensor a, Tensor? a_ids, Tensor b, Tensor? b_ids, Tensor? c, Tensor? c_ids, int[] padding, "
+    f"{_DRAWING}) -> Tensor",
+    rule=_rule,
+    samples=[
+        (real(4, 6, 6), None, real(12, 6), ids(12, 1, 6), real(4, 6), ids(4, 4, 6), [-1, -1, -1], SEED, *DRAWN),
+        (real(12, 6), ids(12, 4, 6), real(1, 6, 6), *[None] * 3, [-1, -1, -1], None, *UNDRAWN),
+    ],
+    reference=embedding_sum_reference,
+    triton="dropout.embedding_sum_triton:embedding_sum",
+    fake=_fake,
+)
+define_op(
+    f"embedding_sum_backward(Tensor grad, ScalarType dtype, {_DRAWING}) -> (Tensor d, Tensor over_batch)",
+    rule="lin: b s h, ~ -> b s h; 1 s h",
+    samples=[(real(4, 6, 6), torch.float64, SEED, *DRAWN)],
+    reference=embedding_sum_backward_reference,
+    triton="dropout.embedding_sum_triton:embedding_sum_backward",
+    fake=lambda grad, dtype, *_: (
+        torch.empty(grad.shape, dtype=dtype, device=grad.device),
+        torch.empty((1, *grad.shape[1:]), dtype=dtype, device=grad.device),
+    ),
+)
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import MATMUL, ids, real
 from megafx.kernels.common.op import define_op
 from megafx.kernels.experts.grouped_mm import grouped_mm, grouped_mm_weight
 from megafx.kernels.experts.row_units import read
-from megafx.rules.families import Call, Row, family
+from megafx.rules.families import Call, Row
 
 Tensors = Sequence[Tensor]
 
@@ -193,22 +194,6 @@ def _fake_backward(
     return [*made, down.new_empty(down.shape[0], down.shape[2])] if biased else made
 
 
-define_op(
-    "grouped_mlp(Tensor x, Tensor starts, Tensor ends, Tensor[] ups, Tensor down, Tensor? down_bias, Tensor[] stacks, "
-    "Tensor[] rows, str unit) -> Tensor",
-    rule=None,
-    reference=grouped_mlp,
-    fake=lambda x, starts, ends, ups, down, *rest: x.new_empty(x.shape[0], down.shape[2]),
-)
-define_op(
-    "grouped_mlp_backward(Tensor grad, Tensor x, Tensor starts, Tensor ends, Tensor[] ups, Tensor down, Tensor[] stacks, "
-    "Tensor[] rows, str unit, bool biased) -> Tensor[]",
-    rule=None,
-    reference=grouped_mlp_backward,
-    fake=_fake_backward,
-)
-
-
 def _dims(call: Call) -> tuple[list[str], list[str], list[str]]:
     """Dims of ups, stacks and rows; those inside of an expert or a row are the unit's own."""
     ups = [f"e k! n{i}!" for i in range(len(call.get("ups")))]
@@ -217,14 +202,12 @@ def _dims(call: Call) -> tuple[list[str], list[str], list[str]]:
     return ups, stacks, [f"s! {inside(a, f'b{i}_')}" for i, a in enumerate(call.get("rows"))]
 
 
-@family("megafx.grouped_mlp")
 def _rule(call: Call) -> Row:
     ups, stacks, rows = _dims(call)
     operands = ["s! k!", "~e", "~e", *ups, "e f! m", "+e m", *stacks, *rows]
     return Row(f"lin[{3 + len(ups)}]: {', '.join(operands)} -> s! m", _WHY)
 
 
-@family("megafx.grouped_mlp_backward")
 def _backward_rule(call: Call) -> Row:
     ups, stacks, rows = _dims(call)
     operands = ["s! m", "s! k!", "~e", "~e", *ups, "e f! m", *stacks, *rows]
@@ -236,6 +219,39 @@ def _backward_rule(call: Call) -> Row:
 
 
 _WHY = {"s": "the ranges of rows are of all rows", "f": "what is between the products may mix its elements"}
+
+
+_ENDS = (ids(4, 4), ids(7, 4))
+_GATED = "v0 = megafx.glu_packed(h0, None, 'silu'); v0"
+_BIASED = (
+    "v0 = add.Tensor(h0, e0); v1 = megafx.glu(v0, h1, 'gelu'); v2 = softmax.int(v1, -1); v3 = add.Tensor(v2, r0); v3"
+)
+
+define_op(
+    "grouped_mlp(Tensor x, Tensor starts, Tensor ends, Tensor[] ups, Tensor down, Tensor? down_bias, Tensor[] stacks, "
+    "Tensor[] rows, str unit) -> Tensor",
+    rule=_rule,
+    cost=MATMUL,
+    terms=lambda x, starts, ends, ups, down, *_: down[1] + sum(up[1] * up[2] for up in ups) // down[2],
+    experts="e",
+    samples=[
+        (real(6, 4), *_ENDS, [real(4, 4, 6)], real(4, 3, 2), None, [], [], _GATED),
+        (real(6, 4), *_ENDS, [real(4, 4, 3)] * 2, real(4, 3, 2), real(4, 2), [real(4, 3)], [real(6, 1)], _BIASED),
+    ],
+    reference=grouped_mlp,
+    fake=lambda x, starts, ends, ups, down, *rest: x.new_empty(x.shape[0], down.shape[2]),
+)
+define_op(
+    "grouped_mlp_backward(Tensor grad, Tensor x, Tensor starts, Tensor ends, Tensor[] ups, Tensor down, Tensor[] stacks, "
+    "Tensor[] rows, str unit, bool biased) -> Tensor[]",
+    rule=_backward_rule,
+    samples=[
+        (real(6, 2), real(6, 4), *_ENDS, [real(4, 4, 3)] * 2, real(4, 3, 2), [real(4, 3)], [real(6, 1)], _BIASED, True),
+        (real(6, 2), real(6, 4), *_ENDS, [real(4, 4, 6)], real(4, 3, 2), [], [], _GATED, False),
+    ],
+    reference=grouped_mlp_backward,
+    fake=_fake_backward,
+)
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import MATMUL, ids, real
 from megafx.kernels.common.op import define_gradient, define_op
 
 _LIBRARY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -70,12 +71,15 @@ def grouped_mm_weight(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 define_op(
     "grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor",
     rule="lin: s! k, e! k n, ~e! -> s! n",
+    samples=[(real(6, 4), real(4, 4, 6), ids(7, 4))],
+    cost=MATMUL,
     reference=grouped_mm,
     fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]),
 )
 define_op(
     "grouped_mm_weight(Tensor x, Tensor grad, Tensor ends) -> Tensor",
     rule="lin: s! k, s! n, ~e! -> e! k n",
+    samples=[(real(6, 4), real(6, 6), ids(7, 4))],
     reference=grouped_mm_weight,
     fake=lambda x, grad, ends: x.new_empty(ends.shape[0], x.shape[1], grad.shape[1]),
 )

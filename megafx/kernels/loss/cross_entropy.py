@@ -14,6 +14,7 @@ blocks, which the planner does not propose, take the plain path.
 
 Whole vocabulary:      cross_entropy, cross_entropy_lse -> cross_entropy_forward (loss, norm); cross_entropy_backward
 Sharded vocabulary:    ce_stats (local) -> all-gather, in the graph -> ce_loss, ce_loss_lse; ce_loss_backward: no collective
+                       (Megatron-LM's vocab_parallel_cross_entropy has three all-reduces)
 Names that end in _lse give [2, T]: the loss, and the log-sum-exp. cross_entropy_backward_ and ce_loss_backward_ write the
 gradient over the logits. "norm" [T, 2] is (m, log sum exp(x - m)): their sum is the log-sum-exp, kept apart for accuracy.
 
@@ -22,13 +23,14 @@ Megatron's vocab-parallel loss gets label smoothing wrong for t > 1 (local V and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megafx.kernels.common.op import define_composite, define_gradient, define_op, new_like
+from megafx.ir.facts import Localized, fixed, ids, real
+from megafx.kernels.common.op import InPlace, define_composite, define_gradient, define_op, new_like
 from megafx.kernels.loss.cross_entropy_parts import (
     logits_gradient,
     loss_of_ranks,
@@ -37,7 +39,7 @@ from megafx.kernels.loss.cross_entropy_parts import (
     token_losses,
 )
 from megafx.kernels.loss.cross_entropy_reference import check_shapes, own_pieces, statistics_dtype
-from megafx.placements.types import Layout, Piece
+from megafx.placements.types import I, Layout, Piece, S
 
 _SHARDED = "SymInt[] layout, int size, str axis"
 
@@ -76,27 +78,24 @@ def _over(found: Tensor, logits: Tensor) -> Tensor:
 
 _TOKENS = "Tensor logits, Tensor target, int ignore_index, float label_smoothing"
 _OF_BOTH = "Tensor? lse_grad, int ignore_index, float label_smoothing"
-_BACKWARD = f"Tensor grad, Tensor{{}} logits, Tensor target, Tensor norm, {_OF_BOTH}"
+_BACKWARD = f"Tensor grad, Tensor logits, Tensor target, Tensor norm, {_OF_BOTH}"
 
 define_op(
     f"cross_entropy_forward({_TOKENS}) -> (Tensor, Tensor)",
-    rule=None,
+    rule="nl: t v!, ~t -> t; t 1",
+    samples=[(real(4, 6), ids(6, 4), -100, 0.1)],
     reference=token_losses,
     triton="loss.cross_entropy_triton:forward",
     fake=_forward_fake,
 )
 define_op(
-    f"cross_entropy_backward({_BACKWARD.format('')}) -> Tensor",
-    rule=None,
+    f"cross_entropy_backward({_BACKWARD}) -> Tensor",
+    rule="nl[0]: t, t v!, ~t, t 1, +t -> t v!",
+    samples=[(real(4), real(4, 6), ids(6, 4), fixed(4, 2), None, -100, 0.1)],
     reference=backward,
     triton="loss.cross_entropy_triton:backward",
     fake=lambda grad, logits, *_: new_like(logits),
-)
-define_op(
-    f"cross_entropy_backward_({_BACKWARD.format('(a!)')}) -> Tensor(a!)",
-    rule=None,
-    reference=lambda grad, logits, *rest: _over(backward(grad, logits, *rest, out=logits), logits),
-    fake=lambda grad, logits, *_: logits,
+    inplace=InPlace("logits", lambda grad, x, *rest: _over(backward(grad, x, *rest, out=x), x)),
 )
 
 
@@ -110,8 +109,33 @@ def _loss_and_lse(*args: Any) -> Tensor:
     return torch.stack([loss, norm.sum(1)])
 
 
-define_composite(f"cross_entropy({_TOKENS}) -> Tensor", rule=None, body=_loss)
-define_composite(f"cross_entropy_lse({_TOKENS}) -> Tensor", rule=None, body=_loss_and_lse)
+def _over_ranks(emit: Callable[..., Any], node: Any, layout: Any, size: int, axis: str) -> Any:
+    """cross_entropy(logits S1, target) -> local statistics, one all-gather of [t, T, 4], local loss: invariant."""
+    logits, target, ignore_index, smoothing = node.args
+    aten, ops, one_each = torch.ops.aten, torch.ops.megafx, Layout.contiguous(size, size)
+    fixed_logits = emit(aten.detach.default, logits)  # ce_loss knows the whole derivative
+    stats = emit(ops.ce_stats.default, fixed_logits, target, layout, size, axis)
+    stacked = emit(aten.unsqueeze.default, stats, 0, placement=S(0, one_each))
+    gather = (stacked, "S0", "I", list(one_each.flat()), [], axis, size)
+    everyone = emit(ops.transition.default, *gather, placement=I)
+    loss = ops.ce_loss_lse if node.target is ops.cross_entropy_lse.default else ops.ce_loss
+    return emit(loss.default, logits, target, everyone, ignore_index, smoothing, layout, size, axis, placement=I)
+
+
+define_composite(
+    f"cross_entropy({_TOKENS}) -> Tensor",
+    localize=Localized("v", "I", _over_ranks),
+    rule="nl: t v, ~t -> t",
+    samples=[(real(4, 6), ids(6, 4), -100, 0.1)],
+    body=_loss,
+)
+define_composite(
+    f"cross_entropy_lse({_TOKENS}) -> Tensor",
+    localize=Localized("v", "I", _over_ranks),
+    rule="nl: t v, ~t -> 1 t",
+    samples=[(real(4, 6), ids(6, 4), -100, 0.1)],
+    body=_loss_and_lse,
+)
 
 
 def _forward_saves(ctx, inputs, output) -> None:
@@ -190,42 +214,37 @@ def _ranks_backward(
 
 
 _LOSS = f"Tensor logits, Tensor target, Tensor all_stats, int ignore_index, float label_smoothing, {_SHARDED}"
-_RANKS_BACKWARD = f"Tensor grad, Tensor{{}} logits, Tensor target, Tensor all_stats, {_OF_BOTH}, {_SHARDED}"
+_RANKS_BACKWARD = f"Tensor grad, Tensor logits, Tensor target, Tensor all_stats, {_OF_BOTH}, {_SHARDED}"
 
 define_op(
     f"ce_stats(Tensor logits, Tensor target, {_SHARDED}) -> Tensor",
-    rule=None,
+    types="S1, R -> stats",
     reference=_stats,
     triton="loss.cross_entropy_triton:rank_stats",
     fake=lambda logits, *_: logits.new_empty(logits.shape[0], 4, dtype=statistics_dtype(logits)),
 )
 define_op(
     f"ce_loss({_LOSS}) -> Tensor",
-    rule=None,
+    types="S1, R, stats -> R",
     reference=_ranks_loss,
     triton="loss.cross_entropy_triton:ranks_loss",
     fake=lambda logits, target, all_stats, *_: all_stats.new_empty(logits.shape[0]),
 )
 define_op(
     f"ce_loss_lse({_LOSS}) -> Tensor",
-    rule=None,
+    types="S1, R, stats -> R",
     reference=lambda logits, target, all_stats, ignore_index, label_smoothing, layout, size, axis: (
         loss_and_lse_of_ranks(target, all_stats, ignore_index, label_smoothing, Layout.from_flat(layout).size)
     ),
     fake=lambda logits, target, all_stats, *_: all_stats.new_empty(2, logits.shape[0]),
 )
 define_op(
-    f"ce_loss_backward({_RANKS_BACKWARD.format('')}) -> Tensor",
-    rule=None,
+    f"ce_loss_backward({_RANKS_BACKWARD}) -> Tensor",
+    types="R, S1, R, stats, R -> S1",
     reference=_ranks_backward,
     triton="loss.cross_entropy_triton:ranks_backward",
     fake=lambda grad, logits, *_: new_like(logits),
-)
-define_op(
-    f"ce_loss_backward_({_RANKS_BACKWARD.format('(a!)')}) -> Tensor(a!)",
-    rule=None,
-    reference=lambda grad, logits, *rest: _over(_ranks_backward(grad, logits, *rest, out=logits), logits),
-    fake=lambda grad, logits, *_: logits,
+    inplace=InPlace("logits", lambda grad, x, *rest: _over(_ranks_backward(grad, x, *rest, out=x), x)),
 )
 
 

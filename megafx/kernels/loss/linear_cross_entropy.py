@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafx.kernels.common.op import define_composite, define_gradient, define_op, new_like, wide
+from megafx.ir.facts import fixed, ids, real
+from megafx.kernels.common.op import InPlace, define_composite, define_gradient, define_op, new_like, wide
 from megafx.kernels.loss import cross_entropy  # noqa: F401  registers the ops
 from megafx.kernels.loss.cross_entropy_parts import logits_gradient, token_losses
 from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
@@ -89,6 +90,7 @@ define_op(
     "linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
     "float label_smoothing, bool gradients) -> (Tensor, Tensor, Tensor, Tensor)",
     rule="nl: t! k!, v! k!, v!, ~t! -> ; t! k!; v! k!; v!",
+    samples=[(fixed(4, 6), fixed(6, 6), fixed(6), ids(6, 4), -100, 0.1, True)],
     reference=forward,
     fake=_fake,
 )
@@ -106,6 +108,7 @@ define_composite(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
     "float label_smoothing) -> Tensor",
     rule="nl: t! k!, v! k!, v!, ~t! -> ",
+    samples=[(real(4, 6), real(6, 6), real(6), ids(6, 4), -100, 0.1)],
     body=_body,
 )
 
@@ -128,15 +131,14 @@ def _backward(ctx, grad: Tensor | None, *_):
 define_op(
     "linear_cross_entropy_backward(Tensor saved, Tensor grad) -> Tensor",
     rule="lin[0]: ..., ~ -> ...",
+    samples=[(fixed(4, 6), fixed())],
     reference=lambda saved, grad: (saved.to(grad.dtype) * grad).to(saved.dtype).contiguous(),
     triton="loss.cross_entropy_triton:linear_cross_entropy_backward",
     fake=lambda saved, grad: new_like(saved),
-)
-define_op(
-    "linear_cross_entropy_backward_(Tensor(a!) saved, Tensor grad) -> Tensor(a!)",
-    rule=None,
-    reference=lambda saved, grad: saved.copy_(saved.to(grad.dtype) * grad),
-    triton="loss.cross_entropy_triton:linear_cross_entropy_backward_",
-    fake=lambda saved, grad: saved,
+    inplace=InPlace(
+        "saved",
+        lambda saved, grad: saved.copy_(saved.to(grad.dtype) * grad),
+        "loss.cross_entropy_triton:linear_cross_entropy_backward_",
+    ),
 )
 define_gradient("linear_cross_entropy_forward", _backward, _saves)

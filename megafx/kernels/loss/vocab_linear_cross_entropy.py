@@ -82,14 +82,14 @@ def backward(
 
 define_op(
     "linear_ce_stats(Tensor x, Tensor weight, Tensor? bias, Tensor target, SymInt[] layout, int size, str axis) -> Tensor",
-    rule=None,
+    types="R, S0, S0, R -> stats",
     reference=statistics,
     fake=lambda x, weight, bias, target, layout, size, axis: x.new_empty(x.shape[0], 4, dtype=wide(x.dtype)),
 )
 define_op(
     "linear_ce_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor all_stats, int ignore_index, "
     "float label_smoothing, SymInt[] layout, int size, str axis) -> Tensor",
-    rule=None,
+    types="R, S0, S0, R, stats -> R",
     reference=lambda x, weight, bias, target, all_stats, ignore_index, label_smoothing, layout, size, axis: (
         loss_of_ranks(target, all_stats, ignore_index, label_smoothing, Layout.from_flat(layout).size)
     ),
@@ -98,7 +98,7 @@ define_op(
 define_op(
     "linear_ce_loss_lse(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor all_stats, int ignore_index, "
     "float label_smoothing, SymInt[] layout, int size, str axis) -> Tensor",
-    rule=None,
+    types="R, S0, S0, R, stats -> R",
     reference=lambda x, weight, bias, target, all_stats, ignore_index, label_smoothing, layout, size, axis: (
         loss_and_lse_of_ranks(target, all_stats, ignore_index, label_smoothing, Layout.from_flat(layout).size)
     ),
@@ -108,7 +108,7 @@ define_op(
     "linear_ce_loss_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor all_stats, "
     "Tensor? lse_grad, int ignore_index, float label_smoothing, SymInt[] layout, int size, str axis) "
     "-> (Tensor, Tensor, Tensor)",
-    rule=None,
+    types="R, R, S0, S0, R, stats, R -> P; S0; S0",
     reference=backward,
     fake=lambda grad, x, weight, bias, *_: (
         torch.empty(x.shape, dtype=x.dtype, device=x.device),

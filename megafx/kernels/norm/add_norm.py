@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import DRAWN, SEED, UNDRAWN, real
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.dropout.bias_dropout_add import (
     branch_gradients,
@@ -139,6 +140,7 @@ define_op(
     "bias_dropout_add_layer_norm(Tensor x, Tensor? bias, Tensor residual, Tensor? weight, Tensor? norm_bias, float eps, "
     f"{_DRAWING}) -> (Tensor h, Tensor y, Tensor mean, Tensor rstd)",
     rule="nl: ... c!, c!, ... c!, c!, c!, ~ -> ... c!; ... c!; ~...; ~...",
+    samples=[(real(4, 6), real(6), real(4, 6), real(6), real(6), 1e-05, SEED, *DRAWN)],
     reference=_layer_norm_reference,
     triton="norm.add_norm_triton:bias_dropout_add_layer_norm",
     fake=lambda x, b, r, w, nb, eps, *drawing: _fake(x, b, r, (w, nb), drawing, 2),
@@ -148,6 +150,7 @@ define_op(
     f"bool want_weight, bool want_norm_bias, ScalarType dtype, ScalarType? bias_dtype, {_DRAWING})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     rule="nl[1]: ... c!, ... c!, +... c!, c!, ..., ..., ~ -> ... c!; ... c!; c!; c!; c!",
+    samples=[(*[real(4, 6)] * 3, real(6), real(4), real(4), True, True, torch.float64, torch.float64, SEED, *DRAWN)],
     reference=_layer_norm_backward_reference,
     triton="norm.add_norm_triton:bias_dropout_add_layer_norm_backward",
     fake=lambda h, gy, gh, w, m, r, ww, wb, dtype, bias_dtype, seed, p, *_: empty_gradients(
@@ -175,6 +178,7 @@ define_op(
     "bias_dropout_add_rms_norm(Tensor x, Tensor? bias, Tensor residual, Tensor? weight, float eps, float offset, "
     f"{_DRAWING}) -> (Tensor h, Tensor y, Tensor rstd)",
     rule="nl: ... c!, c!, ... c!, c!, ~ -> ... c!; ... c!; ~...",
+    samples=[(real(4, 6), None, real(4, 6), real(6), 1e-05, 1.0, None, *UNDRAWN)],
     reference=_rms_norm_reference,
     triton="norm.add_norm_triton:bias_dropout_add_rms_norm",
     fake=lambda x, b, r, w, eps, offset, *drawing: _fake(x, b, r, (w,), drawing, 1),
@@ -183,6 +187,7 @@ define_op(
     "bias_dropout_add_rms_norm_backward(Tensor h, Tensor grad_y, Tensor? grad_h, Tensor? weight, Tensor rstd, float offset, "
     f"bool want_weight, ScalarType dtype, ScalarType? bias_dtype, {_DRAWING}) -> (Tensor, Tensor, Tensor, Tensor)",
     rule="nl[1]: ... c!, ... c!, +... c!, c!, ..., ~ -> ... c!; ... c!; c!; c!",
+    samples=[(*[real(4, 6)] * 3, real(6), real(4), 1.0, True, torch.float64, torch.float64, SEED, *DRAWN)],
     reference=_rms_norm_backward_reference,
     triton="norm.add_norm_triton:bias_dropout_add_rms_norm_backward",
     fake=lambda h, gy, gh, w, r, offset, ww, dtype, bias_dtype, seed, p, *_: (lambda g: (*g[:3], g[4]))(

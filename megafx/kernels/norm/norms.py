@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import real
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, new_like, wide
 from megafx.kernels.dropout.bias_dropout_add import rows_summed
 
@@ -107,12 +108,14 @@ def vector_like(x: Tensor, weight: Tensor | None, wanted: bool) -> Tensor:
 define_composite(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
     rule="nl[1]: ... c!, c!, +c! -> ... c!",
+    samples=[(real(4, 6, 6), real(6), real(6), 1e-05), (real(4, 6), None, None, 1e-05)],
     why={"c": "the norm runs over the dim"},
     body=lambda x, weight, bias, eps: torch.ops.megafx.layer_norm_forward(x, weight, bias, eps)[0],
 )
 define_op(
     "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
     rule="nl[1]: ... c!, c!, +c! -> ... c!; ~...; ~...",
+    samples=[(real(4, 6, 6), real(6), real(6), 1e-05)],
     reference=layer_norm_reference,
     triton="norm.norms_launch:layer_norm_forward",
     fake=_layer_norm_fake,
@@ -121,6 +124,7 @@ define_op(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool want_weight, bool want_bias)"
     " -> (Tensor, Tensor, Tensor)",
     rule="nl[0]: ... c!, ... c!, c!, ..., ... -> ... c!; c!; c!",
+    samples=[(real(4, 6), real(4, 6), real(6), real(4), real(4), True, True)],
     partials=(((2,), "PRR"),),  # the gradient of x alone depends on the weight
     reference=layer_norm_backward_reference,
     triton="norm.norms_launch:layer_norm_backward",
@@ -175,12 +179,14 @@ def _rms_norm_fake(x: Tensor, weight: Tensor | None, eps: float, offset: float) 
 define_composite(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset) -> Tensor",
     rule="nl: ... c!, c! -> ... c!",
+    samples=[(real(4, 6, 6), real(6), 1e-05, 1.0)],
     why={"c": "the norm runs over the dim"},
     body=lambda x, weight, eps, offset: torch.ops.megafx.rms_norm_forward(x, weight, eps, offset)[0],
 )
 define_op(
     "rms_norm_forward(Tensor x, Tensor? weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
     rule="nl: ... c!, c! -> ... c!; ~...",
+    samples=[(real(4, 6, 6), real(6), 1e-05, 1.0)],
     reference=rms_norm_reference,
     triton="norm.norms_launch:rms_norm_forward",
     fake=_rms_norm_fake,
@@ -189,6 +195,7 @@ define_op(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, float offset, bool want_weight)"
     " -> (Tensor, Tensor)",
     rule="nl[0]: ... c!, ... c!, c!, ... -> ... c!; c!",
+    samples=[(real(4, 6), real(4, 6), real(6), real(4), 1.0, True)],
     reference=rms_norm_backward_reference,
     triton="norm.norms_launch:rms_norm_backward",
     fake=lambda grad, x, weight, rstd, offset, want_weight: (new_like(x), vector_like(x, weight, want_weight)),
