@@ -1,10 +1,18 @@
-"""Whether a row is of the expert that a list of ids says, in the rows that grouped products take.
+"""The products of a mixture with one weight for each row's expert, and whether ids say which expert a row belongs to.
+
+Products of rows that are sorted by expert, or with weights that are looked up for each row:
+
+    %y = grouped_mm(%x, %w, %ends)                                                 # sorted: `by` is %ends
+    %g = index(%w, [%ids]); %b = bmm(unsqueeze(%x, 1), %g); %y = reshape(%b, ..)   # looked up: `by` is %ids
+    %b = bmm(%g, unsqueeze(%x, -1)), with the weights [E, N, K], is the same: `turned`
+
+Ids of sorted rows:
 
     %order = argsort(%chosen); %ids = index(%chosen, [%order])      # or the first result of sort(%chosen)
     %ends = cumsum(one_hot(%chosen, 5).sum(0), 0)                   # or histc(%ids, 5, 0, 4)
 
-Then ids[s] = e for ends[e-1] <= s < ends[e]: `ids` is ascending, `ends` counts the same numbers, and none is negative, which
-both would take for something else.
+Then ids[s] = e for ends[e-1] <= s < ends[e]: `ids` is ascending, `ends` counts the same numbers, and none is negative (which
+both would take for something else).
 """
 
 from __future__ import annotations
@@ -16,22 +24,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import CASTS, COPIES, argument, behind
+from megafx.ir.nodes import CASTS, COPIES, argument, aten_ops, behind
 from megafx.ir.program import VAL, Program, fqn_of
 from megafx.ir.sizes import Sizes
 from megafx.rules.families import VIEWS
 
 aten = torch.ops.aten
-_SORTS = (aten.sort.default, aten.sort.stable)
-_ORDERS = (aten.argsort.default, aten.argsort.stable)
-_INDICES = (*_SORTS, aten.topk.default, aten.max.dim, aten.min.dim)  # their second result
-_TAKES = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
-_MOVES = (*_TAKES, aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.permute.default)
+GROUPED = torch.ops.megafx.grouped_mm.default
+_PRODUCTS = aten_ops("bmm matmul")
+_DROPS = {*VIEWS, "aten.select.int"}  # of a dim of 1
+_SORTS = aten_ops("sort sort.stable")
+_ORDERS = aten_ops("argsort argsort.stable")
+_INDICES = _SORTS | aten_ops("topk max.dim min.dim")  # their second result
+_TAKES = aten_ops("index.Tensor index_select gather")
+_MOVES = _TAKES | aten_ops("slice.Tensor select.int transpose.int permute")
 _SAME = COPIES | {aten.detach.default}
 
 
 def why_not_expert_of_row(ids: Any, ends: Any, experts: int) -> str:
-    """Why `ids` [S] may be something else than the expert of each row by `ends` [E]; '' if it is not."""
+    """Why `ids` [S] may not be the expert of each row that `ends` [E] says; '' if they are."""
     unsorted = _sorted_from(ids)
     if unsorted is None:
         return "ids that are not sorted as the rows are"
@@ -43,7 +54,7 @@ def why_not_expert_of_row(ids: Any, ends: Any, experts: int) -> str:
 
 
 def _sorted_from(ids: Any) -> Any:
-    """What ids are the ascending order of, or None."""
+    """The ids that these are in ascending order, or None."""
     ids = _plain(ids)
     first, order = _operand(ids, 0), _operand(ids, 1)
     if ids.target is operator.getitem and order == 0 and _ascending(first, _SORTS):
@@ -61,7 +72,7 @@ def _sorted_from(ids: Any) -> Any:
     return first if _same(source, first) else None
 
 
-def _ascending(node: Any, sorts: tuple[Any, ...]) -> bool:
+def _ascending(node: Any, sorts: frozenset[Any]) -> bool:
     """A sort of one dim, not descending."""
     one = isinstance(node, fx.Node) and node.target in sorts and _operand(node, 0).meta[VAL].dim() == 1
     return one and not argument(node, "descending", False)
@@ -109,26 +120,16 @@ def _operand(node: Any, i: int) -> Any:
 def _same(a: Any, b: Any) -> bool:
     """Whether two nodes hold the same elements in the same order, up to their shape."""
 
-    def behind(node: Any) -> Any:
+    def root(node: Any) -> Any:
         node = _plain(node, casts=True)
         while isinstance(node, fx.Node) and str(node.target) in VIEWS:
             node = _plain(node.args[0], casts=True)
         return node
 
-    return a is not None and behind(a) is behind(b)
+    return a is not None and root(a) is root(b)
 
 
-# -- join experts products
-#
-# The products of a mixture with one weight for each row's expert: on rows sorted by expert, or with weights looked up.
-#
-# %y = grouped_mm(%x, %w, %ends)                                                 # sorted: `by` is %ends
-# %g = index(%w, [%ids]); %b = bmm(unsqueeze(%x, 1), %g); %y = reshape(%b, ..)   # looked up: `by` is %ids
-# %b = bmm(%g, unsqueeze(%x, -1)), with the weights [E, N, K], is the same: `turned`
-
-GROUPED = torch.ops.megafx.grouped_mm.default
-_PRODUCTS = (aten.bmm.default, aten.matmul.default)
-_DROPS = {*VIEWS, "aten.select.int"}  # of a dim of 1
+# -- products
 
 
 @dataclass(frozen=True)

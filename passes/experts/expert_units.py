@@ -4,8 +4,8 @@
     %b = index(%up_bias, [%ids]); %s = add(%h, %b); %a = relu(%s)      # ids: the expert of each row
     %y = grouped_mm(%a, %down, %ends)
 
-gives the unit "v0 = add.Tensor(h0, e0); v1 = relu(v0); v1" of %h and the stack %up_bias. An op computes
-each row by itself where its sharding rule says that the dim of the rows can be cut.
+gives the unit "v0 = add.Tensor(h0, e0); v1 = relu(v0); v1" of %h and the stack %up_bias. An op computes each row by itself if
+its sharding rule says that the dim of the rows can be cut.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class NotByRow(Exception):
         super().__init__(found)
 
 
-class Rows(NamedTuple):
-    """A value of each row. dims: 0, or those of a value that all rows share and that is to be repeated for each."""
+class RowValue(NamedTuple):
+    """A value of each row. dims: 0; or, of a value that all rows share, its dims once it is repeated for each row."""
 
     value: fx.Node
     dims: int = 0
@@ -45,13 +45,13 @@ class Rows(NamedTuple):
 
 @dataclass
 class Found:
-    """firsts: the products before, nodes: what stands between, in order; stacks, rows: as grouped_mlp takes them."""
+    """What grouped_mlp takes. firsts: the products before; nodes: what stands between, in order; unit: the same as text."""
 
     firsts: list[Product]
     nodes: list[fx.Node]
     unit: str
     stacks: list[fx.Node] = field(default_factory=list)
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[RowValue] = field(default_factory=list)
     cut: bool = True  # whether the result could be cut along the elements of a row (the experts' ffn)
 
 
@@ -155,7 +155,7 @@ class _Reader:
             key = value, node.meta[VAL].dim()
             if key not in self.repeated:
                 self.repeated[key] = f"r{len(self.found.rows)}"
-                self.found.rows.append(Rows(*key))
+                self.found.rows.append(RowValue(*key))
         else:
             raise NotByRow(f"{node.target} with {self._said(value)}, which has no row for each row", node)
 
@@ -164,7 +164,7 @@ class _Reader:
         stack, why = stack_of(value, self.last)
         if stack is None:
             self.names[value] = f"r{len(self.found.rows)}"
-            self.found.rows.append(Rows(value))
+            self.found.rows.append(RowValue(value))
             return
         if why:
             raise NotByRow(f"a lookup in {self._said(stack)} by {why}", value)
