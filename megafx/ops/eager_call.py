@@ -46,7 +46,7 @@ _library.define(
 
 
 @dataclass(frozen=True)
-class Size:
+class ResultSize:
     """A dim of a result: factor times the product of these (input, dim)."""
 
     factor: sympy.Rational
@@ -71,7 +71,7 @@ class EagerCall:
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     autocast: tuple[dict[str, Any], ...]
-    results: tuple[tuple[torch.dtype, tuple[Size, ...]], ...] = ()
+    results: tuple[tuple[torch.dtype, tuple[ResultSize, ...]], ...] = ()
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
     random: bool = False
@@ -213,7 +213,7 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
             "a module that is left eager returns another structure for other inputs", module=call.fqn,
             fix="return as many tensors in every case",
         )  # fmt: skip
-    results: list[tuple[torch.dtype, tuple[Size, ...]]] = []
+    results: list[tuple[torch.dtype, tuple[ResultSize, ...]]] = []
     out_leaves: list[Constant | None] = []
     for a, b in zip(leaves, others, strict=True):
         if isinstance(a, Tensor):
@@ -259,10 +259,10 @@ def _real(buffer: Tensor) -> Tensor:
         return torch.ones_like(buffer, device="cpu") if buffer.device.type == "meta" else buffer.clone()
 
 
-def _size(call: EagerCall, a: int, b: int, first: list[Tensor], second: list[Tensor]) -> Size:
+def _size(call: EagerCall, a: int, b: int, first: list[Tensor], second: list[Tensor]) -> ResultSize:
     """What dim is a for the first tensors and b for the second."""
     if a == b:
-        return Size(sympy.Rational(a), ())
+        return ResultSize(sympy.Rational(a), ())
     varying: dict[tuple[int, int], tuple[int, int]] = {}
     for i, (x, y) in enumerate(zip(first, second, strict=True)):
         for d, pair in enumerate(zip(x.shape, y.shape, strict=True)):
@@ -272,7 +272,7 @@ def _size(call: EagerCall, a: int, b: int, first: list[Tensor], second: list[Ten
         for dims in itertools.combinations(varying, count):
             one, two = (math.prod(varying[k][j] for k in dims) for j in (0, 1))
             if a * two == b * one:
-                return Size(sympy.Rational(a, one), dims)
+                return ResultSize(sympy.Rational(a, one), dims)
     raise CaptureError(
         f"the size of a result depends on data: {a} and {b} for made-up inputs",
         module=call.fqn,

@@ -116,8 +116,10 @@ class _Joining:
         others = [p for p in self.products if p.by is product.by and p is not product and self._names(p)]
         missing = ", ".join(self._names(p)[0] for p in others) or "another weight of the mixture"
         what = f"the override does not hold for {missing}, which goes with it"
+        if reason is not None:
+            what = f"between their products stands {reason.found}"
         raise PlanError(
-            f"override: {name} is split over experts, but {f'between their products stands {reason.found}' if reason else what}",
+            f"override: {name} is split over experts, but {what}",
             fix="experts are split where each computes its rows by itself between its products, and all of their weights have "
             "the override; else leave it out: experts are then split in their ffn where they can be",
             module=fqn_of(reason.node if reason else product.node),
