@@ -1,9 +1,9 @@
-"""Values of masks, and what ops on masks do to them: positions compared, triangles, padding. mask_reader.py reads graphs.
+"""What masks can be, and what ops do to them: positions compared, triangles, padding. mask_reader.py reads graphs.
 
-                       Index        integers that count positions: sum of coefficient * position in a dim, plus a constant
-                       Choice       one number where a condition holds, another elsewhere
-                       Sum          a Choice plus a tensor (a bias with a causal mask)
-                       Leaf         any other tensor, and which dims of the value its dims are
+    Index        integers that count positions: sum of coefficient * position in a dim, plus a constant
+    Choice       one number where a condition holds, another elsewhere
+    Sum          a Choice plus a tensor (a bias with a causal mask)
+    Leaf         any other tensor; which dim of the value each of its dims is
 
 Conditions are trees of `le` (an Index is at most 0), boolean leaves, and, or, not. Dims count from the right (-1: keys, -2:
 queries), so that broadcasting moves none.
@@ -68,7 +68,7 @@ class Sum(NamedTuple):
 
 Value = Index | Choice | Sum | Leaf
 TRUE = Cond("true")
-HARD_FILL = -5000.0  # as kernels/masked_softmax.py has it
+HARD_FILL = -5000.0  # as kernels/attention/masked_softmax.py has it
 
 
 def negated(c: Cond) -> Cond:
@@ -113,7 +113,7 @@ def conjuncts(c: Cond, positive: bool = True) -> list[Cond] | None:
 
 
 def number_of(value: Value | None) -> Any:
-    """The number that is everywhere, or None."""
+    """The number that all elements are, or None."""
     return value.on if isinstance(value, Choice) and value.where == TRUE else None
 
 
@@ -160,7 +160,7 @@ def chosen(c: Cond, a: Value | None, b: Value | None) -> Value | None:
 
 
 def hides(number: Any) -> bool:
-    """Whether a key of this additive mask has no weight beside one that is seen."""
+    """Whether a key with this number in an additive mask has no weight beside keys that are seen."""
     return isinstance(number, (int, float)) and number <= HARD_FILL
 
 
@@ -180,24 +180,22 @@ def combined(op: Callable[[Any, Any], Any], by: str, a: Value | None, b: Value |
         return None
     if by != "add":
         return None
-    x, y = _as_sum(a), _as_sum(b)
+
+    def as_sum(value: Value | None) -> Sum | None:
+        if isinstance(value, Leaf):
+            return Sum(Choice(TRUE, 0.0, 0.0), (value,)) if value.node.meta[VAL].is_floating_point() else None
+        form = _mask_form(value) if isinstance(value, Choice) else None
+        return Sum(form, ()) if form is not None else value if isinstance(value, Sum) else None
+
+    x, y = as_sum(a), as_sum(b)
     if x is None or y is None or (isinstance(a, Leaf) and isinstance(b, Leaf)):
         return None
     form = Choice(both(x.mask.where, y.mask.where), 0.0, min(x.mask.off, y.mask.off))
     return Sum(form, (*x.rest, *y.rest))
 
 
-def _as_sum(value: Value | None) -> Sum | None:
-    if isinstance(value, Leaf):
-        return Sum(Choice(TRUE, 0.0, 0.0), (value,)) if value.node.meta[VAL].is_floating_point() else None
-    if isinstance(value, Choice):
-        form = _mask_form(value)
-        return None if form is None else Sum(form, ())
-    return value if isinstance(value, Sum) else None
-
-
 def _checked(choice: Choice, change: Callable[[Any], Any]) -> Choice | None:
-    """Both numbers changed; None where that cannot be computed."""
+    """The choice with both numbers changed; None where that cannot be computed."""
     try:
         return Choice(choice.where, change(choice.on), change(choice.off))
     except (ArithmeticError, TypeError):
@@ -226,15 +224,11 @@ def moved(value: Value | None, to: Callable[[int], int | None], shift: Mapping[i
 
 def _rename(value: Any, to: Callable[[int], int | None], shift: Mapping[int, int]) -> Any:
     if isinstance(value, Index):
-        terms = []
-        constant = value.constant
-        for d, c in value.terms:
-            new = to(d)
-            if new is None:
-                raise KeyError(d)
-            terms.append((new, c))
-            constant += c * shift.get(d, 0)
-        return Index(tuple(sorted(terms)), constant)
+        terms = [(to(d), c) for d, c in value.terms]
+        if any(d is None for d, _ in terms):
+            raise KeyError(value)
+        constant = value.constant + sum(c * shift.get(d, 0) for d, c in value.terms)
+        return Index(tuple(sorted(terms)), constant)  # type: ignore[arg-type]  # no None: asked above
     if isinstance(value, Leaf):
         dims = tuple(None if d is None else to(d) for d in value.dims)
         if any(d is not None and (n is None or shift.get(d)) for d, n in zip(value.dims, dims, strict=True)):
