@@ -275,7 +275,7 @@ class _Attempt:
         spec = self.trace.specs[name]
         if not isinstance(value, torch.Tensor):
             return self._fail(found, lambda: f"'{name}' is no tensor")
-        wanted = self.trace.dtypes[spec.dtype] if spec.free_dtype else DTYPE_OF[spec.dtype]
+        wanted = (DTYPE_OF | self.trace.dtypes)[spec.dtype]
         if value.dtype != wanted:
             return self._fail(found, lambda: f"'{name}' is {dtype_text(value.dtype)}, not {dtype_text(wanted)}")
         lead = self.trace.lead if spec.dots else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -82,12 +83,11 @@ class TraceNumber(NamedTuple):
 
 
 class TraceCall(NamedTuple):
-    """A node of a trace. arguments: (schema name, value), without what is not compared."""
+    """A node of a trace. arguments: (schema name, value) of those that are compared."""
 
     target: Any
     arguments: tuple[tuple[str, Any], ...]
     commutes: bool
-    draws: bool
 
 
 @dataclass
@@ -118,7 +118,6 @@ class Trace:
 
     @property
     def anchor(self) -> fx.Node:
-        """The root that matching starts from."""
         return self.search[0]
 
     def __str__(self) -> str:
@@ -205,7 +204,8 @@ class _Tracing:
         mode = _fake_mode()
         names = [n for n in self.specs if n not in self.variant.absent]
         with mode:
-            values = {n: torch.empty(self._shape(self.specs[n]), dtype=self._dtype(self.specs[n])) for n in names}
+            dtypes = DTYPE_OF | self.dtypes
+            values = {n: torch.empty(self._shape(self.specs[n]), dtype=dtypes[self.specs[n].dtype]) for n in names}
             seed = torch.empty((), dtype=torch.int64)
         takes = parameters(self.pattern.match)
         inputs = [Input("param" if self.specs[n].param else "user", n) for n in names]
@@ -237,13 +237,8 @@ class _Tracing:
         return self._finish(program)
 
     def _shape(self, spec: TensorSpec) -> list[int]:
-        shape = [self._prime(f"_{self.lead - i}") for i in range(self.lead)] if spec.dots else []
-        for dim in spec.dims:
-            size = dim.coefficient
-            for letter in dim.letters:
-                size *= self._prime(letter)
-            shape.append(size)
-        return shape
+        lead = [self._prime(f"_{self.lead - i}") for i in range(self.lead)] if spec.dots else []
+        return lead + [dim.coefficient * math.prod(map(self._prime, dim.letters)) for dim in spec.dims]
 
     def _prime(self, letter: str) -> int:
         if letter not in self.prime_of:
@@ -251,9 +246,6 @@ class _Tracing:
                 raise PatternError(f"pattern '{self.pattern.name}' has more than {len(PRIMES)} sizes")
             self.prime_of[letter] = PRIMES[len(self.prime_of)]
         return self.prime_of[letter]
-
-    def _dtype(self, spec: TensorSpec) -> torch.dtype:
-        return self.dtypes[spec.dtype] if spec.free_dtype else DTYPE_OF[spec.dtype]
 
     def _marker(self, name: str, kind: type) -> Any:
         if kind is int:
@@ -277,7 +269,11 @@ class _Tracing:
         if any(r.op != "call_function" for r in results):
             raise PatternError(f"pattern '{self.pattern.name}' ({self.variant}): match computes nothing")
         nodes = [n for n in program.graph.nodes if n.op == "call_function"]
-        calls = {n: self._call(n) for n in nodes}
+        calls = {}
+        for node in nodes:
+            arguments = {name: self._value(value) for name, value in arguments_of(node)}
+            commutes = node.target in COMMUTES and arguments.get("alpha", 1) == 1
+            calls[node] = TraceCall(node.target, tuple(arguments.items()), commutes)
         return Trace(
             self.pattern,
             self.variant,
@@ -289,15 +285,10 @@ class _Tracing:
             results,
             tuple(sorted(results, key=lambda r: -len(ancestors([r])))),
             calls,
-            tuple(n for n in nodes if is_draw(n)),
+            tuple(filter(is_draw, nodes)),
             {name: float(marker) for name, marker in self.marker_of.items()},
             Counter(n.target for n in nodes),
         )
-
-    def _call(self, node: fx.Node) -> TraceCall:
-        arguments = tuple((name, self._value(value)) for name, value in arguments_of(node))
-        alpha = dict(arguments).get("alpha", 1)
-        return TraceCall(node.target, arguments, node.target in COMMUTES and alpha == 1, is_draw(node))
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):

@@ -112,20 +112,17 @@ def _substitute(call: fx.Node, results: Any) -> None:
 
 
 class _SeeCasts(TorchDispatchMode):
-    """Which of the watched tensors are cast, and to what, while an op runs."""
+    """Sees which of the watched tensors are cast, and to what, while an op runs."""
 
     def __init__(self, watched: dict[int, fx.Node]) -> None:
         super().__init__()
-        self.watched, self.found, self.others = watched, {}, 0  # type: ignore[var-annotated]
+        self.watched = watched
+        self.found: dict[fx.Node, torch.dtype] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._to_copy.default:
-            node = self.watched.get(id(args[0]))
-            dtype = (kwargs or {}).get("dtype")
-            if node is not None and dtype is not None:
-                self.found[node] = dtype
-            else:
-                self.others += 1
+        dtype = (kwargs or {}).get("dtype")
+        if func is aten._to_copy.default and id(args[0]) in self.watched and dtype is not None:
+            self.found[self.watched[id(args[0])]] = dtype
         return func(*args, **(kwargs or {}))
 
 

@@ -65,8 +65,14 @@ class Editor:
             raise self._of_data(size.node.expr.free_symbols - self.known_symbols) from None
 
     def _of_data(self, symbols: set[Any]) -> CaptureError:
-        """These are sizes of no input. Names the first node that makes one, by its shape or as a number."""
-        maker = next((n for n in self.graph.nodes if n.op == "call_function" and symbols & _symbols(n)), None)
+        """The error for sizes of no input. Names the first node that makes one, by its shape or as a number."""
+
+        def makes_one(node: fx.Node) -> bool:
+            value = node.meta.get(VAL)
+            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+            return any(isinstance(n, torch.SymInt) and symbols & n.node.expr.free_symbols for n in sizes)
+
+        maker = next((n for n in self.graph.nodes if n.op == "call_function" and makes_one(n)), None)
         shape = maker is None or isinstance(maker.meta[VAL], torch.Tensor)
         what = f"the {'shape of the result' if shape else 'size that is the result'} of {maker.target if maker else 'an op'}"
         return CaptureError(
@@ -92,15 +98,8 @@ class Editor:
         return a.dim() == b.dim() and all(self.same(m, n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
-def _symbols(node: fx.Node) -> set[Any]:
-    """The symbols in a node's value: those of a number, or of a tensor's shape."""
-    value = node.meta.get(VAL)
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return {s for n in sizes if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
-
-
 def respell(node: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:
-    """Another op that computes the same value: `val` stays. False where the node is spelled so already."""
+    """Give the node another op that computes the same value: `val` stays. False if the node is spelled so already."""
     new_args, new_kwargs = tuple(args), kwargs or {}
     if node.target is target and _equal(node.args, new_args) and node.kwargs == new_kwargs:
         return False

@@ -94,12 +94,11 @@ def number_dropouts(editor: Editor) -> int:
         return 0
     seed = _seed_input(editor)
     for op_id, node in enumerate(nodes):
-        if node.target in (torch.ops.megafx.attention.default, torch.ops.megafx.eager_call.default):
+        if node.target is not aten.dropout.default:
             set_arguments(node, seed=seed, op_id=op_id)
             continue
-        x, p = node.args[0], argument(node, "p")
-        new = editor.at(node)(torch.ops.megafx.dropout.default, x, seed, float(p), op_id, -1, [], AXIS)
-        replace(node, new)
+        drawn = (seed, float(argument(node, "p")), op_id, -1, [], AXIS)
+        replace(node, editor.at(node)(torch.ops.megafx.dropout.default, node.args[0], *drawn))
     return len(nodes)
 
 
@@ -172,7 +171,7 @@ def uniform_from_bits(editor: Editor, node: fx.Node) -> bool:
     """rand, rand_like, uniform_ -> a binary fraction of fair bits, scaled to the range."""
     value = _uniform(editor, node)
     if node.target is aten.uniform.default:
-        low, high = argument(node, "from"), argument(node, "to")
+        low, high = arguments(node, "from", "to")
         value = _affine(editor, node, value, high - low, low)
     return replace(node, value)
 
