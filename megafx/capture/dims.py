@@ -112,9 +112,13 @@ def name_dims(
         for d in growing.get(name, ()):
             past.setdefault(tensor.shape[d], f"past{len(past) + 1}" if past else "past")
     outside = [(n, t) for n, t in tensors if n not in growing]
-    batch = _batch_size(outside)
+    ids = [(n, t) for n, t in outside if _is_ids(t)]
+    choices = [(n, t) for n, t in outside if _is_choices(t)]
+    embedded = [(n, t) for n, t in outside if t.dim() == 3 and t.is_floating_point()]
+    by_dims = sorted((t for _, t in outside if t.dim()), key=lambda t: t.dim() == 1)  # 1-D ones last
+    batch = next((t.shape[0] for t in (*(t for _, t in ids), *by_dims)), -1)
     sequences: dict[tuple[int, str], str] = {}
-    carriers = _sequence_carriers(outside)
+    carriers = ids or choices or embedded
     if growing and any(t.shape[1] == 1 for _, t in carriers if t.dim() == 2):  # one token after a cache
         carriers = [(n, t) for n, t in carriers if t.shape[1] != 1 and t.shape[1] - 1 not in past]
     if len({group_of(name) for name, _ in carriers}) == 1:
@@ -156,20 +160,6 @@ def name_dims(
     return result
 
 
-def _batch_size(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
-    """Dim 0 of the first 2-D integer tensor, else of the first tensor that has dims."""
-    ids = [t for _, t in tensors if _is_ids(t)]
-    rest = [t for _, t in tensors if t.dim() >= 2] or [t for _, t in tensors if t.dim() == 1]
-    return next((t.shape[0] for t in (*ids, *rest)), -1)
-
-
-def _sequence_carriers(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """2-D integer tensors (ids); without any, ids of several choices, or 3-D floating tensors (embedded tokens)."""
-    ids = [(n, t) for n, t in tensors if _is_ids(t)]
-    choices = [(n, t) for n, t in tensors if _is_choices(t)]
-    return ids or choices or [(n, t) for n, t in tensors if t.dim() == 3 and t.is_floating_point()]
-
-
 def _is_ids(tensor: torch.Tensor, dims: int = 2) -> bool:
     """[batch, sequence] of integers (a bool tensor may be a [sequence, sequence] mask)."""
     return tensor.dim() == dims and tensor.dtype in (torch.int64, torch.int32)
@@ -181,6 +171,7 @@ def _is_choices(tensor: torch.Tensor) -> bool:
 
 
 def _choose_hints(dims: NamedDims, longest: int | None) -> None:
+    """The size of each name in the trace: at most the longest sequence that the model takes."""
     taken: set[int] = set()
     lengths = iter(SEQ_HINTS)
     for name, size in dims.user.items():

@@ -63,7 +63,8 @@ class ExpertLoops(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _UNBINDS and self._runs_over_found(args, kwargs):
+        over_rows = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) == 0 if func in _UNBINDS else False
+        if over_rows and id(args[0]) in self.found:
             return self._all_indices(*self.found[id(args[0])])
         self.check((args, kwargs))
         if self.current is not None:
@@ -86,10 +87,6 @@ class ExpertLoops(TorchFunctionMode):
         """Raise where something that an iteration made is used after it."""
         if self.gone and any(id(value) in self.gone for value in tree_leaves(values)):
             raise _refused("its results are used after an iteration")
-
-    def _runs_over_found(self, args: Any, kwargs: Any) -> bool:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        return id(args[0]) in self.found and dim == 0
 
     def _all_indices(self, found: Tensor, mask: Tensor) -> Iterator[Tensor]:
         """An index after the other, in the shape that an element of `found` has."""
@@ -138,8 +135,8 @@ def _with_hit(func: Any, args: Any, hit: Tensor) -> Any:
         return (args[0], args[1] & hit, *args[2:])
     if func in _INDEXES:
         index = args[1]
-        masked = [_and(i, hit) for i in index] if isinstance(index, tuple) else _and(index, hit)
-        return (args[0], tuple(masked) if isinstance(masked, list) else masked, *args[2:])
+        masked = tuple(_and(i, hit) for i in index) if isinstance(index, tuple) else _and(index, hit)
+        return (args[0], masked, *args[2:])
     return args
 
 
@@ -163,7 +160,7 @@ def _symbols(value: Any) -> set[Any]:
 
 
 def _selected(args: Any, iteration: _Iteration) -> bool:
-    """Whether there are rows of this iteration among the arguments."""
+    """Whether rows of this iteration are among the arguments."""
     return any(_symbols(a) & iteration.rows for a in tree_leaves(args))
 
 

@@ -207,9 +207,14 @@ class _Inputs:
     def make(self) -> dict[str, torch.Tensor]:
         main = getattr(self.model, "main_input_name", "input_ids")
         if main == "pixel_values" or (self.takes("pixel_values") and self.takes("input_ids")):
-            self.pixels()
-        if main == "input_features":
-            self.features()
+            size = getattr(self.vision, "image_size", 224)
+            height, width = (size, size) if isinstance(size, int) else tuple(size)
+            self.kwargs["pixel_values"] = _floats(BATCH, getattr(self.vision, "num_channels", 3), height, width)
+        if (
+            main == "input_features"
+        ):  # log-mel frames; the encoder halves their number by its second convolution's stride
+            frames = 2 * getattr(self.config, "max_source_positions", 1500)
+            self.kwargs["input_features"] = _floats(BATCH, getattr(self.config, "num_mel_bins", 80), frames)
         if main == "input_values":
             self.kwargs["input_values"] = _floats(BATCH, 16000)
         length = self.length(SEQ)
@@ -227,24 +232,12 @@ class _Inputs:
 
     def length(self, wanted: int) -> int:
         """At most the model's maximum."""
-        known = (
-            getattr(self.text, k, None)
-            for k in ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
-        )
+        keys = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+        known = (getattr(self.text, key, None) for key in keys)
         limits = [n for n in known if isinstance(n, int) and n > 1]
         # RoBERTa-like position tables start after the padding index.
         limit = min(limits) - (2 if getattr(self.text, "pad_token_id", None) == 1 else 0) if limits else wanted
         return max(2, min(wanted, limit if wanted != TARGET_SEQ else min(limit, TARGET_SEQ * limit // max(limit, SEQ))))
-
-    def pixels(self) -> None:
-        size = getattr(self.vision, "image_size", 224)
-        height, width = (size, size) if isinstance(size, int) else tuple(size)
-        self.kwargs["pixel_values"] = _floats(BATCH, getattr(self.vision, "num_channels", 3), height, width)
-
-    def features(self) -> None:
-        """Log-mel frames; the encoder halves their number by its second convolution's stride."""
-        frames = 2 * getattr(self.config, "max_source_positions", 1500)
-        self.kwargs["input_features"] = _floats(BATCH, getattr(self.config, "num_mel_bins", 80), frames)
 
     def labels(self, length: int, target: int) -> None:
         head = type(self.model).__name__
@@ -271,9 +264,8 @@ class _Inputs:
     def class_labels(self) -> torch.Tensor:
         """Labels by `problem_type`, or by the number of classes as transformers itself decides."""
         count = getattr(self.config, "num_labels", 2)
-        kind = getattr(self.config, "problem_type", None) or (
-            "regression" if count == 1 else "single_label_classification"
-        )
+        default = "regression" if count == 1 else "single_label_classification"
+        kind = getattr(self.config, "problem_type", None) or default
         if kind == "single_label_classification":
             return _ids(BATCH)
         return _floats(BATCH, count) if kind == "multi_label_classification" or count > 1 else _floats(BATCH)

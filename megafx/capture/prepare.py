@@ -173,8 +173,10 @@ def prepared(
     """
     with _LOCK:
         configs = _configs(model)
-        modules = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
-        saved_configs = [(c, dict(vars(c))) for c in configs]
+        saved = [(x, dict(vars(x))) for x in (*model.modules(), *configs)]
+        # The modules' own containers: parameters, buffers, hooks (transformers installs some in forward), lists.
+        containers = [c for m in model.modules() for c in vars(m).values() if isinstance(c, (dict, set, list))]
+        contents = [copy.copy(container) for container in containers]
         try:
             for config in configs:
                 _prepare_config(config, model, note)
@@ -192,24 +194,12 @@ def prepared(
             for each in left:
                 note_eager(each.note(whole), each.fqn)
         finally:
-            for module, attributes, contents in modules:
-                vars(module).clear()
-                vars(module).update(attributes)
-                for key, content in contents.items():
-                    _refill(vars(module)[key], content)
-            for config, attributes in saved_configs:
-                vars(config).clear()
-                vars(config).update(attributes)
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the module's own containers: parameters, buffers, hooks (transformers installs some in forward), lists."""
-    return {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, (dict, set, list))}
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    container.extend(content) if isinstance(container, list) else container.update(content)
+            for owner, attributes in saved:
+                vars(owner).clear()
+                vars(owner).update(attributes)
+            for container, content in zip(containers, contents, strict=True):
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _configs(model: nn.Module) -> list[Any]:
