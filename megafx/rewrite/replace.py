@@ -19,10 +19,9 @@ from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, 
 from megafx.ir.sizes import SizeEmitter
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import Drop, PatternError, parameters
-from megafx.rewrite.trace import plain_modes
+from megafx.rewrite.trace import canonical_form, plain_modes
 
 _LINEAR = torch.ops.aten.linear.default
-Respell = Callable[[Program, list[fx.Node]], None]
 Refuse = Callable[[list[fx.Node], list[tuple[fx.Node, fx.Node]]], str]  # (new ops, (new, replaced) of each result)
 
 
@@ -39,8 +38,8 @@ class MakeTrace(NamedTuple):
 class Replacer:
     """Replaces matches in one program. refuse: why new ops may not stand for what they replace, or ''."""
 
-    def __init__(self, program: Program, by: str, respell: Respell, refuse: Refuse | None = None) -> None:
-        self.program, self.by, self.respell, self.refuse = program, by, respell, refuse
+    def __init__(self, program: Program, by: str, refuse: Refuse | None = None) -> None:
+        self.program, self.by, self.refuse = program, by, refuse
         self.sizes = SizeEmitter(program.graph, program.sizes)
         self.made: dict[Any, MakeTrace] = {}
 
@@ -248,7 +247,7 @@ class Replacer:
         nodes = (n for n in traced.graph.nodes if n.op == "call_function" and not _is_size(n))
         odd = [made[n] for n in nodes if getattr(n.target, "namespace", "") == "aten" and n.target is not _LINEAR]
         if odd:
-            self.respell(program, odd)
+            canonical_form().nodes(program, odd)
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -17,6 +17,8 @@ from torch import fx
 from megafx.ir.program import VAL, Phase, Program, active_nodes
 from megafx.passes.canonicalize import bodies, data_rows, inplace, linear, loss, names, random, sizes, views
 from megafx.passes.canonicalize.editor import Editor, Rewrite
+from megafx.planner.context import Planner
+from megafx.rewrite.trace import CanonicalForm, register_canonical_form
 
 REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
 
@@ -53,8 +55,12 @@ VALUES: tuple[Rewrite, ...] = (
 )
 
 
-def canonicalize(program: Program) -> int:
-    """Rewrite the program in place; the number of rewrites."""
+def canonicalize(program: Program, planner: Planner) -> int:
+    """Rewrite the program in place; return the number of rewrites."""
+    return canonicalize_program(program)
+
+
+def canonicalize_program(program: Program) -> int:
     editor = Editor(program)
     changes = bodies.inline_bodies(editor)
     changes += names.erase_asserts(editor)
@@ -93,6 +99,9 @@ def canonicalize_nodes(program: Program, nodes: list[fx.Node]) -> None:
     editor = Editor(program)
     for rewrites in (VIEWS, VALUES):
         _each(editor, rewrites, nodes)
+
+
+register_canonical_form(CanonicalForm(canonicalize_program, canonicalize_nodes))
 
 
 def _each(editor: Editor, rewrites: tuple[Rewrite, ...], nodes: list[fx.Node] | None = None) -> int:

@@ -33,7 +33,7 @@ from megafx.ir.nodes import COPIES, RESHAPES
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import Layout
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 NAME = "fuse_linear_loss"
@@ -62,11 +62,11 @@ class Head:
         return x, weight, bias[0] if bias else None  # type: ignore[return-value]
 
 
-def fuse_linear_loss(program: Program, planning: Planning) -> int:
+def fuse_linear_loss(program: Program, planner: Planner) -> int:
     """Return the number of losses fused."""
-    if not planning.config.cross_entropy_fusion:
+    if not planner.config.cross_entropy_fusion:
         return 0
-    lazy = why_not_lazy(program, planning.config, planning.t) if planning.training else "no gradients are taken"
+    lazy = why_not_lazy(program, planner.config, planner.t) if planner.training else "no gradients are taken"
     count = 0
     for node in list(program.graph.nodes):
         fuse = _LOSSES.get(str(node.target))

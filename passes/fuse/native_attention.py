@@ -17,19 +17,21 @@ from torch import fx
 from megafx.errors import ConfigError
 from megafx.ir.nodes import draw_arguments
 from megafx.ir.program import VAL, Builder, Phase, Program
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "native_attention"
 aten = torch.ops.aten
 
 
-def native_attention(program: Program, planning: Planning) -> int:
-    """Returns the number of attentions that were given to the library."""
+def native_attention(program: Program, planner: Planner) -> int:
+    """Return the number of attentions that were given to the library."""
+    if planner.config.attention_dropout_rng != "native":
+        return 0
     nodes = [
         n for n in program.graph.nodes if n.target is torch.ops.megafx.attention.default and draw_arguments(n)["p"]
     ]
-    ranks = planning.t * (program.batch.ranks if program.batch is not None else 1)
+    ranks = planner.t * (program.batch.ranks if program.batch is not None else 1)
     if nodes and ranks > 1:
         raise ConfigError(
             f"attention_dropout_rng='native' on {ranks} ranks: each would draw masks of its own",

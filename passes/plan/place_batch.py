@@ -34,6 +34,7 @@ from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.ops.axes import with_batch
 from megafx.placements.data_axis import BATCH_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S
+from megafx.planner.context import Planner
 from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
@@ -49,13 +50,16 @@ LIKE = frozenset(
 )
 
 
-def place_batch(program: Program, ranks: int, whole: bool = True) -> int:
+def place_batch(program: Program, planner: Planner) -> int:
     """Fill `program.batch`; returns the number of draws and means changed and of sums made whole.
 
-    ranks: of the data-parallel axis. whole: what the graph computes is of the batch of all ranks; else each rank's loss is
-    of its own rows, nothing is typed, and draws are as the rank's generator has it. Raises PlanError where an op mixes rows.
+    With data_parallel_loss="average" each rank's loss is of its own rows: nothing is typed, and draws are as the rank's
+    generator has it. Raises PlanError where an op mixes rows.
     """
-    if not whole:
+    if planner.data is None:
+        return 0
+    ranks = planner.data.ranks
+    if planner.config.data_parallel_loss == "average":
         program.batch = Batch(ranks, (R,) * len(program.outputs), False, False, False)
         return 0
     symbol = program.sizes.symbols.get("batch")

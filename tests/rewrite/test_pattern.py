@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_ops import half_turn
+from toys import half_turn
 
 import megafx
-from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.rewrite.pattern import (
     DimSpec,
     Drop,
@@ -80,7 +79,7 @@ def test_variants_are_the_product_with_optional_tensors():
 
 
 def trace(pattern, number=0, dtypes=BF16, lead=2):
-    return trace_of(pattern, list(variants_of(pattern))[number], dtypes, lead, canonicalize)
+    return trace_of(pattern, list(variants_of(pattern))[number], dtypes, lead)
 
 
 def test_a_trace_is_canonical_and_made_once():
