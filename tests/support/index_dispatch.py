@@ -68,7 +68,7 @@ class Model(nn.Module):
 
 def turn_off(model: nn.Module, experts: Sequence[int]) -> None:
     with torch.no_grad():
-        model.router.bias[list(experts)] = -1e3  # type: ignore[union-attr,index,operator]
+        model.moe.router.bias[list(experts)] = -1e3  # type: ignore[union-attr,index,operator]
 
 
 def where_add_in_place(out, x, weights, chosen, e, expert):
