@@ -59,16 +59,10 @@ pytree.register_pytree_node(
     CacheState,
     lambda s: (list(s.tensors.values()), (s.form, tuple(s.tensors))),
     lambda values, context: CacheState(context[0], dict(zip(context[1], values, strict=True))),
-    flatten_with_keys_fn=lambda s: (
-        [(CacheKey(k), v) for k, v in s.tensors.items()],
-        (s.form, tuple(s.tensors)),
-    ),
+    flatten_with_keys_fn=lambda s: ([(CacheKey(k), v) for k, v in s.tensors.items()], (s.form, tuple(s.tensors))),
 )
 pytree.register_pytree_node(
-    SameCache,
-    lambda s: ([], s.index),
-    lambda _, index: SameCache(index),
-    flatten_with_keys_fn=lambda s: ([], s.index),
+    SameCache, lambda s: ([], s.index), lambda _, index: SameCache(index), flatten_with_keys_fn=lambda s: ([], s.index)
 )
 pytree.register_pytree_node(
     Updated,

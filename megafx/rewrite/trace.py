@@ -164,12 +164,7 @@ class Trace:
 _cache: dict[Any, Trace | None] = {}
 
 
-def trace_of(
-    pattern: type[Pattern],
-    variant: Variant,
-    dtypes: Mapping[str, torch.dtype],
-    lead: int,
-) -> Trace | None:
+def trace_of(pattern: type[Pattern], variant: Variant, dtypes: Mapping[str, torch.dtype], lead: int) -> Trace | None:
     """The trace, made at the first call; None where match cannot compute with these dtypes mixed."""
     key = (pattern, variant, tuple(sorted(dtypes.items())), lead)
     if key not in _cache:

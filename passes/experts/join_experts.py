@@ -7,7 +7,7 @@ After:   %z = grouped_mlp(%x, %starts, %ends, [%up], %down, %down_bias, [%up_bia
          # starts: the ends of the experts before
 Legal because: it is the same formula. The planner then shards weights and biases over experts, and %z is partial.
 Between the products may stand whatever computes each row by itself (expert_units.py). Products with weights that are looked up
-for each row (expert_rows.py) become the same, on rows that are sorted first.
+for each row become the same, on rows that are sorted first.
 
 Where: the user's override says 'expert' of the weights, or no weight has an override and splitting experts gives the busiest
 rank less to do than splitting every expert's ffn does: ceil(E/t)/E of the products against ceil(F/t)/F, or against all of
@@ -27,8 +27,17 @@ from megafx.errors import PlanError
 from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import grouped_mlp as _defines_the_op  # noqa: F401
-from megafx.passes.experts.expert_rows import Product, find_products, never_negative
-from megafx.passes.experts.expert_units import Found, NotByRow, RowValue, find_unit, products_before, stack_of
+from megafx.passes.experts.expert_units import (
+    Found,
+    NotByRow,
+    Product,
+    RowValue,
+    find_products,
+    find_unit,
+    never_negative,
+    products_before,
+    stack_of,
+)
 from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides
 from megafx.planner.policy import weight_values
