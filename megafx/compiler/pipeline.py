@@ -40,7 +40,6 @@ from megafx.passes.fuse.fuse import fuse
 from megafx.passes.fuse.fuse_linear_loss import fuse_linear_loss
 from megafx.passes.fuse.fuse_local import fuse_local
 from megafx.passes.fuse.merge_linears import merge_linears
-from megafx.passes.fuse.native_attention import native_attention
 from megafx.passes.fuse.share_logsumexp import share_logsumexp
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
@@ -81,7 +80,6 @@ PLANNING: tuple[PassFunction, ...] = (
     describe_masks,
     place_batch,
     join_experts,
-    native_attention,
     plan_sharding,
     insert_transitions,
     describe_plan,

@@ -14,11 +14,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megafx.ir.dump import dtype_text
-from megafx.ir.nodes import argument, draw_arguments, is_draw, set_arguments
+from megafx.ir.nodes import Draw, argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.rewrite.match import Match
-from megafx.rewrite.pattern import Drop, PatternError, parameters
+from megafx.rewrite.pattern import PatternError, parameters
 from megafx.rewrite.trace import canonical_form, plain_modes
 
 _LINEAR = torch.ops.aten.linear.default
@@ -96,8 +96,8 @@ class Replacer:
         def call(*tensors: torch.Tensor) -> Any:
             tensor_of = dict(zip(names, tensors, strict=False))
             seed_of = dict(zip(given, tensors[len(names) :], strict=True))
-            drops = tuple(Drop(seed_of.get(k), d.p, k) for k, d in enumerate(match.drops))
-            special = {"drop": drops[0] if drops else Drop(), "drops": drops}
+            drops = tuple(Draw(seed_of.get(k), d.p, k) for k, d in enumerate(match.drops))
+            special = {"drop": drops[0] if drops else Draw(), "drops": drops}
             return pattern.make(
                 **{n: tensor_of[n] if n in tensor_of else special[n] if n in special else match[n] for n in takes}
             )
@@ -209,7 +209,7 @@ class Replacer:
             if origin in free:
                 free.remove(origin)
             inherit(new, origin, self.by)
-            seed = draw_arguments(node)["seed"] if is_draw(new) else None
+            seed = draw_of(node).seed if is_draw(new) else None
             if seed is not None:  # the number and the layout of the dropout that it replaces
                 drop = drops[traced.seeds[seed]]
                 layout = list(drop.layout)

@@ -22,10 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_structure
 
 from megafx.ir.dump import dtype_text
-from megafx.ir.nodes import DRAW_ARGUMENTS, argument, argument_places, aten_ops, is_draw
+from megafx.ir.nodes import Draw, argument, argument_places, aten_ops, is_draw
 from megafx.ir.program import VAL, Input, Output, Program, ancestors
 from megafx.ir.sizes import Sizes
-from megafx.rewrite.pattern import Drop, Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
+from megafx.rewrite.pattern import Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
 
 # Ops whose first two operands may be exchanged (`add` where alpha is 1).
 COMMUTES = aten_ops(
@@ -45,7 +45,7 @@ def arguments_of(node: fx.Node) -> list[tuple[str, Any]]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return [(str(i), a) for i, a in enumerate(node.args)] + sorted(node.kwargs.items())
-    ignored = _IGNORED if target.namespace == "aten" else DRAW_ARGUMENTS if is_draw(target) else ()
+    ignored = _IGNORED if target.namespace == "aten" else Draw._fields if is_draw(target) else ()
     names = [name for name in argument_places(target) if name not in ignored]
     values = [argument(node, name) for name in names]
     return [(name, _from_front(node, v) if name in _DIMS else v) for name, v in zip(names, values, strict=True)]
@@ -230,7 +230,7 @@ class _Tracing:
             given: dict[str, Any] = dict.fromkeys(takes)
             given |= dict(zip(names, tensors, strict=False)) | numbers | extra
             if "drop" in takes:
-                given["drop"] = Drop(tensors[len(names)], 0.5, 0)
+                given["drop"] = Draw(tensors[len(names)], 0.5, 0)
             return self.pattern.match(**given)
 
         arguments = list(values.values())

@@ -1,8 +1,8 @@
 """Type every value on the data-parallel axis, on which ranks hold slices of the batch.
 
-Before:  %c = cross_entropy(%logits, %labels, -100, 0.0); %n = sum(ne(%labels, -100)); %l = div(sum(%c), %n)
+Before:  %c = cross_entropy(%logits, %labels, -100, 0.0, False); %n = sum(ne(%labels, -100)); %l = div(sum(%c), %n)
          %y = dropout(%x, %seed, 0.1, 3, -1, [], 'tp');   %a = mean(%y)
-After:   %c = cross_entropy(%logits, %labels, -100, 0.0); %n = sum(ne(%labels, -100)); %t = batch_sum(%n, 'dp', 2)
+After:   %c = cross_entropy(%logits, %labels, -100, 0.0, False); %n = sum(ne(%labels, -100)); %t = batch_sum(%n, 'dp', 2)
          %l = div(sum(%c), %t)                            # P on dp, as `Program.batch` says
          %y = dropout(%x, %seed, 0.1, 3, -1, [], 'dp+tp'); %m = mean(%y); %a = div(%m, 2)
 Legal because: a rank's graph computes its slice of what one process computes on the batch of all ranks. Inputs are cut on
@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlanError
-from megafx.ir.nodes import argument, draw_arguments, is_draw, set_arguments
+from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import VAL, Batch, Builder, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.ops.axes import with_batch
@@ -159,12 +159,7 @@ class _Typer:
                 node.replace_input_with(operand.node, self._whole(operand.node))
         if chosen.outs[0] == P and (node.target in MEANS or (name in LOSSES and _reduction(node) == 1)):
             self._divide(node)
-        if (
-            chosen.outs[0].is_shard
-            and is_draw(node)
-            and draw_arguments(node)["p"]
-            and draw_arguments(node)["seed"] is not None
-        ):
+        if chosen.outs[0].is_shard and is_draw(node) and draw_of(node).p and draw_of(node).seed is not None:
             self._draw_rows(node, chosen.outs[0])
         return chosen.outs if isinstance(node.meta[VAL], (tuple, list)) else chosen.outs[0]
 
@@ -283,7 +278,7 @@ class _Typer:
                 f"draws random numbers for a value of shape {tuple(node.meta[VAL].shape)} whose rows are not the batch's",
                 "put the batch first in what is dropped out",
             )
-        set_arguments(node, axis=with_batch(draw_arguments(node)["axis"]))
+        set_arguments(node, axis=with_batch(draw_of(node).axis))
         self.equal_batches = True
         self.changes += 1
 

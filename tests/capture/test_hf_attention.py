@@ -8,7 +8,7 @@ import torch
 
 from megafx.capture.export import capture_call
 from megafx.ir.interpret import run_program
-from megafx.ir.nodes import draw_arguments, is_draw
+from megafx.ir.nodes import draw_of, is_draw
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.testing import make_planner
@@ -134,7 +134,7 @@ def test_dropout_is_drawn_by_the_seed() -> None:
     program = capture_call(model, (), _inputs(2, 16, True))
     canonicalize_program(program)
     (attention,) = (n for n in program.graph.nodes if is_draw(n))
-    assert draw_arguments(attention)["op_id"] == 0 and draw_arguments(attention)["p"] == 0.5
+    assert draw_of(attention).op_id == 0 and draw_of(attention).p == 0.5
     first, again, other = (run_program(program, model, (), _inputs(2, 16, True), seed=s).loss for s in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 

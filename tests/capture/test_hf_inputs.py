@@ -15,7 +15,7 @@ from megafx.capture.export import capture_call
 from megafx.capture.huggingface import synthesize_inputs
 from megafx.errors import CaptureError
 from megafx.ir.interpret import run_program
-from megafx.ir.nodes import draw_arguments, is_draw
+from megafx.ir.nodes import draw_of, is_draw
 from megafx.ir.program import Program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
@@ -232,10 +232,10 @@ def test_dropout_gets_numbers_and_a_seed() -> None:
     model = cls(cls.config_class(**GPT2)).train()
     program = capture_call(model, *synthesize_inputs(model))
     canonicalize_program(program)
-    dropouts = [draw_arguments(n) for n in program.graph.nodes if is_draw(n)]
-    assert [d["op_id"] for d in dropouts] == list(range(4))  # embedding, attention, projection, MLP
+    dropouts = [draw_of(n) for n in program.graph.nodes if is_draw(n)]
+    assert [d.op_id for d in dropouts] == list(range(4))  # embedding, attention, projection, MLP
     assert program.inputs[-1].kind == "seed"
-    assert all(d["seed"] is program.placeholders()[-1] for d in dropouts)
+    assert all(d.seed is program.placeholders()[-1] for d in dropouts)
     kwargs = _inputs(model, 2, {64: 16})
     first, again, other = (run_program(program, model, (), kwargs, seed=seed).loss for seed in (1, 1, 2))
     assert torch.equal(first, again)

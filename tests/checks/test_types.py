@@ -97,7 +97,7 @@ def language_model(table, ids, target):
     with torch.no_grad():
         stats = mfx.ce_stats(logits, target, layout, T, "tp")
     everyone = move(stats.unsqueeze(0), one_each, I)
-    loss = mfx.ce_loss(logits, target, everyone, -100, 0.1, layout, T, "tp")
+    loss = mfx.ce_loss(logits, target, everyone, -100, 0.1, False, layout, T, "tp")
     return (loss.sum() / (target != -100).sum(),)
 
 

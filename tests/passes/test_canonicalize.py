@@ -169,20 +169,20 @@ CASES = [
         "cross_entropy",
         lambda m, x, ids: F.cross_entropy(F.linear(x, m.w).flatten(0, 1), ids.flatten(), label_smoothing=0.1),
         """\
-        %0 = w                                 # f64[9 8] param
-        %1 = args[0]                           # f64[batch seq 8]
-        %2 = args[1]                           # i64[batch seq]
-        %3 = sym_size.int(%1, 0)               # int batch
-        %4 = sym_size.int(%1, 1)               # int seq
-        %5 = operator.mul(%3, %4)              # int batch*seq
-        %6 = linear(%1, %0)                    # f64[batch seq 9]
-        %7 = reshape(%6, [%5, 9])              # f64[batch*seq 9]
-        %8 = reshape(%2, [%5])                 # i64[batch*seq]
-        %9 = cross_entropy(%7, %8, -100, 0.1)  # f64[batch*seq]
-        %10 = sum(%9)                          # f64[]
-        %11 = ne.Scalar(%8, -100)              # bool[batch*seq]
-        %12 = sum(%11)                         # i64[]
-        %13 = div(%10, %12)                    # f64[]
+        %0 = w                                        # f64[9 8] param
+        %1 = args[0]                                  # f64[batch seq 8]
+        %2 = args[1]                                  # i64[batch seq]
+        %3 = sym_size.int(%1, 0)                      # int batch
+        %4 = sym_size.int(%1, 1)                      # int seq
+        %5 = operator.mul(%3, %4)                     # int batch*seq
+        %6 = linear(%1, %0)                           # f64[batch seq 9]
+        %7 = reshape(%6, [%5, 9])                     # f64[batch*seq 9]
+        %8 = reshape(%2, [%5])                        # i64[batch*seq]
+        %9 = cross_entropy(%7, %8, -100, 0.1, False)  # f64[batch*seq]
+        %10 = sum(%9)                                 # f64[]
+        %11 = ne.Scalar(%8, -100)                     # bool[batch*seq]
+        %12 = sum(%11)                                # i64[]
+        %13 = div(%10, %12)                           # f64[]
         return %13""",
         inputs="x ids",
         parameters={"w": (9, 8)},
@@ -191,15 +191,15 @@ CASES = [
         "nll_of_log_softmax",
         lambda m, x, ids: F.nll_loss(F.log_softmax(x.view(-1, 8), -1), ids.view(-1), reduction="sum", ignore_index=3),
         """\
-        %0 = args[0]                        # f64[batch seq 8]
-        %1 = args[1]                        # i64[batch seq]
-        %2 = sym_size.int(%0, 0)            # int batch
-        %3 = sym_size.int(%0, 1)            # int seq
-        %4 = operator.mul(%2, %3)           # int batch*seq
-        %5 = reshape(%0, [%4, 8])           # f64[batch*seq 8]
-        %6 = reshape(%1, [%4])              # i64[batch*seq]
-        %7 = cross_entropy(%5, %6, 3, 0.0)  # f64[batch*seq]
-        %8 = sum(%7)                        # f64[]
+        %0 = args[0]                               # f64[batch seq 8]
+        %1 = args[1]                               # i64[batch seq]
+        %2 = sym_size.int(%0, 0)                   # int batch
+        %3 = sym_size.int(%0, 1)                   # int seq
+        %4 = operator.mul(%2, %3)                  # int batch*seq
+        %5 = reshape(%0, [%4, 8])                  # f64[batch*seq 8]
+        %6 = reshape(%1, [%4])                     # i64[batch*seq]
+        %7 = cross_entropy(%5, %6, 3, 0.0, False)  # f64[batch*seq]
+        %8 = sum(%7)                               # f64[]
         return %8""",
         inputs="x ids",
     ),

@@ -248,7 +248,7 @@ def test_dropout_is_told_how_its_operand_is_cut() -> None:
 def test_cross_entropy_of_a_sharded_vocabulary(t: int) -> None:
     """Statistics, one all-gather, a local loss: invariant. Ids of one rank, pads, smoothing."""
     before, after = small_plans.local(
-        lambda x, w, y: mfx.cross_entropy(aten.linear(x, w), y, -100, 0.1),
+        lambda x, w, y: mfx.cross_entropy(aten.linear(x, w), y, -100, 0.1, False),
         {"linear": "R, S0 -> S1"},
         mesh=f"tp={t}",
         x="f32[b k=4]",

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from toys import half_turn
 
 import megafx
+from megafx.ir.nodes import Draw
 from megafx.rewrite.pattern import (
     DimSpec,
-    Drop,
     Pattern,
     PatternError,
     TensorSpec,
@@ -155,7 +155,7 @@ def test_dropout_of_any_probability_and_number():
     found = trace(Dropped)
     assert [str(n.target) for n in found.drops] == ["megafx.dropout.default"]
     assert [name for name, _ in next(iter(found.calls.values())).arguments] == ["x"]
-    assert Drop().args == (None, 0.0, 0, -1, [], "tp")
+    assert Draw().args == (None, 0.0, 0, -1, [], "tp")
 
 
 def declare(**parts):
