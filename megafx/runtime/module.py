@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
-from megafx.capture.huggingface import check_generation
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet
 from megafx.distributed.parameters import RUNTIME, refuse_stale_optimizers, replicate_parameters
@@ -182,7 +181,6 @@ class _Pretrained:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's own. Tokens are drawn on every rank: from rank 0's generator state, so that they are the same."""
-        check_generation(cast(nn.Module, self), args, kwargs)
         cast(Parallel, self).megafx.same_generators()
         return super().generate(*args, **kwargs)  # type: ignore[misc]  # of the user's class
 
