@@ -483,6 +483,10 @@ def both_ways(x: Any, y: Any, g: Any, w: Any) -> Any:
     )
 
 
+def dropped(program: Program, rank: int) -> int:
+    return drop_regions(program, make_planner(axes={"tp": AxisContext(rank, 2)}))
+
+
 def test_golden_of_what_each_rank_runs() -> None:
     start = graph(
         both_ways,
@@ -493,7 +497,7 @@ def test_golden_of_what_each_rank_runs() -> None:
         out=("P@tp", "P@tp", "I@tp"),
     )
     owner, other = start.copy(), start.copy()
-    assert drop_regions(owner, {"tp": AxisContext(1, 2)}) == drop_regions(other, {"tp": AxisContext(0, 2)}) == 5
+    assert dropped(owner, 1) == dropped(other, 0) == 5
     expect(
         owner,
         """\
@@ -523,4 +527,4 @@ def test_golden_of_what_each_rank_runs() -> None:
         return %4, %5, %6
         """,
     )
-    assert drop_regions(owner, {"tp": AxisContext(1, 2)}) == 0
+    assert dropped(owner, 1) == 0
