@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import real_sizes
+from lowered import parts_of
 from torch import fx
 
 from megafx.analysis.communication import Communication, collective_nodes, communication

@@ -21,7 +21,7 @@ from megafx.kernels.common.op import define_gradient, define_op, direct, launch,
 from megafx.kernels.common.recording import Launch, Recording
 from megafx.kernels.common.replay import Replay
 from megafx.ops.axes import AxisContext, on_mesh
-from megafx.passes.lower.call_directly import FUNCTIONS, METHODS
+from megafx.passes.lower.call_directly import FUNCTIONS, METHODS, with_direct_calls
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
