@@ -21,7 +21,6 @@ from torch import nn
 
 from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.finite import check_finite
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import (
     RUNTIME,
@@ -378,7 +377,7 @@ class Runtime:
     def check_finite(self, what: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Raise on every rank where `Config.check_for_nan_in_loss_and_grad` is set and something is not finite."""
         if self.check_numbers:
-            check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
+            agreement.check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:

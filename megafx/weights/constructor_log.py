@@ -1,8 +1,13 @@
-"""What a constructor computes, written down: it runs on fake tensors, without memory and without drawing.
+"""What a constructor computes, written down and run again for shards.
 
-Every operation on tensors becomes a `Step`, whatever code calls it. Where the constructor asks for the value of a tensor
-(torch's `trunc_normal_` does, to draw again what is out of range), what the value depends on is run right then, and
-draws what the replay will draw.
+Recording: the constructor runs on fake tensors, without memory and without drawing. Every operation on tensors becomes a
+`Step`, whatever code calls it. Where the constructor asks for the value of a tensor (torch's `trunc_normal_` does, to draw
+again what is out of range), the steps that the value depends on are run right then, and draw what the replay will draw.
+
+Replay: the steps run with memory for little more than one tensor. A tensor's memory is taken when a step writes it and dropped
+after the last step that reads that value: weights that are drawn twice (by a layer's constructor, then by the model's own
+initialisation) have none in between. Steps whose results are never used are left out, except draws: the generator has to pass
+through them.
 """
 
 from __future__ import annotations
@@ -26,14 +31,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megafx.errors import UsageError
 from megafx.ir.source_lines import current_user_line
-
-# -- init replay
-#
-# The log of what a constructor computes (`init_log` writes it), run with memory for little more than one tensor.
-#
-# A tensor's memory is taken when a step writes it and dropped after the last step that reads that value: weights that are drawn
-# twice (by a layer's constructor, then by the model's own initialisation) have none in between. Steps whose results are never
-# used are left out, except for those that draw: the generator has to pass through them.
 
 aten = torch.ops.aten
 Storage = int  # a number for each memory that a recorded tensor lies in
@@ -73,19 +70,237 @@ class Step:
     generator: torch.Generator | None = None
     seeded: torch.Tensor | None = None
 
-    @property
-    def leaves_as_is(self) -> bool:
-        """Whether what it writes stays uninitialised memory."""
-        return self.func.overloadpacket in (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
-
 
 @dataclass
 class Log:
-    """steps in order. memories: bytes and device of each. final: states to which generators were set after their last draw."""
+    """steps in order. memories: bytes and device of each. final: states to which generators were set after their last draw.
+
+    refs: name -> parameter or buffer of the model that was made, aliases included; a real tensor is itself.
+    """
 
     steps: list[Step] = field(default_factory=list)
     memories: dict[Storage, tuple[int, torch.device]] = field(default_factory=dict)
     final: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
+    refs: dict[str, Ref | torch.Tensor] = field(default_factory=dict)
+
+
+Deliver = Callable[[Storage, torch.UntypedStorage], None]
+Run = Callable[[Step, Any, Any], Any]
+
+
+# -- recording
+
+
+def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
+    """Run `factory` on fake tensors; torch's generators are left as they were.
+
+    run: how steps are run where values are asked for; default: drawing from the generators. Raises UsageError where the
+    constructor makes shapes of values, or changes tensors that were there before.
+    """
+    recorder = _Recorder(run)
+    try:
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), recorder, _swapping_fakes():
+            model = factory()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(
+            f"the constructor makes something of the values of a tensor ({error.func}); it is recorded without values",
+            fix="compute it with Python numbers, or build the model with memory and parallelize that",
+        ) from error
+    finally:
+        recorder.finish()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the factory made a {type(model).__name__}", fix="let it return the model")
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    recorder.log.refs = {name: recorder.ref(x) or x.detach() for name, x in named}
+    return recorder.log
+
+
+@contextlib.contextmanager
+def _swapping_fakes() -> Iterator[None]:
+    """For `module.double()` and the like, which swap parameters for new ones.
+
+    torch refuses to swap fake ones, since a fake mode has weak references to them. Here the old parameter takes over the new
+    one's memory instead.
+    """
+    swap = torch.utils.swap_tensors
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy of a layer does
+
+    def take_over(old: torch.Tensor, new: torch.Tensor) -> None:
+        if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):
+            old.data = new.data
+            old.fake_device = new.fake_device
+        else:
+            swap(old, new)
+
+    torch.utils.swap_tensors = take_over
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+_OVERWRITING = frozenset(
+    f"aten::{name}_"
+    for name in (
+        *("normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli"),
+        *("fill", "zero", "copy"),
+    )
+)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, run: Run | None) -> None:
+        super().__init__()
+        self.log = Log()
+        self.numbers: dict[int, Storage] = {}
+        self.alive: list[torch.UntypedStorage] = []  # so that no address is used again
+        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        generators = [torch.default_generator, *(torch.cuda.default_generators if on_cuda else ())]
+        self.start = [(g, g.get_state()) for g in generators]
+        self.seen = {id(g): state for g, state in self.start}  # state of each generator at its last draw
+        self.users: dict[int, torch.Generator] = {}
+        self.values = _Values(self.log, run)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and (ref := self.ref(args[0])) is not None:
+            with _disable_current_modes():
+                return self.values.of(ref)
+        given = tree_map(
+            lambda x: (self.ref(x) or x) if isinstance(x, torch.Tensor) else x, (tuple(args), dict(kwargs))
+        )
+        written, whole = self._written(func, args, kwargs)
+        known = len(self.log.memories)
+        out = func(*args, **kwargs)
+        outputs = tuple(self.ref(x) if isinstance(x, torch.Tensor) else None for x in tree_leaves(out))
+        made = {r.storage for r in outputs if r is not None and r.storage >= known}
+        others = {
+            r.storage for r in tree_leaves((given[0][1:], given[1])) if isinstance(r, Ref)
+        }  # but of the first operand
+        reads = {r.storage for r in tree_leaves(given) if isinstance(r, Ref)} - made - (whole - others)
+        generator = self._generator(func, kwargs, outputs)
+        seeded = None if generator is None else self._seeded(generator)
+        memories = frozenset(reads), frozenset(written | made), frozenset(whole | made)
+        step = Step(len(self.log.steps), func, given[0], given[1], outputs, *memories, generator, seeded)
+        if step.writes or generator is not None:
+            self.log.steps.append(step)
+        return out
+
+    def finish(self) -> None:
+        """Leave torch's generators as they were, and note what the constructor set them to at its end."""
+        generators = {id(g): g for g, _ in self.start} | self.users
+        for key, generator in generators.items():
+            state = generator.get_state()
+            if not torch.equal(state, self.seen[key]):
+                self.log.final.append((generator, state))
+        for generator, state in self.start:
+            generator.set_state(state)
+
+    def ref(self, x: torch.Tensor) -> Ref | None:
+        """What a fake tensor is in the log; None for a real one."""
+        if not isinstance(x, FakeTensor):
+            return None
+        storage, memories = x.untyped_storage(), self.log.memories
+        if storage._cdata not in self.numbers:
+            self.numbers[storage._cdata] = len(memories)
+            memories[len(memories)] = (storage.nbytes(), x.fake_device)
+            self.alive.append(storage)
+        return Ref(self.numbers[storage._cdata], x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+
+    def _generator(self, func: Any, kwargs: Any, outputs: tuple[Ref | None, ...]) -> torch.Generator | None:
+        """What an operation draws from; None where it draws nothing."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        if kwargs.get("generator") is not None:
+            return kwargs["generator"]
+        device = next((self.log.memories[r.storage][1] for r in outputs if r is not None), torch.device("cpu"))
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            return torch.cuda.default_generators[index]
+        return torch.default_generator
+
+    def _seeded(self, generator: torch.Generator) -> torch.Tensor | None:
+        """The state of a generator where it is not as it was at the draw before: fake draws change none."""
+        last = self.seen.get(id(generator))
+        with _disable_current_modes():
+            state = generator.get_state()
+            same = last is not None and torch.equal(last, state)
+        self.seen[id(generator)] = state
+        self.users[id(generator)] = generator
+        return None if same else state
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[set[Storage], set[Storage]]:
+        """(memories written in place, those of them that are overwritten in whole)"""
+        written: set[Storage] = set()
+        whole: set[Storage] = set()
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            for x in tree_leaves(value):
+                if not isinstance(x, torch.Tensor):
+                    continue
+                ref = self.ref(x)
+                if ref is None:
+                    raise UsageError(
+                        f"{func} writes a tensor that was there before the constructor ran",
+                        source=current_user_line(),
+                        fix="let the constructor make what it changes",
+                    )
+                written.add(ref.storage)
+                dense = torch.empty_strided(ref.size, ref.stride, device="meta")
+                size = dense.numel() * ref.dtype.itemsize
+                if func._schema.name in _OVERWRITING and ref.offset == 0 and size == self.log.memories[ref.storage][0]:
+                    whole |= {ref.storage} if aten.is_non_overlapping_and_dense.default(dense) else set()
+        return written, whole
+
+
+class _Values:
+    """Numbers that a constructor asks for while it is recorded.
+
+    Every draw is made once, to learn the state of its generator before it; the draws that a value depends on are made again
+    from there.
+    """
+
+    def __init__(self, log: Log, run: Run | None) -> None:
+        self.log, self.run = log, run
+        self.states: dict[int, torch.Tensor] = {}  # number of a draw -> state before it
+        self.now: dict[int, torch.Tensor] = {}  # generator -> state after the draws so far
+        self.passed = 0
+
+    def of(self, ref: Ref) -> Any:
+        """The 0-d tensor as a Python number, as it is after the steps so far."""
+        found: list[Any] = []
+        new = self.passed if self.run is None else len(self.log.steps)
+        plan = schedule(self.log.steps, {ref.storage}, keep=lambda step: step.number >= new)
+        generators = {id(g): g for s in plan.order if (g := s.generator) is not None}
+        before = {key: g.get_state() for key, g in generators.items()}
+        try:
+            execute(self.log, plan, lambda _, memory: found.append(view(memory, ref).item()), self.run or self._draw)
+        finally:
+            for key, generator in generators.items():
+                generator.set_state(before[key])
+        self.passed = len(self.log.steps)
+        (value,) = found
+        return value
+
+    def _draw(self, step: Step, args: Any, kwargs: Any) -> Any:
+        generator = step.generator
+        if generator is None:
+            return step.func(*args, **kwargs)
+        known = step.number in self.states
+        if not known:
+            now = self.now.get(id(generator))
+            start = now if now is not None else generator.get_state()
+            self.states[step.number] = start if step.seeded is None else step.seeded
+        generator.set_state(self.states[step.number])
+        out = step.func(*args, **kwargs)
+        if not known:
+            self.now[id(generator)] = generator.get_state()
+        return out
+
+
+# -- replay
 
 
 @dataclass(frozen=True)
@@ -112,10 +327,6 @@ def schedule(steps: Sequence[Step], wanted: Collection[Storage], keep: Callable[
         pending -= final
         live = (live | final) - step.overwrites | step.reads
     return Schedule(order[::-1], delivers, frees)
-
-
-Deliver = Callable[[Storage, torch.UntypedStorage], None]
-Run = Callable[[Step, Any, Any], Any]
 
 
 def draw_in_order(step: Step, args: Any, kwargs: Any) -> Any:
@@ -177,239 +388,3 @@ def _as_recorded(value: torch.Tensor, ref: Ref, nbytes: int) -> torch.UntypedSto
 def view(memory: torch.UntypedStorage, ref: Ref) -> torch.Tensor:
     """The recorded tensor in real memory."""
     return torch.empty(0, dtype=ref.dtype, device=memory.device).set_(memory, ref.offset, ref.size, ref.stride)
-
-
-class Recorded(Log):
-    """model: what the factory made, of fake tensors. refs: name -> Ref of its parameters and buffers, aliases included; of a
-    real tensor, the tensor itself."""
-
-    model: nn.Module
-    refs: dict[str, Ref | torch.Tensor]
-
-
-def record(factory: Callable[[], Any], run: Run | None = None) -> Recorded:
-    """Run `factory` on fake tensors; torch's generators are left as they were.
-
-    run: how steps are run where values are asked for; default: drawing from the generators. Raises UsageError where the
-    constructor does what depends on values otherwise (shapes), or changes tensors that were there before.
-    """
-    recorder = _Recorder(run)
-    try:
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), recorder, _swapping_fakes():
-            model = factory()
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise UsageError(
-            f"the constructor makes something of the values of a tensor ({error.func}); it is recorded without values",
-            fix="compute it with Python numbers, or build the model with memory and parallelize that",
-        ) from error
-    finally:
-        recorder.finish()
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the factory made a {type(model).__name__}", fix="let it return the model")
-    log = recorder.log
-    log.model = model
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    log.refs = {name: recorder.ref(x) or x.detach() for name, x in named}
-    return log
-
-
-@contextlib.contextmanager
-def _swapping_fakes() -> Iterator[None]:
-    """`module.double()` and the like: torch swaps fake parameters for new ones, and refuses to where a fake mode has weak
-    references to them. Here the parameter takes over the new one's memory instead; nobody has use for the old one's."""
-    swap = torch.utils.swap_tensors
-    warnings.filterwarnings(
-        "ignore", "Accessing the data pointer of FakeTensor"
-    )  # copy.deepcopy of a layer does, and clones
-
-    def take_over(old: torch.Tensor, new: torch.Tensor) -> None:
-        if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):
-            old.data = new.data
-            old.fake_device = new.fake_device
-        else:
-            swap(old, new)
-
-    torch.utils.swap_tensors = take_over
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self, run: Run | None) -> None:
-        super().__init__()
-        self.log = Recorded()
-        self.numbers: dict[int, Storage] = {}
-        self.alive: list[torch.UntypedStorage] = []  # so that no address is used again
-        self.start = [(g, g.get_state()) for g in _default_generators()]
-        self.seen = {id(g): state for g, state in self.start}  # state of each generator at its last draw
-        self.users: dict[int, torch.Generator] = {}
-        self.values = _Values(self.log, run)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and (ref := self.ref(args[0])) is not None:
-            with _disable_current_modes():
-                return self.values.of(ref)
-        given_args, given_kwargs = tree_map(self._frozen, (tuple(args), dict(kwargs)))
-        written, whole = self._written(func, args, kwargs)
-        known = len(self.log.memories)
-        out = func(*args, **kwargs)
-        outputs = tuple(self.ref(x) if isinstance(x, torch.Tensor) else None for x in tree_leaves(out))
-        made = {r.storage for r in outputs if r is not None and r.storage >= known}
-        reads = {r.storage for r in tree_leaves((given_args, given_kwargs)) if isinstance(r, Ref)} - made
-        reads -= whole - self._sources(args, kwargs)
-        generator = self._generator(func, kwargs, outputs)
-        step = Step(
-            len(self.log.steps),
-            func,
-            given_args,
-            given_kwargs,
-            outputs,
-            frozenset(reads),
-            frozenset(written | made),
-            frozenset(whole | made),
-            generator,
-            None if generator is None else self._seeded(generator),
-        )
-        if step.writes or generator is not None:
-            self.log.steps.append(step)
-        return out
-
-    def finish(self) -> None:
-        """Leave torch's generators as they were, and note what the constructor set them to at its end."""
-        generators = {id(g): g for g, _ in self.start} | self.users
-        for key, generator in generators.items():
-            state = generator.get_state()
-            if not torch.equal(state, self.seen[key]):
-                self.log.final.append((generator, state))
-        for generator, state in self.start:
-            generator.set_state(state)
-
-    def ref(self, x: torch.Tensor) -> Ref | None:
-        """What a fake tensor is in the log; None for a real one."""
-        if not isinstance(x, FakeTensor):
-            return None
-        storage, memories = x.untyped_storage(), self.log.memories
-        if storage._cdata not in self.numbers:
-            self.numbers[storage._cdata] = len(memories)
-            memories[len(memories)] = (storage.nbytes(), x.fake_device)
-            self.alive.append(storage)
-        return Ref(self.numbers[storage._cdata], x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
-
-    def _frozen(self, x: Any) -> Any:
-        return (self.ref(x) or x) if isinstance(x, torch.Tensor) else x
-
-    def _generator(self, func: Any, kwargs: Any, outputs: tuple[Ref | None, ...]) -> torch.Generator | None:
-        """What an operation draws from; None where it draws nothing."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return None
-        if kwargs.get("generator") is not None:
-            return kwargs["generator"]
-        device = next((self.log.memories[r.storage][1] for r in outputs if r is not None), torch.device("cpu"))
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            return torch.cuda.default_generators[index]
-        return torch.default_generator
-
-    def _seeded(self, generator: torch.Generator) -> torch.Tensor | None:
-        """The state of a generator where it is not as it was at the draw before: fake draws change none."""
-        last = self.seen.get(id(generator))
-        with _disable_current_modes():
-            state = generator.get_state()
-            same = last is not None and torch.equal(last, state)
-        self.seen[id(generator)] = state
-        self.users[id(generator)] = generator
-        return None if same else state
-
-    def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[set[Storage], set[Storage]]:
-        """(memories written in place, those of them that are overwritten in whole)"""
-        written, whole = set(), set()
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            for x in tree_leaves(value):
-                if not isinstance(x, torch.Tensor):
-                    continue
-                ref = self.ref(x)
-                if ref is None:
-                    raise UsageError(
-                        f"{func} writes a tensor that was there before the constructor ran",
-                        source=current_user_line(),
-                        fix="let the constructor make what it changes",
-                    )
-                written.add(ref.storage)
-                if func._schema.name in _OVERWRITING and self._is_whole(ref):
-                    whole.add(ref.storage)
-        return written, whole
-
-    def _is_whole(self, ref: Ref) -> bool:
-        count = torch.Size(ref.size).numel()
-        dense = torch.empty_strided(ref.size, ref.stride, device="meta")
-        whole = count * ref.dtype.itemsize == self.log.memories[ref.storage][0]
-        return whole and ref.offset == 0 and aten.is_non_overlapping_and_dense.default(dense)
-
-    def _sources(self, args: Any, kwargs: Any) -> set[Storage]:
-        """Memories of the operands but the first."""
-        values = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, torch.Tensor)]
-        return {r.storage for x in values if (r := self.ref(x)) is not None}
-
-
-_OVERWRITING = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"),
-        *("fill_", "zero_", "copy_"),
-    )
-)
-
-
-def _default_generators() -> list[torch.Generator]:
-    on_cuda = [*torch.cuda.default_generators] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return [torch.default_generator, *on_cuda]
-
-
-class _Values:
-    """Numbers that a constructor asks for while it is recorded.
-
-    Every draw is made once to learn the state of its generator before it; what a value depends on is drawn again from there.
-    """
-
-    def __init__(self, log: Log, run: Run | None) -> None:
-        self.log, self.run = log, run
-        self.states: dict[int, torch.Tensor] = {}  # number of a draw -> state before it
-        self.now: dict[int, torch.Tensor] = {}  # generator -> state after the draws so far
-        self.passed = 0
-
-    def of(self, ref: Ref) -> Any:
-        """The 0-d tensor as a Python number, as it is after the steps so far."""
-        found: list[Any] = []
-        new = self.passed if self.run is None else len(self.log.steps)
-        plan = schedule(self.log.steps, {ref.storage}, keep=lambda step: step.number >= new)
-        generators = {id(g): g for s in plan.order if (g := s.generator) is not None}
-        before = {key: g.get_state() for key, g in generators.items()}
-        try:
-            execute(self.log, plan, lambda _, memory: found.append(view(memory, ref).item()), self.run or self._draw)
-        finally:
-            for key, generator in generators.items():
-                generator.set_state(before[key])
-        self.passed = len(self.log.steps)
-        (value,) = found
-        return value
-
-    def _draw(self, step: Step, args: Any, kwargs: Any) -> Any:
-        generator = step.generator
-        if generator is None:
-            return step.func(*args, **kwargs)
-        known = step.number in self.states
-        if not known:
-            now = self.now.get(id(generator))
-            start = now if now is not None else generator.get_state()
-            self.states[step.number] = start if step.seeded is None else step.seeded
-        generator.set_state(self.states[step.number])
-        out = step.func(*args, **kwargs)
-        if not known:
-            self.now[id(generator)] = generator.get_state()
-        return out

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from megafx.distributed import agreement
-from megafx.distributed.parameters import runtime_of
+from megafx.distributed.parameters import everyone_of, runtime_of
 from megafx.errors import MegafxError, UsageError
 from megafx.weights.constructor_log import (
-    Recorded,
+    Log,
     Ref,
     Storage,
     draw_in_order,
@@ -38,6 +38,7 @@ from megafx.weights.constructor_log import (
 from megafx.weights.index_random import IndexRandom
 from megafx.weights.state import Stored, all_tensors, give_memory, stored_tensors
 
+aten = torch.ops.aten
 Factory = Callable[[], Any]
 
 
@@ -64,7 +65,6 @@ def initialize(
     Collective over all ranks of the model. Raises UsageError, on every rank and before anything is changed.
     """
     runtime = runtime_of(model)
-    group = None if runtime is None else runtime.everyone
     error: MegafxError | None = None
     if runtime is not None:
         runtime.same_generators(everywhere=True)
@@ -73,8 +73,12 @@ def initialize(
         log = recorded(model, factory, seed)
     except MegafxError as found:
         error = found
-    agreement.raise_together(error, group)
-    _agree(model, log)
+    agreement.raise_together(error, everyone_of(model))
+    if (group := everyone_of(model)) is not None:  # ranks recorded the same steps, with the same seeds in them
+        seeds = b"".join(s.seeded.cpu().numpy().tobytes() for s in log.steps if s.seeded is not None)
+        text = f"{[str(s.func) for s in log.steps]} {hashlib.blake2b(seeds).hexdigest()}"
+        fix = "build the same model on every rank, and seed generators of your own alike"
+        agreement.check_same("what the constructor draws", text, group, fix)
     give_memory(model, device=None if device is None else torch.device(device))
     fill(log, all_tensors(model), seed)
     if runtime is not None:
@@ -94,7 +98,7 @@ def check_planned(model: nn.Module) -> None:
         )
 
 
-def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None) -> Recorded:
+def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None) -> Log:
     """The constructor's steps, checked against the model's names, shapes and ties. Raises UsageError with all that is wrong."""
     log = record(factory or _hugging_face_factory(model), None if seed is None else IndexRandom(seed).run)
     wrong = []
@@ -118,7 +122,7 @@ def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None)
     return log
 
 
-def fill(log: Recorded, tensors: Collection[Stored], seed: int | None = None, only_needed: bool = False) -> None:
+def fill(log: Log, tensors: Collection[Stored], seed: int | None = None, only_needed: bool = False) -> None:
     """Run the steps that `tensors` need, and copy this rank's slices of each. seed: as it was for `recorded`.
 
     only_needed: leave out what other tensors draw; values that are drawn are not eager's then.
@@ -157,7 +161,7 @@ class Rest:
         saved = {t.name for t in stored_tensors(model)} - {*also}
         self.model = model
         self.names = [t.name for t in all_tensors(model) if t.tensor.is_meta and t.name not in saved]
-        self.log: Recorded | None = None
+        self.log: Log | None = None
         if self.names:
             try:
                 self.log = recorded(model, factory)
@@ -177,20 +181,10 @@ def _copy(tensor: Stored, whole: torch.Tensor) -> None:
         tensor.local[box.local].copy_(whole[box.original])
 
 
-def _is_bare(log: Recorded, number: Storage) -> bool:
-    """Whether nothing writes a memory, or what leaves it uninitialised."""
+def _is_bare(log: Log, number: Storage) -> bool:
+    """True if the storage was never written, or last by an operation that leaves it uninitialised (empty)."""
     last = next((step for step in reversed(log.steps) if number in step.writes), None)
-    return last is None or last.leaves_as_is
-
-
-def _agree(model: nn.Module, log: Recorded) -> None:
-    """Ranks that recorded the same steps, with the same seeds in them."""
-    runtime = runtime_of(model)
-    if runtime is not None and runtime.everyone is not None:
-        seeds = b"".join(s.seeded.cpu().numpy().tobytes() for s in log.steps if s.seeded is not None)
-        text = f"{[str(s.func) for s in log.steps]} {hashlib.blake2b(seeds).hexdigest()}"
-        fix = "build the same model on every rank, and seed generators of your own alike"
-        agreement.check_same("what the constructor draws", text, runtime.everyone, fix)
+    return last is None or last.func.overloadpacket in (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
 
 
 def _hugging_face_factory(model: nn.Module) -> Factory:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megafx.distributed import agreement
-from megafx.distributed.parameters import runtime_of
+from megafx.distributed.parameters import everyone_of, runtime_of
 from megafx.errors import CheckpointError, MegafxError
 from megafx.weights.files import Entry, SafetensorsFiles, listed, torch_dtype
 from megafx.weights.initialize import Factory, Rest, check_planned
@@ -35,8 +35,6 @@ def load_safetensors(
     all tensors that are missing, unexpected, of another shape or kind, and files that are truncated; UsageError where the
     model is not planned yet. Collective over all ranks of the model. Pickles are never read.
     """
-    runtime = runtime_of(model)
-    group = None if runtime is None else runtime.everyone
     error: MegafxError | None = None
     try:
         check_planned(model)
@@ -47,12 +45,12 @@ def load_safetensors(
         rest = Rest(model, factory, unfilled)
     except MegafxError as found:
         error = found
-    agreement.raise_together(error, group)
+    agreement.raise_together(error, everyone_of(model))
     given = give_memory(model, device=None if device is None else torch.device(device))
     _read(stored_tensors(model), sources, files)
     files.close()
     rest.fill()
-    if runtime is not None and given:
+    if given and (runtime := runtime_of(model)) is not None:
         runtime.memory_given()
     if sources.transforms is not None:
         model._weight_conversions = sources.transforms  # type: ignore[assignment]  # what transformers reverts when it saves

@@ -204,7 +204,9 @@ def misuse_is_refused() -> None:
         model(IDS, LABELS)
     whole = Model()
     stale = torch.optim.SGD(whole.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="an SGD was made of this model's parameters before megafx.parallelize"):
+    with pytest.raises(
+        UsageError, match=r"an optimizer \(SGD\) was made of this model's parameters before megafx.parallelize"
+    ):
         parallel(whole)
     del stale
 
