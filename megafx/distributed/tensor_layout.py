@@ -83,9 +83,11 @@ def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: 
     where = Shard(placement.dim) if placement.is_shard else Replicate()
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, (where,), tensor_meta=TensorMeta(shape, stride, dtype))
-    alone = isinstance(placement, Owned) and mesh.size() > 1
-    blocks = type(placement) is Placement and not placement.cut.contiguous_shards(mesh.size())
-    if placement.is_shard and (alone or blocks or isinstance(placement, Nested)):
+    if isinstance(placement, Owned):
+        permuted = mesh.size() > 1
+    else:
+        permuted = placement.is_shard and not placement.cut.contiguous_shards(mesh.size())
+    if permuted or isinstance(placement, Nested):
         spec.placements = (LayoutShard(placement),)  # afterwards: DTensorSpec knows torch's kinds only
     return spec
 

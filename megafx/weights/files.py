@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -90,10 +90,11 @@ class SafetensorsFiles:
     def _read_header(self, file: Path, names: Sequence[str] | None, wrong: list[str]) -> None:
         with safe_open(file, framework="pt") as opened:
             present = list(opened.keys())
-            for name in sorted({*present} - {*names}) if names is not None else ():
-                wrong.append(f"{file.name}: '{name}' is in the file, and not in {INDEX}")
-            for name in sorted({*names} - {*present}) if names is not None else ():
-                wrong.append(f"{file.name}: '{name}' is not in the file, and {INDEX} says so")
+            if names is not None:
+                for name in sorted({*present} - {*names}):
+                    wrong.append(f"{file.name}: '{name}' is in the file, and not in {INDEX}")
+                for name in sorted({*names} - {*present}):
+                    wrong.append(f"{file.name}: '{name}' is not in the file, and {INDEX} says so")
             for name in present:
                 if name in self.entries:
                     wrong.append(f"{file.name}: '{name}' is in {self.entries[name].file.name} too")
@@ -196,8 +197,7 @@ def listed(found: str, lines: Sequence[str], fix: str = "", kind: type[MegafxErr
 # -- writing
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """Size of a file in bytes and the digest of its contents."""
 
     bytes: int

@@ -1,4 +1,4 @@
-"""Which tensors of files are which tensors of a model, and what has to be done to them, for loading and for saving.
+"""Which tensor of a file is which tensor of a model, and what transformers does to it on the way, for loading and for saving.
 
 For Hugging Face models this follows transformers' own tables (`conversion_mapping.py`, `core_model_loading.py`): renamed
 tensors, tensors that are merged or split (experts that files have one by one), the base model's prefix present or absent,
@@ -64,13 +64,8 @@ def find_sources(model: nn.Module, names: Sequence[str], stored: Iterable[str]) 
     known = dict.fromkeys(names, True)
     if hasattr(model, "base_model_prefix") and hasattr(model, "config"):
         return _hugging_face(model, known, stored)
-    found = Sources()
-    for name in stored:
-        if name in known:
-            found.direct[name] = name
-        else:
-            found.unexpected.append(name)
-    return found
+    stored = [*stored]
+    return Sources({n: n for n in stored if n in known}, unexpected=[n for n in stored if n not in known])
 
 
 def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> Sources:
@@ -78,9 +73,7 @@ def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> 
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    renamings, converters, by_pattern = _of_kinds(transforms)
     prefix = model.base_model_prefix
     found = Sources(rules="transformers' renamings and the prefix " + repr(prefix))
     groups: dict[str, Conversion] = {}
@@ -102,6 +95,15 @@ def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> 
     may_miss = _patterns(model, "_keys_to_ignore_on_load_missing")
     found.optional = lambda name: any(re.search(p, name) for p in may_miss)
     return found
+
+
+def _of_kinds(transforms: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """(renamings, converters, pattern of a name -> its converter)"""
+    from transformers import core_model_loading as loading
+
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    return renamings, converters, {pattern: c for c in converters for pattern in c.source_patterns}
 
 
 def _patterns(model: Any, attribute: str) -> list[str]:
@@ -147,9 +149,7 @@ def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: b
     from transformers import core_model_loading as loading
 
     transforms = [t.reverse_transform() for t in reversed(_saving_transforms(model))]
-    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    renamings, converters, by_pattern = _of_kinds(transforms)
     groups: dict[str, Conversion] = {}
     found = []
     for name in sorted(kept, key=loading.dot_natural_key):
@@ -180,12 +180,8 @@ def _as_it_is(name: str, new: str, stored: Stored) -> Saving:
 
 def _converted(group: Conversion, kept: Mapping[str, Stored], rename: Callable[[str], str]) -> Saving:
     names = [name for name, _ in group.parts]
-
-    def meta(name: str) -> torch.Tensor:
-        return torch.empty(kept[name].tensor.shape, dtype=kept[name].tensor.dtype, device="meta")
-
-    made = group.make(meta)
+    about = {name: (kept[name].tensor.shape, kept[name].tensor.dtype) for name in names}
+    made = group.make(lambda name: torch.empty(about[name][0], dtype=about[name][1], device="meta"))
     entries = [(rename(name), x.dtype, tuple(x.shape)) for name, x in made.items()]
-    return Saving(
-        names, entries, lambda values: [*group.make(dict(zip(names, values, strict=True)).__getitem__).values()]
-    )
+    make = lambda values: [*group.make(dict(zip(names, values, strict=True)).__getitem__).values()]  # noqa: E731
+    return Saving(names, entries, make)
