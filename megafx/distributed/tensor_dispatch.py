@@ -37,8 +37,13 @@ class DispatchedTensor(DTensor):
     ) -> Any:
         if func is aten.detach.default:
             return _new(type(args[0]), args[0]._local_tensor, args[0]._spec, requires_grad=False)
-        if func is aten.add_.Tensor and not kwargs and _same_spec(*args):  # gradient accumulation
-            args[0]._local_tensor.add_(args[1]._local_tensor)
+        if (
+            func is aten.add_.Tensor
+            and not kwargs
+            and type(args[0]) is type(args[1])
+            and args[0]._spec is args[1]._spec
+        ):
+            args[0]._local_tensor.add_(args[1]._local_tensor)  # gradient accumulation
             _count_write(args[0])
             return args[0]
         kwargs = kwargs or {}
@@ -70,8 +75,17 @@ def _count_write(x: Any) -> None:
             torch.autograd.graph.increment_version(tensor._local_tensor)
 
 
+# -- before torch 2.13
+#
+# There the C++ dispatch of DTensor takes its subclasses too and never asks them: neither `__torch_dispatch__` nor the engine's
+# accumulation of gradients sees a TPTensor. What the user calls then comes through a mode, and what autograd calls through
+# DTensor's table of handlers, which that dispatch does ask.
+
+SUBCLASS_DISPATCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
 class _Dispatching(TorchDispatchMode):
-    """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`, others where they go anyway."""
+    """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`; the others go their way."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mine = [t for t in types if issubclass(t, DispatchedTensor)]
@@ -84,12 +98,6 @@ def _through_mode(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any 
     """`__torch_function__` where there is no dispatch of subclasses."""
     with torch._C.DisableTorchFunctionSubclass(), _Dispatching():
         return func(*args, **(kwargs or {}))
-
-
-# Before 2.13 the C++ dispatch of DTensor takes its subclasses too and never asks them: neither `__torch_dispatch__` nor the
-# engine's accumulation of gradients sees a TPTensor. What the user calls then comes through a mode, and what autograd calls
-# through DTensor's table of handlers, which that dispatch does ask.
-SUBCLASS_DISPATCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def _handle(func: Any, args: Any, kwargs: Any) -> Any:
@@ -115,10 +123,6 @@ if not SUBCLASS_DISPATCH:
     DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
     _handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     _handlers.update(dict.fromkeys(_OF_AUTOGRAD, _handle))
-
-
-def _same_spec(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a._spec is b._spec
 
 
 # -- elementwise operations, whatever the order of elements
@@ -198,9 +202,8 @@ def _on_locals(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     sources: dict[int, Any] = {}
     try:
         if lists:
-            rows: list[Any] = [
-                next((x for x in row if isinstance(x, DispatchedTensor)), None) for row in zip(*lists, strict=True)
-            ]
+            first = lambda row: next((x for x in row if isinstance(x, DispatchedTensor)), None)  # noqa: E731
+            rows: list[Any] = [first(row) for row in zip(*lists, strict=True)]
             if None in rows:
                 return False, None
             convert = lambda v: [_local_of(x, r) for x, r in zip(v, rows, strict=True)] if _is_list(v) else _scalar(v)  # noqa: E731
@@ -217,19 +220,13 @@ def _on_locals(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     if isinstance(out, (list, tuple)):
         return True, type(out)(_rewrap(o, r, name, sources) for o, r in zip(out, rows, strict=True))
     if lists and out is None:
-        _zero_after_in_place(func, lists, rows, name)
+        if name.removeprefix("_foreach_") not in _KEEPS_ZERO:
+            for tensors in lists if name in _FUSED else lists[:1]:  # what is written
+                for x, row in zip(tensors, rows, strict=True):
+                    if is_permuted(x) and x.shape == row.shape:
+                        zero_pads(x._local_tensor, x._spec)
         return True, None
     return True, _rewrap(out, rows[0], name, sources)
-
-
-def _zero_after_in_place(func: Any, lists: Sequence[Any], rows: Sequence[DispatchedTensor], name: str) -> None:
-    if name.removeprefix("_foreach_") in _KEEPS_ZERO:
-        return
-    mutated = lists if name.startswith("_fused_") else lists[:1]
-    for tensors in mutated:
-        for x, row in zip(tensors, rows, strict=True):
-            if is_permuted(x) and x.shape == row.shape:
-                zero_pads(x._local_tensor, x._spec)
 
 
 def _scalar(x: Any) -> Any:
@@ -304,17 +301,15 @@ def _as_dtensor(x: DispatchedTensor, zero_for_none: bool) -> DTensor:
 
 def _check_order_free(func: Any, name: str, args: Any, kwargs: Any, x: DispatchedTensor) -> None:
     """DTensor's own reductions over the physical tensor are right: zero pads add nothing."""
-    whole = len(args) < 3 or not args[2]  # no `dim` argument: a reduction of the whole tensor
     if name in _NORMS:
         order = args[1] if len(args) > 1 and args[1] is not None else 2
-        if whole and not kwargs.get("dim") and order >= 0:
-            return
+        right = (len(args) < 3 or not args[2]) and not kwargs.get("dim") and order >= 0
     elif name in ("sum", "any", "count_nonzero"):
-        if len(args) < 2 and not kwargs.get("dim"):
-            return
-    elif name in _RANDOM:
-        return
-    raise UsageError(
-        f"{func} on a parameter stored as {x._spec.placements[0]}: its local tensor is not a slice of the logical tensor",
-        fix="use full_tensor() for the logical tensor; to compute with it, call the whole model, not this submodule",
-    )
+        right = len(args) < 2 and not kwargs.get("dim")
+    else:
+        right = name in _RANDOM
+    if not right:
+        raise UsageError(
+            f"{func} on a parameter stored as {x._spec.placements[0]}: its local tensor is not a slice of the logical tensor",
+            fix="use full_tensor() for the logical tensor; to compute with it, call the whole model, not this submodule",
+        )
