@@ -211,28 +211,23 @@ def _newest_valid(
 ) -> tuple[Path, Content, dict[Path, str]] | None:
     """(path, content, damaged newer ones). None: there are no checkpoints. Raises where all of them are damaged."""
     names = [root] if checkpoint_folder.is_checkpoint(root) else checkpoint_folder.checkpoints(root)
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     skipped: dict[Path, str] = {}
     for path in map(Path, broadcast_object([*map(str, names)], group)):  # rank 0's: folders may change meanwhile
-        content, problem = _checked(path, group)
+        content, problem = None, None
+        try:
+            content = read_content(path)
+            wrong = checkpoint_folder.damage(path, sorted(content.files)[rank::ranks], content)  # this rank's share
+            problem = f"checkpoint {path} is damaged: {wrong}" if wrong else None
+        except MegafxError as error:
+            problem = error.found
+        problem = next((p for p in gather_objects(problem, group) if p), None)
         if problem is None:
             assert content is not None
-            if skipped and (group is None or dist.get_rank(group) == 0):
+            if skipped and rank == 0:
                 warnings.warn(f"{'; '.join(skipped.values())}; loading {path}", stacklevel=3)
             return path, content, skipped
         skipped[path] = problem
     if skipped and raises:
         raise CheckpointError(f"no valid checkpoint in {root}: {'; '.join(skipped.values())}")
     return None
-
-
-def _checked(path: Path, group: dist.ProcessGroup | None) -> tuple[Content | None, str | None]:
-    """(content, what is wrong). Ranks share the files among them, and come to the same result."""
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-    content, problem = None, None
-    try:
-        content = read_content(path)
-        wrong = checkpoint_folder.damage(path, sorted(content.files)[rank::ranks], content)
-        problem = f"checkpoint {path} is damaged: {wrong}" if wrong else None
-    except MegafxError as error:
-        problem = error.found
-    return content, next((p for p in gather_objects(problem, group) if p), None)

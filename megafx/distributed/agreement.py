@@ -42,10 +42,10 @@ def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str =
     digests = gather_objects((mine, text[:2000]), group)
     others = [r for r, (digest, _) in enumerate(digests) if digest != digests[0][0]]
     if others:
-        raise AgreementError(
-            f"rank {others[0]} and rank 0 differ in {what}: {_difference(digests[0][1], digests[others[0]][1])}",
-            fix=fix,
-        )
+        a, b = digests[0][1].splitlines(), digests[others[0]][1].splitlines()
+        lines = (f"'{x[:200]}' on rank 0, '{y[:200]}' there" for x, y in zip(a, b, strict=False) if x != y)
+        first = next(lines, f"{len(a)} lines on rank 0, {len(b)} there")
+        raise AgreementError(f"rank {others[0]} and rank 0 differ in {what}: {first}", fix=fix)
 
 
 def raise_together(error: MegafxError | None, group: dist.ProcessGroup | None) -> None:
@@ -57,14 +57,6 @@ def raise_together(error: MegafxError | None, group: dist.ProcessGroup | None) -
         if other is not None:
             kind, found, fix = other
             raise kind(f"on rank {rank}: {found}", fix=fix)
-
-
-def _difference(a: str, b: str) -> str:
-    """The first differing line of two texts."""
-    for x, y in zip(a.splitlines(), b.splitlines(), strict=False):
-        if x != y:
-            return f"'{x[:200]}' on rank 0, '{y[:200]}' there"
-    return f"{len(a.splitlines())} lines on rank 0, {len(b.splitlines())} there"
 
 
 # -- hashes of tensors

@@ -66,8 +66,8 @@ def refuse_stale_optimizers(model: nn.Module) -> None:
             )
 
 
-def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> int:
-    """Replace each parameter by a replicated TPTensor over the same memory; ties are kept. Returns their number."""
+def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace each parameter by a replicated TPTensor over the same memory; ties are kept."""
     made: dict[int, nn.Parameter] = {}
     for fqn, slot in list(parameter_slots(model)):
         param = slot.get()
@@ -80,69 +80,58 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> int:
             if param.grad is not None:
                 made[id(param)].grad = wrap(param.grad, spec)
         slot.module._parameters[slot.key] = made[id(param)]
-    return len(made)
 
 
-def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> int:
-    """Cut each replicated parameter as `placements` (FQN -> I or S; any alias of a tied one) says. Returns the number cut.
+@torch.no_grad()
+def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> None:
+    """Cut each replicated parameter, and its gradient, as `placements` (FQN -> I or S; any alias of a tied one) says.
 
     In place: only the local tensor and the spec of the TPTensor change, its logical shape does not.
     """
-    wanted: dict[int, tuple[str, Placement]] = {}
-    params: dict[int, TPTensor] = {}
+    done: dict[int, tuple[str, Placement]] = {}
     for fqn, slot in parameter_slots(model):
         param = slot.get()
         assert isinstance(param, TPTensor)
-        params[id(param)] = param
-        if fqn in placements:
-            name, placement = wanted.setdefault(id(param), (fqn, placements[fqn]))
-            if placement != placements[fqn]:
-                raise PlanError(f"tied parameters '{name}' and '{fqn}' are placed at {placement} and {placements[fqn]}")
-    count = 0
-    for key, (fqn, placement) in wanted.items():
-        count += shard_parameter(params[key], placement, fqn)
-    return count
+        if fqn not in placements:
+            continue
+        if id(param) in done:
+            name, other = done[id(param)]
+            if other != placements[fqn]:
+                raise PlanError(f"tied parameters '{name}' and '{fqn}' are placed at {other} and {placements[fqn]}")
+            continue
+        _, placement = done[id(param)] = fqn, placements[fqn]
+        if placement.kind not in ("I", "S"):
+            raise PlanError(f"parameter '{fqn}' is to be stored at {placement}", fix="parameters are stored at I or S")
+        if placement.is_shard:
+            mesh = param._spec.mesh
+            spec = make_spec(mesh, placement, param.shape, param.dtype)
+            _cut(param, spec, placement, mesh.get_local_rank(), mesh.size())
 
 
 @torch.no_grad()
-def shard_parameter(param: TPTensor, placement: Placement, fqn: str = "") -> bool:
-    """Cut one replicated parameter, and its gradient if it has one, in place; whether there was anything to cut."""
-    if placement.kind not in ("I", "S"):
-        raise PlanError(f"parameter '{fqn}' is to be stored at {placement}", fix="parameters are stored at I or S")
-    if placement.is_shard:
-        mesh = param._spec.mesh
-        _replace(
-            param, make_spec(mesh, placement, param.shape, param.dtype), placement, mesh.get_local_rank(), mesh.size()
-        )
-    return placement.is_shard
-
-
-@torch.no_grad()
-def shard_over_data(model: nn.Module, mesh: DeviceMesh, ranks: int) -> int:
-    """Cut each parameter, and its gradient if it has one, again over `ranks` data-parallel ranks, in place; returns the number.
+def shard_over_data(model: nn.Module, mesh: DeviceMesh, ranks: int) -> None:
+    """Cut each parameter, and its gradient if it has one, again over `ranks` data-parallel ranks, in place.
 
     mesh: 1-d, of the ranks that hold one copy: those of one tensor-parallel group next to each other.
     """
-    count, rank = 0, mesh.get_local_rank()
+    rank = mesh.get_local_rank()
     for param in model.parameters():
         assert isinstance(param, TPTensor)
         placement = nested(placement_of(param), param.shape, param._spec.mesh.size(), ranks)
         spec = make_spec(mesh, placement, param.shape, param.dtype)
         if isinstance(placement, Nested):  # what this rank keeps of its tensor-parallel shard
-            _replace(param, spec, placement.inner, rank // placement.t, placement.ranks)
+            _cut(param, spec, placement.inner, rank // placement.t, placement.ranks)
         else:
-            _replace(param, spec, placement, rank, mesh.size())
-        count += 1
-    return count
+            _cut(param, spec, placement, rank, mesh.size())
 
 
-def _replace(param: TPTensor, spec: DTensorSpec, cut: Placement, rank: int, ranks: int) -> None:
+def _cut(param: TPTensor, spec: DTensorSpec, placement: Placement, rank: int, ranks: int) -> None:
     """Cut what this rank holds of a parameter and its gradient; `spec` describes what is left."""
     grad, param.grad = cast("TPTensor | None", param.grad), None
-    param._local_tensor = shard_tensor(param._local_tensor, cut, rank, ranks)  # of a meta tensor: a meta shard
+    param._local_tensor = shard_tensor(param._local_tensor, placement, rank, ranks)  # of a meta tensor: a meta shard
     param._spec = spec
     if grad is not None:
-        param.grad = wrap(shard_tensor(grad._local_tensor, cut, rank, ranks), spec)
+        param.grad = wrap(shard_tensor(grad._local_tensor, placement, rank, ranks), spec)
 
 
 def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:

@@ -88,9 +88,8 @@ class _Dispatching(TorchDispatchMode):
     """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`; the others go their way."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        mine = [t for t in types if issubclass(t, DispatchedTensor)]
-        if mine:
-            return max(mine, key=lambda t: len(t.__mro__)).__torch_dispatch__(func, types, args, kwargs)
+        if any(issubclass(t, DispatchedTensor) for t in types):
+            return DispatchedTensor.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 

@@ -208,25 +208,22 @@ class _Recorder(TorchDispatchMode):
         return Ref(self.numbers[storage._cdata], x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
     def _generator(self, func: Any, kwargs: Any, outputs: tuple[Ref | None, ...]) -> torch.Generator | None:
-        """What an operation draws from; None where it draws nothing."""
+        """The generator that an operation draws from; None where it draws nothing."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         if kwargs.get("generator") is not None:
             return kwargs["generator"]
         device = next((self.log.memories[r.storage][1] for r in outputs if r is not None), torch.device("cpu"))
         if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            return torch.cuda.default_generators[index]
+            return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
         return torch.default_generator
 
     def _seeded(self, generator: torch.Generator) -> torch.Tensor | None:
         """The state of a generator where it is not as it was at the draw before: fake draws change none."""
-        last = self.seen.get(id(generator))
         with _disable_current_modes():
-            state = generator.get_state()
+            last, state = self.seen.get(id(generator)), generator.get_state()
             same = last is not None and torch.equal(last, state)
-        self.seen[id(generator)] = state
-        self.users[id(generator)] = generator
+        self.seen[id(generator)], self.users[id(generator)] = state, generator
         return None if same else state
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[set[Storage], set[Storage]]:
@@ -305,7 +302,8 @@ class _Values:
 
 @dataclass(frozen=True)
 class Schedule:
-    """order: the steps that run. delivers: memories that have their final value after a step; frees: that are done with."""
+    """order: the steps that run. delivers: number of a step -> memories that have their final value after it; frees: ... that
+    nothing needs after it."""
 
     order: list[Step]
     delivers: dict[int, set[Storage]]
@@ -313,7 +311,7 @@ class Schedule:
 
 
 def schedule(steps: Sequence[Step], wanted: Collection[Storage], keep: Callable[[Step], bool]) -> Schedule:
-    """What has to run for the final values of `wanted`. keep: whether a draw runs although nothing needs its result."""
+    """The steps that the final values of `wanted` need. keep: whether a draw runs although nothing needs its result."""
     live: set[Storage] = set()
     pending = set(wanted)
     order, delivers, frees = [], {}, {}
@@ -365,8 +363,14 @@ def execute(log: Log, plan: Schedule, deliver: Deliver, run: Run) -> int:
         args, kwargs = tree_map(real, (step.args, step.kwargs), is_leaf=lambda x: isinstance(x, Ref))
         out = run(step, args, kwargs)
         for ref, value in zip(step.outputs, tree_leaves(out), strict=True):
-            if ref is not None and ref.storage not in held:
-                held[ref.storage] = _as_recorded(value, ref, log.memories[ref.storage][0])
+            if ref is None or ref.storage in held:
+                continue
+            if tuple(value.stride()) == ref.stride and value.storage_offset() == ref.offset:
+                held[ref.storage] = value.untyped_storage()
+            else:  # laid out as the fake result was
+                memory = torch.empty(log.memories[ref.storage][0], dtype=torch.uint8, device=value.device)
+                held[ref.storage] = memory.untyped_storage()
+                view(held[ref.storage], ref).copy_(value)
         del args, kwargs, out
         most = max(most, sum(memory.nbytes() for memory in held.values()))
         for number in plan.delivers[step.number]:
@@ -374,15 +378,6 @@ def execute(log: Log, plan: Schedule, deliver: Deliver, run: Run) -> int:
         for number in plan.frees[step.number]:
             held.pop(number, None)
     return most
-
-
-def _as_recorded(value: torch.Tensor, ref: Ref, nbytes: int) -> torch.UntypedStorage:
-    """The memory of a result, laid out as the fake result was."""
-    if tuple(value.stride()) == ref.stride and value.storage_offset() == ref.offset:
-        return value.untyped_storage()
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=value.device).untyped_storage()
-    view(memory, ref).copy_(value)
-    return memory
 
 
 def view(memory: torch.UntypedStorage, ref: Ref) -> torch.Tensor:

@@ -61,10 +61,6 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
-    def is_float(self) -> bool:
-        return self.dtype.startswith(("F", "BF"))
-
 
 class SafetensorsFiles:
     """entries: name -> Entry, of all files. Opening checks each file's header against its length."""
@@ -81,28 +77,28 @@ class SafetensorsFiles:
         wrong: list[str] = []
         for file, names in _files_of(self.path).items():
             try:
-                self._read_header(file, names, wrong)
+                with safe_open(file, framework="pt") as opened:
+                    present = list(opened.keys())
+                    for name in present:
+                        if name in self.entries:
+                            wrong.append(f"{file.name}: '{name}' is in {self.entries[name].file.name} too")
+                        part = opened.get_slice(name)
+                        self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
             except (OSError, SafetensorError) as error:
                 wrong.append(f"{file.name}: {error}")
+                continue
+            if names is not None:
+                wrong += [
+                    f"{file.name}: '{n}' is in the file, and not in {INDEX}" for n in sorted({*present} - {*names})
+                ]
+                wrong += [
+                    f"{file.name}: '{n}' is not in the file, and {INDEX} says so" for n in sorted({*names} - {*present})
+                ]
         if wrong:
             raise listed(f"'{self.path}' cannot be read", wrong, fix="copy the files again")
 
-    def _read_header(self, file: Path, names: Sequence[str] | None, wrong: list[str]) -> None:
-        with safe_open(file, framework="pt") as opened:
-            present = list(opened.keys())
-            if names is not None:
-                for name in sorted({*present} - {*names}):
-                    wrong.append(f"{file.name}: '{name}' is in the file, and not in {INDEX}")
-                for name in sorted({*names} - {*present}):
-                    wrong.append(f"{file.name}: '{name}' is not in the file, and {INDEX} says so")
-            for name in present:
-                if name in self.entries:
-                    wrong.append(f"{file.name}: '{name}' is in {self.entries[name].file.name} too")
-                part = opened.get_slice(name)
-                self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
-
     def blocks(self, name: str, box: Sequence[slice]) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """The tensor's values in a box of it, piece by piece: (where in the box, values), values being of the file's dtype.
+        """Values of the tensor in a box of it, piece by piece: (where in the box, values in the file's dtype).
 
         A piece is at most `MAPPED` bytes (or one element of the first dims) and valid until the next one.
         """
@@ -143,7 +139,7 @@ class SafetensorsFiles:
         self._open = None
 
 
-def _files_of(path: Path) -> dict[Path, list[str] | None]:
+def _files_of(path: Path) -> Mapping[Path, list[str] | None]:
     """File -> the names that an index says it has (None without an index)."""
     if path.is_file():
         if path.suffix == ".safetensors":
@@ -174,18 +170,16 @@ _PICKLE_FIX = (
 )
 
 
-def _indexed(index: Path) -> dict[Path, list[str] | None]:
+def _indexed(index: Path) -> dict[Path, list[str]]:
     try:
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"'{index}' is no index of safetensors files: {error}", fix="copy the files again"
         ) from error
-    found: dict[Path, list[str] | None] = {}
+    found: dict[Path, list[str]] = {}
     for name, file in places.items():
-        names = found.setdefault(index.parent / file, [])
-        assert names is not None
-        names.append(name)
+        found.setdefault(index.parent / file, []).append(name)
     return found
 
 

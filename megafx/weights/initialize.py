@@ -6,7 +6,7 @@
     torch.manual_seed(0)
     megafx.initialize(model, lambda: Net(config))    # what torch.manual_seed(0); Net(config) gives
 
-The constructor runs once more on fake tensors, which writes down what it computes (`init_log`), whatever code that is:
+The constructor runs once more, on fake tensors; what it computes is written down (constructor_log.py), whatever code that is:
 `reset_parameters`, `model.apply(init)`, loops over named parameters, assignments. The steps then run in order with the
 generators as they are; each tensor that is final is cut to this rank's slices and dropped.
 """
@@ -39,6 +39,7 @@ from megafx.weights.index_random import IndexRandom
 from megafx.weights.state import Stored, all_tensors, give_memory, stored_tensors
 
 aten = torch.ops.aten
+_LEAVE_UNINITIALISED = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
 Factory = Callable[[], Any]
 
 
@@ -51,7 +52,7 @@ def initialize(
 ) -> nn.Module:
     """Give every parameter and buffer of `model` the value that factory() gives it in eager mode; returns `model`.
 
-    factory: builds the model (or the like of it: the same names and shapes), as eager code would, on the device on which eager
+    factory: builds the model (or one with the same names and shapes), as eager code would, on the device on which eager
     code would draw; for Hugging Face models it defaults to `type(model)(model.config)`. Values are converted to the dtypes of
     `model`. Ranks draw from rank 0's generators, and hold no more than their shards and the few tensors that are being made.
 
@@ -59,8 +60,8 @@ def initialize(
     only, and nothing that is overwritten. Values are the same at any degree and distributed as eager's are, but they are not
     eager's. Applies to `normal_` and `uniform_`; other draws come from a generator that is seeded for the operation.
 
-    What the constructor cannot do: make shapes of values (`x[x > 0]`), or take values by the address of their memory; what is
-    not made by torch (NumPy arrays) is taken as it is. device: of the memory, where the model has no mesh; default: the CPU.
+    A constructor may not make shapes of values (`x[x > 0]`), nor take values by the address of their memory; NumPy arrays and
+    the like are taken as they are. device: of the memory, where the model has no mesh; default: the CPU.
 
     Collective over all ranks of the model. Raises UsageError, on every rank and before anything is changed.
     """
@@ -112,7 +113,10 @@ def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None)
             shape = None if ref is None else (ref.size if isinstance(ref, Ref) else tuple(ref.shape))
             if shape is not None and shape != tuple(tensor.tensor.shape):
                 wrong.append(f"'{name}' is {shape} in the factory's model, {tuple(tensor.tensor.shape)} in this one")
-            if isinstance(ref, Ref) and _is_bare(log, ref.storage):
+            if not isinstance(ref, Ref):
+                continue
+            last = next((step for step in reversed(log.steps) if ref.storage in step.writes), None)
+            if last is None or last.func.overloadpacket in _LEAVE_UNINITIALISED:
                 wrong.append(f"'{name}' is written by no initialiser: in eager mode too it is whatever was in memory")
     if wrong:
         raise UsageError(
@@ -139,16 +143,13 @@ def fill(log: Log, tensors: Collection[Stored], seed: int | None = None, only_ne
         for tensor, ref in by_memory[number]:
             _copy(tensor, view(memory, ref))
 
-    if only_needed:
-        execute(log, schedule(log.steps, by_memory, keep=lambda step: False), deliver, draw_in_order)
-        return
-    if seed is None:
+    if seed is None and not only_needed:
         replay(log, by_memory, deliver)
         return
-    random = IndexRandom(seed)
-    direct = random.fill_slices(log, by_memory)
-    rest = [number for number in by_memory if number not in direct]
-    execute(log, schedule(log.steps, rest, keep=lambda step: False), deliver, random.run)
+    random = None if seed is None else IndexRandom(seed)
+    direct = set() if random is None else random.fill_slices(log, by_memory)
+    plan = schedule(log.steps, by_memory.keys() - direct, keep=lambda step: False)
+    execute(log, plan, deliver, draw_in_order if random is None else random.run)
 
 
 class Rest:
@@ -179,12 +180,6 @@ class Rest:
 def _copy(tensor: Stored, whole: torch.Tensor) -> None:
     for box in tensor.slices:
         tensor.local[box.local].copy_(whole[box.original])
-
-
-def _is_bare(log: Log, number: Storage) -> bool:
-    """True if the storage was never written, or last by an operation that leaves it uninitialised (empty)."""
-    last = next((step for step in reversed(log.steps) if number in step.writes), None)
-    return last is None or last.func.overloadpacket in (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
 
 
 def _hugging_face_factory(model: nn.Module) -> Factory:

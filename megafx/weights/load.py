@@ -70,15 +70,17 @@ def check_fit(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFil
             wrong.append(f"{parts} cannot be converted: {error}")
     for tensor in tensors:
         present = [name for name in tensor.names if name in sources.direct]
-        for name in present:
-            stored = sources.direct[name]
-            entry = files.entries[stored]
-            wrong += _misfits(tensor, entry.shape, entry, stored)
+        there = [sources.direct[name] for name in present]
+        for name in there:
+            wrong += _misfits(tensor, files.entries[name].shape, files.entries[name], name)
         for name in tensor.names:
             if name in made:
                 wrong += _misfits(tensor, tuple(made[name].shape), None, name)
-        if len(present) > 1 and not wrong:
-            wrong += _unequal(tensor, [sources.direct[name] for name in present], files)
+        for other in there[1:] if not wrong else ():  # tied tensors hold the same, as far as this rank's slices go
+            for box in tensor.slices:
+                pairs = zip(files.blocks(there[0], box.original), files.blocks(other, box.original), strict=True)
+                if not wrong and not all(torch.equal(a, b) for (_, a), (_, b) in pairs):
+                    wrong.append(f"tied in the model, and not equal: {there[0]}, {other}")
         if not present and not any(name in made for name in tensor.names):
             if any(sources.optional(name) for name in tensor.names):
                 unfilled.add(tensor.name)
@@ -106,19 +108,9 @@ def _misfits(tensor: Stored, shape: tuple[int, ...], entry: Entry | None, name: 
             torch_dtype(entry.dtype)
         except CheckpointError as error:
             wrong.append(f"{name}: {error.found}")
-        if entry.is_float != tensor.tensor.dtype.is_floating_point:
+        if entry.dtype.startswith(("F", "BF")) != tensor.tensor.dtype.is_floating_point:
             wrong.append(f"of another kind: {name}, {entry.dtype}, is {tensor.tensor.dtype} in the model (quantized?)")
     return wrong
-
-
-def _unequal(tensor: Stored, names: Sequence[str], files: SafetensorsFiles) -> list[str]:
-    """Tied tensors that a file has under several names hold the same, as far as this rank's slices go."""
-    for box in tensor.slices:
-        for other in names[1:]:
-            pairs = zip(files.blocks(names[0], box.original), files.blocks(other, box.original), strict=True)
-            if not all(torch.equal(a, b) for (_, a), (_, b) in pairs):
-                return [f"tied in the model, and not equal: {names[0]}, {other}"]
-    return []
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -77,7 +77,12 @@ def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> 
     prefix = model.base_model_prefix
     found = Sources(rules="transformers' renamings and the prefix " + repr(prefix))
     groups: dict[str, Conversion] = {}
-    ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected") + _old_buffers(model)
+    ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+    buffers = [name for name, _ in model.named_buffers()]  # old files have some that models keep out of their state now
+    if any(n.endswith("rotary_emb.inv_freq") for n in buffers):  # (as transformers' own loading has it)
+        ignored.append(r"rotary_emb\.inv_freq")
+    if any(n.endswith("position_ids") for n in buffers):
+        ignored.append(r"(^|\.)position_ids$")
     for name in sorted(stored, key=loading.dot_natural_key):
         new, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
         if new not in known and name in known:
@@ -110,13 +115,6 @@ def _patterns(model: Any, attribute: str) -> list[str]:
     return sorted(getattr(model, attribute, None) or ())
 
 
-def _old_buffers(model: nn.Module) -> list[str]:
-    """Buffers that old files have, and that models keep out of their state now (as transformers' own loading has it)."""
-    names = [name for name, _ in model.named_buffers()]
-    old = [r"rotary_emb\.inv_freq"] if any(n.endswith("rotary_emb.inv_freq") for n in names) else []
-    return old + ([r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in names) else [])
-
-
 # -- saving
 
 
@@ -147,8 +145,13 @@ def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: b
     if not original_format or not (hasattr(model, "base_model_prefix") and hasattr(model, "config")):
         return [_as_it_is(name, name, t) for name, t in kept.items()]
     from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    transforms = [t.reverse_transform() for t in reversed(_saving_transforms(model))]
+    used = getattr(model, "_weight_conversions", None)  # those that renamed something when the model was loaded
+    if used is None:  # else all that apply to its class, as transformers has it
+        every = get_model_conversion_mapping(cast(Any, model), add_legacy=False)
+        used = [t for t in every if not isinstance(t, loading.PrefixChange)]
+    transforms = [t.reverse_transform() for t in reversed(used)]
     renamings, converters, by_pattern = _of_kinds(transforms)
     groups: dict[str, Conversion] = {}
     found = []
@@ -161,17 +164,6 @@ def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: b
     for group in groups.values():
         found.append(_converted(group, kept, lambda name: loading.apply_renamings(name, renamings)))
     return found
-
-
-def _saving_transforms(model: Any) -> list[Any]:
-    """Those that renamed something when the model was loaded; else all that apply to its class, as transformers has it."""
-    from transformers import core_model_loading as loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    known = getattr(model, "_weight_conversions", None)
-    if known is not None:
-        return list(known)
-    return [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, loading.PrefixChange)]
 
 
 def _as_it_is(name: str, new: str, stored: Stored) -> Saving:

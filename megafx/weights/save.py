@@ -7,9 +7,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,11 +52,10 @@ def save_whole(
     folder: Path,
     max_shard_size: int | str,
     caller: str,
-    *,
     variant: str = "",
     original_format: bool = True,
 ) -> None:
-    """`save_pretrained`, for the call that users made. variant: part of the files' names, as transformers has it.
+    """`save_pretrained`, for a call that errors name `caller`. variant: part of the files' names, as transformers has it.
 
     original_format: give tensors that transformers renamed or merged on loading their names and shapes back.
     """
@@ -82,16 +80,11 @@ def save_whole(
     agreement.raise_together(None, group)
 
 
-@dataclass
-class PlannedFile:
+class PlannedFile(NamedTuple):
     """A file and what goes into it."""
 
     name: str
     savings: list[Saving]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(s.nbytes for s in self.savings)
 
 
 def plan_files(savings: Sequence[Saving], limit: int, variant: str = "") -> list[PlannedFile]:
@@ -179,7 +172,8 @@ def _finish(folder: Path, files: Sequence[PlannedFile], variant: str) -> None:
             path.unlink()
     if len(files) > 1:
         places = {name: file.name for file in files for saving in file.savings for name, _, _ in saving.entries}
-        index = {"metadata": {"total_size": sum(f.nbytes for f in files)}, "weight_map": places}
+        total = sum(saving.nbytes for file in files for saving in file.savings)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
         _partial(folder, listing).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         os.replace(_partial(folder, listing), folder / listing)
 
