@@ -23,7 +23,7 @@ from megafx.checkpoint.folder import Content, read_content
 from megafx.checkpoint.load import Load
 from megafx.checkpoint.state import Optimizers, State, collect, copied, several_of
 from megafx.checkpoint.storage import FolderWriter, write_checkpoint
-from megafx.distributed.agreement import broadcast_object, check_same, gather_objects, raise_together
+from megafx.distributed.agreement import broadcast_object, check_same, gather_objects, raising_together
 from megafx.distributed.failures import meet, timeout_of
 from megafx.distributed.parameters import runtime_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
@@ -184,13 +184,9 @@ def load_checkpoint(
                 f"there is no checkpoint in {path}", fix="name the folder that save_checkpoint was given"
             )
         path, content, skipped = found
-    error: MegafxError | None = None
-    try:
+    with raising_together(group):
         check_planned(model)
         rest = Rest(model, factory)
-    except MegafxError as problem:
-        error = problem
-    raise_together(error, group)
     loaded, into = Load(path, content, model, several_of(optimizer), extra or {}).run(group, rng)
     rest.fill()
     if (runtime := runtime_of(model)) is not None:

@@ -5,8 +5,9 @@ Checks compare digests gathered on every rank, so that all ranks raise together 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,15 +49,21 @@ def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str =
         raise AgreementError(f"rank {others[0]} and rank 0 differ in {what}: {first}", fix=fix)
 
 
-def raise_together(error: MegafxError | None, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if any rank has an error: its own, or that of the first rank that has one."""
+@contextlib.contextmanager
+def raising_together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """An error of any rank within is raised on every rank: its own, or that of the first rank that has one. Collective."""
+    error: MegafxError | None = None
+    try:
+        yield
+    except MegafxError as found:
+        error = found
     errors = gather_objects(None if error is None else (type(error), error.found, error.fix), group)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):
         if other is not None:
-            kind, found, fix = other
-            raise kind(f"on rank {rank}: {found}", fix=fix)
+            kind, text, fix = other
+            raise kind(f"on rank {rank}: {text}", fix=fix)
 
 
 # -- hashes of tensors

@@ -1,4 +1,4 @@
-"""The DTensor placement of a shard whose physical order is `placements.Layout`'s, and the specs of tensors so placed."""
+"""DTensor's placement of shards in the physical order of a `Layout`, the specs of such tensors, and their padding."""
 
 from __future__ import annotations
 

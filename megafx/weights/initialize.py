@@ -66,15 +66,11 @@ def initialize(
     Collective over all ranks of the model. Raises UsageError, on every rank and before anything is changed.
     """
     runtime = runtime_of(model)
-    error: MegafxError | None = None
     if runtime is not None:
         runtime.same_generators(everywhere=True)
-    try:
+    with agreement.raising_together(everyone_of(model)):
         check_planned(model)
         log = recorded(model, factory, seed)
-    except MegafxError as found:
-        error = found
-    agreement.raise_together(error, everyone_of(model))
     if (group := everyone_of(model)) is not None:  # ranks recorded the same steps, with the same seeds in them
         seeds = b"".join(s.seeded.cpu().numpy().tobytes() for s in log.steps if s.seeded is not None)
         text = f"{[str(s.func) for s in log.steps]} {hashlib.blake2b(seeds).hexdigest()}"

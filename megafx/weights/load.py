@@ -10,7 +10,7 @@ from torch import nn
 
 from megafx.distributed import agreement
 from megafx.distributed.parameters import everyone_of, runtime_of
-from megafx.errors import CheckpointError, MegafxError
+from megafx.errors import CheckpointError
 from megafx.weights.files import Entry, SafetensorsFiles, listed, torch_dtype
 from megafx.weights.initialize import Factory, Rest, check_planned
 from megafx.weights.names import Sources, find_sources
@@ -35,17 +35,13 @@ def load_safetensors(
     all tensors that are missing, unexpected, of another shape or kind, and files that are truncated; UsageError where the
     model is not planned yet. Collective over all ranks of the model. Pickles are never read.
     """
-    error: MegafxError | None = None
-    try:
+    with agreement.raising_together(everyone_of(model)):
         check_planned(model)
         files = SafetensorsFiles(path)
         tensors = stored_tensors(model)
         sources = find_sources(model, [name for t in tensors for name in t.names], files.entries)
         unfilled = check_fit(tensors, sources, files)
         rest = Rest(model, factory, unfilled)
-    except MegafxError as found:
-        error = found
-    agreement.raise_together(error, everyone_of(model))
     given = give_memory(model, device=None if device is None else torch.device(device))
     _read(stored_tensors(model), sources, files)
     files.close()

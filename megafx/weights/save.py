@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,23 +63,19 @@ def save_whole(
     """
     group = everyone_of(model)
     meet(caller, group)
-    error: MegafxError | None = None
-    try:
+    with agreement.raising_together(group):
         limit = bytes_of(max_shard_size)
         tensors = stored_tensors(model)
         bare = [t.name for t in tensors if t.tensor.is_meta]
         if bare:
             raise UsageError(f"{', '.join(bare)} have no values", fix="load or initialise the model first")
         files = plan_files(find_savings(model, tensors, original_format), limit, variant)
-    except MegafxError as found:
-        error = found
-    agreement.raise_together(error, group)
     if group is not None:
         agreement.check_same(f"the folder of {caller}", str(folder), group)
     write_files(folder, files, _gatherer(tensors, group), group, variant)
-    if group is None or dist.get_rank(group) == 0:
-        save_config(model, folder, next((p.dtype for p in model.parameters()), None))
-    agreement.raise_together(None, group)
+    with agreement.raising_together(group):
+        if group is None or dist.get_rank(group) == 0:
+            save_config(model, folder, next((p.dtype for p in model.parameters()), None))
 
 
 class PlannedFile(NamedTuple):
@@ -113,31 +111,32 @@ def write_files(
 ) -> None:
     """Write the files and the index; `fetch` is called on all ranks, for every tensor in order. Collective."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    error: MegafxError | None = None
-    try:
+    with _writing(f"'{folder}' cannot be made", group):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as found:
-        error = CheckpointError(f"'{folder}' cannot be made: {found}")
-    agreement.raise_together(error, group)
     for number, file in enumerate(files):
         values = _values(file, fetch, number % ranks, rank)
-        if number % ranks == rank:
+        with _writing(f"'{folder / file.name}' cannot be written", group, fix="nothing was replaced"):
             try:
-                entries = [entry for saving in _ordered(file) for entry in saving.entries]
-                safetensors_writer.write(_partial(folder, file.name), entries, values, {"format": "pt"})
-            except (OSError, MegafxError) as found:
-                error = CheckpointError(
-                    f"'{folder / file.name}' cannot be written: {found}", fix="nothing was replaced"
-                )
-        for _ in values:  # to send what other ranks write; and after an error, what they are sending
-            pass
-        agreement.raise_together(error, group)
-    try:
+                if number % ranks == rank:
+                    entries = [entry for saving in _ordered(file) for entry in saving.entries]
+                    safetensors_writer.write(_partial(folder, file.name), entries, values, {"format": "pt"})
+            except (OSError, MegafxError):
+                deque(values, 0)  # the other ranks are sending
+                raise
+            deque(values, 0)  # sends what another rank writes
+    with _writing(f"files of '{folder}' cannot be replaced", group):
         if rank == 0:
             _finish(folder, files, variant)
-    except OSError as found:
-        error = CheckpointError(f"files of '{folder}' cannot be replaced: {found}")
-    agreement.raise_together(error, group)
+
+
+@contextlib.contextmanager
+def _writing(what: str, group: dist.ProcessGroup | None, fix: str = "") -> Iterator[None]:
+    """Errors of writing, on every rank. Collective."""
+    with agreement.raising_together(group):
+        try:
+            yield
+        except (OSError, MegafxError) as found:
+            raise CheckpointError(f"{what}: {found}", fix=fix) from found
 
 
 def _ordered(file: PlannedFile) -> list[Saving]:
