@@ -3,7 +3,7 @@
     path = megafx.save_checkpoint("runs/gpt", model, optimizer, step=100, extra={"scheduler": scheduler})
     loaded = megafx.load_checkpoint("runs/gpt", model, optimizer, extra={"scheduler": scheduler})   # the newest valid one
 
-The files are `checkpoint/folder.py`'s, what is in them `checkpoint/state.py`'s; docs/checkpoints.md is the user's guide.
+checkpoint/folder.py describes the files, checkpoint/state.py their content; docs/checkpoints.md is the user's guide.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megafx.weights.initialize import Factory, Rest, check_planned
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What `load_checkpoint` found. path: of the checkpoint. extra: what was saved as such, without the objects that were given
-    to load into. skipped: newer checkpoints that are damaged, each with what is wrong."""
+    """What `load_checkpoint` found. path: of the checkpoint. extra: what was saved as `extra`, without the objects that were
+    given to load into. skipped: newer checkpoints that are damaged, each with the reason."""
 
     path: Path
     step: int

@@ -168,7 +168,7 @@ def commit(root: Path, step: int, keep: int | None) -> Path:
     later = checkpoints(root)
     for path in {*same, *(later[keep:] if keep is not None else ())} - {final}:
         gone = path.with_name(f".{path.name}.deleted")
-        os.rename(path, gone)  # at once: what is being removed is no checkpoint
+        os.rename(path, gone)  # in one step: a folder that is being removed is no checkpoint
         shutil.rmtree(gone, ignore_errors=True)
     return final
 

@@ -31,7 +31,7 @@ from megafx.errors import CheckpointError
 from megafx.weights.files import NAMES
 from megafx.weights.state import give_memory, stored_tensors
 
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name in the checkpoint -> what is there
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name in the checkpoint
 
 
 class Load:
@@ -112,7 +112,7 @@ class Load:
         return values, into
 
     def _extra_targets(self, data: Any) -> State:
-        """Memory for the user's tensors: sharded where what is given to load into is a DTensor of that shape."""
+        """Memory for the user's tensors: sharded as the DTensor that is given to load into, where that has the same shape."""
         like: State = {}
         for name, thing in self.extra.items():
             encode(thing.state_dict() if isinstance(thing, Stateful) else thing, f"extra.{name}", like)

@@ -226,7 +226,7 @@ def encode(value: Any, path: str, tensors: State) -> Any:
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold",
         fix="give numbers, strings, None, tensors, and lists, tuples and dicts of them; or an object with state_dict() and "
-        "load_state_dict() that are such",
+        "load_state_dict() whose state consists of these",
     )
 
 

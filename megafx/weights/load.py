@@ -111,7 +111,7 @@ def _misfits(tensor: Stored, shape: tuple[int, ...], entry: Entry | None, name: 
 
 @torch.no_grad()
 def _read(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFiles) -> None:
-    """Values into memory: file by file, then what is converted."""
+    """Fill memory: file by file, then the tensors that are converted."""
     by_name = {name: t for t in tensors for name in t.names}
     direct = {}
     for tensor in tensors:

@@ -25,8 +25,8 @@ class Sources:
     """Where the values of a model's tensors are.
 
     direct: name in the model -> name in the files. converted: groups of tensors that are made together. unexpected: names in
-    the files that nothing takes. optional: whether a name of the model may be missing. rules: what renamed something.
-    transforms: of transformers' that did.
+    the files that the model does not have. optional: whether a name of the model may be missing. rules: how names were matched,
+    for errors. transforms: those of transformers that renamed something.
     """
 
     direct: dict[str, str] = field(default_factory=dict)

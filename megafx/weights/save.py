@@ -150,7 +150,7 @@ def _values(file: PlannedFile, fetch: Fetch, writer: int, rank: int) -> Iterator
         whole = [fetch(name, writer) for name in saving.names]
         if writer == rank:
             made = iter(saving.make([x for x in whole if x is not None]))
-            del whole  # what is written is not held while the next tensor comes
+            del whole  # so that it is not held while the next tensor comes
             yield from made
 
 
