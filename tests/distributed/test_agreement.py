@@ -56,10 +56,7 @@ def test_one_rank_needs_no_process_group_and_more_do():
     assert make_meshes(Config(tensor_model_parallel_size=1, data_parallel_size=1), None, cpu).tensor is None
     for sizes, ranks in (
         ({"tensor_model_parallel_size": 2}, 2),
-        (
-            {"tensor_model_parallel_size": 2, "data_parallel_size": 3},
-            6,
-        ),
+        ({"tensor_model_parallel_size": 2, "data_parallel_size": 3}, 6),
     ):
         with pytest.raises(AgreementError) as error:
             make_meshes(Config(**sizes), None, cpu)

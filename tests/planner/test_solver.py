@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megafx.planner import solver
-from megafx.planner.solver import InfeasibleError, Table, TooWideError, elimination_order, least_fill_order, solve
+from megafx.planner.solver import InfeasibleError, Table, TooWideError, elimination_order, solve
 
 
 def evaluate(assignment, tables):
@@ -139,7 +139,7 @@ def test_order_is_by_table_size_not_degree():
     # 'small' has three neighbours of 2 values, 'big' one neighbour but 100 values: small goes first
     sizes = [2, 2, 2, 2, 100, 100]
     scopes = [(0, 1), (0, 2), (0, 3), (4, 5)]
-    order, width, largest = elimination_order(sizes, scopes)
+    order, width, largest, _ = elimination_order(sizes, scopes)
     assert order.index(0) < order.index(4)
     assert largest == 10_000 and width == 1
 
@@ -154,8 +154,8 @@ def mixed_graph():
 
 def test_where_tables_grow_another_order_is_tried(monkeypatch):
     sizes, scopes, tables = mixed_graph()
-    order, width, largest = least_fill_order(sizes, scopes)
-    assert sorted(order) == list(range(14)) and largest == 1152 < elimination_order(sizes, scopes)[2]
+    order, width, largest, _ = elimination_order(sizes, scopes, least_fill=True)
+    assert sorted(order) == list(range(14)) and largest == 1152 < elimination_order(sizes, scopes).largest
     plain = solve(dict(enumerate(sizes)), tables)
     monkeypatch.setattr(solver, "LARGE", 10_000)
     other = solve(dict(enumerate(sizes)), tables)
