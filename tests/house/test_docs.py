@@ -1,6 +1,5 @@
 """Covers: README.md and docs/*.md. Their Python runs as it stands; commands, files and links that they name exist."""
 
-import contextlib
 import json
 import os
 import re
@@ -53,7 +52,7 @@ for name, code in json.load(open(sys.argv[1])).items():
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         try:
-            exec(compile(code, name, "exec"), {"__name__": name})
+            exec(compile(code, name, "exec"), {"__name__": "__main__"})
             error = ""
         except BaseException:
             error = traceback.format_exc()
@@ -84,10 +83,9 @@ named = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def done(tmp_path_factory) -> dict[str, tuple[str, str]]:
     """name of a page -> (what its blocks print, how they failed or ''). One process runs all pages, one after the other."""
     folder = tmp_path_factory.mktemp("docs")
-    given = {
-        name: f"exec({text!r})" for name, text in GIVEN.items()
-    }  # on one line: those of the page stay where they are
-    code = {page.name: re.sub(r"\A\n", f"{given.get(page.name, '')}\n", code_of(page)) for page in RUN}
+    code = {page.name: code_of(page) for page in RUN}
+    for name, given in GIVEN.items():  # on the first line, so that those of the page stay where they are
+        code[name] = f"exec({given!r})" + code[name]
     (folder / "pages.json").write_text(json.dumps(code))
     plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, "-c", RUNNER, "pages.json", "done.json"]
@@ -125,7 +123,7 @@ def test_readme_is_short_and_shows_what_is_printed(done):
 def test_readme_names_every_step_and_page():
     (diagram,) = [text for more, text in blocks(README, "text") if not more]
     folders = {path.name for path in (ROOT / "passes").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert set(re.findall(r"\|  (\w+)", diagram)) == {"capture", *folders}
+    assert set(re.findall(r"[|v]  (\w+)", diagram)) == {"capture", *folders}
     linked = {README}
     while new := {other for page in linked for other in _linked(page) if other in PAGES} - linked:
         linked |= new
@@ -140,8 +138,13 @@ def test_cells_of_the_matrix_are_as_many_as_it_says():
 # -- what pages name
 
 
+def _prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+
+
 def _linked(page: Path) -> list[Path]:
-    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", page.read_text())
+    targets = re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", _prose(page))
     return [(page.parent / target).resolve() for target in targets]
 
 
@@ -149,7 +152,7 @@ def _linked(page: Path) -> list[Path]:
 def test_links_and_paths_exist(page):
     text = page.read_text()
     assert all(target.exists() for target in _linked(page)), [t for t in _linked(page) if not t.exists()]
-    for file, anchor in re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", text):
+    for file, anchor in re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", _prose(page)):
         heads = re.findall(r"^#+ (.*)$", ((page.parent / file) if file else page).read_text(), re.MULTILINE)
         assert anchor in [re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads], (file, anchor)
     for path in re.findall(rf"`((?:{FOLDERS})/[\w./]*)`", text):
@@ -158,20 +161,18 @@ def test_links_and_paths_exist(page):
 
 @named
 def test_commands_exist(page):
-    inline = re.findall(r"`((?:megafx|make|python|torchrun) [^`\n]+)`", page.read_text())
-    for line in [line for _, text in blocks(page, "sh") for line in text.splitlines()] + inline:
-        words = shlex.split(re.sub(r"\.\.\.$", "", line), comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):
-            words = words[1:]
-        if not words or words[:2] == ["python", "train.py"]:  # the reader's own script
-            continue
-        _check_command(line, *words)
+    for line in [line for _, text in blocks(page, "sh") for line in text.splitlines()]:
+        words = [w for w in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=\S+", w)]
+        if words and words[:2] != ["python", "train.py"]:  # the reader's own script
+            _check_command(line, *words)
+    for command in re.findall(r"`megafx ([a-z-]+)[^`]*`", page.read_text()):  # in prose
+        with pytest.raises(SystemExit):
+            _parser().parse_args([command, "--help"])
 
 
 def _check_command(line: str, program: str, *words: str) -> None:
     if program == "megafx":
-        with contextlib.suppress(SystemExit) if words[-1] == "--help" else contextlib.nullcontext():
-            _parser().parse_args(words)
+        _parser().parse_args(words)
     elif program == "make":
         assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
     elif program in ("python", "torchrun"):
