@@ -1,5 +1,6 @@
 """Covers: README.md and docs/*.md. Their Python runs as it stands; commands, files and links that they name exist."""
 
+import ast
 import json
 import os
 import re
@@ -183,6 +184,14 @@ def _check_command(line: str, program: str, *words: str) -> None:
         assert all(f'"{option}"' in (ROOT / files[0]).read_text() for option in options), line
     else:
         assert program in ("pip", "export"), line
+
+
+def test_the_picture_of_layers_is_that_of_the_layering_test():
+    listed = re.search(r"^LAYERS = (\[.*?\])", (ROOT / "tests/house/test_layering.py").read_text(), re.MULTILINE | re.DOTALL)
+    layers = [set(line.split()) for line in ast.literal_eval(listed[1])]
+    (picture,) = [text for more, text in blocks(ROOT / "docs" / "architecture.md", "text") if more == "layers"]
+    shown = [set(re.findall(r"\w+", line)) for line in picture.splitlines()[1:]]
+    assert shown == [layer for layer in layers[::-1] if layer != {"__init__"}]
 
 
 def test_tables_are_complete():
