@@ -50,14 +50,15 @@ def simulate(
     axis: str = "tp",
     mesh: Mapping[str, int] | None = None,
     watch: Callable[[fx.Node, Values], None] | None = None,
+    gradients: bool = False,
 ) -> list[list[Any]]:
     """Run the graph on len(per_rank_inputs) ranks. mesh: sizes of the axes by name; by default one, `axis`, has all ranks.
-    watch: called with each node and its value on every rank."""
+    watch: called with each node and its value on every rank. gradients: let autograd follow, of a graph without backward."""
     gm = program.gm if isinstance(program, Program) else program
     mesh = {axis: len(per_rank_inputs)} if mesh is None else mesh
     if math.prod(mesh.values()) != len(per_rank_inputs):
         raise PlacementError(f"inputs of {len(per_rank_inputs)} ranks for a mesh of {dict(mesh)}")
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         return _Lockstep(gm, mesh, watch).run(per_rank_inputs)
 
 
