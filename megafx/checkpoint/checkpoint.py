@@ -3,13 +3,13 @@
     path = megafx.save_checkpoint("runs/gpt", model, optimizer, step=100, extra={"scheduler": scheduler})
     loaded = megafx.load_checkpoint("runs/gpt", model, optimizer, extra={"scheduler": scheduler})   # the newest valid one
 
-The format is `checkpoint_folder`'s, what is in it `checkpoint_state`'s; docs/checkpoints.md is the user's guide.
+The files are `checkpoint/folder.py`'s, what is in them `checkpoint/state.py`'s; docs/checkpoints.md is the user's guide.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,63 +20,20 @@ from torch import nn
 
 from megafx.checkpoint import folder as checkpoint_folder
 from megafx.checkpoint.folder import Content, read_content
-from megafx.checkpoint.load import Load, load_stock
-from megafx.checkpoint.state import Optimizers, Slices, collect, device_of, several_of
+from megafx.checkpoint.load import Load
+from megafx.checkpoint.state import Optimizers, State, collect, copied, several_of
 from megafx.checkpoint.storage import FolderWriter, write_checkpoint
-from megafx.distributed.agreement import broadcast_object, check_same, raise_together
+from megafx.distributed.agreement import broadcast_object, check_same, gather_objects, raise_together
 from megafx.distributed.failures import meet, timeout_of
+from megafx.distributed.parameters import runtime_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.weights.initialize import Factory, Rest, check_planned
-from megafx.weights.state import give_memory
-
-# -- checkpoint group
-#
-# Which ranks save together, over which process group, and the one save that may be under way in the background.
-
-_side: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (the default group, a gloo group of the same ranks)
-_threads = ThreadPoolExecutor(1, thread_name_prefix="megafx-checkpoint")
-_under_way: Future[Path] | None = None
-
-
-def saving_group(model: nn.Module, asynchronous: bool, what: str) -> dist.ProcessGroup | None:
-    """All ranks, over gloo, once they all came to call `what`; None where the model is this process's alone.
-
-    Replicas of a data-parallel axis take part: slices that several ranks hold are written once. What goes on in the
-    background has a group of its own, so that it never meets the collectives of training.
-    """
-    global _side
-    runtime = getattr(model, "megafx", None)
-    if getattr(runtime, "mesh", None) is None:
-        return None
-    world = dist.group.WORLD
-    assert world is not None
-    meet(what, world)
-    if not asynchronous and dist.get_backend(world) == "gloo":
-        return world
-    if _side is None or _side[0] is not world:
-        _side = world, dist.new_group(backend="gloo", timeout=timeout_of(world))
-    return _side[1]
-
-
-def background(work: Callable[[], Path]) -> Future[Path]:
-    """Run a save in the one background thread."""
-    global _under_way
-    _under_way = _threads.submit(work)
-    return _under_way
-
-
-def settle() -> None:
-    """Wait for the save that is under way; raises what it raised."""
-    global _under_way
-    pending, _under_way = _under_way, None
-    if pending is not None:
-        pending.result()
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What `load_checkpoint` found. path: of the checkpoint. extra: what was saved as such and is no object that was given to
-    load into. skipped: newer checkpoints that are damaged, each with what is wrong."""
+    """What `load_checkpoint` found. path: of the checkpoint. extra: what was saved as such, without the objects that were given
+    to load into. skipped: newer checkpoints that are damaged, each with what is wrong."""
 
     path: Path
     step: int
@@ -134,28 +91,62 @@ def save_checkpoint(
     A save that is killed leaves a folder whose name begins with '.', which the next save removes, and older checkpoints as
     they were. Raises CheckpointError on every rank; UsageError where ranks are called with different arguments.
     """
-    settle()
+    _settle()
     if not isinstance(step, int) or step < 0 or (keep is not None and keep < 1):
         raise UsageError(
             f"save_checkpoint(step={step!r}, keep={keep!r})", fix="step is at least 0, keep at least 1 or None"
         )
-    group = saving_group(model, asynchronous, "megafx.save_checkpoint")
-    rank = dist.get_rank(group) if group is not None else 0
-    state, data = collect(model, optimizer, extra or {}, device_of(model), rank)
+    group = _saving_group(model, asynchronous, "megafx.save_checkpoint")
+    state, data = collect(model, optimizer, extra or {}, dist.get_rank(group) if group is not None else 0)
     if group is not None:
-        shapes = [f"{n} {tuple(s.shape)} {s.dtype}" for n, s in state.items() if not n.startswith(("rng.", "extra."))]
+        shapes = [f"{n} {tuple(x.shape)} {x.dtype}" for n, x in state.items() if not n.startswith(("rng.", "extra."))]
         check_same("what is to be saved", "\n".join([str(folder), str(step), *shapes]), group)
     writer = FolderWriter(Path(folder), step, data, keep)
     if not asynchronous:
         return _write(state, writer, group)
-    staged = {name: slices.copied() for name, slices in state.items()}
-    return background(lambda: _write(staged, writer, group))
+    global _under_way
+    _under_way = _threads.submit(_write, copied(state), writer, group)
+    return _under_way
 
 
-def _write(state: dict[str, Slices], writer: FolderWriter, group: dist.ProcessGroup | None) -> Path:
+def _write(state: State, writer: FolderWriter, group: dist.ProcessGroup | None) -> Path:
     write_checkpoint(state, writer, group)
-    path = broadcast_object(str(writer.path), group) if group is not None else str(writer.path)
-    return Path(path)
+    return Path(broadcast_object(str(writer.path), group))
+
+
+# -- who saves, and the one save that may be under way in the background
+
+_side: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (the default group, a gloo group of the same ranks)
+_threads = ThreadPoolExecutor(1, thread_name_prefix="megafx-checkpoint")
+_under_way: Future[Path] | None = None
+
+
+def _saving_group(model: nn.Module, asynchronous: bool, what: str) -> dist.ProcessGroup | None:
+    """All ranks, over gloo, once all of them have called `what`; None where the model is this process's alone.
+
+    Replicas of a data-parallel axis take part: slices that several ranks hold are written once. A save in the background has
+    a group of its own, so that it never meets the collectives of training.
+    """
+    global _side
+    runtime = runtime_of(model)
+    if runtime is None or runtime.mesh is None:
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    meet(what, world)
+    if not asynchronous and dist.get_backend(world) == "gloo":
+        return world
+    if _side is None or _side[0] is not world:
+        _side = world, dist.new_group(backend="gloo", timeout=timeout_of(world))
+    return _side[1]
+
+
+def _settle() -> None:
+    """Wait for the save that is under way; raises what it raised."""
+    global _under_way
+    pending, _under_way = _under_way, None
+    if pending is not None:
+        pending.result()
 
 
 def load_checkpoint(
@@ -181,27 +172,32 @@ def load_checkpoint(
     Raises CheckpointError, before anything is changed, where no checkpoint is valid, or names, shapes, dtypes or parameter
     groups are not those that were saved.
     """
-    settle()
-    group = saving_group(model, False, "megafx.load_checkpoint")
-    root = Path(folder)
-    stock = root / checkpoint_folder.STOCK
-    if _same(stock.exists(), group):
-        rest = _rest(model, factory, group)
-        load_stock(root, model, several_of(optimizer), group)
-        _fill(model, rest)
-        return LoadedCheckpoint(root, 0)
-    found = _newest_valid(root, group)
-    if found is None:
-        if missing_ok:
-            return None
-        raise CheckpointError(f"there is no checkpoint in {root}", fix="name the folder that save_checkpoint was given")
-    path, content, skipped = found
-    rest = _rest(model, factory, group)
+    _settle()
+    group = _saving_group(model, False, "megafx.load_checkpoint")
+    path, content, skipped = Path(folder), None, dict[Path, str]()
+    if not broadcast_object((path / checkpoint_folder.TORCH_METADATA).exists(), group):
+        found = _newest_valid(path, group)
+        if found is None:
+            if missing_ok:
+                return None
+            raise CheckpointError(
+                f"there is no checkpoint in {path}", fix="name the folder that save_checkpoint was given"
+            )
+        path, content, skipped = found
+    error: MegafxError | None = None
+    try:
+        check_planned(model)
+        rest = Rest(model, factory)
+    except MegafxError as problem:
+        error = problem
+    raise_together(error, group)
     loaded, into = Load(path, content, model, several_of(optimizer), extra or {}).run(group, rng)
-    _fill(model, rest)
+    rest.fill()
+    if (runtime := runtime_of(model)) is not None:
+        runtime.memory_given()
     for thing, state in into:
         thing.load_state_dict(state)
-    return LoadedCheckpoint(path, content.step, loaded, skipped)
+    return LoadedCheckpoint(path, 0 if content is None else content.step, loaded, skipped)
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -210,43 +206,13 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return None if found is None else found[0]
 
 
-# -- a model on meta
-
-
-def _rest(model: nn.Module, factory: Factory | None, group: dist.ProcessGroup | None) -> Rest | None:
-    """What no checkpoint has. Raises on every rank."""
-    error: MegafxError | None = None
-    rest = None
-    try:
-        check_planned(model)
-        rest = Rest(model, factory)
-    except MegafxError as found:
-        error = found
-    raise_together(error, group)
-    return rest
-
-
-def _fill(model: nn.Module, rest: Rest | None) -> None:
-    runtime = getattr(model, "megafx", None)
-    give_memory(model)
-    if rest is not None:
-        rest.fill()
-    if runtime is not None:
-        runtime.memory_given()
-
-
-# -- which checkpoint
-
-
 def _newest_valid(
     root: Path, group: dist.ProcessGroup | None, raises: bool = True
 ) -> tuple[Path, Content, dict[Path, str]] | None:
     """(path, content, damaged newer ones). None: there are no checkpoints. Raises where all of them are damaged."""
-    names = (
-        [str(root)] if checkpoint_folder.is_checkpoint(root) else [str(p) for p in checkpoint_folder.checkpoints(root)]
-    )
+    names = [root] if checkpoint_folder.is_checkpoint(root) else checkpoint_folder.checkpoints(root)
     skipped: dict[Path, str] = {}
-    for path in map(Path, _same(names, group)):
+    for path in map(Path, broadcast_object([*map(str, names)], group)):  # rank 0's: folders may change meanwhile
         content, problem = _checked(path, group)
         if problem is None:
             assert content is not None
@@ -269,13 +235,4 @@ def _checked(path: Path, group: dist.ProcessGroup | None) -> tuple[Content | Non
         problem = f"checkpoint {path} is damaged: {wrong}" if wrong else None
     except MegafxError as error:
         problem = error.found
-    problems = [problem]
-    if group is not None:
-        problems = [None] * ranks
-        dist.all_gather_object(problems, problem, group=group)
-    return content, next((p for p in problems if p), None)
-
-
-def _same(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's: folders may change while ranks look."""
-    return value if group is None else broadcast_object(value, group)
+    return content, next((p for p in gather_objects(problem, group) if p), None)

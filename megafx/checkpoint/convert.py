@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.storage import StorageReader
 
 from megafx.checkpoint import folder as checkpoint_folder
 from megafx.checkpoint.checkpoint import latest_checkpoint
-from megafx.checkpoint.load import misfits, refuse
-from megafx.checkpoint.state import Slice, Slices
-from megafx.checkpoint.storage import FolderReader, FolderWriter, read_alone, write_together
-from megafx.checkpoint.torch_format import StockReader, stock_names, stock_tensors
+from megafx.checkpoint.folder import Chunk, Content, Described
+from megafx.checkpoint.load import Shapes, misfits, refuse
+from megafx.checkpoint.storage import FolderReader, read_tensors
+from megafx.checkpoint.torch_format import TorchReader, names_there, tensors_there
 from megafx.errors import CheckpointError, UsageError
-from megafx.weights.files import SafetensorsFiles, torch_dtype
+from megafx.weights import files as safetensors_writer
+from megafx.weights.files import SafetensorsFiles, dtype_name, torch_dtype
 from megafx.weights.load import check_fit
-from megafx.weights.names import Conversion, find_savings, find_sources
+from megafx.weights.names import find_savings, find_sources
 from megafx.weights.save import bytes_of, plan_files, save_config, write_files
 from megafx.weights.state import Stored, stored_tensors
 
 
 def convert(source: Path, target: Path, model: nn.Module | None = None, *, max_shard_size: int | str = "5GB") -> Path:
-    """Write what is in `source` in the other format; the path of what was written.
+    """Write the tensors of `source` in the other format; the path of what was written.
 
     A checkpoint (a folder of `save_checkpoint`, the newest valid of several, or one of torch.distributed.checkpoint) becomes
     safetensors files in `target`, with config.json where `model` is of Hugging Face; optimizer state is left out. Safetensors
     files become a checkpoint of step 0 under `target`, which `load_checkpoint` loads into a model (without an optimizer).
 
-    model: on the meta device; says the names that `from_pretrained` reads, and what has to be there. Without one, names are
-    kept; dtypes always are. Raises CheckpointError that lists what does not fit; UsageError where `target` is `source`.
+    model: on the meta device; says the names that `from_pretrained` reads, and which tensors have to be there. Without one,
+    names are kept; dtypes always are. Raises CheckpointError that lists what does not fit, UsageError where `target` is
+    `source`.
     """
     if source.resolve() == target.resolve():
         raise UsageError(f"'{source}' is to be converted in place", fix="give another target folder")
@@ -55,10 +56,9 @@ def _to_files(source: Path, target: Path, model: nn.Module | None, limit: int) -
             groups.setdefault(there, []).append(name)
         tensors = [Stored((*group,), _meta(*about[there])) for there, group in groups.items()]
     else:
-        refuse([w for w in misfits(_in_dtypes(model, described), described, f"'{source}'")], source)
-        tensors = [
-            Stored(t.names, _meta(*described[next(n for n in t.names if n in names)])) for t in stored_tensors(model)
-        ]
+        _take_dtypes(model, described)
+        refuse(misfits(model, described, f"'{source}'"), source)
+        tensors = stored_tensors(model)
     there_of = {name: next(names[n] for n in t.names if n in names) for t in tensors for name in t.names}
     files = plan_files(find_savings(model if model is not None else nn.Module(), tensors), limit)
     write_files(target, files, lambda name, writer: read(there_of[name]), None)
@@ -68,63 +68,49 @@ def _to_files(source: Path, target: Path, model: nn.Module | None, limit: int) -
     return target
 
 
-About = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def _opened(source: Path, model: nn.Module | None) -> tuple[About, dict[str, str], Callable[[str], torch.Tensor]]:
+def _opened(source: Path, model: nn.Module | None) -> tuple[Shapes, dict[str, str], Callable[[str], torch.Tensor]]:
     """(shape and dtype of each tensor there, name in the model -> name there, reader of a whole tensor)."""
-    if (source / checkpoint_folder.STOCK).exists():
-        found = stock_tensors(source)
-        about: About = {n: (tuple(t.size), t.properties.dtype) for n, t in found.items()}
-        wanted = [*found] if model is None else [n for t in stored_tensors(model) for n in t.names]
-        names = {n: n for n in found} if model is None else stock_names(found, wanted)
-        return about, names, lambda there: _read(StockReader(source, {there}), there, about)
-    path = latest_checkpoint(source)
-    if path is None:
-        raise CheckpointError(f"there is no valid checkpoint in '{source}'", fix="load_checkpoint says what is wrong")
-    content = checkpoint_folder.read_content(path)
-    about = {n: (t.shape, torch_dtype(t.dtype)) for n, t in content.tensors.items() if n.startswith("model.")}
-    names = {n.removeprefix("model."): n for n in about}
-    names |= {alias: f"model.{name}" for alias, name in content.objects["aliases"].items()}
-    return about, names, lambda there: _read(FolderReader(path, content), there, about)
+    about: Shapes
+    reader: Callable[[str], StorageReader]
+    if (source / checkpoint_folder.TORCH_METADATA).exists():
+        about = tensors_there(source)
+        wanted = about if model is None else [n for t in stored_tensors(model) for n in t.names]
+        names = {n: n for n in about} if model is None else names_there(about, wanted)
+        reader = lambda name: TorchReader(source, {name})  # noqa: E731
+    else:
+        path = latest_checkpoint(source)
+        if path is None:
+            raise CheckpointError(
+                f"there is no valid checkpoint in '{source}'", fix="load_checkpoint says what is wrong"
+            )
+        content = checkpoint_folder.read_content(path)
+        about = {n: (t.shape, torch_dtype(t.dtype)) for n, t in content.tensors.items() if n.startswith("model.")}
+        names = {n.removeprefix("model."): n for n in about}
+        names |= {alias: f"model.{name}" for alias, name in content.objects["aliases"].items()}
+        reader = lambda name: FolderReader(path, content)  # noqa: E731
 
+    def read(there: str) -> torch.Tensor:
+        shape, dtype = about[there]
+        whole = torch.empty(shape, dtype=dtype)
+        read_tensors({there: whole}, reader(there), None)
+        return whole
 
-def _read(reader: FolderReader | StockReader, name: str, about: About) -> torch.Tensor:
-    shape, dtype = about[name]
-    whole = torch.empty(shape, dtype=dtype)
-    read_alone({name: Slices.of(whole)}, reader)
-    return whole
+    return about, names, read
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _in_dtypes(model: nn.Module, described: About) -> nn.Module:
-    """The model with tensors in the dtypes that are there: a config may name another than was trained in."""
+def _take_dtypes(model: nn.Module, described: Shapes) -> None:
+    """Give the model on meta the dtypes that are there: a config may name another than was trained in."""
     for t in stored_tensors(model):
         dtype = next((described[n][1] for n in t.names if n in described), t.tensor.dtype)
-        if dtype != t.tensor.dtype and t.tensor.is_meta and dtype.is_floating_point == t.tensor.is_floating_point():
+        if t.tensor.is_meta and dtype.is_floating_point == t.tensor.is_floating_point():
             t.tensor.data = t.tensor.data.to(dtype)
-    return model
 
 
 # -- files -> a checkpoint
-
-
-@dataclass(frozen=True)
-class _Unread(Slices):
-    """A whole tensor that is read when it is written."""
-
-    read: Callable[[], torch.Tensor]
-
-    @staticmethod
-    def make(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> _Unread:
-        part = Slice((0,) * len(shape), _meta(shape, dtype))
-        return _Unread(torch.Size(shape), dtype, (part,), read)
-
-    def at(self, offsets: object) -> torch.Tensor:
-        return self.read()
 
 
 def _to_checkpoint(source: Path, target: Path, model: nn.Module | None) -> Path:
@@ -137,26 +123,29 @@ def _to_checkpoint(source: Path, target: Path, model: nn.Module | None) -> Path:
     lacking = check_fit(tensors, sources, files)
     if lacking:
         raise CheckpointError(f"'{source}' has no {', '.join(sorted(lacking))}", fix="load them, and save a checkpoint")
-    state: dict[str, Slices] = {}
-    for t in tensors:
-        name = next((sources.direct[n] for n in t.names if n in sources.direct), None)
-        if name is not None:
-            entry = files.entries[name]
-            read = functools.partial(files.whole, name)
-            state[f"model.{t.name}"] = _Unread.make(entry.shape, torch_dtype(entry.dtype), read)
-    by_name = {n: t.name for t in tensors for n in t.names}
+    name_of = {alias: t.name for t in tensors for alias in t.names}
+    direct: dict[str, str] = {}  # name in the checkpoint -> in the files
+    for name in name_of:
+        if name in sources.direct:
+            direct.setdefault(name_of[name], sources.direct[name])
+    shapes = {name: _meta(files.entries[f].shape, torch_dtype(files.entries[f].dtype)) for name, f in direct.items()}
     for conversion in sources.converted:
-        for name, x in conversion.shapes(files.entries).items():
-            read = functools.partial(_converted, conversion, name, files)
-            state[f"model.{by_name[name]}"] = _Unread.make(tuple(x.shape), x.dtype, read)
+        shapes |= {name_of[name]: x for name, x in conversion.shapes(files.entries).items()}
+    entries = [(f"model.{name}", x.dtype, tuple(x.shape)) for name, x in shapes.items()]
+
+    def values() -> Iterator[torch.Tensor]:
+        yield from (files.whole(name) for name in direct.values())
+        for conversion in sources.converted:
+            yield from conversion.make(files.whole).values()
+
+    file = "rank_00000.safetensors"
+    written = safetensors_writer.write(checkpoint_folder.begin(target, 0) / file, entries, values(), {"format": "pt"})
+    described = {
+        name: Described(dtype_name(dtype), shape, (Chunk((0,) * len(shape), shape, file, name),))
+        for name, dtype, shape in entries
+    }
     aliases = {alias: t.name for t in tensors for alias in t.names[1:]}
     data = {"aliases": aliases, "model": {}, "optimizers": [], "rng": {}, "extra": {}}
-    writer = FolderWriter(target, 0, data)
-    write_together([state], [writer])
-    files.close()
-    assert writer.path is not None
-    return writer.path
-
-
-def _converted(conversion: Conversion, name: str, files: SafetensorsFiles) -> torch.Tensor:
-    return conversion.make(files.whole)[name]
+    folder = checkpoint_folder.partial(target, 0)
+    checkpoint_folder.write_content(folder, Content(0, described, {file: written}, data))
+    return checkpoint_folder.commit(target, 0, None)

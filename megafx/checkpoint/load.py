@@ -1,4 +1,4 @@
-"""One load: what does not fit is listed before anything is changed, then each rank reads its slices of what is there."""
+"""One load: what does not fit is listed before anything is changed, then each rank reads its slices."""
 
 from __future__ import annotations
 
@@ -12,99 +12,110 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from megafx.checkpoint.folder import Content, decode, encode, tensor_names
+from megafx.checkpoint.folder import Content
 from megafx.checkpoint.state import (
-    Slices,
+    State,
+    decode,
     device_of,
+    encode,
     finish_generators,
     finish_model,
     finish_optimizer,
-    model_targets,
     optimizer_misfit,
     optimizer_targets,
     state_misfits,
+    tensor_names,
 )
-from megafx.checkpoint.storage import FolderReader, read_slices
-from megafx.checkpoint.torch_format import StockReader, stock_names, stock_optimizers, stock_tensors
+from megafx.checkpoint.storage import FolderReader, read_tensors
+from megafx.checkpoint.torch_format import TorchReader, names_there, saved_optimizers, tensors_there
 from megafx.errors import CheckpointError
 from megafx.weights.files import NAMES
 from megafx.weights.state import give_memory, stored_tensors
 
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name in the checkpoint -> what is there
+
 
 class Load:
-    """One load: what is read into what."""
+    """A load of one checkpoint into a model and its optimizers. Made before anything is changed: raises what does not fit."""
 
     def __init__(
         self,
         path: Path,
-        content: Content,
+        content: Content | None,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         extra: Mapping[str, Any],
     ) -> None:
-        self.path, self.content, self.model, self.optimizers, self.given = path, content, model, optimizers, extra
-        self.shapes = {name: (t.shape, NAMES[t.dtype]) for name, t in content.tensors.items()}
-        self.data = content.objects
+        """content: of `metadata.json`; None: the checkpoint is of torch.distributed.checkpoint's own format."""
+        self.path, self.content, self.model, self.optimizers, self.extra = path, content, model, optimizers, extra
+        self.shapes: Shapes
+        if content is None:
+            self.shapes = tensors_there(path)
+            self.names = names_there(self.shapes, [n for stored in stored_tensors(model) for n in stored.names])
+        else:
+            self.shapes = {name: (t.shape, NAMES[t.dtype]) for name, t in content.tensors.items()}
+            own = {name.removeprefix("model."): name for name in self.shapes if name.startswith("model.")}
+            self.names = own | {alias: f"model.{name}" for alias, name in content.objects["aliases"].items()}
+        wrong = misfits(model, {name: self.shapes[there] for name, there in self.names.items()}, f"checkpoint {path}")
+        if content is not None:
+            self.saved = content.objects["optimizers"][: len(optimizers)]
+            refuse(wrong + self._more_misfits(content.objects), path)
+        else:
+            taken = self.names.values()
+            self.saved = saved_optimizers(path, model, optimizers, taken) if optimizers and not wrong else []
+            refuse(wrong + [w for data in self.saved for w in state_misfits(model, data, self.shapes)], path)
 
-    def run(self, group: dist.ProcessGroup | None, rng: bool) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-        """(extra that is returned, [(object, state for its `load_state_dict`)])."""
-        self._check()
-        _give_memory(self.model)
-        tensors: dict[str, torch.Tensor] = {}
-        saved = self.data["optimizers"][: len(self.optimizers)]
-        for data in saved:
-            tensors |= optimizer_targets(self.model, data, self.shapes)
-        tensors |= self._extra_targets()
-        for name in tensor_names(self.data["rng"]):
-            tensors[name] = torch.zeros(self.shapes[name][0], dtype=self.shapes[name][1])
-        state = {name: Slices.of(tensor) for name, tensor in tensors.items()}
-        state |= model_targets(self.model, self._names())
-        read_slices(state, FolderReader(self.path, self.content), group)
-        finish_model(self.model, decode(self.data["model"], tensors.__getitem__))
-        for optimizer, data in zip(self.optimizers, saved, strict=True):
-            finish_optimizer(optimizer, self.model, data, tensors)
-        if rng:
-            finish_generators(self.data["rng"], tensors, device_of(self.model))
-        values = decode(self.data["extra"], tensors.__getitem__)
-        into = [(thing, values[name]) for name, thing in self.given.items() if isinstance(thing, Stateful)]
-        return {k: v for k, v in values.items() if not isinstance(self.given.get(k), Stateful)}, into
-
-    def _names(self) -> dict[str, str]:
-        """FQN -> name in the checkpoint, tied names included."""
-        own = {name.removeprefix("model."): name for name in self.content.tensors if name.startswith("model.")}
-        return own | {alias: f"model.{name}" for alias, name in self.data["aliases"].items()}
-
-    def _check(self) -> None:
-        """Raise a list of everything that does not fit."""
-        names = self._names()
-        described = {name: self.shapes[saved] for name, saved in names.items()}
-        wrong = misfits(self.model, described, f"checkpoint {self.path}")
+    def _more_misfits(self, data: Mapping[str, Any]) -> list[str]:
+        """Ties, optimizers and extras that are not those that were saved."""
+        wrong: list[str] = []
         used: dict[str, str] = {}
         for stored in stored_tensors(self.model):
-            there = sorted({names[n] for n in stored.names if n in names})
+            there = sorted({self.names[n] for n in stored.names if n in self.names})
             if len(there) > 1:
                 wrong.append(f"{' and '.join(there)} are two tensors there, and one in the model")
-            wrong += [
-                f"'{stored.name}' and '{used[n]}' are one tensor there, and two in the model"
-                for n in there
-                if n in used
-            ]
-            used |= dict.fromkeys(there, stored.name)
-        pairs = zip(self.optimizers, self.data["optimizers"], strict=False)
-        wrong += [text for optimizer, data in pairs if (text := optimizer_misfit(optimizer, self.model, data))]
-        if len(self.optimizers) > len(self.data["optimizers"]):
-            wrong.append(f"it has {len(self.data['optimizers'])} optimizers, {len(self.optimizers)} are to be loaded")
-        lacking = [n for n, thing in self.given.items() if isinstance(thing, Stateful) and n not in self.data["extra"]]
-        wrong += [f"it has no extra '{name}'" for name in lacking]
-        refuse(wrong, self.path)
+            for name in there:
+                if name in used:
+                    wrong.append(f"'{stored.name}' and '{used[name]}' are one tensor there, and two in the model")
+                used[name] = stored.name
+        pairs = zip(self.optimizers, data["optimizers"], strict=False)
+        wrong += [text for optimizer, saved in pairs if (text := optimizer_misfit(optimizer, self.model, saved))]
+        if len(self.optimizers) > len(data["optimizers"]):
+            wrong.append(f"it has {len(data['optimizers'])} optimizers, {len(self.optimizers)} are to be loaded")
+        lacking = [n for n, thing in self.extra.items() if isinstance(thing, Stateful) and n not in data["extra"]]
+        return wrong + [f"it has no extra '{name}'" for name in lacking]
 
-    def _extra_targets(self) -> dict[str, torch.Tensor]:
+    def run(self, group: dist.ProcessGroup | None, rng: bool) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+        """Fill everything. Returns (extra that the user gets, [(object, state for its `load_state_dict`)]). Collective."""
+        data = {} if self.content is None else self.content.objects
+        give_memory(self.model)
+        tensors: State = {}
+        for saved in self.saved:
+            tensors |= optimizer_targets(self.model, saved, self.shapes)
+        if self.content is not None:
+            tensors |= self._extra_targets(data["extra"])
+            for name in tensor_names(data["rng"]):
+                tensors[name] = torch.zeros(self.shapes[name][0], dtype=self.shapes[name][1])
+        state = dict(tensors)
+        for stored in stored_tensors(self.model):
+            state[next(self.names[n] for n in stored.names if n in self.names)] = stored.tensor
+        content, path = self.content, self.path
+        read_tensors(state, TorchReader(path, {*state}) if content is None else FolderReader(path, content), group)
+        finish_model(self.model, decode(data.get("model", {}), tensors.__getitem__))
+        for optimizer, saved in zip(self.optimizers, self.saved, strict=True):
+            finish_optimizer(optimizer, self.model, saved, tensors)
+        if rng and "rng" in data:
+            finish_generators(decode(data["rng"], tensors.__getitem__), device_of(self.model))
+        values = decode(data.get("extra", {}), tensors.__getitem__)
+        into = [(t, values.pop(n)) for n, t in self.extra.items() if isinstance(t, Stateful) and n in values]
+        return values, into
+
+    def _extra_targets(self, data: Any) -> State:
         """Memory for the user's tensors: sharded where what is given to load into is a DTensor of that shape."""
-        like: dict[str, torch.Tensor] = {}
-        for name, thing in self.given.items():
+        like: State = {}
+        for name, thing in self.extra.items():
             encode(thing.state_dict() if isinstance(thing, Stateful) else thing, f"extra.{name}", like)
         made = {}
-        for name in tensor_names(self.data["extra"]):
+        for name in tensor_names(data):
             (shape, dtype), known = self.shapes[name], like.get(name)
             if isinstance(known, DTensor) and tuple(known.shape) == shape:
                 made[name] = torch.zeros_like(known.detach(), dtype=dtype)
@@ -135,34 +146,3 @@ def refuse(wrong: list[str], path: Path) -> None:
             f"checkpoint {path} does not fit: {'; '.join(wrong[:20])}{more}",
             fix="build the model and the optimizer as they were saved (model.to(dtype) first, where dtypes differ)",
         )
-
-
-def load_stock(
-    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], group: dist.ProcessGroup | None
-) -> None:
-    """Fill model and optimizers from a checkpoint of torch.distributed.checkpoint's own format. Collective over the group."""
-    about = stock_tensors(path)
-    names = stock_names(about, [n for stored in stored_tensors(model) for n in stored.names])
-    there = {name: (tuple(about[t].size), about[t].properties.dtype) for name, t in names.items()}
-    wrong = misfits(model, there, f"checkpoint {path}")
-    saved = stock_optimizers(path, model, optimizers, names.values()) if optimizers and not wrong else []
-    shapes = {name: (tuple(t.size), t.properties.dtype) for name, t in about.items()}
-    wrong += [text for data in saved for text in state_misfits(model, data, shapes)]
-    refuse(wrong, path)
-    _give_memory(model)
-    tensors: dict[str, torch.Tensor] = {}
-    for data in saved:
-        tensors |= optimizer_targets(model, data, shapes)
-    targets = {name: Slices.of(tensor) for name, tensor in tensors.items()} | model_targets(model, names)
-    read_slices(targets, StockReader(path, {*targets}), group)
-    finish_model(model, {})
-    for optimizer, data in zip(optimizers, saved, strict=True):
-        finish_optimizer(optimizer, model, data, tensors)
-
-
-def _give_memory(model: nn.Module) -> None:
-    """To parameters and persistent buffers on the meta device."""
-    names = {name for stored in stored_tensors(model) for name in stored.names}
-    runtime = getattr(model, "megafx", None)
-    if give_memory(model, names.__contains__) and runtime is not None:
-        runtime.memory_given()

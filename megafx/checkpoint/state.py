@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training run: names for every tensor of model, optimizer and random generators, and back.
+"""What a checkpoint holds of a training run: a name for every tensor of model, optimizers and generators, and the way back.
 
     model.<FQN>                          parameters and persistent buffers; tied ones once, under the name of their first use
     optimizer.state.<FQN>.<key>          what the optimizer keeps of a parameter (or optimizer.<i>.state... of several)
@@ -6,96 +6,39 @@
     rng.cpu, rng.cuda                    torch's default generators, from which megafx's seeds are drawn too
     extra.<path>                         the user's
 
-Everything that is no tensor is plain data in `metadata.json`.
+Everything that is no tensor is plain data in `metadata.json` (`encode`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from megafx.checkpoint.folder import decode, encode, tensor_names
+from megafx.distributed.tensor import wrap
 from megafx.errors import CheckpointError, UsageError
-from megafx.weights.state import local_of, slices_of, stored_tensors
+from megafx.weights.state import stored_tensors
 
-# -- checkpoint slices
-#
-# What this rank holds of a logical tensor, in original coordinates, as torch.distributed.checkpoint plans reads and writes.
-
-
-class Slice(NamedTuple):
-    """`local` are the elements at [offsets, offsets + local.shape) of the logical tensor: a view of this rank's memory."""
-
-    offsets: tuple[int, ...]
-    local: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Slices:
-    """This rank's part of a logical tensor of `shape` and `dtype`; no parts where it holds padding only."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    parts: tuple[Slice, ...]
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Slices:
-        """Of a plain tensor the whole; of a DTensor the boxes that its shard consists of."""
-        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
-            raise CheckpointError("a tensor whose ranks hold summands is to be saved", fix="redistribute it first")
-        local = local_of(tensor)
-        parts = tuple(Slice(box.offsets, local[box.local]) for box in slices_of(tensor))
-        return Slices(tensor.shape, tensor.dtype, parts)
-
-    def copied(self) -> Slices:
-        """The same values in CPU memory of their own."""
-        parts = tuple(Slice(s.offsets, s.local.to("cpu", copy=True)) for s in self.parts)
-        return Slices(self.shape, self.dtype, parts)
-
-    def at(self, offsets: Sequence[int] | None) -> torch.Tensor:
-        """The slice that begins there."""
-        wanted = tuple(offsets if offsets is not None else (0,) * len(self.shape))
-        for part in self.parts:
-            if part.offsets == wanted:
-                return part.local
-        raise CheckpointError(f"this rank holds no slice at {wanted} of a tensor of {tuple(self.shape)}")
-
-    # -- torch.distributed.checkpoint's protocol
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(s.offsets), s.local.shape) for s in self.parts]
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-
+State = dict[
+    str, torch.Tensor
+]  # of this rank: TPTensors describe their slices in original coordinates, others are whole
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def collect(
-    model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], device: torch.device, rank: int = 0
-) -> tuple[dict[str, Slices], dict[str, Any]]:
-    """(this rank's slices by name, plain data) of all there is to save. No communication, no copies.
+    model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], rank: int = 0
+) -> tuple[State, dict[str, Any]]:
+    """(tensors by name, plain data) of all there is to save. No communication, no copies.
 
     Of generators and the user's plain tensors, which may differ between ranks, rank 0's are saved, as plain data are.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: State = {}
     aliases: dict[str, str] = {}
     for stored in stored_tensors(model):
         if stored.tensor.is_meta:
@@ -106,50 +49,61 @@ def collect(
         aliases |= dict.fromkeys(stored.names[1:], stored.name)
     objects = {k: v for k, v in model.state_dict().items() if not isinstance(v, torch.Tensor)}
     held = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in extra.items()}
+    several, device = several_of(optimizers), device_of(model)
+    roots = [f"optimizer.{i}" for i in range(len(several))] if len(several) > 1 else ["optimizer"]
+    rng = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        rng["cuda"] = torch.cuda.get_rng_state(device)
     data = {
         "aliases": aliases,
         "model": encode(objects, "model", tensors),
-        "optimizers": [encode(of_optimizer(o, model), at, tensors) for o, at in _numbered(optimizers)],
-        "rng": encode(_generators(device), "rng", tensors),
+        "optimizers": [encode(_by_name(o, model), at, tensors) for o, at in zip(several, roots, strict=False)],
+        "rng": encode(rng, "rng", tensors),
         "extra": encode(held, "extra", tensors),
     }
-    mine = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if rank == 0 or isinstance(tensor, DTensor) or not name.startswith(("rng.", "extra."))
+    for name, tensor in list(tensors.items()):
+        if isinstance(tensor, DTensor):
+            if any(p.is_partial() for p in tensor.placements):
+                raise CheckpointError(
+                    f"'{name}', whose ranks hold summands, is to be saved", fix="redistribute it first"
+                )
+            tensors[name] = wrap(tensor._local_tensor.detach(), tensor._spec)
+        elif rank != 0 and name.startswith(("rng.", "extra.")):
+            del tensors[name]
+    return tensors, data
+
+
+def copied(state: State) -> State:
+    """The same values in CPU memory of their own."""
+    return {
+        name: wrap(x._local_tensor.to("cpu", copy=True), x._spec)
+        if isinstance(x, DTensor)
+        else x.detach().to("cpu", copy=True)
+        for name, x in state.items()
     }
-    return {name: Slices.of(tensor) for name, tensor in mine.items()}, data
 
 
 def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-# -- the model
-
-
-def model_targets(model: nn.Module, saved: Mapping[str, str]) -> dict[str, Slices]:
-    """Name in the checkpoint -> slices to fill, for a model that `misfits` found to fit. saved: FQN -> name there."""
-    targets: dict[str, Slices] = {}
-    for stored in stored_tensors(model):
-        targets[next(saved[name] for name in stored.names if name in saved)] = Slices.of(stored.tensor)
-    return targets
-
-
 def finish_model(model: nn.Module, objects: dict[str, Any]) -> None:
-    """After the slices are filled: `set_extra_state` of modules, and saved-tensor checks see that values changed."""
+    """After tensors are filled: `set_extra_state` of modules, and saved-tensor checks see that values changed."""
     if objects:
         nn.Module.load_state_dict(model, objects, strict=False)
     for stored in stored_tensors(model):
         torch.autograd.graph.increment_version(stored.tensor)
 
 
+def finish_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Torch's default generators as they were on rank 0."""
+    if "cpu" in states:  # not in a checkpoint that was made of weights alone (`megafx convert`)
+        torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
 # -- optimizers
-
-
-def _numbered(optimizers: Optimizers) -> list[tuple[torch.optim.Optimizer, str]]:
-    several = several_of(optimizers)
-    return [(o, "optimizer" if len(several) == 1 else f"optimizer.{i}") for i, o in enumerate(several)]
 
 
 def several_of(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
@@ -174,19 +128,19 @@ def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[st
     return found
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", "names")}
+
+
+def _by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """Its state dict by FQN: {"groups": [{"names": FQNs, option: value}], "state": {FQN: {key: value}}}."""
-    names, state = names_of(optimizer, model), optimizer.state_dict()
-    packed = {
-        index: name
-        for group, known in zip(state["param_groups"], names, strict=True)
-        for index, name in zip(group["params"], known, strict=True)
-    }
-    groups = [
-        {"names": known, **{k: v for k, v in group.items() if k not in ("params", "param_names")}}
-        for group, known in zip(state["param_groups"], names, strict=True)
-    ]
-    return {"groups": groups, "state": {packed[index]: value for index, value in state["state"].items()}}
+    state, groups = optimizer.state_dict(), []
+    named: dict[int, str] = {}
+    for names, group in zip(names_of(optimizer, model), state["param_groups"], strict=True):
+        groups.append({"names": names, **options_of(group)})
+        named |= dict(zip(group["params"], names, strict=True))
+    return {"groups": groups, "state": {named[index]: value for index, value in state["state"].items()}}
 
 
 def optimizer_misfit(optimizer: torch.optim.Optimizer, model: nn.Module, data: Any) -> str | None:
@@ -201,7 +155,7 @@ def optimizer_misfit(optimizer: torch.optim.Optimizer, model: nn.Module, data: A
 
 
 def state_misfits(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> list[str]:
-    """Tensors of a saved optimizer that cannot be kept of the parameter they are said to be of (sizes of 1 are sums)."""
+    """Tensors of a saved optimizer that cannot belong to their parameter by their shape (sizes of 1 are sums)."""
     parameters, wrong = dict(model.named_parameters()), []
     for fqn, kept in data["state"].items():
         mine = tuple(parameters[fqn].shape)
@@ -212,24 +166,21 @@ def state_misfits(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> lis
     return wrong
 
 
-def optimizer_targets(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def optimizer_targets(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> State:
     """Memory for the tensors of one saved optimizer: name -> tensor, laid out as the parameter where it has its shape.
 
     shapes: name in the checkpoint -> (shape, dtype).
     """
+    made: State = {name: torch.zeros(shapes[name][0], dtype=shapes[name][1]) for name in tensor_names(data["groups"])}
     parameters = dict(model.named_parameters())
-    made: dict[str, torch.Tensor] = {}
     for fqn, kept in data["state"].items():
-        parameter = parameters[fqn]
+        like = parameters[fqn].detach()
         for name in tensor_names(kept):
             shape, dtype = shapes[name]
-            if shape == tuple(parameter.shape) and len(shape):
-                made[name] = torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+            if shape == tuple(like.shape) and len(shape):
+                made[name] = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
             else:
                 made[name] = torch.zeros(shape, dtype=dtype)
-    for name in tensor_names(data["groups"]):
-        shape, dtype = shapes[name]
-        made[name] = torch.zeros(shape, dtype=dtype)
     return made
 
 
@@ -238,34 +189,87 @@ def finish_optimizer(
 ) -> None:
     """Give the optimizer its saved state, through its own `load_state_dict`."""
     whole = decode(data, tensors.__getitem__)
-    names = names_of(optimizer, model)
-    saved = {frozenset(group["names"]): group for group in whole["groups"]}
-    now = optimizer.state_dict()
-    groups, state = [], {}
-    for group, known in zip(now["param_groups"], names, strict=True):
-        found = saved[frozenset(known)]
-        kept = {k: v for k, v in group.items() if k in ("params", "param_names")}
-        groups.append({**{k: v for k, v in found.items() if k != "names"}, **kept})
-        for index, name in zip(group["params"], known, strict=True):
-            if name in whole["state"]:
-                state[index] = whole["state"][name]
+    saved = {frozenset(group["names"]): options_of(group) for group in whole["groups"]}
+    now, groups, state = optimizer.state_dict(), [], {}
+    for group, names in zip(now["param_groups"], names_of(optimizer, model), strict=True):
+        kept = {key: value for key, value in group.items() if key in ("params", "param_names")}
+        groups.append(saved[frozenset(names)] | kept)
+        found = zip(group["params"], names, strict=True)
+        state.update({index: whole["state"][name] for index, name in found if name in whole["state"]})
     optimizer.load_state_dict({**now, "state": state, "param_groups": groups})
 
 
-# -- generators
+# -- plain data: Python data with tensors in it <-> JSON that names the tensors
+#
+#     encode({"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}, "extra", tensors)
+#         -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra.ema"}}, tensors["extra.ema"] = tensor
+#
+# What JSON cannot say is an object with one key that begins with '$': tuples, dicts with keys that are no strings, infinities
+# and NaN, dtypes. Anything else is refused: reading a checkpoint never runs code of its writer.
+
+_DICTS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
+_KINDS = {kind: tag for tag, kind in _DICTS.items()}
 
 
-def _generators(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
+def encode(value: Any, path: str, tensors: State) -> Any:
+    """`value` as JSON data. Its tensors go into `tensors` under their path. Raises CheckpointError with the path."""
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        name = path if path not in tensors else f"{path}#{len(tensors)}"  # {"a.b": x, "a": {"b": y}}
+        tensors[name] = value
+        return {"$tensor": name}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if type(value) in (list, tuple, torch.Size):
+        items = [encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
+    if type(value) in _KINDS:
+        if type(value) is dict and all(type(k) is str and not k.startswith("$") for k in value):
+            return {k: encode(v, f"{path}.{k}", tensors) for k, v in value.items()}
+        pairs = [[encode(k, f"{path} (a key)", {}), encode(v, f"{path}.{k}", tensors)] for k, v in value.items()]
+        return {_KINDS[type(value)]: pairs}
+    raise CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold",
+        fix="give numbers, strings, None, tensors, and lists, tuples and dicts of them; or an object with state_dict() and "
+        "load_state_dict() that are such",
+    )
 
 
-def finish_generators(data: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Torch's default generators as they were on rank 0."""
-    states = decode(data, tensors.__getitem__)
-    if "cpu" in states:  # not in a checkpoint that was made of weights alone (`megafx convert`)
-        torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Inverse of `encode`; tensor: name -> the tensor."""
+    if isinstance(data, list):
+        return [decode(v, tensor) for v in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) != 1 or not next(iter(data)).startswith("$"):
+        return {k: decode(v, tensor) for k, v in data.items()}
+    (tag, held), *_ = data.items()
+    if tag == "$tensor":
+        return tensor(held)
+    if tag == "$float":
+        return float(held)
+    if tag == "$dtype":
+        found = getattr(torch, held, None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointError(f"a checkpoint names '{held}', which is no dtype of torch {torch.__version__}")
+        return found
+    if tag == "$tuple":
+        return tuple(decode(v, tensor) for v in held)
+    if tag in _DICTS:
+        return _DICTS[tag]({decode(k, tensor): decode(v, tensor) for k, v in held})
+    raise CheckpointError(f"a checkpoint holds '{tag}', which this version of megafx does not know")
+
+
+def tensor_names(data: Any) -> Iterator[str]:
+    """Names of the tensors that encoded data refer to."""
+    if isinstance(data, list):
+        for value in data:
+            yield from tensor_names(value)
+    elif isinstance(data, Mapping):
+        if set(data) == {"$tensor"}:
+            yield data["$tensor"]
+        else:
+            yield from tensor_names(list(data.values()))

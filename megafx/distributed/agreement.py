@@ -20,17 +20,26 @@ CHECKED_FIRST = 3  # steps at the beginning whose inputs are compared whatever `
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's value on every rank (pickled)."""
+    """Rank 0's value (pickled), on every rank; without a group this rank's own."""
     box = [value]
-    dist.broadcast_object_list(box, group_src=0, group=group)
+    if group is not None:
+        dist.broadcast_object_list(box, group_src=0, group=group)
     return box[0]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's value (pickled), on every rank; without a group this rank's alone."""
+    found: list[Any] = [value]
+    if group is not None:
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str = "") -> None:
     """Raise on every rank unless all ranks have the same text."""
     mine = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, (mine, text[:2000]), group=group)
+    digests = gather_objects((mine, text[:2000]), group)
     others = [r for r, (digest, _) in enumerate(digests) if digest != digests[0][0]]
     if others:
         raise AgreementError(
@@ -41,11 +50,7 @@ def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str =
 
 def raise_together(error: MegafxError | None, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank if any rank has an error: its own, or that of the first rank that has one."""
-    if group is None:
-        errors: list[Any] = [error]
-    else:
-        errors = [None] * dist.get_world_size(group)
-        dist.all_gather_object(errors, None if error is None else (type(error), error.found, error.fix), group=group)
+    errors = gather_objects(None if error is None else (type(error), error.found, error.fix), group)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):

@@ -103,8 +103,7 @@ def tensor_mesh(mesh: DeviceMesh, size: int | None = None) -> DeviceMesh:
         mesh = mesh[TENSOR_AXIS]
     if mesh.ndim != 1:
         raise AgreementError(
-            f"mesh {mesh} has {mesh.ndim} dims, none of them named '{TENSOR_AXIS}'",
-            fix=f"name one dim '{TENSOR_AXIS}'",
+            f"mesh {mesh} has {mesh.ndim} dims, none of them named '{TENSOR_AXIS}'", fix=f"name one dim '{TENSOR_AXIS}'"
         )
     if size is not None and size != mesh.size():
         raise AgreementError(

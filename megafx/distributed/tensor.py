@@ -68,22 +68,14 @@ class TPTensor(DispatchedTensor):
             fix="use full_tensor(), then torch.distributed.tensor.distribute_tensor",
         )
 
-    # -- torch.distributed.checkpoint: chunks in logical coordinates
-
-    def _slices(self) -> list[ShardSlice]:
-        mesh = self._spec.mesh
-        return shard_slices(self.shape, placement_of(self), mesh.get_local_rank(), mesh.size())
+    # -- torch.distributed.checkpoint: chunks in logical coordinates, one for each box that this rank holds
 
     def __create_chunk_list__(self) -> list[Any]:
-        if not is_permuted(self):
-            return super().__create_chunk_list__()
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(x.offsets), torch.Size(x.sizes)) for x in self._slices()]
+        return [ChunkStorageMetadata(torch.Size(x.offsets), torch.Size(x.sizes)) for x in slices_of(self)]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        if not is_permuted(self):
-            return super().__create_write_items__(fqn, object)
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -98,12 +90,24 @@ class TPTensor(DispatchedTensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        if not is_permuted(self):
-            return super().__get_tensor_shard__(index)
-        for box in self._slices():
+        for box in slices_of(self):
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 return self._local_tensor[box.local]
         raise UsageError(f"this rank holds no chunk of '{index.fqn}' at {index.offset}")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a parameter, buffer, gradient or optimizer state on this rank, without autograd."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def slices_of(tensor: torch.Tensor) -> list[ShardSlice]:
+    """Where the values that this rank holds lie in the original tensor; a tensor that is no DTensor is whole."""
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return [ShardSlice((0,) * len(shape), (0,) * len(shape), shape)]
+    mesh = tensor._spec.mesh
+    return shard_slices(tensor.shape, placement_of(tensor), mesh.get_local_rank(), mesh.size())
 
 
 class _Full(torch.autograd.Function):

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import networkx as nx
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
@@ -59,22 +60,18 @@ class DataShapeEnv(ShapeEnv):
 def same_rows(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Symbol]:
     """unbacked symbol -> the first that it must be equal to, as ops between values with these numbers of rows demand.
 
-    Two masks that are computed alike have a symbol each until what they select is added up.
+    Two masks that are computed alike have a symbol each, until the rows that they select are added up.
     """
-    first: dict[sympy.Symbol, sympy.Symbol] = {}
-
-    def root(symbol: sympy.Symbol) -> sympy.Symbol:
-        while symbol in first:
-            symbol = first[symbol]
-        return symbol
-
+    equal = nx.Graph()
     for demands in shape_env.deferred_runtime_asserts.values():
         for expr in (shape_env.replace(demand.expr) for demand in demands):
             if isinstance(expr, sympy.Eq) and all(s.is_Symbol and shape_env.is_unbacked_symint(s) for s in expr.args):
-                a, b = sorted(map(root, expr.args), key=lambda s: (len(s.name), s.name))
-                if a != b:
-                    first[b] = a
-    return {symbol: root(symbol) for symbol in first}
+                equal.add_edge(*expr.args)
+    found: dict[sympy.Symbol, sympy.Symbol] = {}
+    for group in nx.connected_components(equal):
+        first, *others = sorted(group, key=lambda s: (len(s.name), s.name))
+        found |= dict.fromkeys(others, first)
+    return found
 
 
 @contextlib.contextmanager

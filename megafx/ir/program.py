@@ -258,7 +258,10 @@ def number_nodes(graph: fx.Graph) -> None:
 
 
 def ancestors(roots: Iterable[Any], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
-    """Nodes that the roots depend on, roots included; not looking behind nodes where `stop` holds. Other roots are left out."""
+    """Nodes that the roots depend on, roots included, not looking behind nodes for which `stop` holds. Roots may be constants.
+
+    By hand: fx has the edges already. Copying 6000 nodes into a networkx graph takes 40 ms, the walk 8 ms.
+    """
     seen: set[fx.Node] = set()
     todo = [n for n in roots if isinstance(n, fx.Node)]
     while todo:

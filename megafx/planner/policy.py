@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 
 from megafx.ir.facts import MATMUL
@@ -36,6 +37,8 @@ NORMALISED = "a norm normalises over this dim, so the activation keeps it whole"
 SHARD_WEIGHTS = "a matmul weight is sharded where it can be"
 ROUTER = "a router: its scores are ranked (topk, sort, argmax) over this dim, which every rank needs whole"
 SEQUENCE_WANTED = "sequence_parallel=True: norms, dropouts and residuals run on a shard of the sequence"
+
+Place = tuple[fx.Node, int]  # a dim of a value
 
 RANKINGS = frozenset(
     f"aten.{name}"
@@ -71,49 +74,27 @@ VIEWS_OF_WEIGHTS = frozenset(
 )
 
 
-class DimClasses:
+def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Program) -> UnionFind:
     """Union-find over (node, dim) of activations: dims joined by a shared factor or by a view that keeps them."""
-
-    def __init__(self, rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Program) -> None:
-        self._parent: dict[tuple[fx.Node, int], tuple[fx.Node, int]] = {}
-        for node, rule in rules.items():
-            if rule.kind == "view":
-                self._join_view(node, rule, program)
-                continue
-            places: dict[str, list[tuple[fx.Node, int]]] = defaultdict(list)
-            sides = [(o.node, o.factors) for o in rule.operands] + [(node, rule.result)]
-            for owner, factors in sides:
-                if owner in weights:
-                    continue
-                for dim, factor in enumerate(factors):
-                    if isinstance(factor, str):
-                        places[factor].append((owner, dim))
-            for same in places.values():
-                for other in same[1:]:
-                    self._join(same[0], other)
-
-    def _join_view(self, node: fx.Node, rule: OpRule, program: Program) -> None:
-        source = rule.operands[0].node
-        before, after = program.sizes.shape(source.meta[VAL]), program.sizes.shape(node.meta[VAL])
-        for dims_in, dims_out in dim_groups(before, after):
-            kept_in = [d for d in dims_in if before[d] != 1]
-            kept_out = [d for d in dims_out if after[d] != 1]
-            if len(kept_in) == len(kept_out) == 1:
-                self._join((source, kept_in[0]), (node, kept_out[0]))
-
-    def find(self, place: tuple[fx.Node, int]) -> tuple[fx.Node, int]:
-        root = place
-        while self._parent.setdefault(root, root) != root:
-            root = self._parent[root]
-        while self._parent[place] != root:
-            self._parent[place], place = root, self._parent[place]
-        return root
-
-    def _join(self, a: tuple[fx.Node, int], b: tuple[fx.Node, int]) -> None:
-        self._parent[self.find(a)] = self.find(b)
-
-    def roots(self, places: Iterable[tuple[fx.Node, int]]) -> set[tuple[fx.Node, int]]:
-        return {self.find(p) for p in places}
+    classes = UnionFind()
+    for node, rule in rules.items():
+        if rule.kind == "view":
+            source = rule.operands[0].node
+            before, after = program.sizes.shape(source.meta[VAL]), program.sizes.shape(node.meta[VAL])
+            for dims_in, dims_out in dim_groups(before, after):
+                kept_in = [d for d in dims_in if before[d] != 1]
+                kept_out = [d for d in dims_out if after[d] != 1]
+                if len(kept_in) == len(kept_out) == 1:
+                    classes.union((source, kept_in[0]), (node, kept_out[0]))
+            continue
+        places: dict[str, list[Place]] = defaultdict(list)
+        for owner, factors in [*((o.node, o.factors) for o in rule.operands), (node, rule.result)]:
+            for dim, factor in enumerate(factors if owner not in weights else ()):
+                if isinstance(factor, str):
+                    places[factor].append((owner, dim))
+        for same in places.values():
+            classes.union(*same)
+    return classes
 
 
 def weight_values(program: Program, active: set[fx.Node]) -> set[fx.Node]:
@@ -170,10 +151,9 @@ class Policy:
         # weight -> reasons for which strategies that shard it were taken away, in order
         self.kept_whole: dict[fx.Node, dict[str, None]] = defaultdict(dict)
         self._axis_of: dict[Placement, str] = {}
-        classes = DimClasses(rules, self.weights, program)
-        self._classes = classes
-        self._normalised = classes.roots(p for n, r in rules.items() for p in _normalised_places(n, r))
-        self._ranked = classes.roots(p for n, r in rules.items() for p in _ranked_places(n, r))
+        self._class_of = dim_classes(rules, self.weights, program)
+        self._normalised = self._classes(p for n, r in rules.items() for p in _normalised_places(n, r))
+        self._ranked = self._classes(p for n, r in rules.items() for p in _ranked_places(n, r))
         batch, seq = [], []
         for node, spec in program.input_nodes():
             value = node.meta.get(VAL)
@@ -181,7 +161,10 @@ class Policy:
                 batch.append((node, 0))
                 if value.ndim == 2 and not value.dtype.is_floating_point:  # token ids, masks, labels: [batch, seq]
                     seq.append((node, 1))
-        self._batch, self._seq = classes.roots(batch), classes.roots(seq)
+        self._batch, self._seq = self._classes(batch), self._classes(seq)
+
+    def _classes(self, places: Iterable[Place]) -> set[Place]:
+        return {self._class_of[p] for p in places}
 
     def axis_of(self, node: fx.Node, placement: Placement) -> str:
         """'batch', 'seq' or '': which axis of the data a shard of this value cuts."""
@@ -191,7 +174,7 @@ class Policy:
             self._axis_of[placement] = self._symbolic_axis(placement)
         if self._axis_of[placement]:
             return self._axis_of[placement]
-        root = self._classes.find((node, placement.dim))
+        root = self._class_of[node, placement.dim]
         return "batch" if root in self._batch else "seq" if root in self._seq else ""
 
     def _symbolic_axis(self, placement: Placement) -> str:
@@ -214,7 +197,7 @@ class Policy:
                 return BATCH
             if axis == "seq" and self.sequence_parallel is False:
                 return SEQUENCE
-            if self._classes.find((value, placement.dim)) in self._normalised:
+            if self._class_of[value, placement.dim] in self._normalised:
                 return NORMALISED
         return ""
 
@@ -222,7 +205,7 @@ class Policy:
         """Whether the value has a normalised dim: norms, dropouts and residual sums, not the parallel regions."""
         value = node.meta[VAL]
         dims = range(getattr(value, "ndim", 0))
-        return node not in self.weights and any(self._classes.find((node, d)) in self._normalised for d in dims)
+        return node not in self.weights and any(self._class_of[node, d] in self._normalised for d in dims)
 
     def shards_sequence(self, node: fx.Node, strategy: Strategy) -> bool:
         return self.axis_of(node, strategy.out) == "seq"
@@ -264,7 +247,7 @@ class Policy:
         factors = rule.operands[weight].factors
         own = {f: d for d, f in enumerate(rule.result) if isinstance(f, str) and f in factors}
         summed = [rule.sizes[f] for f in factors if isinstance(f, str) and f not in own]
-        ranked = [f for f, d in own.items() if self._classes.find((node, d)) in self._ranked]
+        ranked = [f for f, d in own.items() if self._class_of[node, d] in self._ranked]
         return bool(summed) and any(rule.sizes[f] <= max(summed) for f in ranked)
 
     def _whole_weights(

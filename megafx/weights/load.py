@@ -18,11 +18,7 @@ from megafx.weights.state import Stored, give_memory, stored_tensors
 
 
 def load_safetensors(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    factory: Factory | None = None,
-    device: torch.device | str | None = None,
+    model: nn.Module, path: str | Path, *, factory: Factory | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
     """Load `model` (parallelized or not, on meta or not) from safetensors; returns `model`.
 

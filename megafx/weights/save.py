@@ -115,11 +115,7 @@ def _stem(variant: str) -> str:
 
 
 def write_files(
-    folder: Path,
-    files: Sequence[PlannedFile],
-    fetch: Fetch,
-    group: dist.ProcessGroup | None,
-    variant: str = "",
+    folder: Path, files: Sequence[PlannedFile], fetch: Fetch, group: dist.ProcessGroup | None, variant: str = ""
 ) -> None:
     """Write the files and the index; `fetch` is called on all ranks, for every tensor in order. Collective."""
     rank, ranks = _rank(group), 1 if group is None else dist.get_world_size(group)

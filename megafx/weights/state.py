@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megafx.distributed.failures import meet
 from megafx.distributed.parameters import as_parameter, parameter_slots
-from megafx.distributed.tensor import TPTensor, wrap
-from megafx.distributed.tensor_layout import placement_of
-from megafx.placements.slices import ShardSlice, shard_slices
+from megafx.distributed.tensor import TPTensor, local_of, slices_of, wrap
+from megafx.placements.slices import ShardSlice
 
 
 @dataclass(frozen=True)
@@ -45,20 +43,6 @@ class Stored:
     @property
     def slices(self) -> list[ShardSlice]:
         return slices_of(self.tensor)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a parameter, buffer, gradient or optimizer state on this rank, without autograd."""
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def slices_of(tensor: torch.Tensor) -> list[ShardSlice]:
-    """Where what this rank holds of `tensor` lies in the original one; tensors that are no DTensors are whole."""
-    if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return [ShardSlice((0,) * len(shape), (0,) * len(shape), shape)]
-    mesh = tensor._spec.mesh
-    return shard_slices(tensor.shape, placement_of(tensor), mesh.get_local_rank(), mesh.size())
 
 
 def stored_tensors(model: nn.Module) -> list[Stored]:

@@ -19,7 +19,7 @@ from torch import nn
 
 import megafx
 from megafx.checkpoint import folder as checkpoint_folder
-from megafx.checkpoint.folder import decode, encode
+from megafx.checkpoint.state import decode, encode
 from megafx.errors import CheckpointError, UsageError
 from megafx.weights import files as safetensors_writer
 

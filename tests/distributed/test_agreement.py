@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import megafx
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.agreement import draw_seed, tensor_hash
@@ -56,10 +57,7 @@ def test_one_rank_needs_no_process_group_and_more_do():
     assert make_meshes(Config(tensor_model_parallel_size=1, data_parallel_size=1), None, cpu).tensor is None
     for sizes, ranks in (
         ({"tensor_model_parallel_size": 2}, 2),
-        (
-            {"tensor_model_parallel_size": 2, "data_parallel_size": 3},
-            6,
-        ),
+        ({"tensor_model_parallel_size": 2, "data_parallel_size": 3}, 6),
     ):
         with pytest.raises(AgreementError) as error:
             make_meshes(Config(**sizes), None, cpu)
@@ -69,3 +67,9 @@ def test_one_rank_needs_no_process_group_and_more_do():
             f"  fix: start with `torchrun --standalone --nproc-per-node {ranks}` and call "
             "torch.distributed.init_process_group()"
         )
+
+
+def test_one_process_keeps_its_batch():
+    batch = {"x": torch.ones(2)}
+    assert megafx.broadcast_data(batch) is batch
+    megafx.check_data(batch)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from megafx.distributed.tensor import slices_of
 from megafx.placements.slices import shard_slices
 from megafx.placements.tensors import shard_tensor
 from megafx.placements.types import I, Layout, R, S
-from megafx.weights.state import slices_of, stored_tensors
+from megafx.weights.state import stored_tensors
 
 # (shape, dim, blocks, rep): even, uneven, blocked as fused q|k|v, unequal blocks with fewer units than ranks, a middle dim
 CUTS = [

@@ -7,9 +7,10 @@ import time
 
 import numpy as np
 import pytest
+from milp import milp_optimum
 
 from megafx.planner import solver
-from megafx.planner.solver import InfeasibleError, Table, TooWideError, elimination_order, least_fill_order, solve
+from megafx.planner.solver import InfeasibleError, Table, TooWideError, elimination_order, solve
 
 
 def evaluate(assignment, tables):
@@ -94,13 +95,13 @@ def layered(rng, layers, hub=False):
 
 @pytest.mark.parametrize("hub", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_equals_milp(seed, hub, milp_optimum):
+def test_equals_milp(seed, hub):
     domains, tables = layered(np.random.default_rng(seed), layers=4, hub=hub)
     solution = solve(domains, tables)
     assert solution.cost == pytest.approx(milp_optimum(domains, tables), abs=1e-9)
 
 
-def test_milp_oracle_knows_infeasible_and_enumeration(milp_optimum):
+def test_milp_oracle_knows_infeasible_and_enumeration():
     for seed in range(12):
         domains, tables = random_graph(np.random.default_rng(seed), 0.4)
         best = enumerate_all(domains, tables)
@@ -139,7 +140,7 @@ def test_order_is_by_table_size_not_degree():
     # 'small' has three neighbours of 2 values, 'big' one neighbour but 100 values: small goes first
     sizes = [2, 2, 2, 2, 100, 100]
     scopes = [(0, 1), (0, 2), (0, 3), (4, 5)]
-    order, width, largest = elimination_order(sizes, scopes)
+    order, width, largest, _ = elimination_order(sizes, scopes)
     assert order.index(0) < order.index(4)
     assert largest == 10_000 and width == 1
 
@@ -154,8 +155,8 @@ def mixed_graph():
 
 def test_where_tables_grow_another_order_is_tried(monkeypatch):
     sizes, scopes, tables = mixed_graph()
-    order, width, largest = least_fill_order(sizes, scopes)
-    assert sorted(order) == list(range(14)) and largest == 1152 < elimination_order(sizes, scopes)[2]
+    order, width, largest, _ = elimination_order(sizes, scopes, least_fill=True)
+    assert sorted(order) == list(range(14)) and largest == 1152 < elimination_order(sizes, scopes).largest
     plain = solve(dict(enumerate(sizes)), tables)
     monkeypatch.setattr(solver, "LARGE", 10_000)
     other = solve(dict(enumerate(sizes)), tables)

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from harness import Case, loss_name
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megafx.checkpoint.checkpoint import load_checkpoint
-from megafx.checkpoint.state import Slices, collect, finish_optimizer
-from megafx.checkpoint.storage import FolderWriter, write_together
+from megafx.checkpoint.state import collect, finish_optimizer
+from megafx.checkpoint.storage import FLAT, FolderWriter
 from megafx.compiler.pipeline import Compiled
 from megafx.distributed.agreement import draw_seed
 from megafx.distributed.parameters import replicate_parameters, shard_like, shard_parameters
@@ -69,19 +71,41 @@ def _cut(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return value.clone()
 
 
-def assemble(ranks: list[dict[str, Slices]]) -> dict[str, torch.Tensor]:
+class Held(DefaultSavePlanner):
+    """What a rank holds of each tensor, and its plan of what to write, after its process group is gone."""
+
+    def __init__(self, state: dict[str, torch.Tensor], rank: int) -> None:
+        super().__init__(**FLAT)
+        self.set_up_planner(state, is_coordinator=rank == 0)
+        items = self.create_local_plan().items
+        self.values = {(i.index.fqn, i.index.offset): super(Held, self).resolve_data(i).detach().clone() for i in items}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self.values[write_item.index.fqn, write_item.index.offset]
+
+
+def write_together(ranks: list[Held], writer: FolderWriter) -> None:
+    """What `torch.distributed.checkpoint.save` does on all ranks, in one process."""
+    plans, metadata = ranks[0].create_global_plan([held.plan for held in ranks])
+    plans = writer.prepare_global_plan(plans)
+    results = [writer.write_data(held.finish_plan(plan), held).wait() for held, plan in zip(ranks, plans, strict=True)]
+    writer.finish(metadata, results)
+
+
+def assemble(ranks: list[Held]) -> dict[str, torch.Tensor]:
     """Whole tensors of the slices of all ranks, each element of which has to be there; equal where ranks hold the same."""
     whole: dict[str, torch.Tensor] = {}
     seen: dict[str, torch.Tensor] = {}
     for held in ranks:
-        for name, slices in held.items():
-            full = whole.setdefault(name, torch.zeros(slices.shape, dtype=slices.dtype))
-            covered = seen.setdefault(name, torch.zeros(slices.shape, dtype=torch.bool))
-            for offsets, local in slices.parts:
-                box = tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))
-                assert torch.equal(full[box][covered[box]], local[covered[box]]), f"ranks differ in {name}"
-                full[box] = local
-                covered[box] = True
+        for item in held.plan.items:
+            name, about = item.index.fqn, item.tensor_data
+            local = held.values[name, item.index.offset]
+            full = whole.setdefault(name, torch.zeros(about.size, dtype=local.dtype))
+            covered = seen.setdefault(name, torch.zeros(about.size, dtype=torch.bool))
+            box = tuple(slice(o, o + n) for o, n in zip(about.chunk.offsets, about.chunk.sizes, strict=True))
+            assert torch.equal(full[box][covered[box]], local[covered[box]]), f"ranks differ in {name}"
+            full[box] = local
+            covered[box] = True
     for name, covered in seen.items():
         assert covered.all(), f"no rank holds all of {name}"
     return whole
@@ -157,14 +181,15 @@ class Job:
 
     def save(self, folder: Path, t: int, step: int, extra: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Write a checkpoint as t ranks do; the whole tensors that were saved."""
-        states, data = [], {}
+        ranks, data = [], {}
         for rank in range(t):
             with self.rank(rank, t) as (model, optimizer):
-                held, described = collect(model, optimizer, extra if rank == 0 else {}, CPU, rank)
+                state, described = collect(model, optimizer, extra if rank == 0 else {}, rank)
                 data = data or described
-                states.append({name: s.copied() for name, s in held.items()})
-        write_together(states, [FolderWriter(folder, step, data) for _ in states])
-        return assemble(states)
+                ranks.append(Held(state, rank))
+        whole = assemble(ranks)
+        write_together(ranks, FolderWriter(folder, step, data))
+        return whole
 
     def load(self, folder: Path, t: int, extra: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Load on t ranks, one after another, into models of other values; the whole tensors that are in them then.
@@ -175,13 +200,13 @@ class Job:
             for p in self.model.parameters():
                 p.fill_(float("nan"))
         self.optimizer = self.new_optimizer(self.model)
-        states = []
+        ranks = []
         for rank in range(t):
             with self.rank(rank, t) as (model, optimizer):
                 assert load_checkpoint(folder, model, optimizer, extra=extra) is not None
-                held, data = collect(model, optimizer, {}, CPU, rank)
-                states.append({name: s.copied() for name, s in held.items()})
-        whole = assemble(states)
+                state, data = collect(model, optimizer, {}, rank)
+                ranks.append(Held(state, rank))
+        whole = assemble(ranks)
         self.take(whole, data)
         return whole
 
