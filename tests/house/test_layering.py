@@ -35,6 +35,7 @@ TORCH_FREE = [
     "placements.types",
     "placements.views",
     "placements.slices",
+    "ir.facts",
     "rules.grammar",
 ]
 TORCH_FREE += ["rules.aten", "planner.solver", "planner.cost", "planner.hardware", "analysis.layers"]
