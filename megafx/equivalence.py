@@ -20,11 +20,12 @@ from megafx.checks.simulate import (
     relative_errors,
     run_logical,
 )
-from megafx.compiler.pipeline import Compiled, Request, compile_program
+from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 
 
@@ -82,8 +83,8 @@ def verify_call(
         program = capture_call(
             model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules
         )
-        request = Request(config, ranks, hardware, {}, None, lambda index, spec: spec.kind == "param")
-        return compile_program(program, request)
+        planner = Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param")
+        return compile_program(program, planner)
 
     sharded, single = compiled(t), compiled(1)
     plain = _plain(model)

@@ -94,6 +94,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("cat", [_M, real(2, 6)]),
     ("clamp.Tensor", _M, _V, real(4, 1)),
     ("constant_pad_nd", _M, [1, 0]),
+    ("constant_pad_nd", _M3, [0, 0, 1, -1]),  # the size stays, the elements move
     ("conv1d", real(4, 6, 5), real(6, 6, 3), _V),
     ("conv1d.padding", real(4, 6, 5), real(6, 6, 3), _V, [1], "same"),
     ("conv2d", real(4, 6, 5, 5), real(6, 6, 2, 2), _V, [2, 2]),
