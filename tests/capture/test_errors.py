@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lambdas import D, Lambda, _x
+from functions import D, Lambda, _x
 from torch import nn
 
 from megafx.capture.export import capture_call

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lambdas import D, Lambda, _x
+from functions import D, Lambda, _x
 from torch import nn
 from torch.utils import _pytree as pytree
 

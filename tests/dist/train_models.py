@@ -1,7 +1,4 @@
-"""One of several gloo ranks that train the models of zoo.py and compare each step with plain eager, in fp64.
-
-torchrun --standalone --nproc-per-node 2 tests/dist/train_models.py [names of checks]
-"""
+"""The models of zoo.py, trained on gloo ranks and compared with plain eager after each step, in fp64."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from ranks import (
     gradients,
     logits_of,
     loss_of,
-    main,
     near,
     same_gradients,
 )
@@ -160,7 +156,3 @@ def dropout_of_nanogpt_sequence_parallel() -> str:
 @check(2)
 def dropout_of_gpt2() -> str:
     return _dropout("gpt2", sequence_parallel=False)
-
-
-if __name__ == "__main__":
-    main()

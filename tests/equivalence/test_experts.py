@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.checks.rules import check_rules
 from megafx.compiler.pipeline import planning_passes
 from megafx.compiler.runner import run_passes
 from megafx.errors import MegafxError
@@ -262,8 +261,3 @@ def test_units_are_read_as_they_are_written() -> None:
         row_units.read("v0 = os.system('true'); v0")
     with pytest.raises(ValueError, match="is no step of a row-wise unit"):
         row_units.read("import os; h0")
-
-
-def test_rules() -> None:
-    report = check_rules(["megafx.grouped_mlp.default", "megafx.grouped_mlp_backward.default"])
-    assert report.ok, str(report)

@@ -1,4 +1,5 @@
-"""Covers: what patterns/ finds in models, op by op: the forward graph of one layer after both fuse passes.
+"""Covers: what patterns/ finds in models, op by op: the forward graph of one layer after both fuse passes; and that graphs with
+a family of fusions compute what those without it do, with the same collectives.
 
 A row is everything active that is left of a model besides linears and views: an op that a reader expects fused, and is not,
 would stand in its row. What stands there has a reason:
@@ -14,10 +15,12 @@ would stand in its row. What stands there has a reason:
 
 from collections import Counter
 
+import harness
 import pattern_models
 import pytest
 import torch
 
+from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
 from megafx.compiler.pipeline import Request, compile_passes
 from megafx.compiler.runner import run_passes
@@ -39,10 +42,10 @@ VIEWS = (
 )
 
 
-def fused(name, training=True, **options):
+def fused(name, training=True, dtype=torch.float32, **options):
     """The program of one call after fuse_local, on one rank."""
     model, call = pattern_models.MODELS[name](**options)
-    program = capture_call(model.train(training), (), call)
+    program = capture_call(model.to(dtype).train(training), (), call)
     wants = (lambda i, spec: spec.kind == "param") if training else None
     request = Request(Config(), 1, Hardware.load("h100-nvlink"), {}, None, wants)
     passes = compile_passes(request.planning(), request)
@@ -73,6 +76,7 @@ IN_TRAINING = {
     "llama": LLAMA,
     "t5": T5 | row(dropout=6),
     "gemma": LLAMA | row(mul=1),
+    "qwen3": LLAMA | row(rms_norm=3),
     "gemma2": LLAMA | row(mul=2, rms_norm=3, div=2, tanh=1, cross_entropy=1, sum=1, linear_cross_entropy=0),
     "gpt_neox": PARALLEL | row(layer_norm=2, bias_act=1),
     "falcon": PARALLEL | row(gelu=1, index=2),
@@ -100,7 +104,8 @@ IN_EVAL = {
     "t5": T5 | RETURNED,
     "nanogpt": GPT2,
 }
-EAGER = ("gpt2", "bert", "llama", "t5", "falcon new")
+EAGER = ("gpt2", "bert", "llama", "t5", "falcon new", "gpt_neox", "gptj")
+IN_BF16 = ("gpt2", "bert", "llama", "t5", "gemma", "gpt_neox")
 
 
 def check(name, wanted, **options):
@@ -124,6 +129,12 @@ def test_eager_attention_is_the_same(name):
     check(name, IN_TRAINING[name], attn_implementation="eager")
 
 
+@pytest.mark.parametrize("name", IN_BF16)
+def test_casts_of_models_in_bf16_go_with_their_patterns(name):
+    check(name, IN_TRAINING[name], dtype=torch.bfloat16)
+    check(name, IN_TRAINING[name], dtype=torch.bfloat16, attn_implementation="eager")
+
+
 MASKED = {
     "gemma2": (True, 4),
     "gpt_neo": (True, 0),
@@ -145,3 +156,33 @@ def test_no_mask_has_queries_and_keys(name):
         v for v in values if isinstance(v, torch.Tensor) and v.dim() > 1 and repr(v.shape[-1]) == repr(v.shape[-2])
     ]
     assert not [v for v in twice if not isinstance(v.shape[-1], int)]
+
+
+# Family, model of the zoo and its options, ranks, other options of the config, op -> how many with the family.
+COLUMNS = {"overrides": dict.fromkeys(("*wte*", "*wpe*"), "colwise"), "planner_policy": "free"}
+FAMILIES = [
+    ("norm", "nanogpt", {}, 1, {}, {"bias_dropout_add_layer_norm": 2}),
+    ("norm", "llama", {}, 3, {"sequence_parallel": True}, {"bias_dropout_add_rms_norm": 2}),
+    ("norm", "t5", {}, 2, {"sequence_parallel": True}, {"bias_dropout_add_rms_norm": 5}),
+    ("bias_dropout", "bert", {}, 3, {"sequence_parallel": True, "norm_fusion": False}, {"bias_dropout_add": 2}),
+    ("bias_activation", "bert", {}, 3, {"sequence_parallel": True}, {"bias_act": 2}),
+    ("bias_activation", "llama", {}, 4, {"sequence_parallel": True}, {"glu": 1}),
+    ("apply_rope", "llama", {}, 2, {}, {"rope_qk": 1, "rope_qk_backward": 1}),
+    ("masked_softmax", "gpt2", {"attn": "eager"}, 3, {"attention_fusion": False}, {"scale_mask_softmax_forward": 1}),
+    ("embedding", "gpt2", {}, 2, COLUMNS, {"embedding_sum": 1}),
+    ("embedding", "nanogpt", {}, 3, {}, {}),  # vocabulary-parallel: partial sums, completed by one transition
+]
+
+
+@pytest.mark.parametrize(("family", "name", "built", "t", "options", "found"), FAMILIES)
+def test_a_family_changes_no_number_and_no_collective(family, name, built, t, options, found):
+    """Forward, backward and the bits of dropout, on all ranks."""
+    case = harness.Case.of(name, dropout=0.1, **built)
+    inputs = case.inputs(2, 13)
+    with_it, without = (case.compile(t, **{f"{family}_fusion": on}, **options) for on in (True, False))
+    names, plain = ([str(n.target) for n in c.program.graph.nodes] for c in (with_it, without))
+    for op, count in found.items():
+        assert names.count(f"megafx.{op}.default") == count and f"megafx.{op}.default" not in plain, names
+    harness.assert_equal(case.run(with_it, inputs), case.run(without, inputs))
+    collectives = [sorted(str(n.target) for n in collective_nodes(c.program.graph)) for c in (with_it, without)]
+    assert collectives[0] == collectives[1]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import run_as_script
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton_process import assert_same_values
 
 import megafx.kernels.loss.cross_entropy  # noqa: F401  registers the ops
 import megafx.kernels.loss.cross_entropy_reference as module
@@ -244,21 +244,6 @@ def targets_of(gm):
     return [str(n.target) for n in gm.graph.nodes if n.op == "call_function" and "megafx" in str(n.target)]
 
 
-def test_joint_graph_of_the_whole_vocabulary():
-    """Forward and backward are one node each, for every number of tokens."""
-
-    def step(x, y, g):
-        loss = ops.cross_entropy(x, y, -100, 0.1)
-        return loss, torch.autograd.grad(loss, x, g)[0]
-
-    x, y, g = case(5, 7)
-    gm = make_fx(step, tracing_mode="symbolic")(x.requires_grad_(), y, g)
-    assert targets_of(gm) == ["megafx.cross_entropy_forward.default", "megafx.cross_entropy_backward.default"]
-    x, y, g = case(9, 11)
-    for a, b in zip(gm(x, y, g), oracle(x, y, g, -100, 0.1), strict=True):
-        torch.testing.assert_close(a, b, **TIGHT)
-
-
 def test_joint_graph_of_a_sharded_vocabulary():
     """Traced without a rank: the rank is asked for when the graph runs."""
 
@@ -390,71 +375,78 @@ def test_opcheck():
         torch.library.opcheck(ops.ce_loss_backward.default, (g, shard, *rest[:2], None, *rest[2:]))
 
 
-TRITON = """
-import torch
-from megafx.kernels import cross_entropy_reference as plain, cross_entropy_triton as fast
-from megafx.placements.types import Piece
+def triton_checks():
+    from megafx.kernels.loss import cross_entropy_reference as plain
+    from megafx.kernels.loss import cross_entropy_triton as fast
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-torch.manual_seed(0)
-LAYOUTS = (
-    lambda T, V: torch.randn(T, V) * 3,
-    lambda T, V: (torch.randn(T, V + 3) * 3)[:, 1 : V + 1],
-    lambda T, V: (torch.randn(V, T) * 3).t(),
-)
-# Rows shorter than a group of 8, ends of any alignment, several tiles; views with gaps, transposed logits.
-SHAPES = [(3, 5, 0), (4, 17, 0), (4, 17, 1), (2, 64, 2), (5, 1000, 0), (3, 9001, 0), (2, 8192, 0), (1, 1, 0), (0, 7, 0)]
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    close = dict(rtol=1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps, atol=1e-6)
-    for T, V, layout in SHAPES if dtype == torch.float32 else SHAPES[1:5]:
-        x, y, g = LAYOUTS[layout](T, V).to(dtype), torch.randint(0, V, (T,)), torch.randn(T)
-        stored = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-        there = stored.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
-        y[1:2] = -100
-        for smoothing in (0.0, 0.1):
-            # the whole vocabulary, and a shard: columns [0, V - 1) are classes [10, ..)
-            for piece in (Piece(0, 0, V), Piece(10, 0, max(V - 1, 1))):
-                target = torch.where(y == -100, y, y + piece.global_start)
-                stats = plain.local_stats(x, target, [piece])
-                found = fast.stats(there, target.to(device), piece).cpu()
-                torch.testing.assert_close(found, stats, rtol=1e-5, atol=1e-5 * max(V, 1))
-                everyone, classes = torch.stack([stats, stats]), V + piece.global_start
-                total = plain.combine(everyone)
-                ignored = plain.ignored_tokens(target, -100)
-                expected = plain.loss_of(total, ignored, smoothing, classes), plain.norm_of(total)
-                args = (target.to(device), -100, smoothing, classes, True)
-                for a, b in zip(fast.combine(everyone.to(device), *args), expected, strict=True):
-                    torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=2e-6)
-                norm = plain.norm_of(stats)
-                for h in (None, torch.randn(T)):
-                    args = (-100, smoothing, [piece], classes, None, h)
-                    expected = plain.plain_gradient(g, x, target, norm, *args)
-                    args = (-100, smoothing, piece, classes, None, None if h is None else h.to(device))
-                    found = fast.gradient(g.to(device), there, target.to(device), norm.to(device), *args)
-                    torch.testing.assert_close(found.cpu(), expected, **close)
-            loss, norm = fast.forward(there, y.to(device), -100, smoothing)
-            stats = plain.local_stats(x, y, [Piece(0, 0, V)])
-            expected = plain.loss_of(stats, y == -100, smoothing, V)
-            torch.testing.assert_close(loss.cpu(), expected, rtol=2e-6, atol=2e-6)
-            torch.testing.assert_close(norm.cpu(), plain.norm_of(stats), rtol=2e-6, atol=2e-6)
-x = torch.randn(3, 50, device=device)
-y = torch.tensor([1, 2, -100], device=device)
-loss, norm = fast.forward(x, y, -100, 0.0)
-args = (torch.ones(1, device=device).expand(3), x, y, norm, -100, 0.0, Piece(0, 0, 50), 50)
-apart = fast.gradient(*args)
-assert torch.equal(fast.gradient(*args, x), apart) and torch.equal(x, apart)  # in place of the logits
-masked = torch.full((2, 20), -torch.inf, device=device)
-masked[0, 3] = 1.0
-stats = fast.stats(masked, torch.tensor([3, 3], device=device), Piece(0, 0, 20)).cpu()
-assert stats[0, :3].tolist() == [1.0, 1.0, 1.0] and stats[1, :2].tolist() == [-torch.inf, 0.0]
-scaled = fast.linear_cross_entropy_backward(apart, torch.tensor(0.3, device=device))
-torch.testing.assert_close(scaled, apart * 0.3)
-print("same values")
-"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    LAYOUTS = (
+        lambda T, V: torch.randn(T, V) * 3,
+        lambda T, V: (torch.randn(T, V + 3) * 3)[:, 1 : V + 1],
+        lambda T, V: (torch.randn(V, T) * 3).t(),
+    )
+    # Rows shorter than a group of 8, ends of any alignment, several tiles; views with gaps, transposed logits.
+    SHAPES = [
+        (3, 5, 0),
+        (4, 17, 0),
+        (4, 17, 1),
+        (2, 64, 2),
+        (5, 1000, 0),
+        (3, 9001, 0),
+        (2, 8192, 0),
+        (1, 1, 0),
+        (0, 7, 0),
+    ]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        close = dict(rtol=1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps, atol=1e-6)
+        for T, V, layout in SHAPES if dtype == torch.float32 else SHAPES[1:5]:
+            x, y, g = LAYOUTS[layout](T, V).to(dtype), torch.randint(0, V, (T,)), torch.randn(T)
+            stored = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+            there = stored.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+            y[1:2] = -100
+            for smoothing in (0.0, 0.1):
+                # the whole vocabulary, and a shard: columns [0, V - 1) are classes [10, ..)
+                for piece in (Piece(0, 0, V), Piece(10, 0, max(V - 1, 1))):
+                    target = torch.where(y == -100, y, y + piece.global_start)
+                    stats = plain.local_stats(x, target, [piece])
+                    found = fast.stats(there, target.to(device), piece).cpu()
+                    torch.testing.assert_close(found, stats, rtol=1e-5, atol=1e-5 * max(V, 1))
+                    everyone, classes = torch.stack([stats, stats]), V + piece.global_start
+                    total = plain.combine(everyone)
+                    ignored = plain.ignored_tokens(target, -100)
+                    expected = plain.loss_of(total, ignored, smoothing, classes), plain.norm_of(total)
+                    args = (target.to(device), -100, smoothing, classes, True)
+                    for a, b in zip(fast.combine(everyone.to(device), *args), expected, strict=True):
+                        torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=2e-6)
+                    norm = plain.norm_of(stats)
+                    for h in (None, torch.randn(T)):
+                        args = (-100, smoothing, [piece], classes, None, h)
+                        expected = plain.plain_gradient(g, x, target, norm, *args)
+                        args = (-100, smoothing, piece, classes, None, None if h is None else h.to(device))
+                        found = fast.gradient(g.to(device), there, target.to(device), norm.to(device), *args)
+                        torch.testing.assert_close(found.cpu(), expected, **close)
+                loss, norm = fast.forward(there, y.to(device), -100, smoothing)
+                stats = plain.local_stats(x, y, [Piece(0, 0, V)])
+                expected = plain.loss_of(stats, y == -100, smoothing, V)
+                torch.testing.assert_close(loss.cpu(), expected, rtol=2e-6, atol=2e-6)
+                torch.testing.assert_close(norm.cpu(), plain.norm_of(stats), rtol=2e-6, atol=2e-6)
+    x = torch.randn(3, 50, device=device)
+    y = torch.tensor([1, 2, -100], device=device)
+    loss, norm = fast.forward(x, y, -100, 0.0)
+    args = (torch.ones(1, device=device).expand(3), x, y, norm, -100, 0.0, Piece(0, 0, 50), 50)
+    apart = fast.gradient(*args)
+    assert torch.equal(fast.gradient(*args, x), apart) and torch.equal(x, apart)  # in place of the logits
+    masked = torch.full((2, 20), -torch.inf, device=device)
+    masked[0, 3] = 1.0
+    stats = fast.stats(masked, torch.tensor([3, 3], device=device), Piece(0, 0, 20)).cpu()
+    assert stats[0, :3].tolist() == [1.0, 1.0, 1.0] and stats[1, :2].tolist() == [-torch.inf, 0.0]
+    scaled = fast.linear_cross_entropy_backward(apart, torch.tensor(0.3, device=device))
+    torch.testing.assert_close(scaled, apart * 0.3)
 
 
-def test_triton_kernels_are_the_reference(tmp_path):
-    assert_same_values(TRITON, tmp_path, timeout_s=240)
+def test_triton_kernels_are_the_reference():
+    run_as_script(__file__, 240)
 
 
 @pytest.mark.gpu
@@ -466,3 +458,7 @@ def test_cuda_is_the_cpu(dtype):
     expected_loss, expected_grad = whole(x, y, g, -100, 0.1)
     torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(grad.cpu(), expected_grad)
+
+
+if __name__ == "__main__":
+    triton_checks()

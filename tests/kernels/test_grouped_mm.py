@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from megafx.capture.export import capture_call
-from megafx.checks.rules import check_rules
 from megafx.kernels.experts import grouped_mm as module
 from megafx.passes.canonicalize.canonicalize import canonicalize
 
@@ -45,11 +44,6 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(lambda a, b: ops.grouped_mm_weight(a, b, ends), (x, dy))
     torch.library.opcheck(ops.grouped_mm.default, (x, weight, ends))
     torch.library.opcheck(ops.grouped_mm_weight.default, (x, dy, ends))
-
-
-def test_rules() -> None:
-    report = check_rules(["megafx.grouped_mm.default", "megafx.grouped_mm_weight.default"])
-    assert report.ok, str(report)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

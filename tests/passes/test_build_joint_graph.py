@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
@@ -64,7 +64,7 @@ def targets(program: Program, phase: str | None = None) -> list[str]:
     return [str(n.target) for n in program.graph.nodes if n.op == "call_function" and n.meta.get(PHASE) == phase]
 
 
-def test_bit_equal_to_autograd_at_every_batch_size(local_program: Callable[..., Program]) -> None:
+def test_bit_equal_to_autograd_at_every_batch_size() -> None:
     weights = gpt_inputs()
     program = local_program(gpt, {**weights, **tokens(2)}, varying=("ids", "labels"), loss=True)
     added = build_joint_graph(program, parameters_of(program), [0])
@@ -80,7 +80,7 @@ def test_bit_equal_to_autograd_at_every_batch_size(local_program: Callable[..., 
             assert torch.equal(got, want)
 
 
-def test_every_node_has_a_value_an_origin_and_sizes_rooted_on_inputs(local_program: Callable[..., Program]) -> None:
+def test_every_node_has_a_value_an_origin_and_sizes_rooted_on_inputs() -> None:
     program = local_program(gpt, {**gpt_inputs(), **tokens(2)}, varying=("ids", "labels"), loss=True)
     for node in program.graph.nodes:
         if node.op == "call_function":
@@ -98,7 +98,7 @@ def test_every_node_has_a_value_an_origin_and_sizes_rooted_on_inputs(local_progr
     assert not any("detach" in t or "alias" in t for t in targets(program) + targets(program, "backward"))
 
 
-def test_backward_nodes_belong_to_the_node_they_differentiate(local_program: Callable[..., Program]) -> None:
+def test_backward_nodes_belong_to_the_node_they_differentiate() -> None:
     def function(w: Any, v: Any, x: Any) -> tuple[Any, ...]:
         return (F.gelu(x @ w).sum() + F.silu(x @ v).sum(),)
 
@@ -112,7 +112,7 @@ def test_backward_nodes_belong_to_the_node_they_differentiate(local_program: Cal
     assert by_target["aten.mm.default"] == "aten.matmul.default"
 
 
-def test_tied_weight_counts_once(local_program: Callable[..., Program]) -> None:
+def test_tied_weight_counts_once() -> None:
     w = parameter(4, 4)
     program = local_program(lambda w, x: ((x @ w @ w).sum(),), {"w": w, "x": torch.ones(3, 4).double()})
     build_joint_graph(program, [0], [0])
@@ -120,7 +120,7 @@ def test_tied_weight_counts_once(local_program: Callable[..., Program]) -> None:
     assert torch.equal(gradient, torch.autograd.grad((torch.ones(3, 4).double() @ w @ w).sum(), w)[0])
 
 
-def test_frozen_parameters_cost_no_backward(local_program: Callable[..., Program]) -> None:
+def test_frozen_parameters_cost_no_backward() -> None:
     def built(wrt: slice) -> Program:
         program = local_program(gpt, {**gpt_inputs(), **tokens(2)}, loss=True)
         build_joint_graph(program, parameters_of(program)[wrt], [0])
@@ -135,7 +135,7 @@ def test_frozen_parameters_cost_no_backward(local_program: Callable[..., Program
     assert products(built(slice(23, 25))) == 2
 
 
-def test_input_that_nothing_depends_on_has_no_gradient(local_program: Callable[..., Program]) -> None:
+def test_input_that_nothing_depends_on_has_no_gradient() -> None:
     inputs = {"w": parameter(3), "u": parameter(3), "x": torch.ones(3).double()}
     program = local_program(lambda w, u, x: ((w * x).sum(), u.detach().sum()), inputs)
     build_joint_graph(program, [0, 1], [0])
@@ -147,7 +147,7 @@ def test_input_that_nothing_depends_on_has_no_gradient(local_program: Callable[.
     assert run(frozen, inputs, torch.ones((), dtype=torch.float64))[1] is None
 
 
-def test_gradients_are_contiguous_and_do_not_share_memory(local_program: Callable[..., Program]) -> None:
+def test_gradients_are_contiguous_and_do_not_share_memory() -> None:
     inputs = {"a": parameter(3, 4), "b": parameter(3, 4), "c": parameter(4, 3)}
     program = local_program(lambda a, b, c: (a + b + c.t(),), inputs)
     build_joint_graph(program, [0, 1, 2], [0])
@@ -158,7 +158,7 @@ def test_gradients_are_contiguous_and_do_not_share_memory(local_program: Callabl
     assert torch.equal(gradients[2], tangent.t())
 
 
-def test_mutated_buffer_is_an_output_without_gradient(local_program: Callable[..., Program]) -> None:
+def test_mutated_buffer_is_an_output_without_gradient() -> None:
     inputs = {"w": parameter(3), "running": torch.ones(3).double(), "x": torch.ones(2, 3).double()}
     program = local_program(lambda w, r, x: ((w * x).sum(), r * 0.9 + x.mean(0) * 0.1), inputs)
     build_joint_graph(program, [0], [0])
@@ -166,7 +166,7 @@ def test_mutated_buffer_is_an_output_without_gradient(local_program: Callable[..
     assert torch.equal(running, torch.ones(3).double() * 0.9 + 0.1) and torch.equal(dw, torch.full((3,), 2.0).double())
 
 
-def test_two_outputs_differentiated(local_program: Callable[..., Program]) -> None:
+def test_two_outputs_differentiated() -> None:
     inputs = {"w": parameter(3), "x": torch.ones(3).double()}
     program = local_program(lambda w, x: ((w * x).sum(), w.exp()), inputs)
     build_joint_graph(program, [0, 1], [1, 0])
@@ -177,7 +177,7 @@ def test_two_outputs_differentiated(local_program: Callable[..., Program]) -> No
     assert torch.equal(dx, seeds[1] * inputs["w"].detach())
 
 
-def test_ambient_autocast_changes_no_dtype(local_program: Callable[..., Program]) -> None:
+def test_ambient_autocast_changes_no_dtype() -> None:
     inputs = {"w": nn.Parameter(torch.randn(4, 4)), "x": torch.randn(3, 4)}
     program = local_program(lambda w, x: (F.linear(x, w),), inputs)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -185,7 +185,7 @@ def test_ambient_autocast_changes_no_dtype(local_program: Callable[..., Program]
     assert {n.meta[VAL].dtype for n in program.graph.nodes if n.op == "call_function"} == {torch.float32}
 
 
-def test_integer_input_is_refused(local_program: Callable[..., Program]) -> None:
+def test_integer_input_is_refused() -> None:
     program = local_program(gpt, {**gpt_inputs(), **tokens(2)}, loss=True)
     with pytest.raises(MegafxError, match="input 'ids' has no gradient: it is no floating tensor"):
         build_joint_graph(program, [program.inputs.index(next(i for i in program.inputs if i.name == "ids"))], [0])
@@ -200,14 +200,14 @@ scaled.register_fake(torch.empty_like)
 scaled.register_autograd(lambda ctx, g: g * int(g.shape[0]))
 
 
-def test_backward_that_fixes_a_dynamic_size_is_refused(local_program: Callable[..., Program]) -> None:
+def test_backward_that_fixes_a_dynamic_size_is_refused() -> None:
     inputs = {"w": parameter(3), "x": torch.ones(4, 3).double()}
     program = local_program(lambda w, x: (scaled(w * x).sum(),), inputs, varying=("x",))
     with pytest.raises(MegafxError, match=r"fixes the sizes .* to the traced ones, at megafx_test.scaled"):
         build_joint_graph(program, [0], [0])
 
 
-def test_custom_ops_stay_whole(local_program: Callable[..., Program]) -> None:
+def test_custom_ops_stay_whole() -> None:
     program = local_program(lambda w: (scaled(w).sum(),), {"w": parameter(3)})
     build_joint_graph(program, [0], [0])
     assert targets(program) == ["megafx_test.scaled.default", "aten.sum.default"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +17,6 @@ from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import Layout
 
-LocalProgram = Callable[..., Program]
 T, TOKENS, H = 2, 6, 4
 ROWS = Layout.contiguous(TOKENS, T)
 
@@ -35,7 +34,7 @@ def reference(scale: Any, bias: Any, gain: Any, x: Any) -> Any:
     return F.layer_norm(F.layer_norm(x, (H,), scale, bias).tanh() * gain, (H,), scale)
 
 
-def built(local_program: LocalProgram, gain: torch.dtype = torch.float64) -> tuple[Program, dict[str, Any]]:
+def built(gain: torch.dtype = torch.float64) -> tuple[Program, dict[str, Any]]:
     torch.manual_seed(0)
     values: dict[str, Any] = {n: nn.Parameter(torch.randn(H).double()) for n in ("scale", "bias", "gain")}
     values["gain"] = nn.Parameter(values["gain"].detach().to(gain))
@@ -57,8 +56,8 @@ def ops(program: Program) -> list[str]:
     return [str(n.target).split(".")[1] for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
 
 
-def test_three_gradients_one_all_reduce(local_program: LocalProgram) -> None:
-    program, values = built(local_program)
+def test_three_gradients_one_all_reduce() -> None:
+    program, values = built()
     tangent = torch.randn(TOKENS, H).double()
     before = run_logical(program, {**values, "0": tangent}, {}, T)
     assert sums(program) == ["[4]", "[4]", "[4]"]
@@ -74,8 +73,8 @@ def test_three_gradients_one_all_reduce(local_program: LocalProgram) -> None:
     assert coalesce_gradients(program) == 0
 
 
-def test_it_comes_last_and_nodes_are_complete(local_program: LocalProgram) -> None:
-    program, _ = built(local_program)
+def test_it_comes_last_and_nodes_are_complete() -> None:
+    program, _ = built()
     coalesce_gradients(program)
     names = ops(program)
     assert names[-11:] == [*["view"] * 3, "cat", "transition", *["slice", "view"] * 3]
@@ -84,8 +83,8 @@ def test_it_comes_last_and_nodes_are_complete(local_program: LocalProgram) -> No
         assert VAL in node.meta and PLACEMENT in node.meta and isinstance(node.meta.get(FQN, ""), str)
 
 
-def test_gradients_stay_parts_of_one_buffer_when_expanded(local_program: LocalProgram) -> None:
-    program, values = built(local_program)
+def test_gradients_stay_parts_of_one_buffer_when_expanded() -> None:
+    program, values = built()
     coalesce_gradients(program)
     expand_transitions(program)
     names = ops(program)
@@ -93,20 +92,20 @@ def test_gradients_stay_parts_of_one_buffer_when_expanded(local_program: LocalPr
     run_logical(program, {**values, "0": torch.randn(TOKENS, H).double()}, {}, T)
 
 
-def test_dtypes_do_not_mix(local_program: LocalProgram) -> None:
-    program, _ = built(local_program, gain=torch.float32)
+def test_dtypes_do_not_mix() -> None:
+    program, _ = built(gain=torch.float32)
     assert coalesce_gradients(program) == 1
     assert sums(program) == ["[4]", "[8]"]
 
 
-def test_large_gradients_go_alone(local_program: LocalProgram, monkeypatch: Any) -> None:
+def test_large_gradients_go_alone(monkeypatch: Any) -> None:
     monkeypatch.setattr(under_test, "LARGEST_BYTES", 4 * 8 - 1)
-    program, _ = built(local_program)
+    program, _ = built()
     text = str(program.graph)
     assert coalesce_gradients(program) == 0 and str(program.graph) == text
 
 
-def test_sharded_weights_and_sums_used_again_are_left(local_program: LocalProgram) -> None:
+def test_sharded_weights_and_sums_used_again_are_left() -> None:
     def function(a: Any, b: Any, c: Any) -> tuple[Any, ...]:
         move = torch.ops.megafx.transition
         cut = Layout.contiguous(8, T)

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toy_ops import half_turn
-from toy_patterns import AddNorm, BiasGelu, DropAdd, Rms
+from toys import AddNorm, BiasGelu, DropAdd, Rms, half_turn
 
 import megafx
 from megafx.capture.export import capture_call
@@ -257,7 +256,7 @@ def test_debug_levels_print_counts_and_near_misses(cases, capfd):
 
 def test_rotated_queries_and_keys_on_ranks():
     """A local pattern whose operands are cut on heads, which do not divide by the ranks."""
-    from toy_patterns import TurnBoth
+    from toys import TurnBoth
 
     class Heads(nn.Module):
         def __init__(self):

@@ -10,7 +10,7 @@ import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion_profiles import FAST, SLOW, measured, saved
+from small_plans import FAST, SLOW, measured, saved
 from torch import nn
 
 import megafx

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +20,6 @@ from megafx.passes.communicate.schedule_collectives import schedule_collectives
 from megafx.passes.lower.partition import partition, tag_regathers
 from megafx.placements.types import Layout, Placement, S
 
-LocalProgram = Callable[..., Program]
 T, B, SEQ, H, N, FFN = 2, 2, 4, 8, 4, 16
 TOKENS = Layout.contiguous(SEQ, T).flat()
 move = torch.ops.megafx.transition
@@ -101,7 +100,7 @@ def block_weights(layers: int, fused: bool) -> tuple[dict[str, Any], dict[str, P
 
 
 def lowered(
-    local_program: LocalProgram, sequence_parallel: bool, fused: bool, layers: int = 2, regather: bool = False
+    sequence_parallel: bool, fused: bool, layers: int = 2, regather: bool = False
 ) -> tuple[Program, dict[str, Any], dict[str, Placement]]:
     values, placements = block_weights(layers, fused)
     local: dict[str, Any] = {}
@@ -143,7 +142,7 @@ def text(program: Program) -> list[str]:
     ]
 
 
-def test_column_parallel_backward(local_program: LocalProgram) -> None:
+def test_column_parallel_backward() -> None:
     program = local_program(column, {"w": nn.Parameter(torch.randn(6, 4)), "x": nn.Parameter(torch.randn(3, 4))})
     build_joint_graph(program, [0, 1], [0])
     expand_transitions(program)
@@ -167,8 +166,8 @@ def test_column_parallel_backward(local_program: LocalProgram) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_blocks(local_program: LocalProgram, sequence_parallel: bool, fused: bool) -> None:
-    program, values, placements = lowered(local_program, sequence_parallel, fused)
+def test_blocks(sequence_parallel: bool, fused: bool) -> None:
+    program, values, placements = lowered(sequence_parallel, fused)
     names = [n.name for n in starts(program)]
     tangent = torch.randn(B, SEQ, H).double()
     before = run_logical(program, {**values, "0": tangent}, placements, T)
@@ -183,10 +182,8 @@ def test_blocks(local_program: LocalProgram, sequence_parallel: bool, fused: boo
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_each_backward_collective_of_a_block_has_a_product_beside_it(
-    local_program: LocalProgram, sequence_parallel: bool, fused: bool
-) -> None:
-    program, _, _ = lowered(local_program, sequence_parallel, fused, layers=3)
+def test_each_backward_collective_of_a_block_has_a_product_beside_it(sequence_parallel: bool, fused: bool) -> None:
+    program, _, _ = lowered(sequence_parallel, fused, layers=3)
     schedule_collectives(program)
     counts = list(overlapped(list(program.graph.nodes)).values())
     if sequence_parallel:
@@ -196,8 +193,8 @@ def test_each_backward_collective_of_a_block_has_a_product_beside_it(
         assert len(counts) == 2 * 3 and all(counts), counts
 
 
-def test_forward_keeps_its_order(local_program: LocalProgram) -> None:
-    program, _, _ = lowered(local_program, True, False)
+def test_forward_keeps_its_order() -> None:
+    program, _, _ = lowered(True, False)
 
     def computed() -> list[Any]:
         """Forward nodes that compute: waits and parts of tuples come where they are asked for."""
@@ -209,7 +206,7 @@ def test_forward_keeps_its_order(local_program: LocalProgram) -> None:
     assert computed() == before
 
 
-def test_independent_branches_overlap_in_forward(local_program: LocalProgram) -> None:
+def test_independent_branches_overlap_in_forward() -> None:
     def parallel(a: Any, b: Any, x: Any) -> tuple[Any, ...]:
         y = move(F.linear(x, a), "P", "I", [], [], "tp", T)
         z = F.linear(F.gelu(x), b)
@@ -224,11 +221,11 @@ def test_independent_branches_overlap_in_forward(local_program: LocalProgram) ->
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_regathered_inputs_trade_bytes_for_memory(local_program: LocalProgram, fused: bool) -> None:
+def test_regathered_inputs_trade_bytes_for_memory(fused: bool) -> None:
     """Kept, 4 all-gathers and 4 reduce-scatters a layer; re-gathered, 2 more gathers, less memory."""
     layers, found = 2, {}
     for regather in (False, True):
-        program, values, placements = lowered(local_program, True, fused, layers, regather)
+        program, values, placements = lowered(True, fused, layers, regather)
         schedule_collectives(program)
         parts = partition(program)
         assert parts.backward is not None
@@ -263,8 +260,8 @@ def check_two_graphs(program: Program, parts: Any, values: Any, placements: Any)
         assert all(torch.equal(a, b) for a, b in zip(whole[1:], two, strict=True))
 
 
-def test_every_wait_follows_its_start_and_operands_precede_users(local_program: LocalProgram) -> None:
-    program, _, _ = lowered(local_program, True, True, layers=3)
+def test_every_wait_follows_its_start_and_operands_precede_users() -> None:
+    program, _, _ = lowered(True, True, layers=3)
     schedule_collectives(program)
     seen: set[Any] = set()
     for node in program.graph.nodes:
@@ -273,7 +270,7 @@ def test_every_wait_follows_its_start_and_operands_precede_users(local_program: 
         seen.add(node)
 
 
-def test_gathered_parameters_start_one_product_early(local_program: LocalProgram) -> None:
+def test_gathered_parameters_start_one_product_early() -> None:
     def function(*args: Any) -> tuple[Any, ...]:
         *weights, x = args
         cut = Layout.contiguous(4, T).flat()

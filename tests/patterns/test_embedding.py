@@ -1,11 +1,10 @@
-"""Covers: patterns/embedding.py. Golden text, numbers, what is left alone, models that have it, shards."""
+"""Covers: patterns/embedding.py. Golden text, numbers, what is left alone. In models:
+equivalence/test_patterns_in_models.py."""
 
-import harness
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megafx.analysis.communication import collective_nodes
 from megafx.patterns.embedding import EmbeddingSum
 from megafx.testing import assert_same, expect, fuse_with
 
@@ -103,31 +102,3 @@ def test_a_second_use_leaves_the_lookup():
     fused = fuse_with(EmbeddingSum, between, **WORDS)
     assert fused.ops.count("embedding_sum") == 1 and fused.ops.count("dropout") == 1
     assert any("also used by the output" in reason for reason in fused.near_misses)
-
-
-TABLES = {"nanogpt": ("*wte*", "*wpe*"), "gpt2": ("*wte*", "*wpe*"), "bert": ("*_embeddings*",)}
-
-
-@pytest.mark.parametrize(
-    ("name", "t", "style", "found"),
-    [
-        ("nanogpt", 1, None, 1),
-        ("gpt2", 2, "colwise", 1),
-        ("bert", 3, "colwise", 1),
-        ("gpt2", 4, "replicate", 1),
-        ("bert", 2, "replicate", 1),
-        ("nanogpt", 3, None, 0),  # vocabulary-parallel: partial sums, completed by one transition
-    ],
-)
-def test_models_whole_and_sharded(name, t, style, found):
-    """Against the same graph unfused, dropout included: the same numbers, the same collectives."""
-    case = harness.Case.of(name, dropout=0.1)
-    inputs = case.inputs(3, 13)
-    options = {} if style is None else {"overrides": dict.fromkeys(TABLES[name], style), "planner_policy": "free"}
-    fused, plain = (case.compile(t, sequence_parallel=t == 4, embedding_fusion=on, **options) for on in (True, False))
-    names = [str(n.target) for n in fused.program.graph.nodes]
-    assert names.count("megafx.embedding_sum.default") == found
-    assert not any("embedding_sum" in str(n.target) for n in plain.program.graph.nodes)
-    harness.assert_equal(case.run(fused, inputs), case.run(plain, inputs))
-    nodes = (sorted(str(n.target) for n in collective_nodes(c.program.graph)) for c in (fused, plain))
-    assert next(nodes) == next(nodes)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from fusion_profiles import FAST, SLOW, measured, profile, saved
 from profile_fusions import CASES, Setting, Widths, elements, main, prepare
+from small_plans import FAST, SLOW, measured, profile, saved
 from torch import nn
 
 import megafx

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_ops import half_turn
-from toy_patterns import AddNorm, BiasGelu, DropAdd, Rms, TurnBoth, toy
+from toys import AddNorm, BiasGelu, DropAdd, Rms, TurnBoth, half_turn, toy
 
 from megafx import Pattern
 from megafx.ir.program import MADE_BY, fqn_of

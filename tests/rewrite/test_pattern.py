@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_ops import half_turn
+from toys import half_turn
 
 import megafx
 from megafx.passes.canonicalize.canonicalize import canonicalize

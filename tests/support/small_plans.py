@@ -16,6 +16,7 @@ from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import ask, make_problem
 from megafx.planner.context import Planning
+from megafx.planner.fusion_profile import MODES, FusionProfile, Measured, Times
 from megafx.planner.hardware import Hardware
 from megafx.planner.problem import Problem
 from megafx.planner.solver import solve
@@ -67,3 +68,22 @@ def local(
     before, program, planning = placed(fn, choices, mesh, **values)
     localize_shapes(program, planning)
     return before, program
+
+
+# -- measured fusions, made up
+
+FAST, SLOW = (1.0, 2.0), (2.0, 1.0)  # fused, unfused
+
+
+def measured(*patterns, small=SLOW, large=SLOW, needs=()):
+    rows = [Times(n, dict.fromkeys(MODES, pair)) for n, pair in ((1_000, small), (1_000_000, large))]
+    return Measured(patterns, needs, tuple(rows))
+
+
+def profile(**fusions):
+    return FusionProfile("a test's device", ("nowhere",), "made up", fusions)
+
+
+def saved(path, **fusions):
+    profile(**fusions).save(path)
+    return str(path)

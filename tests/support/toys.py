@@ -1,4 +1,5 @@
-"""Small fused ops with sharding rules, for tests of the rewrite engine: plain torch, differentiable, at any rank."""
+"""Small fused ops with sharding rules, and patterns that make them, for tests of the rewrite engine: plain torch,
+differentiable, at any rank."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megafx import Pattern
 from megafx.rules.grammar import register_rule
 
 _library = torch.library.Library("toy", "DEF")  # lives as long as the module
@@ -74,3 +76,75 @@ _op(
 )
 _op("without_rule(Tensor x, Tensor y, Tensor w) -> (Tensor, Tensor)", lambda x, y, w: (x + y, (x + y) * w))
 _op("scaled(Tensor x, float factor) -> Tensor", lambda x, f: x * f, "lin: ... -> ...")
+
+toy = torch.ops.toy
+
+
+class BiasGelu(Pattern):
+    name = "bias_gelu"
+    tensors = {"x": "D[... k]", "weight": "param D[n k]", "bias": "param D[n]?"}
+    needs = ("gelu",)
+
+    def match(x, weight, bias):
+        return F.gelu(F.linear(x, weight, bias))
+
+    def make(x, weight, bias):
+        return toy.act(F.linear(x, weight), bias)
+
+
+class Rms(Pattern):
+    name = "rms"
+    tensors = {"x": "D[... h]", "weight": "D[h]"}
+    scalars = {"eps": float}
+    variants = {"squared": ("pow", "product")}
+
+    def match(x, weight, *, eps, squared):
+        square = x.pow(2) if squared == "pow" else x * x
+        return weight * (x * torch.rsqrt(square.mean(-1, keepdim=True) + eps))
+
+    def make(x, weight, *, eps):
+        return toy.rms_norm(x, weight, eps)
+
+
+class DropAdd(Pattern):
+    name = "drop_add"
+    tensors = {"x": "D[... h]", "bias": "param D[h]?", "residual": "D[... h]"}
+    variants = {"train": (True, False)}
+    scalars = {"p": float}
+
+    def match(x, bias, residual, *, p, train):
+        x = x if bias is None else x + bias
+        return residual + (F.dropout(x, p, True) if train else x)
+
+    def make(x, bias, residual, *, drop):
+        return toy.drop_add(x, bias, residual, *drop.args)
+
+    def where(m):
+        if m["bias"] is None and m["drop"].seed is None:
+            return "a plain sum needs no kernel"
+
+
+class TurnBoth(Pattern):
+    name = "turn_both"
+    local = True
+    tensors = {"q": "D[b n s 2d]", "k": "D[b m s 2d]", "cos": "D[1|b 1 s 2d]", "sin": "D[1|b 1 s 2d]"}
+
+    def match(q, k, cos, sin):
+        return q * cos + half_turn(q) * sin, k * cos + half_turn(k) * sin
+
+    def make(q, k, cos, sin):
+        return toy.turn_both(q, k, cos, sin)
+
+
+class AddNorm(Pattern):
+    name = "add_norm"
+    local = True
+    tensors = {"x": "D[... h]", "residual": "D[... h]", "weight": "D[h]"}
+    scalars = {"eps": float}
+
+    def match(x, residual, weight, *, eps):
+        total = x + residual
+        return total, toy.rms_norm(total, weight, eps)
+
+    def make(x, residual, weight, *, eps):
+        return toy.add_norm(x, residual, weight, eps)

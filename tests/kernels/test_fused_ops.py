@@ -1,20 +1,33 @@
-"""Covers: every fused op on inputs that are not contiguous, and on empty batches; on the GPU where there is one."""
+"""Covers: what every fused op has to do as an operator, whatever it computes: gradients, strides, empty batches, tracing with
+symbolic sizes, torch's checks of operators, sharding rules. On the GPU where there is one."""
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import megafx.kernels.experts.grouped_mlp
+import megafx.kernels.experts.grouped_mm
+import megafx.kernels.loss.vocab_linear_cross_entropy  # noqa: F401  registers the ops
+from megafx.checks.rule_samples import SAMPLES
+from megafx.checks.rules import check_rules
+from megafx.rules.grammar import declared_rules
 
 ops = torch.ops.megafx
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEED = torch.tensor(1234567, device=DEVICE)
 DRAW = (SEED, 0.25, 3, -1, [], "tp")
-B, S, H, N, E = 2, 5, 16, 2, 8
+B, S, H, N, E, V = 2, 5, 16, 2, 8, 11
 
 
 def ids(b, rows=7):
     return (torch.arange(b * S, device=DEVICE) % rows).view(b, S)
+
+
+def classes(x):
+    return torch.arange(x.shape[0], device=DEVICE) % V
 
 
 # Shapes of the floating operands, for a batch of b, and the op on them.
@@ -45,10 +58,16 @@ OPS = {
         lambda b: [(b, N, S, S), (1, N, S, S)],
         lambda x, m: ops.scale_mask_softmax(x, m.transpose(2, 3), 0.5, False, 0, 0.0, None, 0.0, *DRAW[2:]),
     ),
-    "rope": (lambda b: [(b, N, S, E)], lambda x: ops.rope(x, *tables(), False, False)),
+    "cross_entropy": (lambda b: [(b * S, V)], lambda x: ops.cross_entropy(x, classes(x), -100, 0.1)),
+    "cross_entropy_lse": (lambda b: [(b * S, V)], lambda x: ops.cross_entropy_lse(x, classes(x), -100, 0.0)),
+    "linear_cross_entropy": (
+        lambda b: [(b * S, H), (V, H), (V,)],
+        lambda x, w, c: ops.linear_cross_entropy(x, w, c, classes(x), -100, 0.1),
+    ),
+    "rope": (lambda b: [(b, N, S, E)], lambda x: ops.rope(x, *tables(x), False, False)),
     "rope_qk": (
         lambda b: [(b, N, S, E), (b, 1, S, E)],
-        lambda q, k: ops.rope_qk(q, k, *tables(), True, False),
+        lambda q, k: ops.rope_qk(q, k, *tables(q), True, False),
     ),
     "attention": (
         lambda b: [(b, N, S, E), (b, 1, S, E), (b, 1, S, E)],
@@ -67,8 +86,8 @@ OPS = {
 }
 
 
-def tables():
-    angles = torch.arange(S * E, device=DEVICE, dtype=torch.float32).view(1, 1, S, E)
+def tables(x):
+    angles = torch.arange(S * E, device=DEVICE, dtype=x.dtype).view(1, 1, S, E)
     return angles.cos(), angles.sin()
 
 
@@ -141,8 +160,71 @@ def test_an_empty_batch_gives_empty_results(name):
         assert not ours.any()
 
 
-def test_cross_entropy_of_no_tokens_and_of_strided_logits():
-    x, y = torch.randn(6, 20, device=DEVICE)[:, ::2], torch.arange(6, device=DEVICE)
-    losses = [ops.cross_entropy(v.requires_grad_(), y, -100, 0.1) for v in (x.detach(), x.detach().contiguous())]
-    torch.testing.assert_close(*losses)
-    assert ops.cross_entropy(x[:0].detach(), y[:0], -100, 0.1).shape == (0,)
+class Calls(TorchDispatchMode):
+    """The calls of our operators that are made within."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "megafx":
+            self.made.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(name, b=B):
+    """(function, inputs, calls of our operators in its forward and backward)."""
+    torch.manual_seed(0)
+    shapes, function = OPS[name]
+    inputs = [torch.randn(shape, device=DEVICE) for shape in shapes(b)]
+    with Calls() as calls:
+        outcome(function, inputs, lambda x: x)
+    return function, inputs, calls.made
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_gradients_are_those_of_the_value(name):
+    torch.manual_seed(0)
+    shapes, function = OPS[name]
+    inputs = [torch.randn(s, device=DEVICE, dtype=torch.float64, requires_grad=True) for s in shapes(1)]
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_one_graph_for_every_batch(name):
+    """Traced with symbolic sizes: the operators of a call, forward and backward, are its nodes; numbers at another size."""
+    function, inputs, calls = calls_of(name)
+
+    def step(*inputs):
+        out = function(*inputs)
+        results = list(out) if isinstance(out, (tuple, list)) else [out]
+        return [*results, *torch.autograd.grad(results, inputs, [r.detach().sin() for r in results])]
+
+    leaves = [x.requires_grad_() for x in inputs]
+    graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*leaves)
+    assert [n.target for n in graph.graph.nodes if "megafx" in str(n.target)] == [func for func, *_ in calls]
+    larger = [torch.randn(s, device=DEVICE, requires_grad=True) for s in OPS[name][0](B + 1)]
+    for ours, wanted in zip(graph(*larger), step(*larger), strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_torchs_checks_of_operators(name):
+    for func, args, kwargs in calls_of(name)[2]:
+        if "backward" in str(func):  # it has no derivative
+            args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        torch.library.opcheck(func, args, kwargs)
+
+
+def test_rules_of_all_ops_by_brute_force():
+    """Every row right, none missing."""
+    names = [op for op in {*declared_rules(), *(name for name, *_ in SAMPLES)} if op.startswith("megafx.")]
+    report = check_rules(sorted(names))
+    assert report.ok and len(names) > 30, str(report)
+    assert {f.op for f in report.of("unchecked")} <= {"megafx.batch_sum.default"}, str(report)
+    rows = {(f.op.split(".")[1], f.row) for f in report.of("ok")}
+    assert {("bias_act_backward", f"{r}") for r in ("S0 S0 R -> S0 P", "S1 S1 S0 -> S1 S0", "P R R -> P P")} <= rows
+    assert ("glu", "R P -> P") in rows  # linear in up
+    assert ("glu_packed", "S2/2*(2x3) S0/2*(2x3) -> S2") in rows  # each half is cut
+    assert not [r for op, r in rows if "packed" in op and r.startswith("S2 S0")]

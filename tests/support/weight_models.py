@@ -1,4 +1,4 @@
-"""Models by name, made whole or on the meta device, and their tensors."""
+"""Models that tests of weights make, by name or a small tied one, whole or on the meta device, and their tensors."""
 
 from __future__ import annotations
 
@@ -52,6 +52,20 @@ def hugging_face(kind: str, **sizes) -> nn.Module:
 
     shape = {"hidden_size": 24, "intermediate_size": 50, "num_hidden_layers": 2, "vocab_size": 67}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **sizes))
+
+
+class Net(nn.Module):
+    """A tied weight; dtypes and buffers of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.table.weight
+        self.odd = nn.Parameter(torch.randn(3).to(torch.bfloat16))
+        self.register_buffer("flag", torch.tensor([True, False, True]))
+        self.register_buffer("steps", torch.tensor(4))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
 
 
 class Odd(nn.Module):

@@ -1,29 +1,22 @@
-"""Stages of torch.distributed.pipelining that are parallelized: 2 stages of 2 tensor-parallel ranks, exact in fp64.
-
-Run as a script, this file is one of the ranks.
-"""
+"""Stages of torch.distributed.pipelining that are parallelized: 2 stages of 2 tensor-parallel ranks, exact in fp64."""
 
 from __future__ import annotations
 
 import copy
-import sys
-from datetime import timedelta
-from pathlib import Path
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import RTOL, check
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
 
-RANKS, RTOL, VOCAB, WIDTH, LENGTH, MICROBATCHES = 4, 1e-10, 67, 12, 7, 3
+import megafx
+from megafx.errors import AgreementError
 
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_two_stages_of_two_ranks(tmp_path: Path) -> None:
-    processes.run_ranks(__file__, tmp_path, RANKS, timeout=400)
+VOCAB, WIDTH, LENGTH, MICROBATCHES = 67, 12, 7, 3
 
 
 class Block(nn.Module):
@@ -59,17 +52,8 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def main(folder: str, rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
-    import megafx
-    from megafx.errors import AgreementError
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
-    )
-    torch.manual_seed(0)
+@check(4, slow=True, seed=0)
+def two_stages_of_two_ranks() -> None:
     stages: list[nn.Module] = [First().double(), Last().double()]
     eager = copy.deepcopy(stages)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
@@ -96,13 +80,7 @@ def main(folder: str, rank: int) -> None:
         assert gradients.keys() == theirs.keys()
         for name, value in theirs.items():
             torch.testing.assert_close(gradients[name], value, rtol=RTOL, atol=1e-14)
-        print(schedule.__name__, "ok", flush=True)
     if index == 1:  # what PipelineStage probes shapes with when it is given none: memory as it comes
         with pytest.raises(AgreementError, match="input_args= and output_args="):
             fresh = megafx.parallelize(copy.deepcopy(eager[1]), mesh=mesh["tp"])
-            fresh(torch.full((2, LENGTH, WIDTH), float(rank), dtype=torch.float64))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+            fresh(torch.full((2, LENGTH, WIDTH), float(dist.get_rank()), dtype=torch.float64))

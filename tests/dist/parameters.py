@@ -1,27 +1,34 @@
 """Sharded parameters on real gloo ranks: optimizers, norms and clipping as in one process, and no way to take the physical
-order for the logical one.
-
-Run as a script, this file is one of the ranks.
-"""
+order for the logical one."""
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
+import copy
+from functools import cache
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import check
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megafx.distributed.parameters import replicate_parameters, shard_like, shard_parameters
+from megafx.distributed.tensor_layout import pads
+from megafx.errors import UsageError
+from megafx.placements.types import I, Layout, S, owned
+from megafx.weights.state import full_gradients, full_state_dict
 
 T = 3
 
 
-@pytest.mark.dist
-def test_on_three_processes(tmp_path: Path) -> None:
-    processes.run_ranks(__file__, tmp_path, T, timeout=120)
+@cache
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (T,), mesh_dim_names=("tp",))
 
 
 class Model(nn.Module):
@@ -36,9 +43,6 @@ class Model(nn.Module):
 
 
 def placements() -> dict:
-    from megafx.placements.types import I, Layout, S
-    from megafx.placements.types import owned
-
     def both(name, layout):
         return {f"{name}.weight": S(0, layout), f"{name}.bias": S(0, layout)}
 
@@ -53,21 +57,17 @@ def placements() -> dict:
     }
 
 
-def sharded_like(reference: nn.Module, mesh, optimizers=()):
+def sharded_like(reference: nn.Module, optimizers=()):
     """(a copy of the reference with parameters sharded, optimizers made of it while they were still whole)."""
-    from megafx.distributed.parameters import replicate_parameters, shard_parameters
-
     model = Model().to(next(reference.parameters()).dtype)
     model.load_state_dict(reference.state_dict())
-    replicate_parameters(model, mesh)
+    replicate_parameters(model, mesh_of_all())
     made = [kind(model.parameters(), **options) for kind, options in optimizers]
     shard_parameters(model, placements())
     return model, made
 
 
 def set_gradients(model: nn.Module, reference: nn.Module, step: int) -> None:
-    from megafx.distributed.parameters import shard_like
-
     generator = torch.Generator().manual_seed(step)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         q.grad = torch.randn(q.shape, generator=generator, dtype=q.dtype)
@@ -75,9 +75,6 @@ def set_gradients(model: nn.Module, reference: nn.Module, step: int) -> None:
 
 
 def assert_equal_state(model: nn.Module, reference: nn.Module) -> None:
-    from megafx.weights.state import full_gradients, full_state_dict
-    from megafx.distributed.tensor_layout import pads
-
     whole = full_state_dict(model)
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-14)
@@ -91,7 +88,8 @@ def assert_equal_state(model: nn.Module, reference: nn.Module) -> None:
                 assert (p._local_tensor.narrow(where.dim, start, length) == 0).all(), f"padding of {name}"
 
 
-def optimizers_step_as_in_one_process(mesh) -> None:
+@check(T, seed=0)
+def optimizers_step_as_in_one_process() -> None:
     decay = {"lr": 0.1, "weight_decay": 0.1}
     kinds = [
         (torch.optim.AdamW, {"foreach": True, **decay}),
@@ -104,7 +102,7 @@ def optimizers_step_as_in_one_process(mesh) -> None:
     ]
     for kind, options in kinds:
         reference = Model().double()
-        model, (optimizer,) = sharded_like(reference, mesh, [(kind, options)])
+        model, (optimizer,) = sharded_like(reference, [(kind, options)])
         plain = kind(reference.parameters(), **options)
         for step in range(3):
             set_gradients(model, reference, step)
@@ -123,13 +121,10 @@ def optimizers_step_as_in_one_process(mesh) -> None:
                 torch.testing.assert_close(mine, value, rtol=1e-12, atol=1e-14)
 
 
-def scalers_averages_and_saved_states_work(mesh) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    from megafx.distributed.parameters import shard_like
-
+@check(T, seed=0)
+def scalers_averages_and_saved_states_work() -> None:
     reference = Model().double()
-    model, (optimizer,) = sharded_like(reference, mesh, [(torch.optim.AdamW, {"lr": 0.1})])
+    model, (optimizer,) = sharded_like(reference, [(torch.optim.AdamW, {"lr": 0.1})])
     plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
     for infinite in (False, True):
         scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
@@ -161,9 +156,9 @@ def scalers_averages_and_saved_states_work(mesh) -> None:
             torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-14)
 
 
-def an_infinity_on_one_rank_has_every_rank_skip_the_step(mesh) -> None:
+@check(T, seed=0)
+def an_infinity_on_one_rank_has_every_rank_skip_the_step() -> None:
     """Whatever is the first gradient: a sharded one, a replicated one, one of a plain tensor beside the model's."""
-    from megafx.distributed.parameters import shard_like
 
     def whole(p: torch.Tensor) -> torch.Tensor:
         return p.full_tensor() if hasattr(p, "full_tensor") else p
@@ -171,7 +166,7 @@ def an_infinity_on_one_rank_has_every_rank_skip_the_step(mesh) -> None:
     for first in ("uneven", "norm", "plain"):  # optimizers take both kinds of tensors one by one
         for options in ({"foreach": True}, {"fused": True}) if first != "plain" else ({"foreach": False},):
             reference, head = Model(), nn.Linear(2, 2)
-            model, _ = sharded_like(reference, mesh)
+            model, _ = sharded_like(reference)
             names = sorted(dict(reference.named_parameters()), key=lambda n, first=first: not n.startswith(first))
             own = [model.get_parameter(n) for n in names]
             own = [*head.parameters(), *own] if first == "plain" else own
@@ -196,13 +191,10 @@ def an_infinity_on_one_rank_has_every_rank_skip_the_step(mesh) -> None:
             assert scaler.get_scale() == 4.0
 
 
-def physical_order_never_shows(mesh) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    from megafx.errors import UsageError
-
+@check(T, seed=0)
+def physical_order_never_shows() -> None:
     reference = Model()
-    model, _ = sharded_like(reference, mesh)
+    model, _ = sharded_like(reference)
     p, q = model.blocked.weight, reference.blocked.weight
     assert isinstance(p, nn.Parameter) and isinstance(p, DTensor) and p.shape == q.shape
     assert torch.equal(p.full_tensor(), q)
@@ -241,12 +233,13 @@ def physical_order_never_shows(mesh) -> None:
     leaked = DTensor.__new__(DTensor, p._local_tensor, p._spec, requires_grad=False)
     assert torch.equal(leaked.full_tensor(), q)
     with pytest.raises(UsageError):
-        torch.distributed.tensor._utils.compute_local_shape_and_global_offset(p.shape, mesh, p.placements)
+        torch.distributed.tensor._utils.compute_local_shape_and_global_offset(p.shape, mesh_of_all(), p.placements)
 
 
-def autograd_goes_through_parameters(mesh) -> None:
+@check(T, seed=0)
+def autograd_goes_through_parameters() -> None:
     reference = Model()
-    model, _ = sharded_like(reference, mesh)
+    model, _ = sharded_like(reference)
     p, q = model.blocked.weight, reference.blocked.weight
     weights = torch.arange(48.0).view(12, 4)
     for loss, plain in (
@@ -262,13 +255,10 @@ def autograd_goes_through_parameters(mesh) -> None:
     torch.testing.assert_close(p.grad.full_tensor(), 2 * q)
 
 
-def copies_and_files_keep_the_layout(mesh, folder: Path) -> None:
-    import copy
-
-    import torch.distributed.checkpoint as dcp
-
+@check(T, seed=0)
+def copies_and_files_keep_the_layout(folder: Path) -> None:
     reference = Model()
-    model, _ = sharded_like(reference, mesh)
+    model, _ = sharded_like(reference)
     other = copy.deepcopy(model)
     assert_equal_state(other.double(), reference.double())
     file = folder / f"{dist.get_rank()}.pt"
@@ -281,15 +271,16 @@ def copies_and_files_keep_the_layout(mesh, folder: Path) -> None:
     dcp.load(whole, checkpoint_id=folder / "dcp", no_dist=True)
     for name, value in reference.state_dict().items():
         assert torch.equal(whole[name].double(), value), name
-    fresh, _ = sharded_like(Model(), mesh)
+    fresh, _ = sharded_like(Model())
     state = fresh.state_dict()
     dcp.load(state, checkpoint_id=folder / "dcp")
     assert_equal_state(fresh.double(), reference)
 
 
-def whole_values_can_be_copied_in(mesh) -> None:
+@check(T, seed=0)
+def whole_values_can_be_copied_in() -> None:
     reference, other = Model(), Model()
-    model, _ = sharded_like(reference, mesh)
+    model, _ = sharded_like(reference)
     assert not model.load_state_dict(other.state_dict()).missing_keys
     assert_equal_state(model.double(), other.double())
     with torch.no_grad():
@@ -300,29 +291,3 @@ def whole_values_can_be_copied_in(mesh) -> None:
         torch.full((12, 4), 3.0).double(),
     )
     assert_equal_state(model, other)
-
-
-def main(folder: Path, rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), T)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=T, timeout=timedelta(seconds=60))
-    mesh = init_device_mesh("cpu", (T,), mesh_dim_names=("tp",))
-    checks = [
-        optimizers_step_as_in_one_process,
-        scalers_averages_and_saved_states_work,
-        an_infinity_on_one_rank_has_every_rank_skip_the_step,
-        physical_order_never_shows,
-        autograd_goes_through_parameters,
-        whole_values_can_be_copied_in,
-    ]
-    for check in checks:
-        torch.manual_seed(0)
-        check(mesh)
-    copies_and_files_keep_the_layout(mesh, folder)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,17 +1,18 @@
-"""Fixtures shared by test files."""
+"""An oracle for megafx.planner.solver: the same problem as a mixed-integer program, solved by HiGHS."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import pytest
+import scipy.sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 MICROSECONDS = 1e6  # the unit in which HiGHS sees costs: its tolerances are absolute
 
 
-def _milp_optimum(
+def milp_optimum(
     domains: Mapping[Any, int], tables: Iterable[tuple[tuple[Any, ...], np.ndarray]], limit_seconds: float = 120.0
 ) -> float | None:
     """Minimum cost by HiGHS with gap 0, an oracle for megafx.planner.solver; None if infeasible.
@@ -19,9 +20,6 @@ def _milp_optimum(
     x[v, i] binary: v takes value i. A finite table has y[entry] >= 0 for each allowed entry, whose marginals are the x
     of its variables; a 0/inf table over two variables has x[w, j] <= sum of the x[v, i] compatible with it, both ways.
     """
-    import scipy.sparse
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
     first: dict[Any, int] = {}
     columns = 0
     for v, size in domains.items():
@@ -80,64 +78,3 @@ def _milp_optimum(
         return None
     assert result.status == 0, f"HiGHS did not prove an optimum: {result.message}"
     return float(result.fun) / MICROSECONDS + constant
-
-
-@pytest.fixture
-def milp_optimum() -> Callable[..., float | None]:
-    """milp_optimum(domains, tables, limit_seconds=120) -> minimum cost in seconds, or None if infeasible."""
-    return _milp_optimum
-
-
-def _local_program(
-    function: Callable[..., Any], inputs: Mapping[str, Any], varying: Iterable[str] = (), loss: bool = False
-) -> Any:
-    """A LOCAL program of `function(*inputs.values())`, a tuple of tensors, with placements nowhere.
-
-    inputs: name -> example tensor; a Parameter is of kind 'param', an input named 'seed' of kind 'seed', all else of kind
-    'user'. varying: names of inputs whose dim 0 is dynamic (one size for all). loss: the first output is the loss.
-    """
-    import torch
-    from torch.export import Dim, export
-
-    from megafx.ir.program import MADE_BY, SOURCE, Input, Output, Phase, Program
-    from megafx.ir.sizes import Sizes
-
-    class Call(torch.nn.Module):
-        def forward(self, *args: Any) -> Any:
-            return function(*args)
-
-    batch, names = Dim("batch", min=2), set(varying)
-    shapes = tuple({0: batch} if name in names else None for name in inputs)
-    examples = tuple(x.detach() for x in inputs.values())
-    exported = export(Call(), examples, dynamic_shapes=(shapes,), strict=False)
-    graph = exported.graph_module.graph
-    for node in list(graph.nodes):
-        if node.op == "call_function" and "assert" in str(node.target):
-            graph.erase_node(node)
-        elif node.op == "call_function":
-            node.meta[SOURCE], node.meta[MADE_BY] = None, ()
-    placeholders = graph.find_nodes(op="placeholder")
-    kinds = [
-        "param" if isinstance(x, torch.nn.Parameter) else "seed" if n == "seed" else "user" for n, x in inputs.items()
-    ]
-    sizes = Sizes()
-    for node, x in zip(placeholders, examples, strict=True):
-        for symbolic, size in zip(node.meta["val"].shape, x.shape, strict=True):
-            if isinstance(symbolic, torch.SymInt):
-                sizes.workload_of[symbolic.node.expr] = size
-    exported.graph_module.recompile()
-    return Program(
-        exported.graph_module,
-        [Input(kind, name) for kind, name in zip(kinds, inputs, strict=True)],  # type: ignore[arg-type]
-        [Output("user", str(i), loss and i == 0) for i in range(len(graph.output_node().args[0]))],  # type: ignore[arg-type]
-        sizes,
-        placeholders[0].meta["val"].fake_mode,
-        exported.call_spec.out_spec,
-        phase=Phase.LOCAL,
-    )
-
-
-@pytest.fixture
-def local_program() -> Callable[..., Any]:
-    """local_program(function, inputs, varying=(), loss=False) -> Program in phase LOCAL."""
-    return _local_program

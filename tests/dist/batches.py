@@ -1,35 +1,19 @@
-"""Covers: distributed/data.py. One rank's batch on all ranks of its group, on real gloo ranks: two groups of two.
-
-Run as a script, this file is one of the ranks.
-"""
+"""Covers: distributed/data.py. One rank's batch on all ranks of its group, on real gloo ranks: two groups of two."""
 
 from __future__ import annotations
 
-import sys
 from collections import UserDict, namedtuple
-from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import check
+
+import megafx
+from megafx.errors import AgreementError
 
 Pair = namedtuple("Pair", "left right")
-
-
-@pytest.mark.dist
-def test_on_four_processes(tmp_path: Path) -> None:
-    processes.run_ranks(__file__, tmp_path, 4, timeout=120)
-
-
-def test_one_process_keeps_its_batch() -> None:
-    import megafx
-
-    batch = {"x": torch.ones(2)}
-    assert megafx.broadcast_data(batch) is batch
-    megafx.check_data(batch)
 
 
 def a_batch(seed: int, rows: int) -> dict:
@@ -62,15 +46,9 @@ def assert_equal(found, wanted) -> None:
         assert found == wanted
 
 
-def main(folder: Path, rank: int) -> None:
-    import megafx
-    from megafx.distributed.failures import wait_at_exit
-    from megafx.errors import AgreementError
-
-    wait_at_exit()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=timedelta(seconds=60)
-    )
+@check(4)
+def a_batch_of_one_rank_on_its_group() -> None:
+    rank = dist.get_rank()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica, reads = rank // 2, rank % 2 == 0
     for step, rows in enumerate((4, 7, 2, 9000, 9000, 1)):
@@ -93,9 +71,3 @@ def main(folder: Path, rank: int) -> None:
         megafx.check_data({"x": torch.arange(4.0) + rank}, mesh, 6)
     with pytest.raises(AgreementError, match="differ in the call of step 7"):
         megafx.check_data({"x": torch.zeros(4 + rank)}, mesh, 7)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

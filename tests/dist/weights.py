@@ -1,25 +1,27 @@
-"""Weights of parallelized meta models on real gloo ranks: loaded from safetensors, initialised by their constructors.
-
-Run as a script, this file is one of the ranks.
-"""
+"""Weights of parallelized meta models on real gloo ranks: loaded from safetensors, initialised by their constructors."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import weakref
 from collections.abc import Iterator
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from ranks import check
+from safetensors.torch import save_model
 from torch import nn
+
+import megafx
+from megafx.errors import AgreementError, CheckpointError, UsageError
+from megafx.runtime import module as parallel_class
+from megafx.weights import save as save_weights
 
 # Key-value heads fewer than ranks, tied heads, vocabularies and widths that no degree divides, fused QKV in two layouts.
 OPTIONS = {"llama": {"kv": 2, "heads": 4}, "gpt2": {"heads": 4}, "t5": {}, "nanogpt": {}}
@@ -43,28 +45,8 @@ def eager(name: str, seed: int) -> nn.Module:
     return make(name)
 
 
-MORE = [(r, n) for r in (2, 3) for n in ("gpt2", "llama", "t5", "neox", "nanogpt") if (r, n) != (3, "llama")]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("ranks, name", [(3, "llama"), *[pytest.param(*c, marks=pytest.mark.slow) for c in MORE]])
-def test_on_processes(ranks: int, name: str, tmp_path: Path) -> None:
-    from safetensors.torch import save_model
-
-    model = eager(name, seed=1)
-    if name == "nanogpt":
-        (tmp_path / name).mkdir()
-        save_model(model, str(tmp_path / name / "model.safetensors"))
-    else:
-        model.save_pretrained(tmp_path / name, max_shard_size="10KB")
-    processes.run_ranks(__file__, tmp_path, ranks, timeout=400, environment={"NAME": name})
-    check_saved(name, tmp_path / f"{name}_saved")
-
-
 def check_saved(name: str, folder: Path) -> None:
     """What the ranks wrote, each some of the files, in one process: as transformers loads it."""
-    import megafx
-
     assert len([*folder.glob("model-*.safetensors")]) > 3 and not [*folder.glob(".*")]
     wanted = eager(name, seed=4)
     if name == "nanogpt":
@@ -78,8 +60,6 @@ def check_saved(name: str, folder: Path) -> None:
 
 
 def parallel_on_meta(name: str) -> nn.Module:
-    import megafx
-
     with torch.device("meta"):
         model = make(name)
     example = call_of(name) if name == "nanogpt" else None
@@ -87,8 +67,6 @@ def parallel_on_meta(name: str) -> nn.Module:
 
 
 def same(model: nn.Module, wanted: nn.Module, what: str) -> None:
-    import megafx
-
     found = megafx.full_state_dict(model)
     for key, value in wanted.state_dict().items():
         assert torch.equal(found[key], value), f"{what}: {key}"
@@ -99,8 +77,6 @@ def same(model: nn.Module, wanted: nn.Module, what: str) -> None:
 
 
 def loaded(name: str, model: nn.Module, folder: Path) -> None:
-    import megafx
-
     wanted = eager(name, seed=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     megafx.load_safetensors(model, folder / name, factory=(lambda: make(name)) if name == "nanogpt" else None)
@@ -122,8 +98,6 @@ def loaded(name: str, model: nn.Module, folder: Path) -> None:
 
 
 def initialised(name: str, model: nn.Module, folder: Path) -> None:
-    import megafx
-
     wanted = eager(name, seed=4)
     drawn = torch.get_rng_state()
     torch.manual_seed(4 + dist.get_rank())  # rank 0's generator counts
@@ -145,8 +119,6 @@ def initialised(name: str, model: nn.Module, folder: Path) -> None:
 @contextlib.contextmanager
 def whole_tensors_one_at_a_time() -> Iterator[list[int]]:
     """Yields the sizes of the tensors that this rank makes whole; an earlier one is gone when the next one is made."""
-    from megafx.weights import save as save_weights
-
     fetch = save_weights._Gather.fetch
     sizes: list[int] = []
     alive: list[weakref.ref] = []
@@ -165,9 +137,6 @@ def whole_tensors_one_at_a_time() -> Iterator[list[int]]:
 
 def by_its_method(model: nn.Module, folder: Path, wanted: Path) -> None:
     """transformers' own method writes the same files, each rank some of them; its arguments mean what they mean there."""
-    from megafx.runtime import module as parallel_class
-    from megafx.errors import AgreementError, UsageError
-
     rank = dist.get_rank()
     whole, parallel_class.full_state_dict = parallel_class.full_state_dict, None  # no rank gathers the model
     model.save_pretrained(folder / "method", rank == 0, max_shard_size="8KB")  # as the Trainer calls it
@@ -192,24 +161,15 @@ def by_its_method(model: nn.Module, folder: Path, wanted: Path) -> None:
     found = type(model).__mro__[3].from_pretrained(folder / "variant", variant="half")
     assert "model.safetensors.index.half.json" in os.listdir(folder / "variant")
     same(model, found, "variant")
-    given = megafx_whole(model)
+    given = megafx.full_state_dict(model)
     model.save_pretrained(folder / "given", state_dict={n: v + 1 for n, v in given.items()})
     dist.barrier()
     again = type(model).__mro__[3].from_pretrained(folder / "given").state_dict()
     assert all(torch.equal(again[n], v + 1) for n, v in given.items() if v.is_floating_point())
 
 
-def megafx_whole(model: nn.Module) -> dict:
-    import megafx
-
-    return megafx.full_state_dict(model)
-
-
 def refused(name: str, model: nn.Module, folder: Path) -> None:
     """What is wrong on one rank only stops all of them, and nothing is changed."""
-    import megafx
-    from megafx.errors import CheckpointError, UsageError
-
     with torch.device("meta"):
         unplanned = zoo.ZOO["nanogpt"]()[0]
     megafx.parallelize(unplanned)
@@ -221,18 +181,26 @@ def refused(name: str, model: nn.Module, folder: Path) -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    ranks = int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-    name = os.environ["NAME"]
+def from_files_and_from_its_constructor(name: str, folder: Path) -> None:
+    """A meta model is refused, loaded and initialised; what the ranks then write is read in one process."""
+    if dist.get_rank() == 0:
+        model = eager(name, seed=1)
+        if name == "nanogpt":
+            (folder / name).mkdir()
+            save_model(model, str(folder / name / "model.safetensors"))
+        else:
+            model.save_pretrained(folder / name, max_shard_size="10KB")
+    dist.barrier()
     model = parallel_on_meta(name)
     refused(name, model, folder)
     loaded(name, model, folder)
     initialised(name, model, folder)
-    dist.destroy_process_group()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        check_saved(name, folder / f"{name}_saved")
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+for case in ("gpt2", "llama", "t5", "neox", "nanogpt"):
+    check(2, 3, slow=(2,) if case == "llama" else True, name=f"weights_of_{case}")(
+        partial(from_files_and_from_its_constructor, case)
+    )

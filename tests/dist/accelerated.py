@@ -1,32 +1,21 @@
 """accelerate on data parallelism times tensor parallelism, four gloo ranks: the batches that its loaders give, losses, clipping
-and steps as in one process on all rows, in fp64; a GradScaler there; what the Trainer may not be told.
-
-Run as a script, this file is one of the ranks.
-"""
+and steps as in one process on all rows, in fp64; a GradScaler there; what the Trainer may not be told."""
 
 from __future__ import annotations
 
 import copy
-import sys
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import RTOL, check
 from torch import nn
 
-RTOL = 1e-10
+import megafx
+
 ROWS, FEATURES = 36, 5
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_on_four_processes(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    processes.run_ranks(__file__, tmp_path, 4, timeout=240)
 
 
 class Net(nn.Module):
@@ -52,7 +41,6 @@ def steps_of_one_process_on_all_rows(form: str) -> None:
     from accelerate.utils import set_seed
     from hf_trainer import allow_cpu
 
-    import megafx
     from megafx.errors import UsageError
     from megafx.integrations.hf_trainer import attach
 
@@ -97,8 +85,6 @@ def steps_of_one_process_on_all_rows(form: str) -> None:
 
 def a_scaler_skips_on_all_ranks(model: nn.Module, form: str) -> None:
     """What overflows in one shard: of one rank where data-parallel ranks hold shards, else of the ranks that hold the same."""
-    import megafx
-
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     x = torch.stack([row["x"] for row in rows()[:4]]).chunk(2)[dist.get_rank() // 2]
@@ -114,20 +100,5 @@ def a_scaler_skips_on_all_ranks(model: nn.Module, form: str) -> None:
     assert scaler.get_scale() == 4.0, f"{form}: rank {dist.get_rank()}"
 
 
-def main(folder: Path, rank: int) -> None:
-    from megafx.distributed.failures import wait_at_exit
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-    torch.set_num_threads(1)
-    wait_at_exit()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=timedelta(seconds=90)
-    )
-    for form in ("ddp", "fsdp"):
-        steps_of_one_process_on_all_rows(form)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+for form in ("ddp", "fsdp"):
+    check(4, slow=True, name=f"accelerate_{form}")(partial(steps_of_one_process_on_all_rows, form))
