@@ -43,7 +43,7 @@ aten = torch.ops.aten
 _Make = Callable[[Builder, fx.Node], fx.Node]
 
 
-def sum_apart(program: Program, node: fx.Node, label: dict[fx.Node, str]) -> fx.Node | None:
+def separate_sum(program: Program, node: fx.Node, label: dict[fx.Node, str]) -> fx.Node | None:
     """Write `node` out where it adds one expert's rows to a value that is not that expert's.
 
     label: node -> key of the expert whose it is. Returns what the expert adds; None where there is nothing to write out.
@@ -224,7 +224,7 @@ def _grown(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
         keys = {label[a] for a in node.all_input_nodes if a in label}
         if node.op != "call_function" or not keys:
             continue
-        if (own := sum_apart(program, node, label)) is not None:
+        if (own := separate_sum(program, node, label)) is not None:
             node = own
             keys = {label[a] for a in node.all_input_nodes if a in label}
         if len(keys) != 1:

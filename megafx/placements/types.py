@@ -180,8 +180,8 @@ def dual(p: Placement) -> Placement:
     return {"I": I, "R": P, "P": R}.get(p.kind, p)
 
 
-class Transition(NamedTuple):
-    """One row of the table: what moves forward and backward when a value changes placement."""
+class Collectives(NamedTuple):
+    """One row of the table: what a transition sends forward and backward."""
 
     forward: str
     backward: str
@@ -192,27 +192,27 @@ LOCAL = "local"  # no communication: identity, slice, pad or mask
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 
 # The one source of truth. backward of (a -> b) is forward of (dual(b) -> dual(a)).
-TRANSITIONS: dict[tuple[str, str], Transition] = {
-    ("I", "R"): Transition(LOCAL, ALL_REDUCE, "copy_to_region"),
-    ("P", "I"): Transition(ALL_REDUCE, LOCAL, "reduce_from_region"),
-    ("S", "R"): Transition(ALL_GATHER, REDUCE_SCATTER, "gather_from_sequence_parallel"),
-    ("P", "S"): Transition(REDUCE_SCATTER, ALL_GATHER, "reduce_scatter_to_sequence_parallel"),
-    ("S", "I"): Transition(ALL_GATHER, LOCAL, "gather_from_region"),
-    ("I", "S"): Transition(LOCAL, ALL_GATHER, "scatter_to_region"),
-    ("S", "S"): Transition(ALL_TO_ALL, ALL_TO_ALL),
-    ("P", "R"): Transition(ALL_REDUCE, ALL_REDUCE),
-    ("R", "S"): Transition(LOCAL, LOCAL),
-    ("S", "P"): Transition(LOCAL, LOCAL),
-    ("R", "P"): Transition(LOCAL, LOCAL),
-    ("R", "I"): Transition(LOCAL, LOCAL),
-    ("I", "P"): Transition(LOCAL, LOCAL),
+TRANSITIONS: dict[tuple[str, str], Collectives] = {
+    ("I", "R"): Collectives(LOCAL, ALL_REDUCE, "copy_to_region"),
+    ("P", "I"): Collectives(ALL_REDUCE, LOCAL, "reduce_from_region"),
+    ("S", "R"): Collectives(ALL_GATHER, REDUCE_SCATTER, "gather_from_sequence_parallel"),
+    ("P", "S"): Collectives(REDUCE_SCATTER, ALL_GATHER, "reduce_scatter_to_sequence_parallel"),
+    ("S", "I"): Collectives(ALL_GATHER, LOCAL, "gather_from_region"),
+    ("I", "S"): Collectives(LOCAL, ALL_GATHER, "scatter_to_region"),
+    ("S", "S"): Collectives(ALL_TO_ALL, ALL_TO_ALL),
+    ("P", "R"): Collectives(ALL_REDUCE, ALL_REDUCE),
+    ("R", "S"): Collectives(LOCAL, LOCAL),
+    ("S", "P"): Collectives(LOCAL, LOCAL),
+    ("R", "P"): Collectives(LOCAL, LOCAL),
+    ("R", "I"): Collectives(LOCAL, LOCAL),
+    ("I", "P"): Collectives(LOCAL, LOCAL),
 }
 
 
-def transition(src: Placement, dst: Placement) -> Transition:
+def collectives(src: Placement, dst: Placement) -> Collectives:
     """The row for src -> dst; equal placements move nothing."""
     if src == dst:
-        return Transition(LOCAL, LOCAL)
+        return Collectives(LOCAL, LOCAL)
     return TRANSITIONS[src.kind, dst.kind]
 
 

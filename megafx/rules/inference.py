@@ -275,32 +275,32 @@ def _rank0_only(at: _Inference) -> Placement:
     return P
 
 
-def _for_rank(at: _Inference) -> Placement:
+def _owner_input(at: _Inference) -> Placement:
     if at.given[0] != R:
         raise at.error("one rank computes with it, so it must be whole")
     return R
 
 
-def _rank_only(at: _Inference) -> Placement:
+def _owner_output(at: _Inference) -> Placement:
     if at.given[0] != R:
         raise at.error("only a value that is whole becomes summands this way")
     return P
 
 
-def _rank_part(at: _Inference) -> Placement:
+def _owner_input_gradient(at: _Inference) -> Placement:
     if at.given[0] != P and not is_zero(at.node.args[0]):
         raise at.error("it is no gradient to which one rank alone adds")
     return P
 
 
-def _of_rank(at: _Inference) -> Placement:
+def _owner_parameter(at: _Inference) -> Placement:
     if at.given[0] != _owned_by(at.node):
         raise at.error(f"it is not held by {_owned_by(at.node)} alone")
     return R
 
 
-def _to_rank(at: _Inference) -> Placement:
-    _rank_part(at)
+def _owner_parameter_gradient(at: _Inference) -> Placement:
+    _owner_input_gradient(at)
     return _owned_by(at.node)
 
 
@@ -315,9 +315,9 @@ _SPECIAL: dict[str, Callable[[_Inference], Placement | None]] = {
     "megafx.rank_select.default": _varying,
     "megafx.rank_place.default": _varying,
     "megafx.rank0_only.default": _rank0_only,
-    "megafx.for_rank.default": _for_rank,
-    "megafx.rank_only.default": _rank_only,
-    "megafx.rank_part.default": _rank_part,
-    "megafx.of_rank.default": _of_rank,
-    "megafx.to_rank.default": _to_rank,
+    "megafx.owner_input.default": _owner_input,
+    "megafx.owner_output.default": _owner_output,
+    "megafx.owner_input_gradient.default": _owner_input_gradient,
+    "megafx.owner_parameter.default": _owner_parameter,
+    "megafx.owner_parameter_gradient.default": _owner_parameter_gradient,
 }

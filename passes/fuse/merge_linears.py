@@ -31,7 +31,7 @@ from megafx.config import MEASURE_NOTHING
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Input, Phase, Program, fqn_of, inherit, source_of
 from megafx.kernels import join_parameters  # noqa: F401  registers the ops
 from megafx.ops.gather_region import ALIGNED
-from megafx.ops.owners import OF_RANK
+from megafx.ops.owners import OWNER_PARAMETER
 from megafx.placements.data_axis import DataAxis, rows_of
 from megafx.placements.types import Placement, S
 from megafx.placements.views import concat_layouts
@@ -65,7 +65,7 @@ class _Merger:
         pairs = enumerate(program.input_nodes())
         self.params = {node: (i, spec) for i, (node, spec) in pairs if spec.kind == "param"}
         held = program.graph.find_nodes(
-            op="call_function", target=OF_RANK
+            op="call_function", target=OWNER_PARAMETER
         )  # of an expert: the owner's, as it is stored
         self.params |= {node: self.params[node.args[0]] for node in held if node.args[0] in self.params}
         self.changes = 0

@@ -38,7 +38,7 @@ def insert_transitions(program: Program, planning: Planning) -> int:
     for node in active:
         node.meta[PLACEMENT] = plan.ops[node.name].out if node in rules else stored[node]
     for node in active:
-        for move in plan.conversions.get(node.name, ()):
+        for move in plan.transitions.get(node.name, ()):
             emitter.convert(node, move.src, move.dst)
     for node, rule in rules.items():
         for operand, placement in zip(rule.operands, plan.ops[node.name].ins, strict=True):

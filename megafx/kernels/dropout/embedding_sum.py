@@ -28,7 +28,7 @@ from torch import Tensor
 from megafx.ir.facts import DRAWN, SEED, UNDRAWN, ids, real
 from megafx.kernels.common.op import define_gradient, define_op, wide
 from megafx.kernels.dropout.bias_dropout_add import check_draw, draws, dropped_reference
-from megafx.rules.families import Arg, Call
+from megafx.rules.families import Arg, OpCall
 
 _DRAWING = "Tensor? seed, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
 
@@ -99,7 +99,7 @@ def _fake(*args: Any) -> Tensor:
     return result_like(parts)
 
 
-def _rule(call: Call) -> str:
+def _rule(call: OpCall) -> str:
     """Batch, sequence and width; rows of tables stay whole. Linear in all summands together."""
     operands = []
     for name in ("a", "b", "c"):
