@@ -4,7 +4,7 @@
     simulate(program, inputs, mesh={"dp": 2, "tp": 3})             ranks in row-major order: the last axis varies fastest
 
 Ops run rank by rank (as that rank: axes.on_mesh); a transition or a collective sees the values of all ranks at once,
-by definitions that share nothing with the code that runs on real ranks (placements/moves.py): transitions are put together and cut
+by definitions that share nothing with the code of real ranks (placements/moves.py): transitions are put together and cut
 by placements.Layout.pieces. What a joint graph computes is what its nodes say, so a wrong backward shows.
 
     run_logical(program, values, placements, t)   logical tensors in, logical outputs and gradients out
