@@ -452,17 +452,17 @@ def test_golden() -> None:
         %1 = rows                                     # i64[3]
         %2 = experts.0.weight                         # f64[6 8] I@tp param
         %3 = experts.1.weight                         # f64[6 8] I@tp param
-        %4 = owner_parameter(%2, 0, 'tp', 1)                  # f64[6 8]
-        %5 = owner_parameter(%3, 1, 'tp', 1)                  # f64[6 8]
-        %6 = owner_input(%0, 0, 'tp', 1)                 # f64[4 8]
+        %4 = owner_parameter(%2, 0, 'tp', 1)          # f64[6 8]
+        %5 = owner_parameter(%3, 1, 'tp', 1)          # f64[6 8]
+        %6 = owner_input(%0, 0, 'tp', 1)              # f64[4 8]
         %7 = linear(%6, %4)                           # f64[4 6]
-        %8 = owner_output(%7, 0, 'tp', 1)                # f64[4 6]
-        %9 = owner_input(%0, 1, 'tp', 1)                 # f64[4 8]
+        %8 = owner_output(%7, 0, 'tp', 1)             # f64[4 6]
+        %9 = owner_input(%0, 1, 'tp', 1)              # f64[4 8]
         %10 = index(%9, [%1])                         # f64[3 8]
         %11 = linear(%10, %5)                         # f64[3 6]
         %12 = full([4, 6], 0, dtype=f64, device=cpu)  # f64[4 6]
         %13 = index_add(%12, 0, %1, %11)              # f64[4 6]
-        %14 = owner_output(%13, 1, 'tp', 1)              # f64[4 6]
+        %14 = owner_output(%13, 1, 'tp', 1)           # f64[4 6]
         %15 = add(%8, %14)                            # f64[4 6]
         return %15
         """,
