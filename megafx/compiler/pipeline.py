@@ -168,8 +168,8 @@ class Compiled:
 
     def held_back(self, gradients: Gradients, axes: Mapping[str, AxisContext]) -> tuple[Executable, list[Input]]:
         """The same with another backward, which takes what this one's forward keeps (`data_parallel`); its pending inputs."""
-        assert self.program.unreduced is not None
-        program, planner = self.program.unreduced.copy(), replace(self.planner, gradients=gradients)
+        assert self.program.before_reduction is not None
+        program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
         data_parallel(program, planner)
         schedule_collectives(program, planner)
         made = Executable.of(bind_mesh(program, axes), lambda: on_mesh(axes))

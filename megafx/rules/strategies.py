@@ -86,6 +86,10 @@ class Template:
         carriers = {i for i in range(len(self.operands)) if self.carries(i, f)}
         return role == "*" or (role == "~" and carriers <= {i for g, _ in self.groups for i in g})
 
+    def written_out(self, f: str) -> bool:
+        """Whether ranks that shard f compute the op by other ops (`Localized`)."""
+        return self.localized is not None and f == self.localized.factor
+
     def carries(self, i: int, f: str, result: int = 0) -> bool:
         return any(f in names(e) for e in self.entries(i, result))
 
@@ -365,7 +369,7 @@ def factor_layouts(template: Template, i: int, dim: int, layout: Layout, t: int)
         if entry != f:
             major, minor = _around(template, entry, f)
             cut = refit(layout, major, minor, t)
-        if cut is not None and (cut.simple() or not (template.localized and f == template.localized.factor)):
+        if cut is not None and (cut.simple() or not template.written_out(f)):
             yield f, cut
 
 

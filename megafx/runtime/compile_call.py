@@ -78,7 +78,7 @@ class Parallelizer:
         parts = executable.parts
         joined = [[names[i] for i in indices] for k, indices in enumerate(parts.joins) if k not in parts.gathered]
         call = CompiledCall(compiled.program, executable, compiled.wrt, compiled.differentiated, dict(fixed), joined)
-        if compiled.program.unreduced is not None:
+        if compiled.program.before_reduction is not None:
             call.holding = HeldBack(functools.cache(lambda kind: self._held_back(compiled, executable, kind)))
         return call
 

@@ -25,7 +25,6 @@ import functools
 import sys
 from typing import TYPE_CHECKING, cast
 
-from megafx.capture.huggingface import check_generation
 from megafx.distributed.parameters import RUNTIME
 from megafx.runtime.guards import data_parallel_error, remove_guards
 from megafx.weights.state import full_state_dict, prepare_loading
@@ -185,7 +184,6 @@ class _Pretrained:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's own. Tokens are drawn on every rank: from rank 0's generator state, so that they are the same."""
-        check_generation(cast(nn.Module, self), args, kwargs)
         cast(Parallel, self).megafx.same_generators()
         return super().generate(*args, **kwargs)  # type: ignore[misc]  # of the user's class
 

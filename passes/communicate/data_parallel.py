@@ -46,14 +46,14 @@ aten, mfx = torch.ops.aten, torch.ops.megafx
 def data_parallel(program: Program, planner: Planner) -> int:
     """Return the number of collectives added.
 
-    planner.gradients: "reduce" leaves `program.unreduced` for the other two. "hold" leaves gradients this rank's own
+    planner.gradients: "reduce" leaves `program.before_reduction` for the other two. "hold" leaves gradients this rank's own
     (`no_sync`); "add" takes, as further inputs of backward ('pending'), what was held before, and reduces the sums.
     """
     if planner.data is None:
         return 0
     gradients = planner.gradients
     if gradients == "reduce":
-        program.unreduced = program.copy()
+        program.before_reduction = program.copy()
     adder = _Adder(program, planner.data, planner.t, planner.solved.params)
     adder.sum_over_batch()
     adder.sum_outputs()
