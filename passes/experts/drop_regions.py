@@ -36,15 +36,9 @@ def drop_regions(program: Program, axes: Mapping[str, AxisContext]) -> int:
         x, owner, axis, _ = node.args
         if axes[axis].rank == owner or node.target is OWNER_INPUT:
             _give(node, _strided(program, node, x))
-<<<<<<< HEAD
         elif node.target is OWNER_PARAMETER_GRADIENT:
-            _give(node, _no_rows(program, node))
-        elif node.target is not OWNER_PARAMETER:
-=======
-        elif node.target is TO_RANK:
             _give(node, _zeros(program, node, [0, *node.meta[VAL].shape[1:]]))
-        elif node.target is not OF_RANK:
->>>>>>> main
+        elif node.target is not OWNER_PARAMETER:
             zeros.append(node)
     for node in zeros:
         _add_nothing(program, node)

@@ -3,15 +3,9 @@
 Before:  %1 = index(%x, [%rows]); %2 = linear(%1, %w); %3 = index_add(%out, 0, %rows, %2)         # experts.1, of rank 1
 After:   %x1 = owner_input(%x, 1); %w1 = owner_parameter(%w, 1)
          %1 = index(%x1, [%rows]); %2 = linear(%1, %w1); %3 = index_add(%zeros, 0, %rows, %2)
-<<<<<<< HEAD
          %4 = add(%out, owner_output(%3, 1))
-Legal because: on one rank the new ops are identities; on several, the planner computes what lies between them whole, and the
-sum of what the ranks then add is what all experts add (owners.py).
-=======
-         %4 = add(%out, rank_only(%3, 1))
 Legal because: on one rank the new ops are identities. On several, the planner computes what lies between them whole, and the
 sum of what the ranks then add is what all experts add (ops/owners.py).
->>>>>>> main
 
 What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_regions`), whether tokens are routed
 by index or by a mask. Sums into rows are first rewritten as sums of values (analysis/experts.py). Expert number j of E belongs
@@ -115,13 +109,8 @@ class _Owning:
     def _enter(self, value: fx.Node, key: str) -> fx.Node:
         """`value` for the owner to compute with, made before the expert's first use of it."""
         if (value, key) not in self.entered:
-<<<<<<< HEAD
-            first = min(user for user in value.users if self.region.get(user) == key)
-            self.entered[value, key] = self._emit(OWNER_INPUT, value, key, first, first)
-=======
             first = min(user for user in value.users if self.values.get(user) == key)
-            self.entered[value, key] = self._emit(FOR_RANK, value, key, first, first)
->>>>>>> main
+            self.entered[value, key] = self._emit(OWNER_INPUT, value, key, first, first)
         return self.entered[value, key]
 
     def _leave(self, node: fx.Node, key: str) -> None:
