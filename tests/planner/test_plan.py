@@ -201,5 +201,5 @@ def test_an_edited_plan_must_follow_the_rules() -> None:
 
 def test_an_edited_plan_must_convert_what_it_uses() -> None:
     program, planner, given = _saved()
-    given.conversions.pop("x")
+    given.transitions.pop("x")
     assert _refusal(program, planner).startswith("the plan uses %x at S1, but it is I and nothing converts it")
