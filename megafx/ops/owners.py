@@ -27,14 +27,16 @@ import torch
 from torch import Tensor, fx
 
 from megafx.errors import UsageError
+from megafx.ir.facts import FREE, declare
 from megafx.ir.program import Program
 from megafx.ops.axes import axis_rank
 
 Arguments = tuple[Any, ...]
 
 
-def _define(name: str, compute: Callable[[Tensor, bool], Tensor], gradient: str = "") -> None:
+def _define(name: str, types: str, compute: Callable[[Tensor, bool], Tensor], gradient: str = "") -> None:
     """megafx::name(x, owner, axis, size). compute(x, whether this rank is the owner); gradient: the op of its backward."""
+    declare(f"megafx.{name}.default", types=types, cost=FREE)
 
     def run(x: Tensor, owner: int, axis: str, size: int) -> Tensor:
         return compute(x, size == 1 or axis_rank(axis) == owner)
@@ -57,11 +59,11 @@ def _owner_parameter(x: Tensor, own: bool) -> Tensor:
     return x.clone()
 
 
-_define("owner_input", lambda x, own: x.clone(), "owner_input_gradient")
-_define("owner_output", lambda x, own: x.clone() if own else torch.zeros_like(x), "owner_output")
-_define("owner_parameter", _owner_parameter, "owner_parameter_gradient")
-_define("owner_input_gradient", lambda x, own: x.clone() if own else torch.zeros_like(x))
-_define("owner_parameter_gradient", lambda x, own: x.clone() if own else x.new_zeros([0, *x.shape[1:]]))
+_define("owner_input", "R -> R", lambda x, own: x.clone(), "owner_input_gradient")
+_define("owner_output", "R -> P", lambda x, own: x.clone() if own else torch.zeros_like(x), "owner_output")
+_define("owner_parameter", "O -> R", _owner_parameter, "owner_parameter_gradient")
+_define("owner_input_gradient", "P -> P", lambda x, own: x.clone() if own else torch.zeros_like(x))
+_define("owner_parameter_gradient", "P -> O", lambda x, own: x.clone() if own else x.new_zeros([0, *x.shape[1:]]))
 
 ops = torch.ops.megafx
 OWNER_PARAMETER, OWNER_INPUT, OWNER_OUTPUT = (

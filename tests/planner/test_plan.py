@@ -202,4 +202,4 @@ def test_an_edited_plan_must_follow_the_rules() -> None:
 def test_an_edited_plan_must_convert_what_it_uses() -> None:
     program, planner, given = _saved()
     given.transitions.pop("x")
-    assert _refusal(program, planner).startswith("the plan uses %x at S1, but it is I and nothing converts it")
+    assert _refusal(program, planner).startswith("the plan uses %x at S1, but it is I and has no transition to there")
