@@ -93,7 +93,7 @@ def test_op_work():
     assert op_flops("embedding", 12, 50257) == 0
     assert op_bytes("embedding", 24, [10_000, 8]) == 48
     assert op_bytes("add", 24, [24, 24]) == 72
-    assert op_bytes("transpose", 24, [24]) == op_bytes("getitem", 24, [48]) == op_bytes("for_rank", 24, [24]) == 0
+    assert op_bytes("transpose", 24, [24]) == op_bytes("getitem", 24, [48]) == op_bytes("owner_input", 24, [24]) == 0
 
 
 def seconds(name, training, contraction=1):
