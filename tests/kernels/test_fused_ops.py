@@ -191,6 +191,31 @@ def test_gradients_are_those_of_the_value(name):
     assert torch.autograd.gradcheck(function, inputs)
 
 
+# What is kept for backward: numbers of operands, and shapes of other tensors (rows' statistics, the seed, a sum).
+SAVED = {
+    "dropout": [()],
+    "bias_act": [0, 1],
+    "glu": [0, 1],
+    "glu_packed": [0, 1],
+    "bias_dropout_add": [()],
+    "layer_norm": [0, 1, (B, S), (B, S)],
+    "rms_norm": [0, 1, (B, S)],
+    "bias_dropout_add_rms_norm": [2, (B, S, H), (), (B, S)],
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_is_saved(name):
+    shapes, function = OPS[name]
+    inputs = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes(B)]
+    which = {x.data_ptr(): i for i, x in enumerate(inputs)}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        function(*inputs)
+    found = [which.get(x.data_ptr(), tuple(x.shape)) for x in saved]
+    assert sorted(found, key=str) == sorted(SAVED[name], key=str)
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_one_graph_for_every_batch(name):
     """Traced with symbolic sizes: the operators of a call, forward and backward, are its nodes; numbers at another size."""

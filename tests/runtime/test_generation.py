@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from generating import CALLS, VOCAB, build, generate, prompt, transcribe
+from generating import CALLS, VOCAB, build, generate, prompt
 from harness import promote_casts
 
 import megafx
@@ -31,18 +31,6 @@ def test_two_graphs_give_eagers_tokens(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
-def test_encoder_and_decoder(name: str) -> None:
-    """One graph makes the memory's keys and values beside the first token, one all other tokens."""
-    model = build(name)
-    eager = copy.deepcopy(model)
-    megafx.parallelize(model)
-    for call in CALLS:
-        assert torch.equal(*(transcribe(m, name, call) for m in (model, eager))), call
-        assert model.megafx.captures == 2
-
-
-@pytest.mark.slow
 def test_chunks_of_a_decoders_prompt() -> None:
     """transformers cuts the encoder's mask to the length of a chunk of the decoder's tokens: refused where there is a mask."""
     from megafx.errors import UsageError
@@ -58,19 +46,6 @@ def test_chunks_of_a_decoders_prompt() -> None:
         model.generate(**padded, **options)
     with pytest.raises(UsageError, match="leave out prefill_chunk_size"):
         model.generate(padded["input_ids"], **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [{"cache_implementation": "static"}, {"prefill_chunk_size": 3}, {"use_cache": False}])
-def test_other_caches(form: dict[str, Any]) -> None:
-    """Static caches, prompts in chunks, none: eager's tokens, and no graph a token."""
-    model = build("llama")
-    eager = copy.deepcopy(model)
-    megafx.parallelize(model)
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **prompt(padded=True), **form}
-    for tokens in (8, 12):
-        assert torch.equal(*(m.generate(**options, max_new_tokens=tokens) for m in (model, eager)))
-    assert model.megafx.captures <= 4
 
 
 def test_padding_is_masked_in_every_step() -> None:
