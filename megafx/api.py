@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from megafx.capture.dims import max_length
 from megafx.capture.export import capture_call
 from megafx.capture.huggingface import is_hf_model, synthesize_inputs
-from megafx.compiler.pipeline import Request, plan_only
+from megafx.compiler.pipeline import plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
 from megafx.equivalence import Verdict, verify_call
 from megafx.errors import UsageError
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.report import Report
@@ -89,7 +90,7 @@ def plan(
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
     program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
     t = config.tensor_model_parallel_size or 1
-    return plan_only(program, Request(config, t, hardware_of(config, None), {}, None, lambda index, spec: True))
+    return plan_only(program, Planner(config, t, hardware_of(config, None), wants_grad=lambda spec: True))
 
 
 def explain(subject: nn.Module | Plan) -> Report:

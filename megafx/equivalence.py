@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import TOLERANCE, Divergence, first_divergence, local_inputs, relative_error, run_logical
-from megafx.compiler.pipeline import Compiled, Request, compile_program
+from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.ir.program import VAL, Program
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 
 GRADIENT_FLOOR = 1e-6  # a gradient this much smaller than all of them together is zero but for rounding
@@ -75,8 +76,8 @@ def verify_call(
         program = capture_call(
             model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules
         )
-        request = Request(config, ranks, hardware, {}, None, lambda index, spec: spec.kind == "param")
-        return compile_program(program, request)
+        planner = Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param")
+        return compile_program(program, planner)
 
     sharded, single = compiled(t), compiled(1)
     plain = _plain(model)

@@ -28,7 +28,7 @@ from megafx.ir.program import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_
 from megafx.ops.owners import OF_RANK
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, payload, transition
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.cost import MATMULS, collective_seconds
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
@@ -170,13 +170,13 @@ class Report:
         yield "Notes", self.notes
 
 
-def describe(program: Program, planning: Planning) -> Report:
+def describe(program: Program, planner: Planner) -> Report:
     """PLACED program -> Report."""
-    plan = planning.solved
+    plan = planner.solved
     rows = []
     for node in program.graph.nodes:
-        if node.op == "call_function" and node in planning.rules:
-            row = _row(program, planning, node)
+        if node.op == "call_function" and node in planner.rules:
+            row = _row(program, planner, node)
             if row is not None:
                 rows.append(row)
     params, entering = {}, []
@@ -185,7 +185,7 @@ def describe(program: Program, planning: Planning) -> Report:
             placement = plan.params[spec.name]
             shape = "x".join(str(n) for n in node.meta[VAL].shape)
             params[spec.name] = (shape, str(placement), plan.replicated.get(spec.name, ""))
-            moves = _moves(program, planning, node)
+            moves = _moves(program, planner, node)
             if any(m.forward != LOCAL or m.backward != LOCAL for m in moves):
                 entering.append(Row(spec.name, "parameter", "gradient all-reduce", str(placement), shape, moves, ""))
     removed: dict[str, int] = defaultdict(int)
@@ -197,7 +197,7 @@ def describe(program: Program, planning: Planning) -> Report:
         "sequence_parallel": plan.sequence_parallel,
         "workload": ", ".join(f"{k}={v}" for k, v in plan.workload.items()) or "static",
         "hardware": plan.hardware,
-        "fusions": _chosen(planning),
+        "fusions": _chosen(planner),
         "modelled step": f"{plan.cost_us:.0f} us",
         "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
     }
@@ -212,13 +212,13 @@ def describe(program: Program, planning: Planning) -> Report:
     return Report(header, rows + entering, params, dict(removed), notes, fusions=fused(program.fusions))
 
 
-def _chosen(planning: Planning) -> str:
+def _chosen(planner: Planner) -> str:
     """By what fusions were chosen."""
-    if planning.fusions is not None:
-        return f"all but those that were slower as measured on {planning.fusions.device}"
-    if planning.config.fusion_profile is not None:
+    if planner.fusions is not None:
+        return f"all but those that were slower as measured on {planner.fusions.device}"
+    if planner.config.fusion_profile is not None:
         return "all (fusion_profile)"
-    return f"all (no measurements for {planning.hardware.name})"
+    return f"all (no measurements for {planner.hardware.name})"
 
 
 def fused(fusions: Iterable[Fusion]) -> list[Fused]:
@@ -253,18 +253,18 @@ def refresh_notes(report: Report, notes: Iterable[Note]) -> None:
     report.notes = list(dict.fromkeys([*report.notes, *(str(n) for n in notes)]))
 
 
-def _row(program: Program, planning: Planning, node: fx.Node) -> Row | None:
-    choice = planning.solved.ops[node.name]
-    rule = planning.rules[node]
-    moves = _moves(program, planning, node)
+def _row(program: Program, planner: Planner, node: fx.Node) -> Row | None:
+    choice = planner.solved.ops[node.name]
+    rule = planner.rules[node]
+    moves = _moves(program, planner, node)
     communicates = any(m.forward != LOCAL or m.backward != LOCAL for m in moves)
     weights = [
         (o, p)
         for o, p in zip(rule.operands, choice.ins, strict=True)
-        if o.node in planning.weights and len(o.factors) > 1
+        if o.node in planner.weights and len(o.factors) > 1
     ]
-    has_weight = bool(weights) and node not in planning.weights
-    no_rule = rule.kind == "none" and node not in planning.owners
+    has_weight = bool(weights) and node not in planner.weights
+    no_rule = rule.kind == "none" and node not in planner.owners
     if not (communicates or has_weight or no_rule):
         return None
     ins = ", ".join(text_of(p, program) for p in choice.ins)
@@ -303,41 +303,41 @@ def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
     return "hidden-parallel" if lookup or op_name(node) not in MATMULS else "column-parallel"
 
 
-def _moves(program: Program, planning: Planning, node: fx.Node) -> tuple[Move, ...]:
+def _moves(program: Program, planner: Planner, node: fx.Node) -> tuple[Move, ...]:
     """The transitions made of this value, found in the graph."""
     moves, stack = [], [node]
     while stack:
         value = stack.pop()
         for user in value.users:
             if user.target is torch.ops.megafx.transition.default and PLACEMENT in value.meta:
-                moves.append(_move(program, planning, value, user))
+                moves.append(_move(program, planner, value, user))
                 stack.append(user)
-    choice = planning.solved.ops.get(node.name)
+    choice = planner.solved.ops.get(node.name)
     localized = facts_of(node.target).localize
     if choice is not None and choice.out == I and localized is not None and choice.factor == localized.factor:
-        moves.append(_statistics(program, planning, node))
+        moves.append(_statistics(program, planner, node))
     return tuple(moves)
 
 
-def _statistics(program: Program, planning: Planning, node: fx.Node) -> Move:
+def _statistics(program: Program, planner: Planner, node: fx.Node) -> Move:
     """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward."""
-    value, t = node.meta[VAL], planning.t
+    value, t = node.meta[VAL], planner.t
     itemsize = max(value.dtype.itemsize, 4)
     numel = 4 * t * math.prod(program.sizes.workload(n) for n in program.sizes.shape(value))
-    cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planning.hardware, t), 3)
+    cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
     return Move("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us)
 
 
-def _move(program: Program, planning: Planning, value: fx.Node, made: fx.Node) -> Move:
+def _move(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> Move:
     src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
     row = transition(src, dst)
-    sizes, t = program.sizes, planning.t
+    sizes, t = program.sizes, planner.t
     numel = 1
     for n in sizes.shape(value.meta[VAL]):
         numel *= sizes.workload(n)
     itemsize = value.meta[VAL].dtype.itemsize
-    backward = row.backward if planning.training and is_floating(value) else LOCAL
-    seconds = sum(collective_seconds(c, numel, itemsize, planning.hardware, t) for c in (row.forward, backward))
+    backward = row.backward if planner.training and is_floating(value) else LOCAL
+    seconds = sum(collective_seconds(c, numel, itemsize, planner.hardware, t) for c in (row.forward, backward))
     sent, sent_back = (payload(c, numel, t) * itemsize for c in (row.forward, backward))
     cost_us = round(seconds * 1e6, 3)
     return Move(text_of(src, program), text_of(dst, program), row.forward, backward, sent, sent_back, cost_us)

@@ -10,7 +10,6 @@ from megafx.patterns import (  # noqa: F401
     bias_activation,
     bias_dropout_add,
     cross_entropy,
-    embedding,
     glu,
     masked_softmax,
     norms,

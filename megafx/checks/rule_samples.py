@@ -77,6 +77,7 @@ SAMPLES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("aten.cat.default", ([real(4, 6), real(2, 6)],), {}),
     ("aten.clamp.Tensor", (real(4, 6), real(6), real(4, 1)), {}),
     ("aten.constant_pad_nd.default", (real(4, 6), [1, 0]), {}),
+    ("aten.constant_pad_nd.default", (real(4, 6, 6), [0, 0, 1, -1]), {}),  # the size stays, the elements move
     ("aten.count_nonzero.default", (mask(4, 6),), {}),
     ("aten.count_nonzero.default", (mask(4, 6), 1), {}),
     ("aten.count_nonzero.dim_IntList", (mask(4, 6, 6), [0, 2]), {}),

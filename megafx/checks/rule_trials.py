@@ -306,8 +306,7 @@ def _cross_entropy(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any,
             local = torch.ops.megafx.ce_stats(*(x.detach() for x in ranks[other]), ins[0].flat_layout, trial.t, "tp")
             stats.append(local)
     rest = (*trial.sample.args[2:], ins[0].flat_layout, trial.t, "tp")
-    loss = torch.ops.megafx.ce_loss_lse if "lse" in str(trial.target) else torch.ops.megafx.ce_loss
-    return loss(*ranks[rank], torch.stack(stats), *rest)
+    return torch.ops.megafx.ce_loss(*ranks[rank], torch.stack(stats), *rest)
 
 
 def _drawing(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
@@ -331,7 +330,6 @@ _LOCAL: dict[str, Local] = {
     **dict.fromkeys(("aten.slice_backward.default", "aten.select_backward.default"), _part_backward),
     "aten.embedding.default": _embedding,
     "megafx.cross_entropy.default": _cross_entropy,
-    "megafx.cross_entropy_lse.default": _cross_entropy,
 }
 
 

@@ -7,7 +7,7 @@ import operator
 import sys
 from collections.abc import Collection
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -153,19 +153,35 @@ def is_zero(node: Any) -> bool:
 
 
 # -- random draws
-#
-# An op draws random bits if its schema has these six arguments (kernels/dropout/dropout.py says what they mean). Its element
-# index is the linear index in its (first) result, and `shard_dim` is a dim of that result.
 
-DRAW_ARGUMENTS = ("seed", "p", "op_id", "shard_dim", "layout", "axis")
+
+class Draw(NamedTuple):
+    """The arguments of an op that draws random bits; what has all of them in its schema is such an op.
+
+    seed: a 0-d tensor, or None: nothing is drawn; p: probability that an element is dropped; op_id: the op's number in the
+    graph; shard_dim, layout: how the (first) result is cut over the ranks of `axis` (-1 and []: whole). An element's bits
+    follow from its linear index in that result, whole.
+    """
+
+    seed: Any = None
+    p: float = 0.0
+    op_id: int = 0
+    shard_dim: int = -1
+    layout: Any = ()
+    axis: str = "tp"
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """In the order that ops take them."""
+        return (self.seed, self.p, self.op_id, self.shard_dim, list(self.layout), self.axis)
 
 
 def is_draw(op: Any) -> bool:
     """Whether a node, or an operator, draws random bits."""
-    return argument_places(op.target if isinstance(op, fx.Node) else op).keys() >= set(DRAW_ARGUMENTS)
+    return argument_places(op.target if isinstance(op, fx.Node) else op).keys() >= set(Draw._fields)
 
 
-def draw_arguments(node: fx.Node) -> dict[str, Any]:
-    """The six arguments of a node that draws, by name."""
+def draw_of(node: fx.Node) -> Draw:
+    """The arguments of a node that draws."""
     assert is_draw(node), f"{node.target} draws nothing"
-    return {name: argument(node, name) for name in DRAW_ARGUMENTS}
+    return Draw(*(argument(node, name) for name in Draw._fields))

@@ -21,9 +21,8 @@ from torch import fx
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program, fqn_of, is_floating
 from megafx.placements.types import I, P, Placement, S
-from megafx.planner.context import Accepts, accepts, way_out
+from megafx.planner.context import Accepts, Planner, accepts, way_out
 from megafx.planner.cost import ATTENTION, op_seconds, optimizer_seconds, transition_seconds
-from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
 from megafx.planner.policy import Policy
 from megafx.planner.solver import Solution, Table
@@ -41,24 +40,13 @@ class Use:
 
 
 @dataclass
-class Workload:
-    """What the planner prices: the step's size in elements, its training state and the machine."""
-
-    hardware: Hardware
-    t: int
-    training: bool
-
-
-@dataclass
 class Problem:
-    """domains: the strategies of each op and parameter. accepts: the placements that graph outputs may leave at."""
+    """domains: the strategies of each op and parameter."""
 
     program: Program
-    rules: dict[fx.Node, OpRule]
+    planner: Planner
     domains: dict[fx.Node, list[Strategy]]
-    accepts: dict[fx.Node, Accepts]
     policy: Policy
-    work: Workload
     params: set[fx.Node] = field(default_factory=set)
     uses: dict[fx.Node, list[Use]] = field(default_factory=dict)
     values: dict[fx.Node, list[tuple[Placement, tuple[Placement, ...]]]] = field(default_factory=dict)
@@ -85,7 +73,7 @@ class Problem:
         if not self.policy.allows_conversion(node, src, dst):
             return math.inf
         value = node.meta[VAL]
-        grad = self.work.training and is_floating(node)
+        grad = self.planner.training and is_floating(node)
         is_param = node in self.params
         key = (self.numel(node), value.dtype.itemsize, src.kind, dst.kind, grad, is_param)
         if key not in self._memo:
@@ -94,8 +82,8 @@ class Problem:
                 dst,
                 numel=self.numel(node),
                 itemsize=value.dtype.itemsize,
-                hardware=self.work.hardware,
-                t=self.work.t,
+                hardware=self.planner.hardware,
+                t=self.planner.t,
                 needs_grad=grad,
                 is_param=is_param,
             )
@@ -124,7 +112,7 @@ class Problem:
         """Fill params, uses, values and tables from the domains."""
         self.params = {n for n, spec in self.program.input_nodes() if spec.kind == "param"}
         uses: dict[fx.Node, list[Use]] = defaultdict(list)
-        for node, rule in self.rules.items():
+        for node, rule in self.planner.rules.items():
             for index, operand in enumerate(rule.operands):
                 if operand.active:
                     uses[operand.node].append(Use(node, index))
@@ -154,7 +142,7 @@ class Problem:
         if node.op == "placeholder":
             key: Any = ("input", self._domain_id(node), self.numel(node), node in self.params)
             return self._cached(key, lambda: self._storage_costs(node))
-        rule = self.rules[node]
+        rule = self.planner.rules[node]
         operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
         value = node.meta[VAL]
         size = self.numel(node) if hasattr(value, "shape") else 0
@@ -162,11 +150,11 @@ class Problem:
         return self._cached(key, lambda: self._op_costs(node, rule))
 
     def _storage_costs(self, node: fx.Node) -> np.ndarray:
-        if node not in self.params or not self.work.training:
+        if node not in self.params or not self.planner.training:
             return np.zeros(len(self.domains[node]))
         return np.array(
             [
-                optimizer_seconds(self.numel(node), self.work.hardware) / (self.work.t if s.out.is_shard else 1)
+                optimizer_seconds(self.numel(node), self.planner.hardware) / (self.planner.t if s.out.is_shard else 1)
                 for s in self.domains[node]
             ]
         )
@@ -199,15 +187,15 @@ class Problem:
             out_itemsize=value.dtype.itemsize,
             operand_bytes=operand_bytes,
             contraction=self._contraction(rule),
-            hardware=self.work.hardware,
-            training=self.work.training,
+            hardware=self.planner.hardware,
+            training=self.planner.training,
         )
         return np.array(
-            [seconds / (self.work.t if s.factor else 1) + (2e-9 if s.out == P else 0.0) for s in self.domains[node]]
+            [seconds / (self.planner.t if s.factor else 1) + (2e-9 if s.out == P else 0.0) for s in self.domains[node]]
         )
 
     def _add_uses(self, node: fx.Node) -> None:
-        uses, leaves = self.uses.get(node, []), self.accepts.get(node)
+        uses, leaves = self.uses.get(node, []), self.planner.accepts.get(node)
         if not uses and leaves is None:
             return
         produced = [s.out for s in self.domains[node]]
@@ -228,7 +216,7 @@ class Problem:
 
     def _leaving_seconds(self, node: fx.Node, src: Placement, others: tuple[Placement, ...]) -> float:
         """Price of leaving the graph: nothing where the output may stay as one of these is, else the way to what it may be."""
-        wanted = self.accepts[node]
+        wanted = self.planner.accepts[node]
         if any(accepts(wanted, p) for p in (src, *others)):
             return 0.0
         return min(self.conversion_seconds(node, p, way_out(wanted)) for p in (src, *others))
@@ -308,7 +296,7 @@ class Problem:
 
     def plan_of(self, assignment: dict[Any, int]) -> Plan:
         """The Plan that an assignment of all op variables means (value variables are used where assigned)."""
-        plan = Plan(t=self.work.t)
+        plan = Plan(t=self.planner.t)
         chosen = {n: d[assignment["op", n]] for n, d in self.domains.items()}
         for node, strategy in chosen.items():
             if node.op == "call_function":
@@ -329,7 +317,7 @@ class Problem:
         wanted = [p for p in wanted if p != src]
         if node in self.values and ("val", node) in assignment:
             wanted = list(self.values[node][assignment["val", node]][1])
-        leaves = self.accepts.get(node)
+        leaves = self.planner.accepts.get(node)
         if leaves is not None and not any(accepts(leaves, p) for p in (src, *wanted)):
             wanted.append(way_out(leaves))
         return self.tree(node, src, tuple(wanted))[1]

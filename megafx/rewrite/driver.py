@@ -22,8 +22,8 @@ from megafx.errors import SourceLine
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.rewrite.match import Match, Matcher, Refusal
 from megafx.rewrite.pattern import Pattern, Variant, needs_of, specs_of, variants_of
-from megafx.rewrite.replace import Refuse, Replacer, Respell
-from megafx.rewrite.trace import Canonicalize, Trace, trace_of
+from megafx.rewrite.replace import Refuse, Replacer
+from megafx.rewrite.trace import Trace, trace_of
 
 Declines = Callable[[Match], str]
 NEAR = 0.6  # share of a pattern's nodes that must be found for MEGAFX_DEBUG=3 to print why the rest was not
@@ -65,18 +65,16 @@ def patterns_of(patterns: Iterable[type[Pattern]], config: Config, *, local: boo
 def rewrite(
     program: Program,
     patterns: Iterable[type[Pattern]],
-    canonicalize: Canonicalize,
-    respell: Respell,
     by: str,
     refuse: Refuse | None = None,
     declines: Declines | None = None,
 ) -> Rewritten:
     """Replace every match, in place.
 
-    canonicalize: what models go through; respell: the same for a few new nodes. refuse: what new ops have to pass.
-    declines: why a match is left as it is although it could be replaced; '': it is replaced.
+    by: the pass that asks. refuse: what new ops have to pass. declines: why a match is left as it is although it could be
+    replaced; '': it is replaced.
     """
-    run = _Run(program, canonicalize, Replacer(program, by, respell, refuse), declines)
+    run = _Run(program, Replacer(program, by, refuse), declines)
     run.sweep(sorted(patterns, key=lambda p: p.name))
     if run.done.counts:
         program.graph.eliminate_dead_code()
@@ -85,10 +83,8 @@ def rewrite(
 
 
 class _Run:
-    def __init__(
-        self, program: Program, canonicalize: Canonicalize, replacer: Replacer, declines: Declines | None = None
-    ) -> None:
-        self.program, self.canonicalize, self.replacer, self.declines = program, canonicalize, replacer, declines
+    def __init__(self, program: Program, replacer: Replacer, declines: Declines | None = None) -> None:
+        self.program, self.replacer, self.declines = program, replacer, declines
         self.matcher = Matcher(program, self.candidates)
         self.done = Rewritten()
         self.nodes: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -152,7 +148,7 @@ class _Run:
         for dtypes in choices:
             if first is not None and not self._may_have(first, dtypes):
                 continue
-            trace = trace_of(pattern, variant, dtypes, FIRST_LEAD, self.canonicalize)
+            trace = trace_of(pattern, variant, dtypes, FIRST_LEAD)
             if trace is None:
                 continue
             first = first or trace
@@ -190,7 +186,7 @@ class _Run:
             if lead == first.lead:
                 yield first
             elif lead >= 0 and any(s.dots for s in first.specs.values()):
-                trace = trace_of(first.pattern, first.variant, first.dtypes, lead, self.canonicalize)
+                trace = trace_of(first.pattern, first.variant, first.dtypes, lead)
                 if trace is not None:
                     yield trace
 

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from megafx.ir.dump import dtype_text, op_text, target_text
-from megafx.ir.nodes import draw_arguments
+from megafx.ir.nodes import Draw, draw_of
 from megafx.ir.program import VAL, Program, active_nodes, fqn_of, source_of
-from megafx.rewrite.pattern import DimSpec, Drop, Pattern, parameters
+from megafx.rewrite.pattern import DimSpec, Pattern, parameters
 from megafx.rewrite.trace import DTYPE_OF, Number, Size, Trace, arguments_of
 
 # -- rewrite found
@@ -67,9 +67,9 @@ class Match:
         return max(counts, key=sizes.workload, default=0)
 
     @property
-    def drops(self) -> tuple[Drop, ...]:
+    def drops(self) -> tuple[Draw, ...]:
         """The dropouts found, their seeds and layouts as graph nodes."""
-        return tuple(Drop(**draw_arguments(self.nodes[n])) for n in self.trace.drops)
+        return tuple(draw_of(self.nodes[n]) for n in self.trace.drops)
 
     def __getitem__(self, name: str) -> Any:
         if name in self.operands:
@@ -85,7 +85,7 @@ class Match:
             expr = self.program.sizes.expr(self.letters[name])
             return int(expr) if expr.is_Integer else expr
         if name == "drop":
-            return self.drops[0] if self.drops else Drop()
+            return self.drops[0] if self.drops else Draw()
         if name == "drops":
             return self.drops
         if name in parameters(self.pattern.match):
@@ -386,10 +386,10 @@ class _Attempt:
     def _capture_drops(self) -> None:
         """A declared number that is the probability of a dropout."""
         for node in self.trace.drops:
-            marker = draw_arguments(node)["p"]
+            marker = draw_of(node).p
             for name, value in self.trace.markers.items():
                 if value == marker and name not in self.match.numbers:
-                    self._bind(self.match.numbers, name, draw_arguments(self.match.nodes[node])["p"])
+                    self._bind(self.match.numbers, name, draw_of(self.match.nodes[node]).p)
 
 
 def _no_dim(name: str, value: torch.Tensor, dim: DimSpec) -> str:

@@ -14,15 +14,14 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megafx.ir.dump import dtype_text
-from megafx.ir.nodes import draw_arguments, is_draw, set_arguments
+from megafx.ir.nodes import Draw, draw_of, is_draw, set_arguments
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.rewrite.match import Match
-from megafx.rewrite.pattern import Drop, PatternError, parameters
-from megafx.rewrite.trace import plain_modes
+from megafx.rewrite.pattern import PatternError, parameters
+from megafx.rewrite.trace import canonical_form, plain_modes
 
 aten = torch.ops.aten
-Respell = Callable[[Program, list[fx.Node]], None]
 Refuse = Callable[[list[fx.Node], list[tuple[fx.Node, fx.Node]]], str]  # (new ops, (new, replaced) of each result)
 
 
@@ -39,8 +38,8 @@ class Template(NamedTuple):
 class Replacer:
     """Replaces matches in one program. refuse: why new ops may not stand for what they replace, or ''."""
 
-    def __init__(self, program: Program, by: str, respell: Respell, refuse: Refuse | None = None) -> None:
-        self.program, self.by, self.respell, self.refuse = program, by, respell, refuse
+    def __init__(self, program: Program, by: str, refuse: Refuse | None = None) -> None:
+        self.program, self.by, self.refuse = program, by, refuse
         self.sizes = SizeEmitter(program.graph, program.sizes)
         self.templates: dict[Any, Template] = {}
 
@@ -97,8 +96,8 @@ class Replacer:
         def call(*tensors: torch.Tensor) -> Any:
             tensor_of = dict(zip(names, tensors, strict=False))
             seed_of = dict(zip(given, tensors[len(names) :], strict=True))
-            drops = tuple(Drop(seed_of.get(k), d.p, k) for k, d in enumerate(match.drops))
-            special = {"drop": drops[0] if drops else Drop(), "drops": drops}
+            drops = tuple(Draw(seed_of.get(k), d.p, k) for k, d in enumerate(match.drops))
+            special = {"drop": drops[0] if drops else Draw(), "drops": drops}
             return pattern.make(
                 **{n: tensor_of[n] if n in tensor_of else special[n] if n in special else match[n] for n in takes}
             )
@@ -224,9 +223,9 @@ class Replacer:
         with self.program.fake_mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
-    def _number(self, node: fx.Node, new: fx.Node, template: Template, drops: tuple[Drop, ...]) -> None:
+    def _number(self, node: fx.Node, new: fx.Node, template: Template, drops: tuple[Draw, ...]) -> None:
         """Give an op that draws the number and the layout of the dropout that it replaces."""
-        seed = draw_arguments(node)["seed"]
+        seed = draw_of(node).seed
         if seed is not None:
             drop = drops[template.seeds[seed]]
             layout = list(drop.layout)
@@ -252,7 +251,7 @@ class Replacer:
         nodes = (n for n in template.graph.nodes if n.op == "call_function" and not _is_size(n))
         odd = [made[n] for n in nodes if not _canonical(n.target)]
         if odd:
-            self.respell(program, odd)
+            canonical_form().nodes(program, odd)
 
 
 def _is_off(node: fx.Node) -> bool:

@@ -19,10 +19,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_structure
 
-from megafx.ir.nodes import DRAW_ARGUMENTS, is_draw
+from megafx.ir.nodes import Draw, is_draw
 from megafx.ir.program import VAL, Input, Output, Program
 from megafx.ir.sizes import Sizes
-from megafx.rewrite.pattern import Drop, Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
+from megafx.rewrite.pattern import Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
 
 # -- rewrite arguments
 #
@@ -56,7 +56,7 @@ def arguments_of(node: fx.Node) -> list[tuple[str, Any]]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return [(str(i), a) for i, a in enumerate(node.args)] + sorted(node.kwargs.items())
-    ignored = _IGNORED if target.namespace == "aten" else DRAW_ARGUMENTS if is_draw(target) else ()
+    ignored = _IGNORED if target.namespace == "aten" else Draw._fields if is_draw(target) else ()
     found = []
     for i, argument in enumerate(target._schema.arguments):
         name = argument.name
@@ -82,7 +82,25 @@ def _from_front(node: fx.Node, dim: Any) -> Any:
     return [_from_front(node, d) for d in dim] if isinstance(dim, (list, tuple)) else dim
 
 
-Canonicalize = Callable[[Program], int]
+class CanonicalForm(NamedTuple):
+    """How graphs of models are spelled, which traces of patterns and new nodes have to be too."""
+
+    program: Callable[[Program], int]
+    nodes: Callable[[Program, list[fx.Node]], None]
+
+
+_form: list[CanonicalForm] = []
+
+
+def register_canonical_form(form: CanonicalForm) -> None:
+    """To be called once, by the pass that makes the form: it lies above this package."""
+    _form[:] = [form]
+
+
+def canonical_form() -> CanonicalForm:
+    assert _form, "import megafx.passes.canonicalize.canonicalize first: it registers how graphs are spelled"
+    return _form[0]
+
 
 # Letters while tracing. Larger than any number in a model's code; small enough that six of them multiply within 2**63.
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
@@ -170,13 +188,12 @@ def trace_of(
     variant: Variant,
     dtypes: Mapping[str, torch.dtype],
     lead: int,
-    canonicalize: Canonicalize,
 ) -> Trace | None:
     """The trace, made at the first call; None where match cannot compute with these dtypes mixed."""
     key = (pattern, variant, tuple(sorted(dtypes.items())), lead)
     if key not in _cache:
         try:
-            _cache[key] = _Tracing(pattern, variant, dict(dtypes), lead).run(canonicalize)
+            _cache[key] = _Tracing(pattern, variant, dict(dtypes), lead).run()
         except PatternError:
             raise
         except Exception as error:
@@ -228,7 +245,7 @@ class _Tracing:
         self.prime_of: dict[str, int] = {}
         self.marker_of: dict[str, float] = {}
 
-    def run(self, canonicalize: Canonicalize) -> Trace:
+    def run(self) -> Trace:
         mode = _fake_mode()
         names = [n for n in self.specs if n not in self.variant.absent]
         with mode:
@@ -243,7 +260,7 @@ class _Tracing:
             given: dict[str, Any] = dict.fromkeys(takes)
             given |= dict(zip(names, tensors, strict=False)) | numbers | extra
             if "drop" in takes:
-                given["drop"] = Drop(tensors[len(names)], 0.5, 0)
+                given["drop"] = Draw(tensors[len(names)], 0.5, 0)
             return self.pattern.match(**given)
 
         arguments = list(values.values())
@@ -260,7 +277,7 @@ class _Tracing:
             raise PatternError(f"pattern '{self.pattern.name}': match returns something that is no tensor")
         outputs = [Output("user", str(i)) for i in range(len(results))]
         program = Program(gm, inputs, outputs, Sizes(), mode, tree_structure(tuple(range(len(results)))))
-        canonicalize(program)
+        canonical_form().program(program)
         return self._finish(program)
 
     def _shape(self, spec: TensorSpec) -> list[int]:

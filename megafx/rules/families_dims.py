@@ -141,12 +141,16 @@ def _part_scatter(call: Call) -> Row:
 
 @family("aten.pad", "aten.constant_pad_nd")
 def _pad(call: Call) -> Row:
-    shape, out = call.first.shape, call.results[0]
-    whole = tuple(i for i in range(len(shape)) if shape[i] != out[i])
+    """A dim may keep its size and still move its elements: one is cut off in front, one added behind (a token shift)."""
+    shape, out, amounts = call.first.shape, call.results[0], call.get("pad")
+    last = len(shape) - 1
+    whole = tuple(
+        sorted({last - k // 2 for k, amount in enumerate(amounts) if amount != 0})
+    )  # pairs, from the last dim on
     constant = call.get("mode", "constant") == "constant"
     linear = not constant or not call.get("value")
     right = " ".join("1" if i in whole else f"f{i}" for i in range(len(out)))
-    why = {f"f{i}": "the dim is padded" for i in whole}
+    why = {f"f{i}": "the dim is padded or cut, so its elements move" for i in whole}
     return Row(f"{'lin' if linear else 'nl'}: {dims(shape, whole)} -> {right}", why)
 
 

@@ -14,7 +14,7 @@ from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
-from megafx.compiler.pipeline import Compiled, Request, compile_program, plan_only
+from megafx.compiler.pipeline import Compiled, compile_program, plan_only
 from megafx.config import Config
 from megafx.distributed.agreement import broadcast_object
 from megafx.distributed.mesh import Meshes
@@ -24,6 +24,7 @@ from megafx.ir.program import PLACEMENT, Program
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import I, Placement
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.report import Report, fused, refresh_notes
@@ -60,13 +61,13 @@ class Parallelizer:
             assert self.plan is not None
             fixed = self.plan.params
         wanted = request.wants_grad
-        wants = None if wanted is None else (lambda index, spec: bool(wanted & {spec.name, *spec.aliases}))
+        wants = None if wanted is None else (lambda spec: bool(wanted & {spec.name, *spec.aliases}))
         if planned is not None and wanted is not None and all(m.training for m in request.model.modules()):
-            made = Request(self.config, self.t, self.hardware, dict(fixed), self.plan, wants, data=self.meshes.data)
+            made = Planner(self.config, self.t, self.hardware, self.meshes.data, wants, dict(fixed), self.plan)
             compiled = compile_program(planned, made)  # this call is the one that was planned
         else:
             program = self.capture(request, wanted is not None)
-            compiled = compile_program(program, self._request(dict(fixed) | _shards_of(request.call), wants))
+            compiled = compile_program(program, self._planner(dict(fixed) | _shards_of(request.call), wants))
         self._settle_caches(compiled.program)
         executable = compiled.executable(self._axes(), self.gathered)
         if self.config.compile:
@@ -87,7 +88,7 @@ class Parallelizer:
         """Another backward of a compiled call, and the names of the gradients that it takes besides."""
         axes = self._axes()
         assert axes is not None
-        made, pending = compiled.held_back(gradients, axes, self._request({}, None))
+        made, pending = compiled.held_back(gradients, axes)
         assert made.takes_what(executable), "the backward graphs of one call keep the same"
         return made.compiled() if self.config.compile else made, [spec.name for spec in pending]
 
@@ -132,20 +133,11 @@ class Parallelizer:
     # -- agreement: TP rank 0 plans, the others apply its plan
 
     def _plan(self, program: Program) -> Plan:
-        return plan_only(program, self._request({}, lambda index, spec: True))
+        return plan_only(program, self._planner({}, lambda spec: True))
 
-    def _request(self, fixed: dict[str, Placement], wants: Any) -> Request:
-        return Request(
-            self.config,
-            self.t,
-            self.hardware,
-            fixed,
-            None,
-            wants,
-            self._from_rank_0,
-            self.caches,
-            data=self.meshes.data,
-        )
+    def _planner(self, fixed: dict[str, Placement], wants: Any) -> Planner:
+        agree, caches = self._from_rank_0, dict(self.caches)
+        return Planner(self.config, self.t, self.hardware, self.meshes.data, wants, fixed, agree=agree, caches=caches)
 
     def _from_rank_0(self, plan: Plan) -> Plan:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""

@@ -38,17 +38,39 @@ from megafx.ir.program import (
     Program,
     fqn_of,
     inherit,
+    is_floating,
     recompute_val,
     source_of,
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
 NAME = "build_joint_graph"
 aten = torch.ops.aten
 
 
-def build_joint_graph(program: Program, wrt: list[int], differentiated: list[int]) -> int:
+def build_joint_graph(program: Program, planner: Planner) -> int:
+    """Append the backward of the loss alone, or of every floating output; return the number of its nodes."""
+    assert planner.wants_grad is not None
+    wrt = [
+        i
+        for i, (node, spec) in enumerate(program.input_nodes())
+        if spec.kind in ("param", "user") and is_floating(node) and planner.wants_grad(spec)
+    ]
+    losses = [i for i, spec in enumerate(program.outputs) if spec.loss]
+    if losses and not planner.config.differentiable_outputs:
+        return differentiate(program, wrt, losses)
+    outputs = enumerate(zip(program.results(), program.outputs, strict=True))
+    return differentiate(program, wrt, [i for i, (x, spec) in outputs if spec.kind == "user" and _has_gradient(x)])
+
+
+def _has_gradient(node: Any) -> bool:
+    value = node.meta.get(VAL) if isinstance(node, fx.Node) and node.op != "placeholder" else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -> int:
     """Append the backward; return the number of its nodes.
 
     wrt: indices of inputs whose gradients are wanted. differentiated: indices of outputs that have a gradient; each brings

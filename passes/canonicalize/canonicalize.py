@@ -24,6 +24,8 @@ from megafx.passes.canonicalize import names as fills
 from megafx.passes.canonicalize import names as noops
 from megafx.passes.canonicalize import random as draws
 from megafx.passes.canonicalize.editor import Editor
+from megafx.planner.context import Planner
+from megafx.rewrite.trace import CanonicalForm, register_canonical_form
 
 REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
 
@@ -62,8 +64,12 @@ VALUES: tuple[_Each, ...] = (
 )
 
 
-def canonicalize(program: Program) -> int:
-    """Rewrite the program in place; the number of rewrites."""
+def canonicalize(program: Program, planner: Planner) -> int:
+    """Rewrite the program in place; return the number of rewrites."""
+    return canonicalize_program(program)
+
+
+def canonicalize_program(program: Program) -> int:
     editor = Editor(program)
     changes = regions.inline_regions(editor)
     changes += noops.erase_asserts(editor)
@@ -101,6 +107,9 @@ def canonicalize_nodes(program: Program, nodes: list[fx.Node]) -> None:
     editor = Editor(program)
     for rewrites in (VIEWS, VALUES):
         _each(editor, rewrites, nodes)
+
+
+register_canonical_form(CanonicalForm(canonicalize_program, canonicalize_nodes))
 
 
 def _each(editor: Editor, rewrites: tuple[_Each, ...], nodes: list[fx.Node] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Cross entropy in one spelling: megafx.cross_entropy gives each token's loss, ATen reduces it.
 
 Before:  %l = cross_entropy_loss(%logits, %target, None, mean, -100, 0.0)
-After:   %c = cross_entropy(%logits, %target, -100, 0.0); %n = sum(ne(%target, -100)); %l = div(sum(%c), %n)
+After:   %c = cross_entropy(%logits, %target, -100, 0.0, False); %n = sum(ne(%target, -100)); %l = div(sum(%c), %n)
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _rewrite(
             return False
     emit = editor.at(node)
     dtype = node.meta[VAL].dtype
-    loss = emit(torch.ops.megafx.cross_entropy.default, logits, target, ignore, float(smoothing))
+    loss = emit(torch.ops.megafx.cross_entropy.default, logits, target, ignore, float(smoothing), False)
     if reduction != _NONE:
         loss = emit(aten.sum.default, loss)
     if reduction == _MEAN:

@@ -22,6 +22,7 @@ import megafx.ops.collectives  # noqa: F401  (defines megafx::transition)
 from megafx.ir.nodes import in_backward
 from megafx.ir.program import FQN, PLACEMENT, SOURCE, VAL, Builder, Phase, Program
 from megafx.placements.types import I, P
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "coalesce_gradients"
@@ -31,7 +32,7 @@ LARGEST_BYTES = 2**20
 aten = torch.ops.aten
 
 
-def coalesce_gradients(program: Program) -> int:
+def coalesce_gradients(program: Program, planner: Planner) -> int:
     """Return the number of all-reduces saved."""
     output = program.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,26 +36,25 @@ from megafx.passes.communicate.emit import NodeOps
 from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis, rows_of
 from megafx.placements.moves import move, to_stacked
 from megafx.placements.types import P, Placement
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "data_parallel"
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
-def data_parallel(
-    program: Program,
-    data: DataAxis,
-    t: int,
-    stored: Mapping[str, Placement],
-    *,
-    gradients: Literal["reduce", "hold", "add"] = "reduce",
-) -> int:
-    """Return the number of collectives added. stored: placement of each parameter on the t tensor-parallel ranks.
+def data_parallel(program: Program, planner: Planner) -> int:
+    """Return the number of collectives added.
 
-    gradients: "hold" leaves them this rank's own (`no_sync`); "add" takes, as further inputs of backward ('pending'), what was
-    held before, and reduces the sums.
+    planner.gradients: "reduce" leaves `program.unreduced` for the other two. "hold" leaves gradients this rank's own
+    (`no_sync`); "add" takes, as further inputs of backward ('pending'), what was held before, and reduces the sums.
     """
-    adder = _Adder(program, data, t, stored)
+    if planner.data is None:
+        return 0
+    gradients = planner.gradients
+    if gradients == "reduce":
+        program.unreduced = program.copy()
+    adder = _Adder(program, planner.data, planner.t, planner.solved.params)
     adder.sum_over_batch()
     adder.sum_outputs()
     if gradients == "add":

@@ -38,14 +38,19 @@ from megafx.ir.program import FQN, PHASE, PLACEMENT, RECOMPUTE, SOURCE, VAL, Bui
 from megafx.ops.gather_region import starts
 from megafx.placements.data_axis import COPY_AXIS, FSDP, SHARD_AXIS, DataAxis, rows_of
 from megafx.placements.types import Placement
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "gather_parameters"
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
-def gather_parameters(program: Program, data: DataAxis, t: int, stored: Mapping[str, Placement]) -> int:
-    """Return the number of gathers added. stored: placement of each parameter on the t tensor-parallel ranks."""
+def gather_parameters(program: Program, planner: Planner) -> int:
+    """Return the number of gathers added."""
+    data, t = planner.data, planner.t
+    if data is None or not data.sharded:
+        return 0
+    stored = planner.solved.params
     params = {
         node: _Parameter(node, spec.name, node.meta[VAL].shape, stored[spec.name].is_shard)
         for node, spec in program.input_nodes()

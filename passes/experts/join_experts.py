@@ -30,7 +30,7 @@ from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import grouped_mlp as _defines_the_op  # noqa: F401
 from megafx.passes.experts.expert_rows import Product, find_products, never_negative
 from megafx.passes.experts.expert_units import Found, NotByRow, Rows, find_unit, products_before, stack_of
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides
 from megafx.planner.policy import weight_values
 
@@ -39,17 +39,17 @@ NAME = "join_experts"
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
-def join_experts(program: Program, planning: Planning) -> int:
+def join_experts(program: Program, planner: Planner) -> int:
     """Returns the number of mixtures whose experts are joined.
 
     PlanError where an override asks for it and something between the products is in the way; a note where only cost does.
     """
-    products = find_products(program) if planning.t > 1 else []
+    products = find_products(program) if planner.t > 1 else []
     if not products:
         return 0
     weights = weight_values(program, set(program.graph.nodes))
-    overrides = Overrides(program, planning.config.overrides, weights, planning.t)
-    joining = _Joining(program, planning, overrides, weights, products)
+    overrides = Overrides(program, planner.config.overrides, weights, planner.t)
+    joining = _Joining(program, planner, overrides, weights, products)
     count = sum(joining.join(product) for product in products)
     for product in products:
         if not product.node._erased:
@@ -61,9 +61,9 @@ class _Joining:
     """reasons: why a product is not joined with others."""
 
     def __init__(
-        self, program: Program, planning: Planning, overrides: Overrides, weights: set[fx.Node], products: list[Product]
+        self, program: Program, planner: Planner, overrides: Overrides, weights: set[fx.Node], products: list[Product]
     ) -> None:
-        self.program, self.planning, self.overrides, self.weights = program, planning, overrides, weights
+        self.program, self.planner, self.overrides, self.weights = program, planner, overrides, weights
         self.products = products
         self.reasons: dict[fx.Node, NotByRow] = {}
 
@@ -87,12 +87,12 @@ class _Joining:
     def _wanted(self, products: list[Product], cut: bool) -> bool:
         if any(p.weight not in self.weights for p in products):
             return False
-        stored = [n for p in products for n in self._names(p) if n in self.planning.fixed]
+        stored = [n for p in products for n in self._names(p) if n in self.planner.fixed]
         if stored:  # by an earlier graph
-            where = self.planning.fixed[stored[0]]
+            where = self.planner.fixed[stored[0]]
             return where.is_shard and where.dim == 0
         styles = {self._style(p) for p in products}
-        return styles == {"expert"} or (styles == {""} and _cheaper(products, self.planning.t, cut))
+        return styles == {"expert"} or (styles == {""} and _cheaper(products, self.planner.t, cut))
 
     def _names(self, product: Product) -> tuple[str, ...]:
         return self.overrides.names_of(product.weight, product.node)

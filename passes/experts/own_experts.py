@@ -29,25 +29,25 @@ from megafx.errors import PlanError
 from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.owners import FOR_RANK, OF_RANK, RANK_ONLY
-from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import Owned, Placement
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "own_experts"
 
 
-def own_experts(program: Program, planning: Planning, data: DataAxis | None = None) -> int:
+def own_experts(program: Program, planner: Planner) -> int:
     """Returns the number of experts that are one rank's. Raises PlanError where the list's modules are no such experts."""
-    if planning.t == 1 or "expert" not in planning.config.overrides.values():
+    if planner.t == 1 or "expert" not in planner.config.overrides.values():
         return 0
-    overrides = Overrides(program, planning.config.overrides, set(), planning.t)
+    overrides = Overrides(program, planner.config.overrides, set(), planner.t)
     count = 0
-    settled = planning.given.params if planning.given is not None else planning.fixed
+    settled = planner.given.params if planner.given is not None else planner.fixed
     for lst in expert_lists(program, overrides, settled):
-        owners = _owners(program, settled, lst, planning.t)
-        if data is not None:
+        owners = _owners(program, settled, lst, planner.t)
+        if planner.data is not None:
             raise PlanError(
                 f"override '{lst.pattern}' is expert, but experts that are modules of a list cannot be given to ranks where "
                 "data-parallel ranks share parameters or gradients",
@@ -55,7 +55,7 @@ def own_experts(program: Program, planning: Planning, data: DataAxis | None = No
                 module=lst.path,
             )
         _Owning(program, lst, owners).run()
-        most = max([*owners.values()].count(rank) for rank in range(planning.t))
+        most = max([*owners.values()].count(rank) for rank in range(planner.t))
         program.note("experts", f"experts of '{lst.path}' are split over the ranks, each whole: at most {most} a rank")
         count += len(owners)
     return count

@@ -22,10 +22,10 @@ from torch import fx
 
 from megafx.analysis.mask_algebra import Choice, Cond, Index, Leaf, Sum, condition_of, conjuncts, hides
 from megafx.analysis.mask_reader import MaskReader
-from megafx.config import Config
 from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.kernels.attention.masked_softmax import mask_floor
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 BY = "describe_masks"
@@ -49,13 +49,13 @@ _DARK = (
 )
 
 
-def describe_masks(program: Program, config: Config) -> int:
+def describe_masks(program: Program, planner: Planner) -> int:
     """Returns the number of masks that are tensors no more, or smaller ones."""
     reader = MaskReader(program)
     count = 0
     for node in list(program.graph.nodes):
         rewrite = _REWRITES.get(str(node.target)) if node.op == "call_function" else None
-        if rewrite is None or not getattr(config, rewrite[0]):
+        if rewrite is None or not getattr(planner.config, rewrite[0]):
             continue
         if rewrite[1](program, reader, node):
             program.fusions.append(Fusion("mask_by_position", fqn_of(node), source_of(node), BY))

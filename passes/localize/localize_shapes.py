@@ -31,7 +31,7 @@ from megafx.passes.localize.editor import Family, Localizer, check_shape
 from megafx.passes.localize.lookups import localize_by_facts
 from megafx.passes.localize.rewrites import keep_pads_off_poles
 from megafx.placements.types import P
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.plan import OpChoice
 
 REQUIRES, ENSURES = Phase.PLACED, Phase.LOCAL
@@ -42,10 +42,10 @@ FAMILIES: dict[str, Family] = {
 }  # op -> what to do besides running it on local operands
 
 
-def localize_shapes(program: Program, planning: Planning) -> int:
+def localize_shapes(program: Program, planner: Planner) -> int:
     """Rewrite the graph to one rank's; returns the number of values whose shape changed."""
-    plan = planning.solved
-    local = Localizer(program, planning)
+    plan = planner.solved
+    local = Localizer(program, planner)
     changed = 0
     _localize_inputs(local)
     for node in list(program.graph.nodes):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import draw_arguments, set_arguments
+from megafx.ir.nodes import draw_of, set_arguments
 from megafx.ir.program import get_at, set_at
 from megafx.ops.axes import with_axis
 from megafx.passes.localize.editor import Family, Localizer, replace
@@ -144,5 +144,5 @@ def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
             node,
             shard_dim=choice.out.dim,
             layout=local.layout(choice.out),
-            axis=with_axis(draw_arguments(node)["axis"], local.axis),
+            axis=with_axis(draw_of(node).axis, local.axis),
         )

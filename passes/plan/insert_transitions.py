@@ -22,18 +22,18 @@ from megafx.errors import PlanError
 from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Phase, Program, fqn_of, inherit, set_at, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import I, Placement
-from megafx.planner.context import Accepts, Planning, accepts, way_out
+from megafx.planner.context import Accepts, Planner, accepts, way_out
 from megafx.planner.plan import Plan
 
 REQUIRES, ENSURES = Phase.PLANNED, Phase.PLACED
 NAME = "insert_transitions"
 
 
-def insert_transitions(program: Program, planning: Planning) -> int:
+def insert_transitions(program: Program, planner: Planner) -> int:
     """Insert transitions and set `placement` on every active node; returns the number of transitions."""
-    plan, rules = planning.solved, planning.rules
+    plan, rules = planner.solved, planner.rules
     emitter = _TransitionEmitter(program, plan)
-    stored = _storage(program, planning)
+    stored = _storage(program, planner)
     active = [n for n in program.graph.nodes if n in rules or n in stored]
     for node in active:
         node.meta[PLACEMENT] = plan.ops[node.name].out if node in rules else stored[node]
@@ -44,20 +44,20 @@ def insert_transitions(program: Program, planning: Planning) -> int:
         for operand, placement in zip(rule.operands, plan.ops[node.name].ins, strict=True):
             if operand.active or placement.is_shard:
                 set_at(node, operand.path, emitter.at(operand.node, placement, operand.active))
-    _convert_outputs(program, emitter, planning.accepts)
+    _convert_outputs(program, emitter, planner.accepts)
     program.phase = Phase.PLACED
     return emitter.count
 
 
-def _storage(program: Program, planning: Planning) -> dict[fx.Node, Placement]:
+def _storage(program: Program, planner: Planner) -> dict[fx.Node, Placement]:
     """Placement of each active input: parameters as the plan says, the user's tensors whole but for shards of caches."""
     stored = {}
     for node, spec in program.input_nodes():
         value = node.meta.get(VAL)
         if spec.kind == "param":
-            stored[node] = planning.solved.params[spec.name]
+            stored[node] = planner.solved.params[spec.name]
         elif spec.kind == "user" and isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
-            stored[node] = planning.fixed.get(spec.name, I)
+            stored[node] = planner.fixed.get(spec.name, I)
     return stored
 
 

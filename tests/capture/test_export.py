@@ -20,7 +20,7 @@ from megafx.errors import CaptureError, UsageError
 from megafx.ir.dump import text
 from megafx.ir.interpret import run_program
 from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Phase
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
 
 @dataclass
@@ -134,7 +134,7 @@ def test_graph_computes_what_the_model_does(name: str) -> None:
     program = capture_call(model, args, kwargs)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), f"capture changed {key}"
-    canonicalize(program)
+    canonicalize_program(program)
     for sizes in ((2, 6), (3, 7), (1, 5)):
         if name == "batch_norm" and sizes[0] == 1:
             continue
@@ -246,7 +246,7 @@ def test_ambient_modes_are_captured() -> None:
         with context:
             (x,), _ = _x(3, 5)
             program = capture_call(model, (x,))
-            canonicalize(program)
+            canonicalize_program(program)
             wanted, found = model(x), run_program(program, model, (x,))
         assert found.dtype == wanted.dtype
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)

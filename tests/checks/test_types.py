@@ -18,7 +18,7 @@ from megafx.checks.types import check_types
 from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition, verify
 from megafx.ir.program import FQN, PLACEMENT, VAL
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.placements.types import I, Layout, P, R, S
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
@@ -97,7 +97,7 @@ def language_model(table, ids, target):
     with torch.no_grad():
         stats = mfx.ce_stats(logits, target, layout, T, "tp")
     everyone = move(stats.unsqueeze(0), one_each, I)
-    loss = mfx.ce_loss(logits, target, everyone, -100, 0.1, layout, T, "tp")
+    loss = mfx.ce_loss(logits, target, everyone, -100, 0.1, False, layout, T, "tp")
     return (loss.sum() / (target != -100).sum(),)
 
 
@@ -132,7 +132,7 @@ def joint():
         for node in program.graph.nodes:
             node.meta[FQN] = f"layers.0.{name}"
         wrt = [i for i, spec in enumerate(program.inputs) if spec.kind == "param"]
-        build_joint_graph(program, wrt, [0])
+        differentiate(program, wrt, [0])
         return program, storage
 
     return make
@@ -366,7 +366,7 @@ def test_ambiguous_views_of_local_shapes():
     storage = {"w": whole(0, 8), "u": whole(1, 8)}
     for function in (heads, half):
         program = forward(function, {"w": weight(4, H), "u": weight(5, 4), "x": torch.ones(3, H)})
-        build_joint_graph(program, [0, 1], [0])
+        differentiate(program, [0, 1], [0])
         check_types(program, storage, T)
 
 
@@ -382,7 +382,7 @@ def test_copies_of_a_key_head():
 
     program = forward(repeat_heads, {"k": weight(3, 4), "w": weight(6, 4)})
     find(program, aten.expand.default).meta[PLACEMENT] = spread
-    build_joint_graph(program, [0, 1], [0])
+    differentiate(program, [0, 1], [0])
     storage = {"k": I, "w": I}
     check_types(program, storage, T)
     gradient = program.output_node().args[0][1]

@@ -22,19 +22,17 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import megafx
-from megafx.compiler.pipeline import Compiled, Request, compile_program
+from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.errors import MegafxError, PlacementError, PlanError
 from megafx.ir.program import Input, Phase, Program
 from megafx.ops.axes import AxisContext
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.experts.drop_regions import drop_regions
 from megafx.passes.experts.own_experts import own_experts
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import Owned, owned
-from megafx.planner.context import Planning
-from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
-from megafx.testing import assert_same, expect, graph, run_pass
+from megafx.testing import assert_same, expect, graph, make_planner, run_pass
 
 RTOL = 1e-10
 SLOW = pytest.mark.slow
@@ -330,10 +328,10 @@ def test_plans_are_saved_and_given() -> None:
 def test_graphs_after_the_first_keep_the_owners() -> None:
     model = moe.Model(moe.where_add_in_place).double()
     program = captured(model, {"x": tokens(3, 5)})
-    planning = Planning(megafx.Config(overrides=OVERRIDES), 2, Hardware.load("h100-nvlink"), False)
-    planning.fixed = {n: owned(p.shape[0], 1) for n, p in model.named_parameters() if ".experts.0." in n}
-    canonicalize(program)
-    assert own_experts(program, planning) == 4
+    planner = make_planner(2, megafx.Config(overrides=OVERRIDES), training=False)
+    planner.fixed = {n: owned(p.shape[0], 1) for n, p in model.named_parameters() if ".experts.0." in n}
+    canonicalize_program(program)
+    assert own_experts(program, planner) == 4
     owners = {n.args[0].name: n.args[1] for n in targets(program, ops.of_rank.default)}
     assert set(owners.values()) == {0, 1}
     assert all(owner == 1 for name, owner in owners.items() if "experts_0" in name)
@@ -357,9 +355,10 @@ def test_a_graph_of_one_expert_and_one_without_gradients() -> None:
     for later, training in ((model, False), (Alone(model.moe), True)):
         program = captured(later, call)
         fixed = {spec.name: made.plan.params[spec.name] for spec in program.inputs if spec.kind == "param"}
-        wants = (lambda index, spec: spec.kind == "param") if training else None
-        config = megafx.Config(overrides=OVERRIDES)
-        found = compile_program(program.copy(), Request(config, 3, Hardware.load("h100-nvlink"), fixed, None, wants))
+        planner = make_planner(3, megafx.Config(overrides=OVERRIDES), training=training, fixed=fixed)
+        if training:
+            planner.wants_grad = lambda spec: spec.kind == "param"
+        found = compile_program(program.copy(), planner)
         assert found.plan.params == fixed
         names = [found.program.outputs[i].name for i in found.differentiated]
         wanted, tangents = eager(later, program, call, names)
@@ -419,9 +418,9 @@ def test_what_is_refused(build: Callable[[], nn.Module], overrides: dict[str, st
 def test_data_parallelism_is_refused() -> None:
     model = moe.Model(moe.where_add_in_place).double()
     program = captured(model, {"x": tokens(3, 5)})
-    planning = Planning(megafx.Config(overrides=OVERRIDES), 2, Hardware.load("h100-nvlink"), True)
+    planner = make_planner(2, megafx.Config(overrides=OVERRIDES), data=DataAxis(2))
     with pytest.raises(MegafxError, match=r"'moe.experts' is expert, but .* data-parallel"):
-        own_experts(program, planning, DataAxis(2))
+        own_experts(program, planner)
 
 
 # -- the pass
@@ -443,8 +442,8 @@ def before() -> Program:
 
 def test_golden() -> None:
     start = before()
-    planning = Planning(megafx.Config(overrides={"experts": "expert"}), 2, Hardware.load("h100-nvlink"), False)
-    after = run_pass(lambda p: own_experts(p, planning), start)
+    planner = make_planner(2, megafx.Config(overrides={"experts": "expert"}), training=False)
+    after = run_pass(own_experts, start, planner)
     expect(
         after,
         """\
@@ -468,9 +467,9 @@ def test_golden() -> None:
         """,
     )
     assert_same(start, after)
-    again = planning.config.replace(overrides={})
-    assert own_experts(before(), Planning(again, 2, planning.hardware, False)) == 0, "nobody asks for it"
-    assert own_experts(before(), Planning(planning.config, 1, planning.hardware, False)) == 0, "one rank"
+    again = planner.config.replace(overrides={})
+    assert own_experts(before(), make_planner(2, again)) == 0, "nobody asks for it"
+    assert own_experts(before(), make_planner(1, planner.config)) == 0, "one rank"
 
 
 def both_ways(x: Any, y: Any, g: Any, w: Any) -> Any:

@@ -19,7 +19,7 @@ import megafx
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
 from megafx.ir.interpret import run_program
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.rules.families import Arg, Call
 from megafx.rules.families_math import _conv_backward
 
@@ -76,7 +76,7 @@ def test_new_tensors_keep_the_default_dtype_of_the_capture() -> None:
         program = capture_call(LargeNumber(), (floats(2, 3),))
     finally:
         torch.set_default_dtype(torch.float32)
-    canonicalize(program)
+    canonicalize_program(program)
     outputs = run_program(program, LargeNumber(), (floats(2, 3),), {})
     torch.testing.assert_close(outputs, floats(2, 3))  # in fp32 the number is none
 
@@ -115,7 +115,7 @@ class SpanOfData(nn.Module):
 
 def test_slice_by_a_tensor_is_refused_with_its_line() -> None:
     with pytest.raises(CaptureError) as caught:
-        canonicalize(capture_call(SpanOfData(), (floats(2, 5, 6),)))
+        canonicalize_program(capture_call(SpanOfData(), (floats(2, 5, 6),)))
     assert "depends on the data of a tensor" in caught.value.found
     source: Any = caught.value.source
     assert "self.positions[4 - span" in source.code

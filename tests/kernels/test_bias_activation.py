@@ -9,7 +9,7 @@ from kernel_checks import DEVICE, EAGER, error, rand, run_as_script, same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megafx.kernels.common.op as module
-from megafx.kernels.activation.bias_activation import ACTIVATIONS
+from megafx.kernels.activation.activation import ACTIVATIONS
 
 bias_act = torch.ops.megafx.bias_act
 
@@ -91,7 +91,9 @@ def test_traces_exports_and_compiles(act):
         assert torch.equal(found, right)
     torch.library.opcheck(bias_act.default, (x, b, act))
     torch.library.opcheck(bias_act.default, (x.detach().t(), None, act))
-    torch.library.opcheck(torch.ops.megafx.bias_act_backward.default, (g, x.detach(), b.detach(), act))
+    backward = torch.ops.megafx.bias_act_backward.default
+    torch.library.opcheck(backward, (g, x.detach(), b.detach(), act, True))
+    torch.library.opcheck(backward, (g, x.detach(), None, act, False))
     compiled = torch.compile(lambda x, b: bias_act(x * 2, b, act) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, b), bias_act(x * 2, b, act) + 1)
 
@@ -109,7 +111,7 @@ def test_inductor_sees_the_kernels_and_export_does_not(monkeypatch):
         x, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((64, 4096), (4096,)))
 
         def step(x, b):
-            return bias_act(x, b, "gelu"), *torch.ops.megafx.bias_act_backward(x, x, b, "gelu")
+            return bias_act(x, b, "gelu"), *torch.ops.megafx.bias_act_backward(x, x, b, "gelu", False)
 
         whole = make_fx(step)(x, b)
         opened = make_fx(dispatch_functionalize(step))(x, b)
@@ -123,7 +125,7 @@ def test_the_cache_of_compiled_graphs_knows_the_kernels():
     from torch._library.triton import get_triton_kernels_for_op
 
     names = {k.fn.__name__ for k in get_triton_kernels_for_op("megafx::bias_act_backward")}
-    assert {"_forward", "_backward", "_backward_bias"} <= names
+    assert {"_forward", "_backward"} <= names
 
 
 def test_ops_are_defined_in_one_place():
@@ -143,8 +145,8 @@ def test_ops_are_defined_in_one_place():
 
 
 def triton_checks():
-    from megafx.kernels.activation import bias_activation as plain
-    from megafx.kernels.activation import bias_activation_triton as ours
+    from megafx.kernels.activation import activation as plain
+    from megafx.kernels.activation import activation_triton as ours
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for act in plain.ACTIVATIONS if dtype == torch.float32 else ("gelu",):
@@ -152,24 +154,21 @@ def triton_checks():
                 x, g, b = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype), rand(shape[-1], dtype=torch.float32)
                 same(ours.bias_act(x, b, act), plain.bias_act_reference(x, b, act), (act, shape))
                 same(ours.bias_act(x, None, act), plain.bias_act_reference(x, None, act), (act, shape))
-                same(ours.act_backward(g, x, act), plain.act_backward_reference(g, x, act), (act, shape))
-                same(
-                    ours.bias_act_backward(g, x, b, act), plain.bias_act_backward_reference(g, x, b, act), (act, shape)
-                )
-                dx, y = ours.act_backward_again(g, x, act)
-                assert torch.equal(dx, ours.act_backward(g, x, act)) and torch.equal(y, ours.bias_act(x, None, act))
-                *found, y = ours.bias_act_backward_again(g, x, b, act)
-                assert all(map(torch.equal, found, ours.bias_act_backward(g, x, b, act)))
-                assert torch.equal(y, ours.bias_act(x, b, act))
+                for bias in (None, b):
+                    args = g, x, bias, act
+                    found = ours.bias_act_backward(*args, False)
+                    same(found, plain.bias_act_backward_reference(*args, False), (act, shape))
+                    *again, y = ours.bias_act_backward(*args, True)
+                    assert all(map(torch.equal, found, again)) and torch.equal(y, ours.bias_act(x, bias, act))
         x, b = rand(6, 40, 3, dtype=dtype).transpose(1, 2)[:, :, :33], rand(33, dtype=dtype)
         same(ours.bias_act(x, b, "silu"), plain.bias_act_reference(x, b, "silu"), "strided")
         x = rand(4, 3, 66, dtype=dtype)[..., :33]  # rows with a stride: read as they lie
-        same(ours.bias_act_backward(x, x, b, "silu"), plain.bias_act_backward_reference(x, x, b, "silu"), "halves")
         g = rand(33, dtype=dtype).expand(4, 3, 33)
-        same(ours.bias_act_backward(g, x, b, "relu"), plain.bias_act_backward_reference(g, x, b, "relu"), "expanded")
+        for args, what in (((x, x, b, "silu", True), "halves"), ((g, x, b, "relu", False), "expanded")):
+            same(ours.bias_act_backward(*args), plain.bias_act_backward_reference(*args), what)
     u = torch.tensor([3e38, -3e38, 1e20, -1e20, 60.0, -60.0, 0.0, float("nan")], device=DEVICE)
     for act in ("gelu", "gelu_tanh", "gelu_quick", "silu"):
-        y, dx = ours.bias_act(u, None, act), ours.act_backward(torch.ones_like(u), u, act)
+        y, dx = ours.bias_act(u, None, act), ours.bias_act_backward(torch.ones_like(u), u, None, act, False)[0]
         limits = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0], device=DEVICE)
         torch.testing.assert_close(dx[:6], limits)
         torch.testing.assert_close(y[:6], torch.where(limits > 0, u[:6], 0.0))

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import megafx.kernels.dropout.dropout as module
 from megafx.kernels.common import philox
-from megafx.kernels.common.runs import Run
+from megafx.kernels.common.draw import Run
 from megafx.ops import axes
 from megafx.placements.types import Layout
 
@@ -211,9 +211,9 @@ def test_statistics(seed, op_id):
 
 
 def triton_checks():
-    from megafx.kernels.common.runs import runs_of
+    from megafx.kernels.common.draw import runs_of
+    from megafx.kernels.dropout import dropout_triton
     from megafx.kernels.dropout.dropout import reference
-    from megafx.kernels.dropout.dropout_triton import launch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     seed = torch.tensor(-(7 << 40) + 99, device=device)
@@ -227,7 +227,10 @@ def triton_checks():
     ]
 
     def same(x, runs):
-        expected, out = reference(x.cpu(), seed.cpu(), 0.3, 7, runs), launch(x, seed, 0.3, 7, runs).cpu()
+        expected, out = (
+            reference(x.cpu(), seed.cpu(), 0.3, 7, runs),
+            dropout_triton.dropout(x, seed, 0.3, 7, runs).cpu(),
+        )
         assert torch.equal(out != 0, expected != 0), (x.dtype, x.shape, runs)
         if device == "cpu" and x.dtype == torch.bfloat16:  # the interpreter truncates to bf16 where hardware rounds
             torch.testing.assert_close(out, expected, rtol=2**-7, atol=0)

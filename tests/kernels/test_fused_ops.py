@@ -11,19 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megafx.kernels.experts.grouped_mlp
 import megafx.kernels.experts.grouped_mm
 import megafx.kernels.loss.vocab_linear_cross_entropy  # noqa: F401  registers the ops
-from megafx.checks.rule_samples import SAMPLES
 from megafx.checks.rules import check_rules
-from megafx.rules.grammar import declared_rules
+from megafx.ir.facts import declared
 
 ops = torch.ops.megafx
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEED = torch.tensor(1234567, device=DEVICE)
 DRAW = (SEED, 0.25, 3, -1, [], "tp")
 B, S, H, N, E, V = 2, 5, 16, 2, 8, 11
-
-
-def ids(b, rows=7):
-    return (torch.arange(b * S, device=DEVICE) % rows).view(b, S)
 
 
 def classes(x):
@@ -58,8 +53,8 @@ OPS = {
         lambda b: [(b, N, S, S), (1, N, S, S)],
         lambda x, m: ops.scale_mask_softmax(x, m.transpose(2, 3), 0.5, False, 0, 0.0, None, 0.0, *DRAW[2:]),
     ),
-    "cross_entropy": (lambda b: [(b * S, V)], lambda x: ops.cross_entropy(x, classes(x), -100, 0.1)),
-    "cross_entropy_lse": (lambda b: [(b * S, V)], lambda x: ops.cross_entropy_lse(x, classes(x), -100, 0.0)),
+    "cross_entropy": (lambda b: [(b * S, V)], lambda x: ops.cross_entropy(x, classes(x), -100, 0.1, False)),
+    "cross_entropy with lse": (lambda b: [(b * S, V)], lambda x: ops.cross_entropy(x, classes(x), -100, 0.0, True)),
     "linear_cross_entropy": (
         lambda b: [(b * S, H), (V, H), (V,)],
         lambda x, w, c: ops.linear_cross_entropy(x, w, c, classes(x), -100, 0.1),
@@ -76,12 +71,6 @@ OPS = {
     "attention with a bias": (
         lambda b: [(b, N, S, E), (b, N, S, E), (b, N, S, E), (1, N, S, S)],
         lambda q, k, v, m: ops.attention(q, k, v, m, None, None, 0.5, False, 0, 20.0, 0.0, 0, -1, [], "tp"),
-    ),
-    "embedding_sum": (
-        lambda b: [(7, H), (S, H), (b, S, H)],
-        lambda w, p, x: ops.embedding_sum(
-            *(w, ids(x.shape[0]), p, ids(1), x, None, [-1, -1, -1], *DRAW),
-        ),
     ),
 }
 
@@ -244,12 +233,14 @@ def test_torchs_checks_of_operators(name):
 
 def test_rules_of_all_ops_by_brute_force():
     """Every row right, none missing."""
-    names = [op for op in {*declared_rules(), *(name for name, *_ in SAMPLES)} if op.startswith("megafx.")]
+    names = [op for op, facts in declared().items() if op.startswith("megafx.") and facts.samples]
     report = check_rules(sorted(names))
     assert report.ok and len(names) > 30, str(report)
     assert {f.op for f in report.of("unchecked")} <= {"megafx.batch_sum.default"}, str(report)
     rows = {(f.op.split(".")[1], f.row) for f in report.of("ok")}
-    assert {("bias_act_backward", f"{r}") for r in ("S0 S0 R -> S0 P", "S1 S1 S0 -> S1 S0", "P R R -> P P")} <= rows
+    assert {
+        ("bias_act_backward", f"{r}") for r in ("S0 S0 R -> S0 P S0", "S1 S1 S0 -> S1 S0 S1", "P R R -> P P R")
+    } <= rows
     assert ("glu", "R P -> P") in rows  # linear in up
     assert ("glu_packed", "S2/2*(2x3) S0/2*(2x3) -> S2") in rows  # each half is cut
     assert not [r for op, r in rows if "packed" in op and r.startswith("S2 S0")]

@@ -1,4 +1,4 @@
-"""Covers: kernels/glu.py, kernels/glu_triton.py."""
+"""Covers: glu and glu_packed of kernels/activation/."""
 
 import importlib.util
 
@@ -7,7 +7,7 @@ import torch
 from kernel_checks import EAGER, error, rand, run_as_script, same
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megafx.kernels.activation.bias_activation import ACTIVATIONS
+from megafx.kernels.activation.activation import ACTIVATIONS
 
 glu, glu_packed = torch.ops.megafx.glu, torch.ops.megafx.glu_packed
 
@@ -87,9 +87,8 @@ def test_packed_gradients_are_one_output_to_inductor(monkeypatch):
         x, g, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((64, 256), (64, 128), (256,)))
 
         def step(x, g, b):
-            return torch.ops.megafx.glu_packed_backward(g, x, "silu"), *torch.ops.megafx.glu_packed_bias_backward(
-                g, x, b, "silu"
-            )
+            backward = torch.ops.megafx.glu_packed_backward
+            return *backward(g, x, None, "silu", False), *backward(g, x, b, "silu", False)
 
         graph = make_fx(dispatch_functionalize(step))(x, g, b).graph
     kernels = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
@@ -100,8 +99,8 @@ def test_packed_gradients_are_one_output_to_inductor(monkeypatch):
 
 
 def triton_checks():
-    from megafx.kernels.activation import glu as plain_glu
-    from megafx.kernels.activation import glu_triton as ours_glu
+    from megafx.kernels.activation import activation as plain
+    from megafx.kernels.activation import activation_triton as ours
 
     for dtype in (torch.float32, torch.bfloat16):
         for act in ("silu", "gelu", "relu") if dtype == torch.float32 else ("silu",):
@@ -109,35 +108,21 @@ def triton_checks():
                 x, g = rand(*shape[:-1], 2 * shape[-1], dtype=dtype), rand(*shape, dtype=dtype)
                 b, what = rand(2 * shape[-1], dtype=dtype), (act, shape)
                 for gate, up in (x.chunk(2, -1), (g, g + 1)):
-                    same(ours_glu.glu(gate, up, act), plain_glu.glu_reference(gate, up, act), what)
-                    same(
-                        ours_glu.glu_backward(g, gate, up, act),
-                        plain_glu.glu_backward_reference(g, gate, up, act),
-                        what,
-                    )
+                    same(ours.glu(gate, up, act), plain.glu_reference(gate, up, act), what)
+                    found = ours.glu_backward(g, gate, up, act, False)
+                    same(found, plain.glu_backward_reference(g, gate, up, act, False), what)
+                    *again, y = ours.glu_backward(g, gate, up, act, True)  # bit for bit
+                    assert all(map(torch.equal, found, again)) and torch.equal(y, ours.glu(gate, up, act)), what
                 for bias in (None, b):
-                    same(ours_glu.glu_packed(x, bias, act), plain_glu.glu_packed_reference(x, bias, act), what)
-                same(ours_glu.glu_packed_backward(g, x, act), plain_glu.glu_packed_backward_reference(g, x, act), what)
-                found = ours_glu.glu_packed_bias_backward(g, x, b, act)
-                same(found, plain_glu.glu_packed_bias_backward_reference(g, x, b, act), what)
-                apart = (*ours_glu.glu_backward(g, gate, up, act), ours_glu.glu(gate, up, act))
-                packed = (ours_glu.glu_packed_backward(g, x, act), ours_glu.glu_packed(x, None, act))
-                biased = (*found, ours_glu.glu_packed(x, b, act))
-                for again, parts in (
-                    (ours_glu.glu_backward_again(g, gate, up, act), apart),
-                    (ours_glu.glu_packed_backward_again(g, x, act), packed),
-                    (ours_glu.glu_packed_bias_backward_again(g, x, b, act), biased),
-                ):  # bit for bit
-                    assert len(again) == len(parts) and all(map(torch.equal, again, parts)), what
+                    same(ours.glu_packed(x, bias, act), plain.glu_packed_reference(x, bias, act), what)
+                    found = ours.glu_packed_backward(g, x, bias, act, False)
+                    same(found, plain.glu_packed_backward_reference(g, x, bias, act, False), what)
+                    *again, y = ours.glu_packed_backward(g, x, bias, act, True)
+                    assert all(map(torch.equal, found, again)) and torch.equal(y, ours.glu_packed(x, bias, act)), what
         x, g = rand(4, 3, 80, dtype=dtype)[..., :66], rand(33, dtype=dtype).expand(4, 3, 33)
-        same(
-            ours_glu.glu_packed(x, None, "silu"), plain_glu.glu_packed_reference(x, None, "silu"), "rows with a stride"
-        )
-        same(
-            ours_glu.glu_packed_backward(g, x, "silu"),
-            plain_glu.glu_packed_backward_reference(g, x, "silu"),
-            "expanded",
-        )
+        same(ours.glu_packed(x, None, "silu"), plain.glu_packed_reference(x, None, "silu"), "rows with a stride")
+        args = g, x, None, "silu", False
+        same(ours.glu_packed_backward(*args), plain.glu_packed_backward_reference(*args), "expanded")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

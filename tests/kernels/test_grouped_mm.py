@@ -13,7 +13,7 @@ from torch import nn
 
 from megafx.capture.export import capture_call
 from megafx.kernels.experts import grouped_mm as module
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
 ops = torch.ops.megafx
 
@@ -65,6 +65,6 @@ def test_the_librarys_grouped_matmul_is_this_op() -> None:
 
     x = torch.randn(12, 8, dtype=torch.bfloat16)
     program = capture_call(Experts(), (x, torch.tensor([3, 6, 6, 12], dtype=torch.int32)))
-    canonicalize(program)
+    canonicalize_program(program)
     targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     assert "megafx.grouped_mm.default" in targets and "aten._grouped_mm.default" not in targets

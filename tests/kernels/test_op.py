@@ -379,7 +379,7 @@ def gpu_checks() -> None:
     CALLS = [
         (M.bias_act.default, lambda: (rand(33, 70), rand(70), "gelu")),
         (M.bias_act.default, lambda: (rand(33, 71)[:, 1:], rand(71)[1:], "gelu")),  # starts that 16 bytes do not divide
-        (M.bias_act_backward.default, lambda: (rand(64, 96), rand(64, 96), rand(96), "silu")),
+        (M.bias_act_backward.default, lambda: (rand(64, 96), rand(64, 96), rand(96), "silu", True)),
         (M.glu.default, lambda: (rand(8, 512), rand(8, 512), "silu")),
         (M.rms_norm_forward.default, lambda: (rand(4, 1, 256), rand(256), 1e-5, 0.0)),
         (

@@ -5,7 +5,7 @@ import torch
 from kernel_checks import run_as_script
 
 from megafx.kernels.common import philox
-from megafx.kernels.common.runs import runs_of
+from megafx.kernels.common.draw import runs_of
 from megafx.placements.types import Layout
 
 # Random123's kat_vectors: (counter word, key word) repeated, rounds -> output. The third uses the digits of pi.

@@ -12,8 +12,9 @@ from torch import nn
 
 from megafx.checks.simulate import run_logical
 from megafx.ir.program import PHASE, VAL, Program
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
+from megafx.testing import make_planner
 
 
 def ops(program: Program) -> list[str]:
@@ -44,10 +45,10 @@ def check(function: Callable[[Any], tuple[Any, ...]]) -> Program:
     torch.manual_seed(0)
     x = nn.Parameter(torch.randn(5, 9).double())
     program = local_program(function, {"x": x})
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     assert any("_backward" in op for op in ops(program))
     tangent = torch.randn_like(function(x)[0])
-    assert join_slice_gradients(program) == 1
+    assert join_slice_gradients(program, make_planner()) == 1
     got = run_logical(program, {"x": x, "0": tangent}, {}, 1).gradients["x"]
     (want,) = torch.autograd.grad(function(x)[0], x, tangent)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
@@ -60,7 +61,7 @@ def test_slices_that_cover_the_value_become_one_cat() -> None:
     names = [str(n.target).split(".")[1] for n in backward]
     assert names.count("cat") == 1 and "slice_backward" not in names and "add" not in names
     assert all(VAL in n.meta for n in backward)
-    assert join_slice_gradients(program) == 0
+    assert join_slice_gradients(program, make_planner()) == 0
 
 
 def test_what_no_slice_covers_is_zero() -> None:
@@ -89,6 +90,6 @@ def test_other_summands_stay() -> None:
 )
 def test_others_are_left_alone(function: Callable[[Any], tuple[Any, ...]]) -> None:
     program = local_program(function, {"x": nn.Parameter(torch.randn(5, 9).double())})
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     before = str(program.graph)
-    assert join_slice_gradients(program) == 0 and str(program.graph) == before
+    assert join_slice_gradients(program, make_planner()) == 0 and str(program.graph) == before

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megafx.ir.program import FQN, RECOMPUTE, Program
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.lower.partition import Partition, partition
 
 
@@ -21,7 +21,7 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 def joint(function: Any, inputs: dict[str, Any], varying: tuple[str, ...] = ()) -> Program:
     program = local_program(function, inputs, varying=varying)
     wrt = [i for i, spec in enumerate(program.inputs) if spec.kind == "param"]
-    build_joint_graph(program, wrt, [0])
+    differentiate(program, wrt, [0])
     return program
 
 
@@ -72,7 +72,7 @@ def test_saved_bytes_name_the_module() -> None:
     for node in program.graph.nodes:
         if node.op == "call_function":
             node.meta[FQN] = "act" if "gelu" in str(node.target) else "fc"
-    build_joint_graph(program, [0, 1], [0])
+    differentiate(program, [0, 1], [0])
     assert partition(program).saved_bytes(program.sizes) == {"fc": 144, "act": 144}
 
 

@@ -16,7 +16,7 @@ from megafx.ir.sizes import Sizes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.types import I, Layout, P, Placement, R, S
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
 from megafx.testing import assert_same
 
@@ -152,56 +152,54 @@ def test_another_format_is_refused() -> None:
         Plan.from_json(text)
 
 
-def _saved() -> tuple[Program, Planning, Plan]:
+def _saved() -> tuple[Program, Planner, Plan]:
     """A graph that is yet to be planned, and a plan of it as it comes from a file."""
     fn = torch.ops.aten.linear
     values = {"x": "f32[b k=8]", "w": "param f32[n=6 k=8]"}
     _, found = small_plans.planned(lambda x, w: fn(x, w), {"linear": "S1, S1 -> P", "w": "S1"}, **values)
-    program, planning = small_plans.planned(lambda x, w: fn(x, w), {}, **values)
-    planning.plan, planning.given = None, Plan.from_json(found.solved.to_json())
-    return program, planning, planning.given
+    program, planner = small_plans.planned(lambda x, w: fn(x, w), {}, **values)
+    planner.plan, planner.given = None, Plan.from_json(found.solved.to_json())
+    return program, planner, planner.given
 
 
 def test_a_loaded_plan_is_applied() -> None:
-    program, planning, _ = _saved()
+    program, planner, _ = _saved()
     before = program.copy()
-    plan_sharding(program, planning)
-    assert insert_transitions(program, planning) == 2
+    plan_sharding(program, planner)
+    assert insert_transitions(program, planner) == 2
     assert_same(before, program)
 
 
-def _refusal(program: Program, planning: Planning) -> str:
+def _refusal(program: Program, planner: Planner) -> str:
     with pytest.raises(PlanError) as raised:
-        plan_sharding(program, planning)
-        insert_transitions(program, planning)
+        plan_sharding(program, planner)
+        insert_transitions(program, planner)
     return str(raised.value)
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
-    program, planning, given = _saved()
+    program, planner, given = _saved()
     given.t = 4
-    assert _refusal(program, planning).startswith("the plan is for 4 ranks, not for 2")
+    assert _refusal(program, planner).startswith("the plan is for 4 ranks, not for 2")
 
 
 def test_a_plan_of_another_graph_is_refused() -> None:
-    program, planning, given = _saved()
+    program, planner, given = _saved()
     given.ops["mm"] = given.ops.pop("linear")
     del given.params["w"]
-    assert _refusal(program, planning).startswith(
-        "the plan is for another graph: it does not place 'linear' and 1 more"
-    )
+    assert _refusal(program, planner).startswith("the plan is for another graph: it does not place 'linear' and 1 more")
 
 
 def test_an_edited_plan_must_follow_the_rules() -> None:
-    program, planning, given = _saved()
+    program, planner, given = _saved()
     choice = given.ops["linear"]
     given.ops["linear"] = OpChoice(choice.ins, I, choice.factor)
-    assert _refusal(program, planning).startswith(
+    assert _refusal(program, planner).startswith(
         "the plan places %linear (aten.linear.default) as S1, S1 -> I, which is no row of its sharding rule"
     )
 
 
 def test_an_edited_plan_must_convert_what_it_uses() -> None:
-    program, planning, given = _saved()
+    program, planner, given = _saved()
     given.conversions.pop("x")
-    assert _refusal(program, planning).startswith("the plan uses %x at S1, but it is I and nothing converts it")
+    assert _refusal(program, planner).startswith("the plan uses %x at S1, but it is I and nothing converts it")

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from toys import half_turn
 
 import megafx
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.ir.nodes import Draw
 from megafx.rewrite.pattern import (
     DimSpec,
-    Drop,
     Pattern,
     PatternError,
     TensorSpec,
@@ -80,7 +79,7 @@ def test_variants_are_the_product_with_optional_tensors():
 
 
 def trace(pattern, number=0, dtypes=BF16, lead=2):
-    return trace_of(pattern, list(variants_of(pattern))[number], dtypes, lead, canonicalize)
+    return trace_of(pattern, list(variants_of(pattern))[number], dtypes, lead)
 
 
 def test_a_trace_is_canonical_and_made_once():
@@ -156,7 +155,7 @@ def test_dropout_of_any_probability_and_number():
     found = trace(Dropped)
     assert [str(n.target) for n in found.drops] == ["megafx.dropout.default"]
     assert [name for name, _ in next(iter(found.calls.values())).arguments] == ["x"]
-    assert Drop().args == (None, 0.0, 0, -1, [], "tp")
+    assert Draw().args == (None, 0.0, 0, -1, [], "tp")
 
 
 def declare(**parts):

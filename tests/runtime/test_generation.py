@@ -13,6 +13,7 @@ from generating import CALLS, VOCAB, build, generate, prompt
 from harness import promote_casts
 
 import megafx
+from megafx.testing import make_planner
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -97,18 +98,19 @@ def test_prompt_and_token_on_simulated_ranks(t: int) -> None:
     from megafx.analysis.communication import communication
     from megafx.capture.export import capture_call
     from megafx.checks.simulate import relative_error, run_logical
-    from megafx.compiler.pipeline import Request, compile_program
+    from megafx.compiler.pipeline import compile_program
     from megafx.config import Config
-    from megafx.planner.hardware import Hardware
 
     model = build("llama").double()
     ids = prompt()["input_ids"]
     config = Config(passes=(("after canonicalize", promote_casts),))
-    wants: Any = lambda index, spec: spec.kind == "param"  # noqa: E731
-    hardware = Hardware.load("h100-nvlink")
+
+    def of_parameters(spec: Any) -> bool:
+        return spec.kind == "param"
+
     stored = {
         ranks: compile_program(
-            capture_call(model, (), {"input_ids": ids}), Request(config, ranks, hardware, {}, None, wants)
+            capture_call(model, (), {"input_ids": ids}), make_planner(ranks, config, wants_grad=of_parameters)
         )
         for ranks in (1, t)
     }
@@ -125,8 +127,8 @@ def test_prompt_and_token_on_simulated_ranks(t: int) -> None:
         for ranks in (1, t):
             given = {i.name: caches[p] for i in program.inputs if (p := i.name[24:-1]) in caches and ranks > 1}
             placed = dict(stored[ranks].plan.params) | given
-            request = Request(config, ranks, hardware, placed, caches=caches if ranks > 1 else {})
-            compiled = compile_program(program.copy(), request)
+            planner = make_planner(ranks, config, training=False, fixed=placed, caches=caches if ranks > 1 else {})
+            compiled = compile_program(program.copy(), planner)
             assert compiled.program.call is not None
             from megafx.capture.caches import states_for_caches
 

@@ -19,6 +19,7 @@ from torch import nn
 import megafx
 from megafx.errors import ConfigError, PlacementError, UsageError
 from megafx.ir.program import Phase, Program
+from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.rules import grammar as rules
 from megafx.runtime.outputs import LazyTensor
@@ -346,7 +347,7 @@ def test_a_pass_of_the_users_runs_where_it_is_named() -> None:
     plain, inputs = zoo.build("nanogpt")
     phases = []
 
-    def relu_for_gelu(program: Program) -> int:
+    def relu_for_gelu(program: Program, planner: Planner) -> int:
         phases.append(program.phase.name)
         nodes = program.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)
         for node in nodes:
@@ -369,17 +370,17 @@ def test_a_pass_of_the_users_runs_where_it_is_named() -> None:
 
 def test_a_pass_beside_one_that_does_not_exist() -> None:
     plain, inputs = zoo.build("nanogpt")
-    config = ONE.replace(passes=(("after canonicalise", lambda program: 0),))
+    config = ONE.replace(passes=(("after canonicalise", lambda program, planner: 0),))
     with pytest.raises(ConfigError, match="canonicalise.*\n.*canonicalize"):
         megafx.plan(plain, config, example_inputs=inputs(2, 16))
 
 
 def test_a_users_pass_on_the_joint_graph() -> None:
-    """It runs where there is a joint graph; planning, and graphs without gradients, go without."""
+    """It runs where there is a joint graph; planner, and graphs without gradients, go without."""
     plain, inputs = zoo.build("nanogpt")
     seen = []
 
-    def count_nodes(program: Program) -> int:
+    def count_nodes(program: Program, planner: Planner) -> int:
         seen.append(program.phase)
         return 0
 
@@ -395,7 +396,7 @@ def test_what_the_type_checker_cannot_confirm_is_a_note(monkeypatch: pytest.Monk
     def refuse(*_: Any) -> None:
         raise PlacementError("%sum is partial", module="h.0")
 
-    monkeypatch.setattr("megafx.compiler.pipeline.check_types", refuse)
+    monkeypatch.setattr("megafx.checks.types.check_types", refuse)
     plain, inputs = zoo.build("nanogpt")
     model = megafx.parallelize(copy.deepcopy(plain), ONE, example_inputs=inputs(2, 16))
     (note,) = [n for n in megafx.explain(model).notes if n.startswith("types")]

@@ -16,20 +16,21 @@ from torch import Tensor, fx, nn
 
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical, relative_error, run_logical
-from megafx.compiler.pipeline import Compiled, Request, compile_program, plan_only
+from megafx.compiler.pipeline import Compiled, compile_program, plan_only
 from megafx.config import Config
 from megafx.ir.interpret import bind_inputs
 from megafx.ir.program import VAL, Program, recompute_val
-from megafx.passes.canonicalize.canonicalize import canonicalize
-from megafx.planner.hardware import Hardware
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
+from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
+from megafx.testing import make_planner
 
 RTOL = 1e-10
 GRADIENT_FLOOR = 1e-6  # of the norm of all gradients: below it a gradient is zero but for rounding
 SEED = 1234
 
 
-def promote_casts(program: Program) -> int:
+def promote_casts(program: Program, planner: Planner | None = None) -> int:
     """Casts to fp32 inside a model become casts to fp64, so that fp64 runs can be compared to 1e-10; those of fp64 go."""
 
     def promoted(a: Any) -> Any:
@@ -87,22 +88,16 @@ class Case:
 
     def compile(self, t: int, *, given: Plan | None = None, **config: Any) -> Compiled:
         """The joint graph for t ranks."""
-        return compile_program(self.program.copy(), self._request(t, given, config))
+        return compile_program(self.program.copy(), self._planner(t, given, config))
 
     def plan(self, t: int, **config: Any) -> Plan:
         """The plan of `compile`, without a joint graph."""
-        return plan_only(self.program.copy(), self._request(t, None, config))
+        return plan_only(self.program.copy(), self._planner(t, None, config))
 
     @staticmethod
-    def _request(t: int, given: Plan | None, config: dict[str, Any]) -> Request:
-        return Request(
-            Config(passes=(("after canonicalize", promote_casts),), **config),
-            t,
-            Hardware.load("h100-nvlink"),
-            {},
-            given,
-            lambda index, spec: spec.kind == "param",
-        )
+    def _planner(t: int, given: Plan | None, config: dict[str, Any]) -> Planner:
+        options = Config(passes=(("after canonicalize", promote_casts),), **config)
+        return make_planner(t, options, given=given, wants_grad=lambda spec: spec.kind == "param")
 
     def run(self, compiled: Compiled, inputs: Mapping[str, Any]) -> Logical:
         return self.run_values(compiled, self.values(compiled.program, inputs))
@@ -116,7 +111,7 @@ class Case:
     def reference(self, inputs: Mapping[str, Any]) -> Logical:
         """Loss and gradients of the canonical graph under plain autograd (dropout must be off)."""
         program = self.program.copy()
-        canonicalize(program)
+        canonicalize_program(program)
         promote_casts(program)
         outputs = fx.Interpreter(program.gm).run(*bind_inputs(program, self.model, (), inputs))
         named = {o.name: v for o, v in zip(program.outputs, outputs, strict=True) if o.kind == "user"}
