@@ -54,7 +54,10 @@ OPS = {
         lambda x, m: ops.scale_mask_softmax(x, m.transpose(2, 3), 0.5, False, 0, 0.0, None, 0.0, *DRAW[2:]),
     ),
     "cross_entropy": (lambda b: [(b * S, V)], lambda x: ops.cross_entropy(x, classes(x), -100, 0.1, False)),
-    "cross_entropy with lse": (lambda b: [(b * S, V)], lambda x: ops.cross_entropy(x, classes(x), -100, 0.0, True)),
+    "cross_entropy with lse": (
+        lambda b: [(b * S, V)],
+        lambda x: ops.cross_entropy(x, classes(x), -100, 0.0, True).unbind(),
+    ),
     "linear_cross_entropy": (
         lambda b: [(b * S, H), (V, H), (V,)],
         lambda x, w, c: ops.linear_cross_entropy(x, w, c, classes(x), -100, 0.1),
@@ -82,6 +85,8 @@ def tables(x):
 
 def strided(x):
     """The same values with gaps, and in another order of dims."""
+    if not x.dim():
+        return x
     wide = torch.stack((x, torch.zeros_like(x)), -1).flatten(-2)
     if x.dim() > 1:
         wide = wide.transpose(0, 1).contiguous().transpose(0, 1)
