@@ -12,22 +12,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir.program import PHASE, VAL
+from megafx.ir.program import PHASE, VAL, Builder, Program
 
 aten = torch.ops.aten
 BACKWARD = "backward"  # node.meta[PHASE] of a backward node
 
+
+def aten_ops(names: str) -> frozenset[Any]:
+    """ATen's operators of these names: 'view to.dtype' are aten.view.default and aten.to.dtype."""
+    overloads = (name if "." in name else f"{name}.default" for name in names.split())
+    return frozenset(
+        getattr(getattr(aten, packet), overload) for packet, _, overload in (n.partition(".") for n in overloads)
+    )
+
+
 # Ops that give the elements of their first operand in the same order (`detach` does too, but stops its gradient).
-RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.alias.default})
-CASTS = frozenset({aten.to.dtype, aten._to_copy.default})
+RESHAPES = aten_ops("view _unsafe_view reshape")
+COPIES = aten_ops("clone contiguous alias")
+CASTS = aten_ops("to.dtype _to_copy")
 # Checks of a value that the program does not need.
-ASSERTS = frozenset(
-    {
-        *(aten._assert_tensor_metadata.default, aten._assert_async.default, aten._assert_async.msg),
-        *(aten._assert_scalar.default, aten._functional_assert_async.msg, torch._check),
-        *(aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default),
-    }
+ASSERTS = {torch._check}.union(
+    aten_ops("_assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar _functional_assert_async.msg"),
+    aten_ops("sym_constrain_range sym_constrain_range_for_size"),
 )
 
 
@@ -132,6 +138,30 @@ def memory_of(node: fx.Node) -> tuple[fx.Node, int, int]:
 def overlaps(a: tuple[fx.Node, int, int], b: tuple[fx.Node, int, int]) -> bool:
     """Whether two results of `memory_of` share elements."""
     return a[0] is b[0] and a[1] < b[2] and b[1] < a[2]
+
+
+def own_gradients(program: Program, by: str) -> None:
+    """Make each gradient contiguous memory of its own, as `.grad` must be: a copy if it shows an input or another result.
+
+    Gradients of joined parameters may be rows of one tensor: `.grad` of each is then a view that nobody else shows.
+    """
+    output, results = program.output_node(), list(program.results())
+    taken: list[tuple[fx.Node, int, int]] = []
+    for i, spec in enumerate(program.outputs):
+        node = results[i]
+        if not isinstance(node, fx.Node):
+            continue
+        memory = memory_of(node) if spec.kind == "gradient" else (storage_of(node), 0, sys.maxsize)
+        if spec.kind == "gradient":
+            shared = memory[0].op == "placeholder" or any(overlaps(memory, m) for m in taken)
+            if shared or not node.meta[VAL].is_contiguous():
+                origin = results[0] if node.op == "placeholder" and isinstance(results[0], fx.Node) else node
+                build = Builder(program, output, origin, by)
+                results[i] = build(aten.clone.default, node, memory_format=torch.contiguous_format)
+                results[i].meta[PHASE] = BACKWARD
+                memory = memory_of(results[i])
+        taken.append(memory)
+    output.args = (tuple(results),)
 
 
 # -- values of one number
