@@ -7,7 +7,9 @@ are replaced. What is replaced, and why, is the table of `replacements`: nothing
 while another thread captures.
 
 Export's own output is kept off the terminal meanwhile (`_quiet` in export.py), and a submodule that is called by itself is
-traced without its hooks (`without_hooks`). Two replacements are not of a capture and stand elsewhere: `torch.utils.swap_tensors` while constructors run whose initial
+traced without its hooks (`without_hooks`).
+
+Two replacements are not of a capture and stand elsewhere: `torch.utils.swap_tensors` while constructors run whose initial
 values are recorded (weights/constructor_log.py), and DTensor's `_custom_op_handlers`, for good, so that operations on sharded
 parameters work (distributed/tensor_dispatch.py).
 """
