@@ -22,14 +22,14 @@ from rich.table import Table
 from torch import fx
 
 from megafx.analysis.communication import Communication
-from megafx.ir.facts import facts_of
+from megafx.ir.facts import MATMUL, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
 from megafx.ops.owners import OF_RANK
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, payload, transition
 from megafx.planner.context import Planner
-from megafx.planner.cost import MATMULS, collective_seconds
+from megafx.planner.cost import collective_seconds, cost_kind
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
@@ -300,7 +300,7 @@ def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
         return "expert-parallel"
     if out.kind == "P":
         return "vocab-parallel" if lookup else "row-parallel"
-    return "hidden-parallel" if lookup or op_name(node) not in MATMULS else "column-parallel"
+    return "hidden-parallel" if lookup or cost_kind(op_name(node)) != MATMUL else "column-parallel"
 
 
 def _moves(program: Program, planner: Planner, node: fx.Node) -> tuple[Move, ...]:

@@ -39,6 +39,7 @@ from megafx.placements.types import I, Placement, dual
 Values = list[Any]  # one entry a rank
 c10d, mfx = torch.ops._c10d_functional, torch.ops.megafx
 
+GRADIENT_FLOOR = 1e-6  # a gradient this much smaller than all of them together is zero but for rounding
 # Rounding that a different order of summation explains: sqrt(terms) units in the last place, with room.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -50,14 +51,15 @@ def simulate(
     axis: str = "tp",
     mesh: Mapping[str, int] | None = None,
     watch: Callable[[fx.Node, Values], None] | None = None,
+    gradients: bool = False,
 ) -> list[list[Any]]:
     """Run the graph on len(per_rank_inputs) ranks. mesh: sizes of the axes by name; by default one, `axis`, has all ranks.
-    watch: called with each node and its value on every rank."""
+    watch: called with each node and its value on every rank. gradients: let autograd follow, of a graph without backward."""
     gm = program.gm if isinstance(program, Program) else program
     mesh = {axis: len(per_rank_inputs)} if mesh is None else mesh
     if math.prod(mesh.values()) != len(per_rank_inputs):
         raise PlacementError(f"inputs of {len(per_rank_inputs)} ranks for a mesh of {dict(mesh)}")
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         return _Lockstep(gm, mesh, watch).run(per_rank_inputs)
 
 
@@ -291,6 +293,19 @@ class Logical:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     mutations: dict[str, Tensor] = field(default_factory=dict)
+
+
+def relative_errors(found: Logical, wanted: Logical) -> tuple[dict[str, float], dict[str, float]]:
+    """`relative_error` of each output and of each gradient; no gradient counts as zeros."""
+    tiny = torch.finfo(torch.float64).tiny
+    outputs = {n: relative_error(found.outputs[n], v, tiny) for n, v in wanted.outputs.items() if isinstance(v, Tensor)}
+    present = {n: g for n, g in wanted.gradients.items() if g is not None}
+    floor = max(GRADIENT_FLOOR * sum(float(g.double().norm()) ** 2 for g in present.values()) ** 0.5, tiny)
+    gradients = {}
+    for name, gradient in present.items():
+        got = found.gradients.get(name)
+        gradients[name] = relative_error(torch.zeros_like(gradient) if got is None else got, gradient, floor)
+    return outputs, gradients
 
 
 def local_inputs(

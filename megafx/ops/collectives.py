@@ -173,6 +173,9 @@ batch_sum.register_autograd(
 
 
 declare("megafx.batch_sum.default", rule="lin: ... -> ...")
+declare("megafx.rank0_only.default", types="R -> P")
+for _name in ("axis_index", "rank_select", "rank_place"):
+    declare(f"megafx.{_name}.default", types="-> V")
 
 
 def _select_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -24,14 +24,16 @@ import torch
 from torch import Tensor, fx
 
 from megafx.errors import UsageError
+from megafx.ir.facts import FREE, declare
 from megafx.ir.program import Program
 from megafx.ops.axes import axis_rank
 
 Arguments = tuple[Any, ...]
 
 
-def _define(name: str, compute: Callable[[Tensor, bool], Tensor], gradient: str = "") -> None:
+def _define(name: str, types: str, compute: Callable[[Tensor, bool], Tensor], gradient: str = "") -> None:
     """megafx::name(x, owner, axis, size). compute(x, whether this rank is the owner); gradient: the op of its backward."""
+    declare(f"megafx.{name}.default", types=types, cost=FREE)
 
     def run(x: Tensor, owner: int, axis: str, size: int) -> Tensor:
         return compute(x, size == 1 or axis_rank(axis) == owner)
@@ -54,11 +56,11 @@ def _of_rank(x: Tensor, own: bool) -> Tensor:
     return x.clone()
 
 
-_define("for_rank", lambda x, own: x.clone(), "rank_part")
-_define("rank_only", lambda x, own: x.clone() if own else torch.zeros_like(x), "rank_only")
-_define("of_rank", _of_rank, "to_rank")
-_define("rank_part", lambda x, own: x.clone() if own else torch.zeros_like(x))
-_define("to_rank", lambda x, own: x.clone() if own else x.new_zeros([0, *x.shape[1:]]))
+_define("for_rank", "R -> R", lambda x, own: x.clone(), "rank_part")
+_define("rank_only", "R -> P", lambda x, own: x.clone() if own else torch.zeros_like(x), "rank_only")
+_define("of_rank", "O -> R", _of_rank, "to_rank")
+_define("rank_part", "P -> P", lambda x, own: x.clone() if own else torch.zeros_like(x))
+_define("to_rank", "P -> O", lambda x, own: x.clone() if own else x.new_zeros([0, *x.shape[1:]]))
 
 ops = torch.ops.megafx
 FOR_RANK, OF_RANK = ops.for_rank.default, ops.of_rank.default

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from megafx.ir.facts import ATTENTION, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program, fqn_of, is_floating
 from megafx.placements.types import I, P, Placement, S
 from megafx.planner.context import Accepts, Planner, accepts, way_out
-from megafx.planner.cost import ATTENTION, op_seconds, optimizer_seconds, transition_seconds
+from megafx.planner.cost import cost_kind, op_seconds, optimizer_seconds, transition_seconds
 from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
 from megafx.planner.policy import Policy
 from megafx.planner.solver import Solution, Table
@@ -161,10 +162,11 @@ class Problem:
 
     def _contraction(self, rule: OpRule) -> int:
         """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
-        if op_name(rule.node) in ATTENTION:
+        if cost_kind(op_name(rule.node)) == ATTENTION:
             return self.program.sizes.workload(self.program.sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
-        if op_name(rule.node) == "grouped_mlp":
-            return joined_terms(rule.node)
+        told = told_terms(rule.node)
+        if told is not None:
+            return told
         inside = {f for f in rule.result if f}
         multiplied = [o for o in rule.operands if o.role == "x"]
         sizes: dict[str, int] = {}
@@ -345,8 +347,7 @@ def assignment_of(solution: Solution) -> dict[Any, int]:
     return solution.assignment
 
 
-def joined_terms(node: Any) -> int:
-    """Terms summed for each element of a grouped_mlp's result: the last product's, and its share of the first ones'."""
-    _, _, _, ups, down, *_ = node.args
-    _, ffn, out = down.meta[VAL].shape
-    return int(ffn + sum(up.meta[VAL].shape[1] * up.meta[VAL].shape[2] for up in ups) // out)
+def told_terms(node: fx.Node) -> int | None:
+    """Terms summed for each element of an op's result, if its file says it (`OpFacts.terms`)."""
+    terms = facts_of(node.target).terms
+    return None if terms is None else int(terms(*fx.map_arg(node.args, lambda n: tuple(n.meta[VAL].shape))))

@@ -25,11 +25,12 @@ from catalogue import Architecture, rows
 from hf_plans import compare
 from matrix import Cell, Result, Runner, all_cells, some_cells
 
+from megafx.ir.facts import ATTENTION
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
 from megafx.planner.context import Planner
-from megafx.planner.cost import ATTENTION, op_flops
-from megafx.planner.problem import joined_terms
+from megafx.planner.cost import cost_kind, op_flops
+from megafx.planner.problem import told_terms
 from megafx.rewrite.pattern import registered_patterns
 
 
@@ -152,12 +153,13 @@ def node_flops(planner: Planner, rule: Any) -> int:
     if value is None or not rule.operands:
         return 0
     first = shape(rule.operands[0].node.meta[VAL])
-    if name in ATTENTION:
+    if cost_kind(name) == ATTENTION:
         return op_flops(op_name(rule.node), math.prod(shape(value)), shape(rule.operands[1].node.meta[VAL])[-2])
     if name.startswith("conv"):
         return 2 * math.prod(shape(value)) * math.prod(shape(rule.operands[1].node.meta[VAL])[1:])
-    if name == "grouped_mlp":
-        return op_flops(op_name(rule.node), math.prod(shape(value)), joined_terms(rule.node))
+    told = told_terms(rule.node)
+    if told is not None:
+        return op_flops(name, math.prod(shape(value)), told)
     if "grouped_mm" in name:
         return 2 * math.prod(shape(value)) * first[-1]
     if name == "einsum":

@@ -88,11 +88,12 @@ def test_matmul_and_memory():
 
 def test_op_work():
     assert op_flops("linear", 12, 5) == 120
-    assert op_flops("scaled_dot_product_attention", 12, 5) == 240
+    assert op_flops("scaled_dot_product_attention", 12, 5) == op_flops("attention_forward", 12, 5) == 240
+    assert op_flops("grouped_mm", 12, 5) == 120
     assert op_flops("embedding", 12, 50257) == 0
     assert op_bytes("embedding", 24, [10_000, 8]) == 48
     assert op_bytes("add", 24, [24, 24]) == 72
-    assert op_bytes("transpose", 24, [24]) == op_bytes("getitem", 24, [48]) == 0
+    assert op_bytes("transpose", 24, [24]) == op_bytes("getitem", 24, [48]) == op_bytes("for_rank", 24, [24]) == 0
 
 
 def seconds(name, training, contraction=1):

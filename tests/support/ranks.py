@@ -24,12 +24,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from harness import GRADIENT_FLOOR, promote_casts
+from harness import promote_casts
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 import megafx
+from megafx.checks.simulate import GRADIENT_FLOOR
 from megafx.distributed.failures import wait_at_exit
 from megafx.errors import MegafxError
 

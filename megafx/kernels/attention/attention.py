@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import SEED, fixed, mask, real
+from megafx.ir.facts import ATTENTION, SEED, fixed, mask, real
 from megafx.kernels.attention import attention_reference as reference
 from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside
 from megafx.kernels.common.draw import DRAW
@@ -223,6 +223,7 @@ _GRADIENT, _LSE = real(2, 4, 6, 6), fixed(2, 4, 6)
 define_composite(
     f"attention({_OPERANDS}, {_OPTIONS}) -> Tensor",
     rule=_forward_rule,
+    cost=ATTENTION,
     samples=[
         (_Q, _K, _V, real(1, 4, 6, 4), None, None, *_PLAIN),
         (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, SEED, *_DROPPED),
@@ -233,6 +234,7 @@ define_composite(
 define_op(
     f"attention_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     rule=_forward_rule,
+    cost=ATTENTION,
     samples=[(_Q, _K, _V, None, None, None, *_PLAIN), (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, *_PLAIN)],
     reference=_forward,
     fake=_forward_shapes,

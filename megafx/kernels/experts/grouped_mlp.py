@@ -232,6 +232,7 @@ define_op(
     "Tensor[] rows, str unit) -> Tensor",
     rule=_rule,
     cost=MATMUL,
+    # the last product's, and a share of the first ones'
     terms=lambda x, starts, ends, ups, down, *_: down[1] + sum(up[1] * up[2] for up in ups) // down[2],
     experts="e",
     samples=[
