@@ -1,4 +1,4 @@
-"""Covers: pattern.py and rewrite/trace.py. What a declaration means, and what is refused with which words."""
+"""Covers: rewrite/pattern.py, rewrite/trace.py. What a declaration means, and what is refused with which words."""
 
 from __future__ import annotations
 
