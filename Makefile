@@ -1,4 +1,5 @@
-# make demo: train a byte-level GPT on 2 ranks, in an environment of its own.   make test: check and test everything.
+# make demo: train a byte-level GPT on 2 ranks, in an environment of its own.
+# make test: lint, types and tests, in less than 20 minutes on two cores; what CI runs.   make test-slow: the other tests.
 # make test-models: the whole model matrix (tests/models), and its page docs/models.md.
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,7 +7,7 @@ RANKS ?= 2
 TORCH ?= torch>=2.11,<2.14
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-models clean
+.PHONY: demo test test-slow test-models clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -14,6 +15,9 @@ demo: $(VENV)/.demo-installed
 
 test: $(VENV)/.test-installed
 	$(BIN)/python -m tests $(ARGS)
+
+test-slow: $(VENV)/.test-installed
+	$(BIN)/python -m tests --slow $(ARGS)
 
 test-models: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/models/table.py --jobs 2 --write docs/models.md $(ARGS)

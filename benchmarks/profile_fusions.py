@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from megafx.api import hardware_of
 from megafx.capture.export import capture_call
 from megafx.compiler.executable import Executable
-from megafx.compiler.pipeline import Request, compile_program
+from megafx.compiler.pipeline import compile_program
 from megafx.config import FUSIONS, MEASURE_NOTHING, Config
 from megafx.distributed.parameters import parameter_slots, place_joined
 from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import Program
-from megafx.planner.context import price_workload
+from megafx.planner.context import Planner, price_workload
 from megafx.planner.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS, FusionProfile, Measured, Times, mode_of
 from megafx.planner.hardware import Hardware
 
@@ -374,10 +374,10 @@ def prepare(name: str, setting: Setting) -> Job:
     for fused, training in itertools.product((True, False), repeat=2):
         with torch.set_grad_enabled(training):
             program = capture_call(module, tuple(inputs), device=device)
-        wants = (lambda index, spec: True) if training else None
-        request = Request(_config(() if fused else case.off), 1, setting.hardware, {}, wants_grad=wants)
-        compiled = compile_program(program, request)
-        run = compiled.executable(None)
+        wants = (lambda spec: True) if training else None
+        planner = Planner(_config(() if fused else case.off), 1, setting.hardware, wants_grad=wants)
+        compiled = compile_program(program, planner)
+        run = compiled.executable()
         names = [spec.name for spec in compiled.program.inputs]
         place_joined(module, dict(parameter_slots(module)), [[names[i] for i in group] for group in run.parts.joins])
         for way in setting.ways:

@@ -99,7 +99,6 @@ class Config:
     norm_fusion: bool = _option(True, "fuse LayerNorm and RMSNorm, also with the sum before them", fuses=True)
     attention_fusion: bool = _option(True, "fuse the chain of attention", fuses=True)
     cross_entropy_fusion: bool = _option(True, "fuse cross entropy, and linear + cross entropy", fuses=True)
-    embedding_fusion: bool = _option(True, "fuse word + position (+ type) embeddings and their dropout", fuses=True)
     merge_linears: bool = _option(
         True, "compute linears that read one value as one product: gate and up; queries, keys and values", fuses=True
     )
@@ -110,11 +109,6 @@ class Config:
         None,
         "measurements, by which a fusion that was slower is left out: name of a profile (planner/hardware/fusions/*.yaml), or "
         "path of one that benchmarks/profile_fusions.py wrote; None: chosen by the hardware; 'all': every fusion is made",
-    )
-    attention_dropout_rng: Literal["counter", "native"] = _option(
-        "counter",
-        "'counter': dropout masks follow from seed and position, the same at any number of ranks; "
-        "'native': the library's kernels with torch's generator where they can be used, on one rank only",
     )
     check_inputs_every: int = _option(
         100,

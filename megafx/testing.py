@@ -36,20 +36,23 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._pytree import tree_flatten, tree_map, tree_structure
 
 from megafx.checks.simulate import Logical, relative_error, run_logical
-from megafx.compiler.runner import Pass, run_passes
+from megafx.compiler.runner import Pass, PassFunction, Runner
+from megafx.config import Config
 from megafx.errors import UsageError
 from megafx.ir import dump
 from megafx.ir.contracts import verify
 from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Input, Output, Phase, Program, recompute_val
 from megafx.ir.sizes import SizeEmitter, Sizes
-from megafx.passes.backward.build_joint_graph import build_joint_graph
-from megafx.passes.canonicalize.canonicalize import canonicalize, canonicalize_nodes
+from megafx.passes.backward.build_joint_graph import differentiate
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.placements.types import I, Layout, P, Placement, R, S
+from megafx.planner.context import Planner
+from megafx.planner.hardware import Hardware
 from megafx.rewrite.driver import rewrite
 from megafx.rewrite.pattern import Pattern, check_pattern
 from megafx.rewrite.trace import plain_modes
 
-__all__ = ["assert_same", "expect", "graph", "run_logically", "run_pass", "transition", "with_backward"]
+__all__ = ["assert_same", "expect", "graph", "make_planner", "run_logically", "run_pass", "transition", "with_backward"]
 
 _DTYPES = {short: dtype for dtype, short in dump._DTYPES.items()}
 _VALUE = re.compile(r"(?P<param>param )?(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?: (?P<placement>[^@]+)@(?P<axis>\w+))?")
@@ -209,7 +212,7 @@ class _Maker:
 def with_backward(program: Program) -> Program:
     """The JOINT program of a LOCAL one: gradients of every floating input, of every floating output."""
     joint = program.copy()
-    build_joint_graph(joint, *_differentiable(joint))
+    differentiate(joint, *_differentiable(joint))
     olds, news = ([*p.placeholders(), *p.results()] for p in (program, joint))
     tangents = sum(spec.kind == "tangent" for spec in joint.inputs)
     inputs = len(program.inputs)
@@ -219,11 +222,20 @@ def with_backward(program: Program) -> Program:
     return joint
 
 
-def run_pass(function: Callable[..., int], program: Program, *args: object, **options: object) -> Program:
+def make_planner(
+    t: int = 1, config: Config | None = None, *, hardware: str = "h100-nvlink", training: bool = True, **fields: Any
+) -> Planner:
+    """What a pass is told. training: gradients of all inputs are wanted. fields: further ones of Planner."""
+    if training:
+        fields.setdefault("wants_grad", lambda spec: True)
+    return Planner(config or Config(), t, Hardware.load(hardware), **fields)
+
+
+def run_pass(function: PassFunction, program: Program, planner: Planner | None = None) -> Program:
     """What the pass makes of a copy of the program; phase contracts are checked before and after."""
     result = program.copy()
     verify(result)
-    run_passes(result, [Pass.of(function, *args, **options)])
+    Runner(planner or make_planner()).run(result, [Pass.of(function)])
     verify(result)
     return result
 
@@ -435,7 +447,7 @@ def canonical(fn: Callable[..., Any], **values: str) -> Program:
     output.args = (tuple(results),)
     program.outputs = [Output("user", str(i)) for i in range(len(results))]
     program.gm.recompile()
-    canonicalize(program)
+    canonicalize_program(program)
     return program
 
 
@@ -454,7 +466,7 @@ def fuse_with(
     misses = []
     for local in (False, True):
         stage = [p for p in chosen if p.local == local]
-        done = rewrite(after, stage, canonicalize, canonicalize_nodes, "fuse_local" if local else "fuse")
+        done = rewrite(after, stage, "fuse_local" if local else "fuse")
         counts |= done.counts
         misses += done.near_misses
     after.graph.lint()

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megafx.kernels.attention.attention  # noqa: F401  registers the op
+from megafx.ir.nodes import Draw
 from megafx.ir.sizes import FIRST_PRIME
 from megafx.kernels.attention.masked_softmax import HARD_FILL
 from megafx.rewrite.match import Match
-from megafx.rewrite.pattern import Drop, Pattern, register
+from megafx.rewrite.pattern import Pattern, register
 
 ops = torch.ops.megafx
 _CAP_NEEDS = {"no": (), "mul, div": ("tanh", "mul", "div"), "div": ("tanh", "div"), "mul": ("tanh", "mul")}
@@ -48,7 +49,7 @@ def _mask_for(mask: Tensor | None, fill: float, dtype: torch.dtype) -> Tensor | 
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fill: float, cap: float, drop: Drop
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fill: float, cap: float, drop: Draw
 ) -> Tensor:
     where = (drop.op_id, drop.shard_dim, list(drop.layout), drop.axis)
     seen = _mask_for(mask, fill, q.dtype)
@@ -95,7 +96,7 @@ class AttentionChain(_Attention):
         if capped != "no":
             scores = scores * inner if "mul" in capped else scores
             scores = torch.tanh(scores / cap if "div" in capped else scores)
-        drawn = Drop().args if late_drop else drop.args
+        drawn = Draw().args if late_drop else drop.args
         weights = ops.scale_mask_softmax(scores, mask, scale, False, 0, fill, *drawn)
         weights = weights if wide == "no" else weights.to(q.dtype)
         if late_drop:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megafx.kernels.activation.bias_activation  # noqa: F401  registers the op
+import megafx.kernels.activation.activation  # noqa: F401  registers the op
 from megafx.rewrite.pattern import Pattern, register
 
 ROOT = math.sqrt(2.0 / math.pi)

@@ -27,8 +27,8 @@ class CrossEntropyOfCast(Pattern):
     def match(logits, target, *, flat, ignore, smoothing):
         wide = logits.float()
         wide = wide if flat else wide.reshape(-1, wide.shape[-1])
-        return torch.ops.megafx.cross_entropy(wide, target, ignore, smoothing)
+        return torch.ops.megafx.cross_entropy(wide, target, ignore, smoothing, False)
 
     def make(logits, target, *, ignore, smoothing):
         logits = logits.reshape(-1, logits.shape[-1])
-        return torch.ops.megafx.cross_entropy(logits, target, ignore, smoothing)
+        return torch.ops.megafx.cross_entropy(logits, target, ignore, smoothing, False)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megafx.kernels.activation.glu  # noqa: F401  registers the ops
+import megafx.kernels.activation.activation  # noqa: F401  registers the ops
 from megafx.patterns.bias_activation import FORMS
 from megafx.rewrite.pattern import Pattern, register
 

@@ -16,7 +16,8 @@ from torch import Tensor
 import megafx.kernels.dropout.bias_dropout_add
 import megafx.kernels.norm.add_norm
 import megafx.kernels.norm.norms  # noqa: F401  registers the ops
-from megafx.rewrite.pattern import Drop, Pattern, register
+from megafx.ir.nodes import Draw
+from megafx.rewrite.pattern import Pattern, register
 
 ops = torch.ops.megafx
 
@@ -132,7 +133,7 @@ def _fused(
     residual: Tensor,
     vectors: tuple[Tensor | None, ...],
     eps: float,
-    drop: Drop,
+    drop: Draw,
 ) -> tuple[Tensor, Tensor]:
     if kind == "layer":
         made = ops.bias_dropout_add_layer_norm(x, bias, residual, *vectors, eps, *drop.args)

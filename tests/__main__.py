@@ -1,6 +1,13 @@
-"""`python -m tests [--all] [pytest arguments]`: lint, format check, type check, tests. What CI runs.
+"""The checks of the project; further arguments are pytest's.
 
-Tests marked slow (most of the 155 random plans, the Hugging Face Trainer on two ranks) run with --all.
+python -m tests --quick    while you work: lint, layers, golden graphs, rules, tiny models, one check on gloo ranks; 3 minutes
+python -m tests            what CI runs (`make test`): lint, format, types, every test that is not marked slow; below 20 minutes
+python -m tests --slow     what CI leaves out (`make test-slow`): more ranks, options and models of what the others check once
+                           (most random plans and cells, the Hugging Face Trainer on ranks, killed runs); about an hour
+python -m tests --all      both
+
+Times are those of two cores. Tests marked gpu or dist need a CUDA device, or start processes; they skip where they cannot run.
+`make test-models` computes the whole table of models.
 """
 
 from __future__ import annotations
@@ -13,6 +20,30 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+QUICK = {  # folder -> its test files, or all
+    "house": ["layering", "config"],
+    "ir": [],
+    "rewrite": [],
+    "placements": [],
+    "rules": ["grammar"],
+    "planner": ["cost", "solver"],
+    "passes": ["build_joint_graph", "canonicalize", "expand_transitions", "insert_transitions", "partition"],
+    "patterns": ["glu", "rope"],
+    "runtime": ["runtime"],
+}
+ALONE = [  # and these tests
+    "checks/test_rules.py::test_mm_has_its_six_rows",
+    "equivalence/test_equivalence.py::test_sharded_equals_one_process[nanogpt-3-True]",
+    "equivalence/test_equivalence.py::test_sharded_equals_one_process[llama-2-False]",
+    "dist/test_on_ranks.py::test_on_ranks[2-nanogpt_sequence_parallel]",
+]
+PATHS = [f"{folder}/test_{file}.py" for folder, files in QUICK.items() for file in files]
+PATHS += [folder for folder, files in QUICK.items() if not files]
+WHICH = {
+    "--quick": ["-m", "not slow", *(f"tests/{path}" for path in [*PATHS, *ALONE])],
+    "--slow": ["-m", "slow"],
+    "--all": [],
+}
 
 
 def installed_layout() -> Path:
@@ -33,14 +64,16 @@ def main() -> int:
     os.chdir(ROOT)
     tools = [sys.executable, "-m"]
     folders = ["megafx", "passes", "patterns", "tests", "examples", "benchmarks"]
-    arguments = sys.argv[1:]
-    which = [a for a in arguments if a != "--all"] if "--all" in arguments else ["-m", "not slow", *arguments]
+    mode = next((a for a in sys.argv[1:] if a in WHICH), "")
+    which = [*WHICH.get(mode, ["-m", "not slow"]), *(a for a in sys.argv[1:] if a != mode)]
     checks = [
         ("lint", [*tools, "ruff", "check", *folders]),
         ("format", [*tools, "ruff", "format", "--check", *folders]),
         ("types", [*tools, "mypy", str(installed_layout())]),
         ("tests", [*tools, "pytest", "-n", "2", "--dist", "loadfile", *which]),
     ]
+    if mode:  # the types are checked without these
+        checks = [check for check in checks if check[0] != "types"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     failed = []
     for name, command in checks:

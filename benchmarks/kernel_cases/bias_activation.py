@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from kernel_cases.case import DECODE_ROWS, HIDDEN, Case, randn, rows_for
 from torch import Tensor
 
-import megafx.kernels.activation.bias_activation  # noqa: F401  registers the op
+import megafx.kernels.activation.activation  # noqa: F401  registers the op
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

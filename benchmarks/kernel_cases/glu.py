@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases.case import DECODE_ROWS, HIDDEN, Case, randn, rows_for
 
-import megafx.kernels.activation.glu  # noqa: F401  registers the ops
+import megafx.kernels.activation.activation  # noqa: F401  registers the ops
 
 PLAIN: dict[str, Callable[..., Any]] = {"silu": F.silu, "gelu_tanh": lambda u: F.gelu(u, approximate="tanh")}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megafx.analysis.overlap import is_region_gather
+from megafx.analysis.communication import is_region_gather
 from megafx.checks.simulate import TOLERANCE, Logical, local_inputs, logical_of, relative_error, run_logical, simulate
 from megafx.errors import MegafxError, PlacementError
 from megafx.ir.program import PLACEMENT, VAL, Input, Phase, Program
@@ -57,7 +57,7 @@ def run_on_data(
         inputs += given
     sizes = {REPLICA_AXIS: data.replicas, SHARD_AXIS: data.shard_ranks} if data.sharded else {BATCH_AXIS: data.ranks}
     results = simulate(program, inputs, mesh={**sizes, TENSOR_AXIS: t})
-    reduced = program.unreduced is not None
+    reduced = program.before_reduction is not None
     skipped = "gradient" if sharded and reduced else ""
     parts = [
         logical_of(program, results[k * t : (k + 1) * t], inputs[k * t], storage, t, skipped) for k in range(data.ranks)

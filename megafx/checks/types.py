@@ -28,7 +28,7 @@ from torch import fx
 from megafx.checks.lookups import Facts, Lookups
 from megafx.errors import PlacementError
 from megafx.ir.contracts import fail, layout_of
-from megafx.ir.nodes import draw_arguments, in_backward, is_draw, is_zero
+from megafx.ir.nodes import draw_of, in_backward, is_draw, is_zero
 from megafx.ir.program import PLACEMENT, VAL, Program
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import flatten, refit, slice_layout, view_options
@@ -296,15 +296,15 @@ def _dropout_readings(checker: _Checker, node: fx.Node) -> Facts:
 
 def _told(checker: _Checker, node: fx.Node) -> Placement:
     """How an op that draws was told that its result is cut."""
-    given = draw_arguments(node)
-    dim, flat = int(given["shard_dim"]), given["layout"]
+    given = draw_of(node)
+    dim, flat = int(given.shard_dim), given.layout
     return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
 
 
 def _check_draw(checker: _Checker, node: fx.Node, found: list[Any]) -> None:
     """An op draws for its result; its backward for the gradient of that, the first operand."""
-    given, told = draw_arguments(node), _told(checker, node)
-    if given["seed"] is None or not given["p"]:
+    given, told = draw_of(node), _told(checker, node)
+    if given.seed is None or not given.p:
         return
     first = node.all_input_nodes[0]
     results = {r[0] if isinstance(r, tuple) else r for r in found}

@@ -1,19 +1,17 @@
 """Runs an ordered list of passes over a program: timing, logging, dumping, checking, skipping. Knows no pass by name.
 
-A pass is a function `(program, ...) -> number of changes` whose module says `REQUIRES` (the phase, or phases, that it
+A pass is a function `(program, planner) -> number of changes` whose module says `REQUIRES` (the phase, or phases, that it
 accepts) and `ENSURES` (the phase that it leaves; absent where it leaves the one it found).
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafx.checks.numbers import NumberCheck
 from megafx.config import Config
 from megafx.debugging import Debug, current, is_reporting_rank, say
 from megafx.errors import ConfigError, MegafxError, PlacementError
@@ -21,7 +19,10 @@ from megafx.ir import dump
 from megafx.ir.call_spec import no_autocast
 from megafx.ir.contracts import verify
 from megafx.ir.program import Phase, Program
-from megafx.placements.data_axis import DataAxis
+from megafx.planner.context import Planner
+
+PassFunction = Callable[[Program, Planner], int]
+AfterEach = Callable[[str, Program], None]
 
 
 class PipelineStopped(MegafxError):
@@ -39,22 +40,17 @@ class Pass:
     """A named pass. requires: phases that it accepts; ensures: the phase it leaves (None: the one it found)."""
 
     name: str
-    run: Callable[[Program], int]
+    run: PassFunction
     requires: tuple[Phase, ...] = tuple(Phase)
     ensures: Phase | None = None
 
     @staticmethod
-    def of(function: Callable[..., int], *args: object, **options: object) -> Pass:
-        """The pass that calls `function(program, *args, **options)`, with the contract of the function's module."""
+    def of(function: PassFunction) -> Pass:
+        """The function as a pass, with the contract of its module."""
         module = sys.modules[function.__module__]
         requires = getattr(module, "REQUIRES", tuple(Phase))
         requires = (requires,) if isinstance(requires, Phase) else tuple(requires)
-        run = functools.partial(_call, function, args, options)
-        return Pass(function.__name__, run, requires, getattr(module, "ENSURES", None))
-
-
-def _call(function: Callable[..., int], args: tuple[object, ...], options: dict[str, object], program: Program) -> int:
-    return function(program, *args, **options)
+        return Pass(function.__name__, function, requires, getattr(module, "ENSURES", None))
 
 
 @dataclass(frozen=True)
@@ -105,97 +101,93 @@ def _dumps(settings: Debug) -> Dumps:
     return Dumps(Path(settings.dump) / (f"graph{run}" if run else ""))
 
 
-def insert_user_passes(passes: Sequence[Pass], config: Config, known: Sequence[str] = ()) -> list[Pass]:
-    """The list with `config.passes` at their places, in the order given.
-
-    known: passes of other graphs; what goes beside one of these is left out here.
-    """
-    result = list(passes)
+def insert_user_passes(stages: Sequence[list[Pass]], config: Config) -> None:
+    """Put `config.passes` at their places in the lists, in the order given."""
     for where, function in config.passes:
         side, name = where.split()
-        names = [p.name for p in result]
+        mine, names = Pass.of(function), [p.name for stage in stages for p in stage]
         if name not in names:
-            if name in known:
-                continue
-            fix = f"passes: {', '.join(known or names)}"
-            raise ConfigError(f"Config.passes says '{where}', but the pipeline has no such pass", fix=fix)
-        mine = Pass.of(function)
+            found = f"Config.passes says '{where}', but the pipeline has no such pass"
+            raise ConfigError(found, fix=f"passes: {', '.join(names)}")
         if mine.name in names:
-            raise ConfigError(
-                f"Config.passes brings a second pass '{mine.name}'", fix="give your function another name"
-            )
-        result.insert(names.index(name) + (side == "after"), mine)
-    return result
+            found = f"Config.passes brings a second pass '{mine.name}'"
+            raise ConfigError(found, fix="give your function another name")
+        for stage in stages:
+            for i in [i for i, p in enumerate(stage) if p.name == name]:
+                stage.insert(i + (side == "after"), mine)
 
 
-def run_passes(
-    program: Program,
-    passes: Sequence[Pass],
-    *,
-    ranks: int = 1,
-    data: DataAxis | None = None,
-    settings: Debug | None = None,
-    known: Sequence[str] = (),
-) -> list[PassRecord]:
-    """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says.
+class Runner:
+    """Runs lists of passes over one program, one after another; the numbering of records and dumps goes on.
 
-    ranks: size of the axis, on which MEGAFX_CHECK=2 runs the program once its shapes are local; data: of data parallelism.
-    known: passes that other graphs go through, which flags may name too.
+    known: names that flags may name, besides those of a list that runs. after_each: called with the name of each pass
+    that has run, and the program that it left.
     """
-    settings = current() if settings is None else settings
-    _check_names([*(step.name for step in passes), *known], settings)
-    dumps = _dumps(settings)
-    wants_text = dumps.folder is not None or settings.level >= 2
-    before_text = dump.text(program, details=True) if wants_text else ""
-    dumps.write("capture", before_text)
-    numbers = NumberCheck(program, ranks, data) if settings.check >= 2 else None
-    records: list[PassRecord] = []
-    for index, step in enumerate(passes, 1):
-        if step.name in settings.skip:
-            nodes = len(program.graph.nodes)
-            records.append(PassRecord(index, step.name, 0, nodes, nodes, 0.0, skipped=True))
-            _log(settings, 1, str(records[-1]))
-            continue
-        _check_phase(step, program, settings)
-        records.append(_run(step, index, program))
-        _log(settings, 1, str(records[-1]))
-        if wants_text:
-            after_text = dump.text(program, details=True)
-            dumps.write(step.name, after_text)
-            changed = dump.diff(before_text, after_text) if settings.level >= 2 else ""
-            _log(settings, 2, changed)
-            _log(settings, 4, after_text)
-            before_text = after_text
-        if settings.check >= 1:
-            _verify(step, program)
-        if numbers is not None:
-            numbers.after(step.name, program)
-        if step.name == settings.stop_after:
-            program.gm.recompile()
-            raise PipelineStopped(step.name, program)
-    program.gm.recompile()  # once: passes read graphs, not code, and writing the code of each is a tenth of a compile
-    return records
 
+    def __init__(
+        self,
+        planner: Planner,
+        known: Sequence[str] = (),
+        after_each: AfterEach | None = None,
+        settings: Debug | None = None,
+    ) -> None:
+        self.planner, self.known, self.after_each = planner, known, after_each
+        self.settings = current() if settings is None else settings
+        self.records: list[PassRecord] = []
+        self.text: str | None = None  # of the program as it is, where somebody wants to see it
+        self.dumps = _dumps(self.settings)
 
-def _run(step: Pass, index: int, program: Program) -> PassRecord:
-    nodes, phase = len(program.graph.nodes), program.phase
-    start = time.perf_counter()
-    with no_autocast():
-        changes = step.run(program)
-    duration_ms = 1e3 * (time.perf_counter() - start)
-    expected = phase if step.ensures is None else step.ensures
-    if program.phase != expected:
-        raise MegafxError(
-            f"pass '{step.name}' left phase {program.phase.name}, but its contract says {expected.name}",
-            fix="set program.phase at the end of the pass, or correct ENSURES",
-        )
-    program.graph.lint()
-    return PassRecord(index, step.name, changes, nodes, len(program.graph.nodes), duration_ms)
+    def run(self, program: Program, passes: Sequence[Pass]) -> list[PassRecord]:
+        """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says."""
+        settings = self.settings
+        _check_names([*(step.name for step in passes), *self.known], settings)
+        wants_text = self.dumps.folder is not None or settings.level >= 2
+        if self.text is None:
+            self.text = dump.text(program, details=True) if wants_text else ""
+            self.dumps.write("capture", self.text)
+        for step in passes:
+            index = len(self.records) + 1
+            if step.name in settings.skip:
+                nodes = len(program.graph.nodes)
+                self.records.append(PassRecord(index, step.name, 0, nodes, nodes, 0.0, skipped=True))
+                self._log(1, str(self.records[-1]))
+                continue
+            _check_phase(step, program, settings)
+            self.records.append(self._run(step, index, program))
+            self._log(1, str(self.records[-1]))
+            if wants_text:
+                before, self.text = self.text, dump.text(program, details=True)
+                self.dumps.write(step.name, self.text)
+                self._log(2, dump.diff(before, self.text) if settings.level >= 2 else "")
+                self._log(4, self.text)
+            if settings.check >= 1:
+                _verify(step, program)
+            if self.after_each is not None:
+                self.after_each(step.name, program)
+            if step.name == settings.stop_after:
+                program.gm.recompile()
+                raise PipelineStopped(step.name, program)
+        program.gm.recompile()  # once: passes read graphs, not code, and writing the code of each is a tenth of a compile
+        return self.records
 
+    def _run(self, step: Pass, index: int, program: Program) -> PassRecord:
+        nodes, phase = len(program.graph.nodes), program.phase
+        start = time.perf_counter()
+        with no_autocast():
+            changes = step.run(program, self.planner)
+        duration_ms = 1e3 * (time.perf_counter() - start)
+        expected = phase if step.ensures is None else step.ensures
+        if program.phase != expected:
+            raise MegafxError(
+                f"pass '{step.name}' left phase {program.phase.name}, but its contract says {expected.name}",
+                fix="set program.phase at the end of the pass, or correct ENSURES",
+            )
+        program.graph.lint()
+        return PassRecord(index, step.name, changes, nodes, len(program.graph.nodes), duration_ms)
 
-def _log(settings: Debug, level: int, message: str) -> None:
-    if settings.level >= level and message:
-        say(message)
+    def _log(self, level: int, message: str) -> None:
+        if self.settings.level >= level and message:
+            say(message)
 
 
 def _check_names(names: Sequence[str], settings: Debug) -> None:

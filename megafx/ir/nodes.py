@@ -7,27 +7,33 @@ import operator
 import sys
 from collections.abc import Collection
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from megafx.ir.program import PHASE, VAL
+from megafx.ir.program import PHASE, VAL, Builder, Program
 
 aten = torch.ops.aten
 BACKWARD = "backward"  # node.meta[PHASE] of a backward node
 
+
+def aten_ops(names: str) -> frozenset[Any]:
+    """ATen's operators of these names: 'view to.dtype' are aten.view.default and aten.to.dtype."""
+    overloads = (name if "." in name else f"{name}.default" for name in names.split())
+    return frozenset(
+        getattr(getattr(aten, packet), overload) for packet, _, overload in (n.partition(".") for n in overloads)
+    )
+
+
 # Ops that give the elements of their first operand in the same order (`detach` does too, but stops its gradient).
-RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.alias.default})
-CASTS = frozenset({aten.to.dtype, aten._to_copy.default})
+RESHAPES = aten_ops("view _unsafe_view reshape")
+COPIES = aten_ops("clone contiguous alias")
+CASTS = aten_ops("to.dtype _to_copy")
 # Checks of a value that the program does not need.
-ASSERTS = frozenset(
-    {
-        *(aten._assert_tensor_metadata.default, aten._assert_async.default, aten._assert_async.msg),
-        *(aten._assert_scalar.default, aten._functional_assert_async.msg, torch._check),
-        *(aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default),
-    }
+ASSERTS = {torch._check}.union(
+    aten_ops("_assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar _functional_assert_async.msg"),
+    aten_ops("sym_constrain_range sym_constrain_range_for_size"),
 )
 
 
@@ -134,6 +140,30 @@ def overlaps(a: tuple[fx.Node, int, int], b: tuple[fx.Node, int, int]) -> bool:
     return a[0] is b[0] and a[1] < b[2] and b[1] < a[2]
 
 
+def own_gradients(program: Program, by: str) -> None:
+    """Make each gradient contiguous memory of its own, as `.grad` must be: a copy if it shows an input or another result.
+
+    Gradients of joined parameters may be rows of one tensor: `.grad` of each is then a view that nobody else shows.
+    """
+    output, results = program.output_node(), list(program.results())
+    taken: list[tuple[fx.Node, int, int]] = []
+    for i, spec in enumerate(program.outputs):
+        node = results[i]
+        if not isinstance(node, fx.Node):
+            continue
+        memory = memory_of(node) if spec.kind == "gradient" else (storage_of(node), 0, sys.maxsize)
+        if spec.kind == "gradient":
+            shared = memory[0].op == "placeholder" or any(overlaps(memory, m) for m in taken)
+            if shared or not node.meta[VAL].is_contiguous():
+                origin = results[0] if node.op == "placeholder" and isinstance(results[0], fx.Node) else node
+                build = Builder(program, output, origin, by)
+                results[i] = build(aten.clone.default, node, memory_format=torch.contiguous_format)
+                results[i].meta[PHASE] = BACKWARD
+                memory = memory_of(results[i])
+        taken.append(memory)
+    output.args = (tuple(results),)
+
+
 # -- values of one number
 
 FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0}  # op name -> the number
@@ -153,19 +183,35 @@ def is_zero(node: Any) -> bool:
 
 
 # -- random draws
-#
-# An op draws random bits if its schema has these six arguments (kernels/dropout/dropout.py says what they mean). Its element
-# index is the linear index in its (first) result, and `shard_dim` is a dim of that result.
 
-DRAW_ARGUMENTS = ("seed", "p", "op_id", "shard_dim", "layout", "axis")
+
+class Draw(NamedTuple):
+    """The arguments of an op that draws random bits; what has all of them in its schema is such an op.
+
+    seed: a 0-d tensor, or None: nothing is drawn; p: probability that an element is dropped; op_id: the op's number in the
+    graph; shard_dim, layout: how the (first) result is cut over the ranks of `axis` (-1 and []: whole). An element's bits
+    follow from its linear index in that result, whole.
+    """
+
+    seed: Any = None
+    p: float = 0.0
+    op_id: int = 0
+    shard_dim: int = -1
+    layout: Any = ()
+    axis: str = "tp"
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """In the order that ops take them."""
+        return (self.seed, self.p, self.op_id, self.shard_dim, list(self.layout), self.axis)
 
 
 def is_draw(op: Any) -> bool:
     """Whether a node, or an operator, draws random bits."""
-    return argument_places(op.target if isinstance(op, fx.Node) else op).keys() >= set(DRAW_ARGUMENTS)
+    return argument_places(op.target if isinstance(op, fx.Node) else op).keys() >= set(Draw._fields)
 
 
-def draw_arguments(node: fx.Node) -> dict[str, Any]:
-    """The six arguments of a node that draws, by name."""
+def draw_of(node: fx.Node) -> Draw:
+    """The arguments of a node that draws."""
     assert is_draw(node), f"{node.target} draws nothing"
-    return {name: argument(node, name) for name in DRAW_ARGUMENTS}
+    return Draw(*(argument(node, name) for name in Draw._fields))

@@ -22,7 +22,7 @@ from megafx.rules.strategies import Strategy
 def alternatives(problem: Problem, plan: Plan, solution: Solution) -> Iterator[str]:
     """Lines of text: an op, and below it its strategies from the cheapest on, with what they would add to a step."""
     seen: set[tuple[str, str]] = set()
-    for node in problem.rules:
+    for node in problem.planner.rules:
         kind = re.sub(r"\.\d+(?=\.|$)", ".*", fqn_of(node)), str(node.target)
         if not _has_weight(problem, node) or kind in seen:
             continue
@@ -37,7 +37,7 @@ def alternatives(problem: Problem, plan: Plan, solution: Solution) -> Iterator[s
 
 
 def _has_weight(problem: Problem, node: fx.Node) -> bool:
-    return any(o.node in problem.policy.weights for o in problem.rules[node].operands)
+    return any(o.node in problem.policy.weights for o in problem.planner.rules[node].operands)
 
 
 def _added_us(problem: Problem, solution: Solution, node: fx.Node, index: int) -> float:

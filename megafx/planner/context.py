@@ -1,15 +1,18 @@
-"""What the planning passes share: the question (config, ranks, hardware) and, once planned, the answer."""
+"""`Planner`, the record of one compile, and what its passes ask of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 from torch import fx
 
 from megafx.config import Config
-from megafx.ir.program import PLACEMENT, VAL, Program
+from megafx.ir.program import PLACEMENT, VAL, Input, Program
+from megafx.ops.axes import AxisContext
+from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import I, Placement
 from megafx.planner.fusion_profile import FusionProfile, mode_of
 from megafx.planner.hardware import Hardware
@@ -22,34 +25,47 @@ from megafx.rules.strategies import OpRule
 Accepts = frozenset[str | Placement]  # kinds ('S'), tags ('S1') or full placements
 
 
-@dataclass
-class Planning:
-    """One graph's planning, from `plan_sharding` to `localize_shapes`.
+Gradients = Literal["reduce", "hold", "add"]
 
-    fixed: storage of parameters that an earlier graph has settled. training: gradients will be taken, so transitions cost
-    backward time. given: a plan to apply instead of solving. agree: this rank's plan -> the plan of all ranks. caches: by path
-    in a key-value cache, the placement that it leaves a graph at, where an earlier graph has settled it (`fixed` has those
-    that come into this graph sharded).
+
+@dataclass
+class Planner:
+    """One compile: what is asked, and what has been decided so far. Every pass takes it as its second argument.
+
+    config, t, hardware: the user's options, the number of tensor-parallel ranks and what they run on. data: the
+    data-parallel axis. wants_grad: input -> whether its gradient is wanted; None: a graph without backward. fixed: storage
+    of parameters (and of caches that come in) where an earlier graph has settled it. given: a plan to apply instead of
+    solving. agree: this rank's plan -> the plan of all ranks. caches: path in a key-value cache -> the placement that it
+    leaves a graph at. gradients: what data-parallel ranks do with theirs: reduce them, hold them back (`no_sync`), or add
+    what was held and reduce. axes: this rank's place on each mesh axis; None: there is one rank, or this is for all of them.
     """
 
     config: Config
     t: int
     hardware: Hardware
-    training: bool
+    data: DataAxis | None = None
+    wants_grad: Callable[[Input], bool] | None = None
     fixed: dict[str, Placement] = field(default_factory=dict)
     given: Plan | None = None
     agree: Callable[[Plan], Plan] | None = None
     caches: dict[str, Placement] = field(default_factory=dict)
+    gradients: Gradients = "reduce"
+    axes: Mapping[str, AxisContext] | None = None
     fusions: FusionProfile | None = field(init=False)  # what was measured on this hardware
-    # filled by plan_sharding
+    # decided by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
-    owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (owners.py)
+    owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (ops/owners.py)
     weights: set[fx.Node] = field(default_factory=set)
     accepts: dict[fx.Node, Accepts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fusions = FusionProfile.choose(self.config.fusion_profile, self.hardware.name)
+
+    @property
+    def training(self) -> bool:
+        """Gradients will be taken, so that transitions cost backward time too."""
+        return self.wants_grad is not None
 
     @property
     def solved(self) -> Plan:
@@ -117,17 +133,17 @@ def placement_of(node: fx.Node) -> Placement | None:
     return node.meta.get(PLACEMENT)
 
 
-def declines(program: Program, planning: Planning) -> Declines | None:
+def declines(program: Program, planner: Planner) -> Declines | None:
     """For `rewrite`: the reason why a match is left as it is, or ''; None where nothing was measured.
 
     Judged at the workload that the planner prices: before planning that is the same on any number of ranks. Numbers do not
     depend on what is chosen: a dropout that would draw other bits when fused is fused whatever was measured.
     """
-    profile = planning.fusions
+    profile = planner.fusions
     if profile is None:
         return None
-    price_workload(program, planning.config)
-    mode = mode_of(planning.config.compile, planning.training)
+    price_workload(program, planner.config)
+    mode = mode_of(planner.config.compile, planner.training)
     redraw = {p.name for p in registered_patterns() if p.redraws}
     redraw |= profile.needed_by(redraw)
 

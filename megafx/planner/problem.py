@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from megafx.ir.facts import ATTENTION, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program, fqn_of, is_floating
 from megafx.placements.types import I, P, Placement, S
-from megafx.planner.context import Accepts, accepts, way_out
-from megafx.planner.cost import ATTENTION, op_seconds, optimizer_seconds, transition_seconds
-from megafx.planner.hardware import Hardware
-from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
+from megafx.planner.context import Accepts, Planner, accepts, way_out
+from megafx.planner.cost import PARTIAL_TIE_SECONDS, cost_kind, op_seconds, optimizer_seconds, transition_seconds
+from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.planner.policy import Policy
 from megafx.planner.solver import Solution, Table
 from megafx.rules.strategies import OpRule, Strategy
@@ -41,24 +41,13 @@ class Use:
 
 
 @dataclass
-class Workload:
-    """What the planner prices: the step's size in elements, its training state and the machine."""
-
-    hardware: Hardware
-    t: int
-    training: bool
-
-
-@dataclass
 class Problem:
-    """domains: the strategies of each op and parameter. accepts: the placements that graph outputs may leave at."""
+    """domains: the strategies of each op and parameter."""
 
     program: Program
-    rules: dict[fx.Node, OpRule]
+    planner: Planner
     domains: dict[fx.Node, list[Strategy]]
-    accepts: dict[fx.Node, Accepts]
     policy: Policy
-    work: Workload
     params: set[fx.Node] = field(default_factory=set)
     uses: dict[fx.Node, list[Use]] = field(default_factory=dict)
     values: dict[fx.Node, list[tuple[Placement, tuple[Placement, ...]]]] = field(default_factory=dict)
@@ -78,41 +67,33 @@ class Problem:
             self._numel[node] = math.prod(self.program.sizes.workload(n) for n in shape)
         return self._numel[node]
 
-    def conversion_seconds(self, node: fx.Node, src: Placement, dst: Placement) -> float:
+    def transition_seconds(self, node: fx.Node, src: Placement, dst: Placement) -> float:
         """Time of one transition of this value, forward and backward; inf where a policy forbids it."""
         if src == dst:
             return 0.0
-        if not self.policy.allows_conversion(node, src, dst):
+        if not self.policy.allows_transition(node, src, dst):
             return math.inf
         value = node.meta[VAL]
-        grad = self.work.training and is_floating(node)
+        grad = self.planner.training and is_floating(node)
         is_param = node in self.params
         key = (self.numel(node), value.dtype.itemsize, src.kind, dst.kind, grad, is_param)
         if key not in self._memo:
-            self._memo[key] = transition_seconds(
-                src,
-                dst,
-                numel=self.numel(node),
-                itemsize=value.dtype.itemsize,
-                hardware=self.work.hardware,
-                t=self.work.t,
-                needs_grad=grad,
-                is_param=is_param,
-            )
+            sizes = (self.numel(node), value.dtype.itemsize, self.planner.hardware, self.planner.t)
+            self._memo[key] = transition_seconds(src, dst, *sizes, needs_grad=grad, is_param=is_param)
         return self._memo[key]
 
     def tree(
         self, node: fx.Node, src: Placement, wanted: tuple[Placement, ...]
-    ) -> tuple[float, tuple[Conversion, ...]]:
+    ) -> tuple[float, tuple[Transition, ...]]:
         """The cheapest order of conversions that makes every placement of `wanted` from `src`, each once."""
-        best: tuple[float, tuple[Conversion, ...]] = (math.inf, ())
+        best: tuple[float, tuple[Transition, ...]] = (math.inf, ())
         for order in itertools.permutations(wanted):
             have, cost, moves = [src], 0.0, []
             for dst in order:
-                prices = [self.conversion_seconds(node, h, dst) for h in have]
+                prices = [self.transition_seconds(node, h, dst) for h in have]
                 cheapest = min(range(len(have)), key=prices.__getitem__)
                 cost += prices[cheapest]
-                moves.append(Conversion(have[cheapest], dst))
+                moves.append(Transition(have[cheapest], dst))
                 have.append(dst)
             if cost < best[0] - 1e-15 or not best[1]:
                 best = (cost, tuple(moves))
@@ -124,7 +105,7 @@ class Problem:
         """Fill params, uses, values and tables from the domains."""
         self.params = {n for n, spec in self.program.input_nodes() if spec.kind == "param"}
         uses: dict[fx.Node, list[Use]] = defaultdict(list)
-        for node, rule in self.rules.items():
+        for node, rule in self.planner.rules.items():
             for index, operand in enumerate(rule.operands):
                 if operand.active:
                     uses[operand.node].append(Use(node, index))
@@ -154,7 +135,7 @@ class Problem:
         if node.op == "placeholder":
             key: Any = ("input", self._domain_id(node), self.numel(node), node in self.params)
             return self._cached(key, lambda: self._storage_costs(node))
-        rule = self.rules[node]
+        rule = self.planner.rules[node]
         operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
         value = node.meta[VAL]
         size = self.numel(node) if hasattr(value, "shape") else 0
@@ -162,21 +143,22 @@ class Problem:
         return self._cached(key, lambda: self._op_costs(node, rule))
 
     def _storage_costs(self, node: fx.Node) -> np.ndarray:
-        if node not in self.params or not self.work.training:
+        if node not in self.params or not self.planner.training:
             return np.zeros(len(self.domains[node]))
         return np.array(
             [
-                optimizer_seconds(self.numel(node), self.work.hardware) / (self.work.t if s.out.is_shard else 1)
+                optimizer_seconds(self.numel(node), self.planner.hardware) / (self.planner.t if s.out.is_shard else 1)
                 for s in self.domains[node]
             ]
         )
 
     def _contraction(self, rule: OpRule) -> int:
         """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
-        if op_name(rule.node) in ATTENTION:
+        if cost_kind(op_name(rule.node)) == ATTENTION:
             return self.program.sizes.workload(self.program.sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
-        if op_name(rule.node) == "grouped_mlp":
-            return joined_terms(rule.node)
+        told = told_terms(rule.node)
+        if told is not None:
+            return told
         inside = {f for f in rule.result if f}
         multiplied = [o for o in rule.operands if o.role == "x"]
         sizes: dict[str, int] = {}
@@ -199,15 +181,18 @@ class Problem:
             out_itemsize=value.dtype.itemsize,
             operand_bytes=operand_bytes,
             contraction=self._contraction(rule),
-            hardware=self.work.hardware,
-            training=self.work.training,
+            hardware=self.planner.hardware,
+            training=self.planner.training,
         )
         return np.array(
-            [seconds / (self.work.t if s.factor else 1) + (2e-9 if s.out == P else 0.0) for s in self.domains[node]]
+            [
+                seconds / (self.planner.t if s.factor else 1) + (PARTIAL_TIE_SECONDS if s.out == P else 0.0)
+                for s in self.domains[node]
+            ]
         )
 
     def _add_uses(self, node: fx.Node) -> None:
-        uses, leaves = self.uses.get(node, []), self.accepts.get(node)
+        uses, leaves = self.uses.get(node, []), self.planner.accepts.get(node)
         if not uses and leaves is None:
             return
         produced = [s.out for s in self.domains[node]]
@@ -228,10 +213,10 @@ class Problem:
 
     def _leaving_seconds(self, node: fx.Node, src: Placement, others: tuple[Placement, ...]) -> float:
         """Price of leaving the graph: nothing where the output may stay as one of these is, else the way to what it may be."""
-        wanted = self.accepts[node]
+        wanted = self.planner.accepts[node]
         if any(accepts(wanted, p) for p in (src, *others)):
             return 0.0
-        return min(self.conversion_seconds(node, p, way_out(wanted)) for p in (src, *others))
+        return min(self.transition_seconds(node, p, way_out(wanted)) for p in (src, *others))
 
     def _add_edge(self, node: fx.Node, use: Use) -> None:
         key = (
@@ -247,7 +232,7 @@ class Problem:
 
         def costs() -> np.ndarray:
             wanted = [s.ins[use.index] for s in self.domains[use.consumer]]
-            return np.array([[self.conversion_seconds(node, s.out, w) for w in wanted] for s in self.domains[node]])
+            return np.array([[self.transition_seconds(node, s.out, w) for w in wanted] for s in self.domains[node]])
 
         self._add((("op", node), ("op", use.consumer)), self._cached(key, costs))
 
@@ -308,14 +293,14 @@ class Problem:
 
     def plan_of(self, assignment: dict[Any, int]) -> Plan:
         """The Plan that an assignment of all op variables means (value variables are used where assigned)."""
-        plan = Plan(t=self.work.t)
+        plan = Plan(t=self.planner.t)
         chosen = {n: d[assignment["op", n]] for n, d in self.domains.items()}
         for node, strategy in chosen.items():
             if node.op == "call_function":
                 plan.ops[node.name] = OpChoice(strategy.ins, strategy.out, strategy.factor, fqn_of(node), strategy.note)
             moves = self._moves(node, chosen, assignment)
             if moves:
-                plan.conversions[node.name] = moves
+                plan.transitions[node.name] = moves
         for node, spec in self.program.input_nodes():
             if spec.kind == "param":
                 plan.params[spec.name] = chosen[node].out if node in chosen else I
@@ -323,13 +308,13 @@ class Problem:
 
     def _moves(
         self, node: fx.Node, chosen: dict[fx.Node, Strategy], assignment: dict[Any, int]
-    ) -> tuple[Conversion, ...]:
+    ) -> tuple[Transition, ...]:
         src = chosen[node].out
         wanted = _distinct(chosen[u.consumer].ins[u.index] for u in self.uses.get(node, []))
         wanted = [p for p in wanted if p != src]
         if node in self.values and ("val", node) in assignment:
             wanted = list(self.values[node][assignment["val", node]][1])
-        leaves = self.accepts.get(node)
+        leaves = self.planner.accepts.get(node)
         if leaves is not None and not any(accepts(leaves, p) for p in (src, *wanted)):
             wanted.append(way_out(leaves))
         return self.tree(node, src, tuple(wanted))[1]
@@ -357,8 +342,7 @@ def assignment_of(solution: Solution) -> dict[Any, int]:
     return solution.assignment
 
 
-def joined_terms(node: Any) -> int:
-    """Terms summed for each element of a grouped_mlp's result: the last product's, and its share of the first ones'."""
-    _, _, _, ups, down, *_ = node.args
-    _, ffn, out = down.meta[VAL].shape
-    return int(ffn + sum(up.meta[VAL].shape[1] * up.meta[VAL].shape[2] for up in ups) // out)
+def told_terms(node: fx.Node) -> int | None:
+    """Terms summed for each element of an op's result, if its file says it (`OpFacts.terms`)."""
+    terms = facts_of(node.target).terms
+    return None if terms is None else int(terms(*fx.map_arg(node.args, lambda n: tuple(n.meta[VAL].shape))))

@@ -1,4 +1,4 @@
-"""Finds patterns in a program and replaces them: larger ones first, then by name, each in graph order; deterministic.
+"""Finds patterns in a program and replaces them, in a fixed order: larger ones first, then by name, each in graph order.
 
 Traces are made (and cached for the process) only for patterns whose `needs` are in the graph, and for the dtypes and ranks
 that the graph has. What a pattern makes can be part of another: the sweep is repeated for those while something changes.
@@ -19,11 +19,12 @@ from torch import fx
 from megafx.config import Config
 from megafx.debugging import current, say
 from megafx.errors import SourceLine
+from megafx.ir.nodes import behind
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.rewrite.match import Match, Matcher, Refusal
 from megafx.rewrite.pattern import Pattern, Variant, needs_of, specs_of, variants_of
-from megafx.rewrite.replace import Refuse, Replacer, Respell
-from megafx.rewrite.trace import Canonicalize, Trace, trace_of
+from megafx.rewrite.replace import Refuse, Replacer
+from megafx.rewrite.trace import Trace, trace_of
 
 Declines = Callable[[Match], str]
 NEAR = 0.6  # share of a pattern's nodes that must be found for MEGAFX_DEBUG=3 to print why the rest was not
@@ -50,7 +51,7 @@ class NearMiss:
 
 @dataclass
 class Rewritten:
-    """What one run did. counts: matches by pattern; declined: matches that were left as they are, by pattern and root."""
+    """The result of one run. counts: matches by pattern; declined: matches that were left as they are, by pattern and root."""
 
     counts: Counter[str] = field(default_factory=Counter)
     near_misses: list[NearMiss] = field(default_factory=list)
@@ -65,18 +66,16 @@ def patterns_of(patterns: Iterable[type[Pattern]], config: Config, *, local: boo
 def rewrite(
     program: Program,
     patterns: Iterable[type[Pattern]],
-    canonicalize: Canonicalize,
-    respell: Respell,
     by: str,
     refuse: Refuse | None = None,
     declines: Declines | None = None,
 ) -> Rewritten:
     """Replace every match, in place.
 
-    canonicalize: what models go through; respell: the same for a few new nodes. refuse: what new ops have to pass.
-    declines: why a match is left as it is although it could be replaced; '': it is replaced.
+    by: the pass that asks. refuse: what new ops have to pass. declines: why a match is left as it is although it could be
+    replaced; '': it is replaced.
     """
-    run = _Run(program, canonicalize, Replacer(program, by, respell, refuse), declines)
+    run = _Run(program, Replacer(program, by, refuse), declines)
     run.sweep(sorted(patterns, key=lambda p: p.name))
     if run.done.counts:
         program.graph.eliminate_dead_code()
@@ -85,10 +84,8 @@ def rewrite(
 
 
 class _Run:
-    def __init__(
-        self, program: Program, canonicalize: Canonicalize, replacer: Replacer, declines: Declines | None = None
-    ) -> None:
-        self.program, self.canonicalize, self.replacer, self.declines = program, canonicalize, replacer, declines
+    def __init__(self, program: Program, replacer: Replacer, declines: Declines | None = None) -> None:
+        self.program, self.replacer, self.declines = program, replacer, declines
         self.matcher = Matcher(program, self.candidates)
         self.done = Rewritten()
         self.nodes: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -128,7 +125,7 @@ class _Run:
 
     def _traces(self, patterns: list[type[Pattern]]) -> list[Trace]:
         """Largest first; equal ones once."""
-        have = {_short(target) for target, nodes in self.nodes.items() if nodes}
+        have = {str(target).split(".")[1] for target, nodes in self.nodes.items() if nodes and "." in str(target)}
         dtypes = self._dtypes()
         found: dict[Any, Trace] = {}
         for pattern in patterns:
@@ -152,7 +149,7 @@ class _Run:
         for dtypes in choices:
             if first is not None and not self._may_have(first, dtypes):
                 continue
-            trace = trace_of(pattern, variant, dtypes, FIRST_LEAD, self.canonicalize)
+            trace = trace_of(pattern, variant, dtypes, FIRST_LEAD)
             if trace is None:
                 continue
             first = first or trace
@@ -167,7 +164,7 @@ class _Run:
 
         What differs between the traces is dtypes, and which casts there are.
         """
-        root = _uncast(first.anchor)
+        root = behind(first.anchor, _CASTS)
         if root.op != "call_function":
             return True
         old, new, have = set(first.dtypes.values()), set(dtypes.values()), root.meta[VAL].dtype
@@ -190,7 +187,7 @@ class _Run:
             if lead == first.lead:
                 yield first
             elif lead >= 0 and any(s.dots for s in first.specs.values()):
-                trace = trace_of(first.pattern, first.variant, first.dtypes, lead, self.canonicalize)
+                trace = trace_of(first.pattern, first.variant, first.dtypes, lead)
                 if trace is not None:
                     yield trace
 
@@ -208,34 +205,29 @@ class _Run:
         for trace in traces:
             if any(not self.nodes.get(target) for target in trace.targets):
                 continue
+            name = trace.pattern.name
             for root in self.candidates(trace.anchor.target):
                 if root._erased or self.maker.get(root) is trace.pattern:
                     continue
                 found = self.matcher.at(trace, root)
                 if isinstance(found, Match):
                     if self.declines is not None and (reason := self.declines(found)):
-                        self._decline(found, root, reason)
+                        miss = NearMiss(name, reason, True, root, fqn_of(root), source_of(root))
+                        self.done.declined.setdefault((name, root), miss)
                         continue
-                    outcome = self.replacer.replace(found)
-                    if not isinstance(outcome, str):
-                        self.done.counts[trace.pattern.name] += 1
-                        made |= self._enter(outcome, trace.pattern)
+                    new = self.replacer.replace(found)
+                    if not isinstance(new, str):
+                        self.done.counts[name] += 1
+                        self.matcher.forget(new)
+                        for node in new:
+                            self.maker[node] = trace.pattern
+                            self.nodes[node.target].append(node)
+                        self.unsorted |= {n.target for n in new}
+                        made |= {n.target for n in new}
                         continue
-                    found = Refusal(outcome, root, trace.size, True)
+                    found = Refusal(new, root, trace.size, True)
                 self._remember(trace, root, found)
         return made
-
-    def _decline(self, match: Match, root: fx.Node, reason: str) -> None:
-        miss = NearMiss(match.pattern.name, reason, True, root, fqn_of(root), source_of(root))
-        self.done.declined.setdefault((match.pattern.name, root), miss)
-
-    def _enter(self, nodes: list[fx.Node], pattern: type[Pattern]) -> set[Any]:
-        self.matcher.forget(nodes)
-        for node in nodes:
-            self.maker[node] = pattern
-            self.nodes[node.target].append(node)
-            self.unsorted.add(node.target)
-        return {n.target for n in nodes}
 
     def _remember(self, trace: Trace, root: fx.Node, refusal: Refusal) -> None:
         """The refusal of the variant that came furthest."""
@@ -248,30 +240,18 @@ class _Run:
             self.refusals[key] = (refusal, rank)
 
 
-def _uncast(node: fx.Node) -> fx.Node:
-    while node.target in _CASTS:
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _targets(node: fx.Node) -> Counter[Any]:
     """Ops of a node's operands, under casts."""
-    operands = map(_uncast, node.all_input_nodes)
+    operands = (behind(n, _CASTS) for n in node.all_input_nodes)
     return Counter(n.target for n in operands if n.op == "call_function")
 
 
-def _short(target: Any) -> str:
-    """'aten.gelu.default' -> 'gelu'."""
-    name = str(target)
-    return name.split(".")[1] if name.count(".") >= 1 else name
-
-
-# -- what is told
+# -- notes
 
 
 def _report(program: Program, done: Rewritten, by: str) -> None:
-    """Whole near misses and declined matches become notes, those of like layers one; MEGAFX_DEBUG=2 prints counts, 3 every
-    near miss."""
+    """Whole near misses and declined matches become notes, one for like layers. MEGAFX_DEBUG=2 prints counts, 3 all near
+    misses."""
     groups: dict[Any, list[NearMiss]] = defaultdict(list)
     said = [("does not match", miss) for miss in done.near_misses if miss.whole]
     said += [("not fused", miss) for miss in done.declined.values() if not miss.root._erased]

@@ -1,6 +1,6 @@
 """Patterns: a piece of eager Python, and what to compute instead. Declared here, found and replaced by rewrite/driver.py.
 
-    import megafx.kernels.activation.bias_activation  # noqa: F401  registers the op
+    import megafx.kernels.activation.activation  # noqa: F401  registers the op
     from megafx.rewrite.pattern import Pattern, register
 
     @register                                        # megafx.register_pattern is the same function
@@ -79,22 +79,6 @@ from megafx.errors import MegafxError
 
 class PatternError(MegafxError, ValueError):
     """A pattern's declaration is wrong, or its match or make cannot be traced."""
-
-
-class Drop(NamedTuple):
-    """The arguments of one dropout: seed (a 0-d tensor, or None: off), probability, number in the graph, how it is cut."""
-
-    seed: Any = None
-    p: float = 0.0
-    op_id: int = 0
-    shard_dim: int = -1
-    layout: Any = ()
-    axis: str = "tp"
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """In the order that ops take them."""
-        return (self.seed, self.p, self.op_id, self.shard_dim, list(self.layout), self.axis)
 
 
 class Pattern:

@@ -16,13 +16,14 @@ from torch import fx
 from megafx.ir.nodes import RESHAPES
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import Sizes
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "accumulate_products"
 aten = torch.ops.aten
 
 
-def accumulate_products(program: Program) -> int:
+def accumulate_products(program: Program, planner: Planner) -> int:
     """Return the number of sums that products took over."""
     changes = 0
     for node in list(program.graph.nodes):

@@ -1,9 +1,9 @@
 """Outputs of fused activations are not kept for backward: the kernel of their gradient writes them once more.
 
 Before:  %y = glu(%gate, %up), %dy = mm(%g, %w), %dw = mm(t(%g), %y)          # y is kept for the weight gradient
-         %d = glu_backward(%dy, %gate, %up)
+         %d = glu_backward(%dy, %gate, %up, False)
 After:   %y = glu(%gate, %up), %dy = mm(%g, %w)
-         %d = glu_backward_again(%dy, %gate, %up), %dw = mm(t(%g), %d[2])
+         %d = glu_backward(%dy, %gate, %up, True), %dw = mm(t(%g), %d[2])
 Legal because: the kernel reads gate and up anyway, and computes the same bits; what read y in backward comes after it.
 
 Saves the largest activation of a layer (ffn width) for one more write in backward. Left as they are: outputs that the user
@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
 from megafx.ir.facts import declared, facts_of
 from megafx.ir.nodes import in_backward, op_name, shows_operand
 from megafx.ir.program import VAL, Builder, Phase, Program
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "recompute_activations"
 
 
-def recompute_activations(program: Program) -> int:
+def recompute_activations(program: Program, planner: Planner) -> int:
     """Return the number of outputs that backward makes again: of ops that are the `recompute` fact of their gradient."""
+    if not planner.config.recompute_activation_func:
+        return 0
     makers = {f"megafx.{facts.recompute}.default" for facts in declared().values() if facts.recompute}
     changes = sum(_recompute(program, node) for node in list(program.graph.nodes) if str(node.target) in makers)
     if changes:
@@ -45,11 +47,8 @@ def _recompute(program: Program, output: fx.Node) -> bool:
     if gradient in late:
         return False  # its own gradient needs what is read there
     build = Builder(program, gradient.next, gradient, NAME)
-    again = build(getattr(torch.ops.megafx, f"{op_name(gradient)}_again").default, *gradient.args)
-    if isinstance(gradient.meta[VAL], torch.Tensor):
-        gradient.replace_all_uses_with(build(operator.getitem, again, 0))
-    else:
-        gradient.replace_all_uses_with(again)
+    again = build(gradient.target, *gradient.args[:-1], True)
+    gradient.replace_all_uses_with(again)
     value = build(operator.getitem, again, len(again.meta[VAL]) - 1)
     shown = _views_again(build, output, value)
     for reader in readers:
@@ -64,9 +63,9 @@ def _recompute(program: Program, output: fx.Node) -> bool:
 
 def _gradient_of(output: fx.Node) -> fx.Node | None:
     """The node that makes the gradient of the activation's operands, from the same operands."""
-    operands = [x for x in output.args if x is not None]
+    wanted = (*output.args, False)  # the last argument: whether the output is made again
     for user in output.all_input_nodes[0].users:
-        if facts_of(user.target).recompute == op_name(output) and list(user.args[1:]) == operands:
+        if facts_of(user.target).recompute == op_name(output) and user.args[1:] == wanted:
             return user
     return None
 

@@ -29,11 +29,12 @@ from typing import Any
 
 from torch import fx
 
-from megafx.analysis.overlap import STARTS, is_product, is_region_gather, is_start, is_wait
+from megafx.analysis.communication import STARTS, is_product, is_region_gather, is_start, is_wait
 from megafx.ir.nodes import in_backward, shows_operand, storage_of
 from megafx.ir.program import VAL, Phase, Program, ancestors
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from megafx.planner.context import Planner
 from megafx.planner.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_seconds
 from megafx.planner.hardware import Hardware
 
@@ -59,9 +60,9 @@ class _Collective:
     covered: float = 0.0
 
 
-def schedule_collectives(program: Program, hardware: Hardware | None = None) -> int:
-    """Return the number of nodes that changed place. hardware: what collectives and products are timed by."""
-    hardware = hardware or Hardware.load("h100-nvlink")
+def schedule_collectives(program: Program, planner: Planner) -> int:
+    """Return the number of nodes that changed place."""
+    hardware = planner.hardware
     nodes = [n for n in program.graph.nodes if n.op not in ("placeholder", "output")]
     position = {n: i for i, n in enumerate(nodes)}
     waits = {

@@ -1,18 +1,17 @@
 """Give each expert of a list to one rank, whole (expert parallelism of experts that are modules).
 
 Before:  %1 = index(%x, [%rows]); %2 = linear(%1, %w); %3 = index_add(%out, 0, %rows, %2)         # experts.1, of rank 1
-After:   %x1 = for_rank(%x, 1); %w1 = of_rank(%w, 1)
+After:   %x1 = owner_input(%x, 1); %w1 = owner_parameter(%w, 1)
          %1 = index(%x1, [%rows]); %2 = linear(%1, %w1); %3 = index_add(%zeros, 0, %rows, %2)
-         %4 = add(%out, rank_only(%3, 1))
-Legal because: on one rank the new ops are identities; on several, the planner computes what lies between them whole, and the
-sum of what the ranks then add is what all experts add (owners.py).
+         %4 = add(%out, owner_output(%3, 1))
+Legal because: on one rank the new ops are identities. On several, the planner computes what lies between them whole, and the
+sum of what the ranks then add is what all experts add (ops/owners.py).
 
-What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_regions`), routing by index or by a
-mask alike. Sums into rows are first written out as sums of values (analysis/experts.py). Expert number j of E is rank
-j t // E's:
-at most ceil(E / t) are one rank's.
+What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_expert_values`), whether tokens are
+routed by index or by a mask. Sums into rows are first rewritten as sums of values (analysis/experts.py). Expert number j of E
+belongs to rank j t // E, so that a rank has at most ceil(E / t).
 
-Where: the user's override says 'expert' of the list. Plans that a user gives, and graphs after a model's first one, have the
+Where: the user's override says 'expert' of the list. Plans that a user gives, and graphs after a model's first one, keep the
 owners that they have.
 """
 
@@ -24,30 +23,30 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.analysis.experts import ExpertList, expert_lists, refuse_between, regions_of
+from megafx.analysis.experts import ExpertList, expert_lists, expert_values, refuse_between
 from megafx.errors import PlanError
 from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
-from megafx.ops.owners import FOR_RANK, OF_RANK, RANK_ONLY
-from megafx.placements.data_axis import TENSOR_AXIS, DataAxis
+from megafx.ops.owners import OWNER_INPUT, OWNER_OUTPUT, OWNER_PARAMETER
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import Owned, Placement
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "own_experts"
 
 
-def own_experts(program: Program, planning: Planning, data: DataAxis | None = None) -> int:
+def own_experts(program: Program, planner: Planner) -> int:
     """Returns the number of experts that are one rank's. Raises PlanError where the list's modules are no such experts."""
-    if planning.t == 1 or "expert" not in planning.config.overrides.values():
+    if planner.t == 1 or "expert" not in planner.config.overrides.values():
         return 0
-    overrides = Overrides(program, planning.config.overrides, set(), planning.t)
+    overrides = Overrides(program, planner.config.overrides, set(), planner.t)
     count = 0
-    settled = planning.given.params if planning.given is not None else planning.fixed
+    settled = planner.given.params if planner.given is not None else planner.fixed
     for lst in expert_lists(program, overrides, settled):
-        owners = _owners(program, settled, lst, planning.t)
-        if data is not None:
+        owners = _owners(program, settled, lst, planner.t)
+        if planner.data is not None:
             raise PlanError(
                 f"override '{lst.pattern}' is expert, but experts that are modules of a list cannot be given to ranks where "
                 "data-parallel ranks share parameters or gradients",
@@ -55,7 +54,7 @@ def own_experts(program: Program, planning: Planning, data: DataAxis | None = No
                 module=lst.path,
             )
         _Owning(program, lst, owners).run()
-        most = max([*owners.values()].count(rank) for rank in range(planning.t))
+        most = max([*owners.values()].count(rank) for rank in range(planner.t))
         program.note("experts", f"experts of '{lst.path}' are split over the ranks, each whole: at most {most} a rank")
         count += len(owners)
     return count
@@ -74,7 +73,7 @@ def _owners(program: Program, settled: Mapping[str, Placement], lst: ExpertList,
 class _Owning:
     def __init__(self, program: Program, lst: ExpertList, owners: dict[str, int]) -> None:
         self.program, self.lst, self.owners = program, lst, owners
-        self.region = regions_of(program, lst)
+        self.values = expert_values(program, lst)
         self.active = active_nodes(program)
         self.key_of = {p: key for key, parameters in lst.experts.items() for p in parameters}
         self.top = SizeEmitter(program.graph, program.sizes).anchor
@@ -83,11 +82,11 @@ class _Owning:
     def run(self) -> None:
         for node in self.program.graph.nodes:
             if node.op == "call_function":
-                refuse_between(self.lst, node, node.all_input_nodes, self.region)
+                refuse_between(self.lst, node, node.all_input_nodes, self.values)
         held = {p: self._hold(p, key) for p, key in self.key_of.items() if p.users}
-        for node, key in [*self.region.items()]:
+        for node, key in [*self.values.items()]:
             for operand in node.all_input_nodes:
-                if self.region.get(operand) != key and operand in self.active and operand not in held.values():
+                if self.values.get(operand) != key and operand in self.active and operand not in held.values():
                     node.replace_input_with(operand, self._enter(operand, key))
             self._leave(node, key)
         for parameter, whole in held.items():
@@ -102,21 +101,21 @@ class _Owning:
     def _hold(self, parameter: fx.Node, key: str) -> fx.Node:
         """Made at the top, as parameters are there: later passes may use it earlier (`merge_linears`)."""
         users = list(parameter.users)
-        whole = self._emit(OF_RANK, parameter, key, self.top, min(users))
+        whole = self._emit(OWNER_PARAMETER, parameter, key, self.top, min(users))
         for user in users:
             user.replace_input_with(parameter, whole)
         return whole
 
     def _enter(self, value: fx.Node, key: str) -> fx.Node:
-        """`value` for the owner to compute with, made before its first use in the region."""
+        """`value` for the owner to compute with, made before the expert's first use of it."""
         if (value, key) not in self.entered:
-            first = min(user for user in value.users if self.region.get(user) == key)
-            self.entered[value, key] = self._emit(FOR_RANK, value, key, first, first)
+            first = min(user for user in value.users if self.values.get(user) == key)
+            self.entered[value, key] = self._emit(OWNER_INPUT, value, key, first, first)
         return self.entered[value, key]
 
     def _leave(self, node: fx.Node, key: str) -> None:
-        """What others take of the expert's values are summands."""
-        users = [u for u in node.users if self.region.get(u) != key]
+        """What others read of the expert's values is a summand."""
+        users = [u for u in node.users if self.values.get(u) != key]
         if not users:
             return
         value = node.meta[VAL]
@@ -128,6 +127,6 @@ class _Owning:
                 module=fqn_of(node),
                 source=source_of(node),
             )
-        left = self._emit(RANK_ONLY, node, key, node.next, node)
+        left = self._emit(OWNER_OUTPUT, node, key, node.next, node)
         for user in users:
             user.replace_input_with(node, left)

@@ -2,7 +2,7 @@
 
 Before:  %c = le(%keys, %queries); %m = where(%c, 0, finfo.min); %o = megafx.attention(%q, %k, %v, %m, None, ..., False, 0, ...)
 After:   %o = megafx.attention(%q, %k, %v, None, None, ..., True, 0, ...)
-Legal because: mask_reader.py reads what the mask is from the ops that make it; anything that it does not know stays a tensor.
+Legal because: analysis/masks.py reads what the mask is from the ops that make it; what it does not know stays a tensor.
 
 Of attention, scale_mask_softmax and scaled_dot_product_attention. A bias (T5's, ALiBi) that was added to a causal mask is
 what is left of it; padding beside it is attention's key_mask. Rows that see no key: where the mask's fill is finite,
@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from megafx.analysis.mask_algebra import Choice, Cond, Index, Leaf, Sum, condition_of, conjuncts, hides
-from megafx.analysis.mask_reader import MaskReader
-from megafx.config import Config
+from megafx.analysis.masks import Choice, Cond, Index, Leaf, MaskReader, Sum, condition_of, conjuncts, hides
 from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.kernels.attention.masked_softmax import mask_floor
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 BY = "describe_masks"
@@ -49,13 +48,13 @@ _DARK = (
 )
 
 
-def describe_masks(program: Program, config: Config) -> int:
+def describe_masks(program: Program, planner: Planner) -> int:
     """Returns the number of masks that are tensors no more, or smaller ones."""
     reader = MaskReader(program)
     count = 0
     for node in list(program.graph.nodes):
         rewrite = _REWRITES.get(str(node.target)) if node.op == "call_function" else None
-        if rewrite is None or not getattr(config, rewrite[0]):
+        if rewrite is None or not getattr(planner.config, rewrite[0]):
             continue
         if rewrite[1](program, reader, node):
             program.fusions.append(Fusion("mask_by_position", fqn_of(node), source_of(node), BY))

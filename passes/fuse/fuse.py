@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from megafx import patterns  # noqa: F401  registers the patterns
 from megafx.ir.program import Phase, Program
-from megafx.planner.context import Planning, declines
+from megafx.planner.context import Planner, declines
 from megafx.rewrite.driver import patterns_of, rewrite
 from megafx.rewrite.pattern import registered_patterns
-from megafx.rewrite.replace import Respell
-from megafx.rewrite.trace import Canonicalize
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 
 
-def fuse(program: Program, planning: Planning, canonicalize: Canonicalize, respell: Respell) -> int:
-    """Returns the number of matches. canonicalize: what patterns go through, as models do; respell: the same for new nodes."""
-    chosen = patterns_of(registered_patterns(), planning.config, local=False)
-    unwanted = declines(program, planning)
-    return sum(rewrite(program, chosen, canonicalize, respell, "fuse", declines=unwanted).counts.values())
+def fuse(program: Program, planner: Planner) -> int:
+    """Return the number of matches."""
+    chosen = patterns_of(registered_patterns(), planner.config, local=False)
+    unwanted = declines(program, planner)
+    return sum(rewrite(program, chosen, "fuse", declines=unwanted).counts.values())

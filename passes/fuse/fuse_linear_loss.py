@@ -33,7 +33,7 @@ from megafx.ir.nodes import COPIES, RESHAPES
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import Layout
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 NAME = "fuse_linear_loss"
@@ -62,11 +62,11 @@ class Head:
         return x, weight, bias[0] if bias else None  # type: ignore[return-value]
 
 
-def fuse_linear_loss(program: Program, planning: Planning) -> int:
+def fuse_linear_loss(program: Program, planner: Planner) -> int:
     """Return the number of losses fused."""
-    if not planning.config.cross_entropy_fusion:
+    if not planner.config.cross_entropy_fusion:
         return 0
-    lazy = why_not_lazy(program, planning.config, planning.t) if planning.training else "no gradients are taken"
+    lazy = why_not_lazy(program, planner.config, planner.t) if planner.training else "no gradients are taken"
     count = 0
     for node in list(program.graph.nodes):
         fuse = _LOSSES.get(str(node.target))
@@ -165,7 +165,9 @@ def _done(program: Program, node: fx.Node, new: fx.Node, logits: fx.Node) -> Non
 
 def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
     """sum(cross_entropy(linear)) -> linear_cross_entropy."""
-    logits, target, ignore_index, smoothing = node.args
+    logits, target, ignore_index, smoothing, lse = node.args
+    if lse:
+        return _whole_with_lse(program, node, lazy)
     head = head_of(program, logits)  # type: ignore[arg-type]
     users = list(node.users)
     if len(users) != 1 or users[0].target is not aten.sum.default or len(users[0].args) > 1 or users[0].kwargs:
@@ -184,8 +186,8 @@ def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
 
 
 def _whole_with_lse(program: Program, node: fx.Node, lazy: str | None) -> None:
-    """cross_entropy_lse(linear) -> linear_ce_stats and linear_ce_loss_lse, of one rank: its gradient is none of a sum's."""
-    logits, target, ignore_index, smoothing = node.args
+    """The loss and the log-sum-exp -> linear_ce_stats and linear_ce_loss, of one rank: its gradient is none of a sum's."""
+    logits, target, *how = node.args
     head = head_of(program, logits)  # type: ignore[arg-type]
     x, weight, bias = head.operands
     _check_whole(x, weight, target)
@@ -197,8 +199,8 @@ def _whole_with_lse(program: Program, node: fx.Node, lazy: str | None) -> None:
     classes = program.sizes.of(weight.meta[VAL].shape[0])
     place = ([1, classes, 1], 1, "")
     stats = emit(aten.unsqueeze.default, emit(ops.linear_ce_stats.default, *fixed, target, *place), 0)
-    args = (rows, weight, bias, target, stats, ignore_index, smoothing, *place)
-    _done(program, node, emit(ops.linear_ce_loss_lse.default, *args), logits)  # type: ignore[arg-type]
+    args = (rows, weight, bias, target, stats, *how, *place)
+    _done(program, node, emit(ops.linear_ce_loss.default, *args), logits)  # type: ignore[arg-type]
 
 
 def _check_size(program: Program, x: fx.Node, classes: int) -> None:
@@ -219,7 +221,7 @@ def _check_whole(x: fx.Node, weight: fx.Node, target: Any) -> None:
 
 def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
     """ce_stats of a linear layer, gathered, and ce_loss -> linear_ce_stats and linear_ce_loss."""
-    logits, target, everyone, ignore_index, smoothing, layout, size, axis = node.args
+    logits, target, everyone, *how, layout, size, axis = node.args
     head = head_of(program, logits)  # type: ignore[arg-type]
     stats = _statistics(everyone)
     x, weight, bias = head.operands
@@ -235,9 +237,8 @@ def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
     made = emit(ops.linear_ce_stats.default, *fixed, target, layout, size, axis)
     stats.replace_all_uses_with(made)
     emit = Builder(program, node, node, NAME)
-    args = (rows, weight, bias, target, everyone, ignore_index, smoothing, layout, size, axis)
-    loss = ops.linear_ce_loss_lse if node.target is ops.ce_loss_lse.default else ops.linear_ce_loss
-    _done(program, node, emit(loss.default, *args), logits)  # type: ignore[arg-type]
+    args = (rows, weight, bias, target, everyone, *how, layout, size, axis)
+    _done(program, node, emit(ops.linear_ce_loss.default, *args), logits)  # type: ignore[arg-type]
 
 
 def _statistics(everyone: Any) -> fx.Node:
@@ -260,7 +261,5 @@ def _check_placements(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None
 
 _LOSSES = {
     "megafx.cross_entropy.default": _whole,
-    "megafx.cross_entropy_lse.default": _whole_with_lse,
     "megafx.ce_loss.default": _sharded,
-    "megafx.ce_loss_lse.default": _sharded,
 }

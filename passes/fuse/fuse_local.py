@@ -17,25 +17,23 @@ from megafx import patterns  # noqa: F401  registers the patterns
 from megafx.errors import PlacementError
 from megafx.ir.program import PLACEMENT, Phase, Program
 from megafx.placements.types import Placement, R
-from megafx.planner.context import Planning, declines
+from megafx.planner.context import Planner, declines
 from megafx.rewrite.driver import patterns_of, rewrite
 from megafx.rewrite.pattern import registered_patterns
-from megafx.rewrite.replace import Respell
-from megafx.rewrite.trace import Canonicalize
 from megafx.rules.inference import infer
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 
 
-def fuse_local(program: Program, planning: Planning, canonicalize: Canonicalize, respell: Respell) -> int:
-    """Returns the number of matches."""
-    chosen = patterns_of(registered_patterns(), planning.config, local=True)
+def fuse_local(program: Program, planner: Planner) -> int:
+    """Return the number of matches."""
+    chosen = patterns_of(registered_patterns(), planner.config, local=True)
 
     def refuse(new: list[fx.Node], results: list[tuple[fx.Node, fx.Node]]) -> str:
-        return _misplaced(program, new, results, planning.t)
+        return _misplaced(program, new, results, planner.t)
 
-    unwanted = declines(program, planning)
-    return sum(rewrite(program, chosen, canonicalize, respell, "fuse_local", refuse, unwanted).counts.values())
+    unwanted = declines(program, planner)
+    return sum(rewrite(program, chosen, "fuse_local", refuse, unwanted).counts.values())
 
 
 def _misplaced(program: Program, new: list[fx.Node], results: list[tuple[fx.Node, fx.Node]], t: int) -> str:

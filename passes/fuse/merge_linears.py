@@ -21,35 +21,34 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from megafx.config import MEASURE_NOTHING
-from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Input, Phase, Program, fqn_of, inherit, source_of
+from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, fqn_of, inherit, source_of
 from megafx.kernels import join_parameters  # noqa: F401  registers the ops
 from megafx.ops.gather_region import ALIGNED
-from megafx.ops.owners import OF_RANK
-from megafx.placements.data_axis import DataAxis, rows_of
+from megafx.ops.owners import OWNER_PARAMETER
+from megafx.placements.data_axis import rows_of
 from megafx.placements.types import Placement, S
 from megafx.placements.views import concat_layouts
-from megafx.planner.context import Planning, price_workload
+from megafx.planner.context import Planner, price_workload
 from megafx.planner.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS, mode_of
 from megafx.rewrite.driver import fold
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 NAME = "merge_linears"
 ops, aten = torch.ops.megafx, torch.ops.aten
-Trains = Callable[[int, Input], bool]
 
 
-def merge_linears(program: Program, planning: Planning, trains: Trains | None, data: DataAxis | None = None) -> int:
-    """Return the number of linears that others took over. trains: whether an input gets a gradient; None: no backward."""
-    if not planning.config.merge_linears:
+def merge_linears(program: Program, planner: Planner) -> int:
+    """Return the number of linears that others took over."""
+    if not planner.config.merge_linears:
         return 0
-    merger = _Merger(program, planning, trains, data if data is not None and data.sharded else None)
+    merger = _Merger(program, planner)
     for group, gated in list(merger.groups()):
         merger.consider(group, gated)
     merger.say()
@@ -60,17 +59,16 @@ def merge_linears(program: Program, planning: Planning, trains: Trains | None, d
 
 
 class _Merger:
-    def __init__(self, program: Program, planning: Planning, trains: Trains | None, data: DataAxis | None) -> None:
-        self.program, self.planning, self.trains, self.data = program, planning, trains, data
-        pairs = enumerate(program.input_nodes())
-        self.params = {node: (i, spec) for i, (node, spec) in pairs if spec.kind == "param"}
-        held = program.graph.find_nodes(
-            op="call_function", target=OF_RANK
-        )  # of an expert: the owner's, as it is stored
+    def __init__(self, program: Program, planner: Planner) -> None:
+        self.program, self.planner, self.trains = program, planner, planner.wants_grad
+        self.data = planner.data if planner.data is not None and planner.data.sharded else None
+        self.params = {node: spec for node, spec in program.input_nodes() if spec.kind == "param"}
+        # of an expert: the owner's, as it is stored
+        held = program.graph.find_nodes(op="call_function", target=OWNER_PARAMETER)
         self.params |= {node: self.params[node.args[0]] for node in held if node.args[0] in self.params}
         self.changes = 0
         self.told: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)  # (folded module, what) -> linears
-        price_workload(program, planning.config)
+        price_workload(program, planner.config)
 
     def groups(self) -> Iterator[tuple[list[fx.Node], fx.Node | None]]:
         """Linears of one value: gate and up of a gated unit (with that), and those whose modules are of one module."""
@@ -89,7 +87,7 @@ class _Merger:
     def name(self, node: fx.Node) -> str:
         """'layers.0.attn.q' for the linear of layers.0.attn.q.weight; its module where it has no parameter."""
         known = self.params.get(node.args[1])  # type: ignore[arg-type]
-        return known[1].name.removesuffix(".weight") if known else fqn_of(node)
+        return known.name.removesuffix(".weight") if known else fqn_of(node)
 
     def consider(self, group: list[fx.Node], gated: fx.Node | None) -> None:
         refusal = self.refusal(group, gated)
@@ -109,10 +107,10 @@ class _Merger:
             what = self.name_of(n)
             if n not in self.params:
                 return f"{what} is no parameter as it is stored: it is cast, moved or computed first"
-            index, spec = self.params[n]
+            spec = self.params[n]
             if spec.aliases or len(n.users) > 1 or weights.count(n) > 1:
                 return f"{what} is tied or used elsewhere too"
-            if self.trains is not None and not self.trains(index, spec):
+            if self.trains is not None and not self.trains(spec):
                 return f"{what} is frozen"
         if len({(n.args[1].meta[VAL].dtype, n.args[1].meta[VAL].device) for n in group}) > 1:  # type: ignore[union-attr]
             return "their dtypes or devices differ"
@@ -124,7 +122,7 @@ class _Merger:
         for values in (group, [n.args[1] for n in group], [b for n in group for b in _biases(n)]):
             if values and self.data is not None and values is not group and self.leaves_gaps(values):
                 return "their rows do not divide by the data-parallel ranks, so they are not gathered side by side"
-            if values and _together(values, self.planning.t) is None:  # type: ignore[arg-type]
+            if values and _together(values, self.planner.t) is None:  # type: ignore[arg-type]
                 return "they are placed apart: " + ", ".join(str(v.meta.get(PLACEMENT)) for v in values)  # type: ignore[union-attr]
         return ""
 
@@ -133,22 +131,22 @@ class _Merger:
         assert self.data is not None
         for p in parameters[:-1]:
             rows, cut = int(p.meta[VAL].shape[0]), p.meta[PLACEMENT].is_shard if PLACEMENT in p.meta else False
-            _, ranks, _ = rows_of(rows, self.data, self.planning.t, cut)
+            _, ranks, _ = rows_of(rows, self.data, self.planner.t, cut)
             if rows % ranks or p.meta[VAL].numel() % ALIGNED:
                 return True
         return False
 
     def name_of(self, n: Any) -> str:
-        return self.params[n][1].name if n in self.params else f"%{n.name}"
+        return self.params[n].name if n in self.params else f"%{n.name}"
 
     def judge(self, group: list[fx.Node], gated: fx.Node | None) -> tuple[bool, str]:
         """(whether it is slower, by what that is known)."""
         pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
         training = self.trains is not None
         columns = sum(n.args[1].meta[VAL].shape[0] for n in group)  # type: ignore[union-attr]
-        profile = self.planning.fusions
+        profile = self.planner.fusions
         if profile is not None and profile.measured(pattern):
-            mode = mode_of(self.planning.config.compile, training)
+            mode = mode_of(self.planner.config.compile, training)
             shape = self.program.sizes.shape(group[0].meta[VAL])
             elements = self.program.sizes.workload(math.prod(shape[:-1])) * columns
             slower = profile.slower(pattern, elements, mode)
@@ -156,7 +154,7 @@ class _Merger:
                 return False, f"pays as measured on {profile.device}, {mode}"
             times = f"{slower[0]:.4g} ms against {slower[1]:.4g} ms, {mode}"
             return True, f"slower by measurement on {profile.device} ({times})"
-        if self.planning.config.fusion_profile == MEASURE_NOTHING:
+        if self.planner.config.fusion_profile == MEASURE_NOTHING:
             return False, "whatever it costs (fusion_profile)"
         if gated is not None:
             return False, "the packed kernels read and write one tensor"
@@ -173,7 +171,7 @@ class _Merger:
         bias = self._join(build, [_biases(n)[0] for n in group]) if _biases(group[0]) else None
         late = bias if gated is not None else None  # the packed unit adds it
         operands = (group[0].args[0], weight) if bias is None or late is not None else (group[0].args[0], weight, bias)
-        whole = _placed(build(aten.linear.default, *operands), _together(group, self.planning.t))
+        whole = _placed(build(aten.linear.default, *operands), _together(group, self.planner.t))
         elements = math.prod(program.sizes.shape(whole.meta[VAL]))
         pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
         program.fusions.append(
@@ -192,7 +190,7 @@ class _Merger:
             at += width
 
     def _join(self, build: Builder, parameters: list[Any]) -> fx.Node:
-        together = _together(parameters, self.planning.t)
+        together = _together(parameters, self.planner.t)
         return _placed(build(ops.join_parameters.default, parameters), together)
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:

@@ -1,7 +1,7 @@
 """The log-sum-exp of logits that a cross entropy reads too comes out of the loss: z-loss costs no pass over the logits.
 
-Before:  %c = cross_entropy(%y, %target); %z = logsumexp(%y, [-1])
-After:   %p = cross_entropy_lse(%y, %target); %c = select(%p, 0, 0); %z = select(%p, 0, 1)
+Before:  %c = cross_entropy(%y, %target, lse=False); %z = logsumexp(%y, [-1])
+After:   %p = cross_entropy(%y, %target, lse=True); %c = select(%p, 0, 0); %z = select(%p, 0, 1)
 Legal because: the loss makes the log-sum-exp of every row on the way, of the same logits in fp32, and its backward adds the
 gradient of both in one pass. Views of rows and casts to fp32 may stand between the logits and either of the two.
 
@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 import megafx.kernels.loss.cross_entropy  # noqa: F401  registers the ops
-from megafx.config import Config
 from megafx.debugging import current, say
 from megafx.ir.program import VAL, Builder, Fusion, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
+from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "share_logsumexp"
@@ -27,14 +27,14 @@ FUSION = "cross_entropy_with_logsumexp"
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
-def share_logsumexp(program: Program, config: Config) -> int:
+def share_logsumexp(program: Program, planner: Planner) -> int:
     """Return the number of log-sum-exps that a loss gives."""
-    if not config.cross_entropy_fusion:
+    if not planner.config.cross_entropy_fusion:
         return 0
     sums = program.graph.find_nodes(op="call_function", target=aten.logsumexp.default)
     losses = program.graph.find_nodes(op="call_function", target=ops.cross_entropy.default) if sums else []
     count = 0
-    for loss in losses:
+    for loss in (n for n in losses if not n.args[-1]):
         root = _root(program, loss.args[0])
         alike = [s for s in sums if _of_rows(s) and _root(program, s.args[0]) is root]
         if alike:
@@ -71,7 +71,7 @@ def _share(program: Program, loss: fx.Node, sums: list[fx.Node], root: fx.Node) 
     order = {n: i for i, n in enumerate(program.graph.nodes)}
     first = min([loss, *sums], key=order.__getitem__)
     target: Any
-    _, target, *rest = loss.args
+    _, target, *rest, _ = loss.args
     _hoist(target, first, order)
     emit = Builder(program, first, loss, NAME)
     size = SizeEmitter(program.graph, program.sizes)
@@ -79,7 +79,7 @@ def _share(program: Program, loss: fx.Node, sums: list[fx.Node], root: fx.Node) 
     logits = root
     if root.meta[VAL].dim() != 2:
         logits = emit(aten.reshape.default, root, [tokens, size(program.sizes.of(root.meta[VAL].shape[-1]))])
-    pair = emit(ops.cross_entropy_lse.default, logits, target, *rest)
+    pair = emit(ops.cross_entropy.default, logits, target, *rest, True)
     parts = [emit(aten.select.int, pair, 0, i) for i in range(2)]
     made = [(loss, _as(loss, parts[0], emit))]
     for node in sums:

@@ -12,7 +12,7 @@ from megafx.errors import PlacementError
 from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Program, fqn_of, inherit, recompute_val, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import Placement
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.plan import OpChoice
 
 NAME = "localize_shapes"
@@ -22,9 +22,9 @@ aten = torch.ops.aten
 class Localizer:
     """What the op families need: the program, sizes of any value before localizing, and an emitter of local sizes."""
 
-    def __init__(self, program: Program, planning: Planning) -> None:
-        self.program, self.rules, self.weights = program, planning.rules, planning.weights
-        self.t, self.axis = planning.solved.t, planning.solved.axis
+    def __init__(self, program: Program, planner: Planner) -> None:
+        self.program, self.rules, self.weights = program, planner.rules, planner.weights
+        self.t, self.axis = planner.solved.t, planner.solved.axis
         self.sizes = SizeEmitter(program.graph, program.sizes)
         self.global_shape = {
             n: program.sizes.shape(n.meta[VAL])

@@ -1,8 +1,8 @@
 """Type every value on the data-parallel axis, on which ranks hold slices of the batch.
 
-Before:  %c = cross_entropy(%logits, %labels, -100, 0.0); %n = sum(ne(%labels, -100)); %l = div(sum(%c), %n)
+Before:  %c = cross_entropy(%logits, %labels, -100, 0.0, False); %n = sum(ne(%labels, -100)); %l = div(sum(%c), %n)
          %y = dropout(%x, %seed, 0.1, 3, -1, [], 'tp');   %a = mean(%y)
-After:   %c = cross_entropy(%logits, %labels, -100, 0.0); %n = sum(ne(%labels, -100)); %t = batch_sum(%n, 'dp', 2)
+After:   %c = cross_entropy(%logits, %labels, -100, 0.0, False); %n = sum(ne(%labels, -100)); %t = batch_sum(%n, 'dp', 2)
          %l = div(sum(%c), %t)                            # P on dp, as `Program.batch` says
          %y = dropout(%x, %seed, 0.1, 3, -1, [], 'dp+tp'); %m = mean(%y); %a = div(%m, 2)
 Legal because: a rank's graph computes its slice of what one process computes on the batch of all ranks. Inputs are cut on
@@ -28,12 +28,13 @@ import torch
 from torch import fx
 
 from megafx.errors import PlanError
-from megafx.ir.nodes import argument, draw_arguments, is_draw, set_arguments
+from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import VAL, Batch, Builder, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.ops.axes import with_batch
 from megafx.placements.data_axis import BATCH_AXIS
 from megafx.placements.types import I, Layout, P, Placement, R, S
+from megafx.planner.context import Planner
 from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
@@ -49,13 +50,16 @@ LIKE = frozenset(
 )
 
 
-def place_batch(program: Program, ranks: int, whole: bool = True) -> int:
+def place_batch(program: Program, planner: Planner) -> int:
     """Fill `program.batch`; returns the number of draws and means changed and of sums made whole.
 
-    ranks: of the data-parallel axis. whole: what the graph computes is of the batch of all ranks; else each rank's loss is
-    of its own rows, nothing is typed, and draws are as the rank's generator has it. Raises PlanError where an op mixes rows.
+    With data_parallel_loss="average" each rank's loss is of its own rows: nothing is typed, and draws are as the rank's
+    generator has it. Raises PlanError where an op mixes rows.
     """
-    if not whole:
+    if planner.data is None:
+        return 0
+    ranks = planner.data.ranks
+    if planner.config.data_parallel_loss == "average":
         program.batch = Batch(ranks, (R,) * len(program.outputs), False, False, False)
         return 0
     symbol = program.sizes.symbols.get("batch")
@@ -155,12 +159,7 @@ class _Typer:
                 node.replace_input_with(operand.node, self._whole(operand.node))
         if chosen.outs[0] == P and (node.target in MEANS or (name in LOSSES and _reduction(node) == 1)):
             self._divide(node)
-        if (
-            chosen.outs[0].is_shard
-            and is_draw(node)
-            and draw_arguments(node)["p"]
-            and draw_arguments(node)["seed"] is not None
-        ):
+        if chosen.outs[0].is_shard and is_draw(node) and draw_of(node).p and draw_of(node).seed is not None:
             self._draw_rows(node, chosen.outs[0])
         return chosen.outs if isinstance(node.meta[VAL], (tuple, list)) else chosen.outs[0]
 
@@ -222,7 +221,7 @@ class _Typer:
                     yield _Row(made.ins, (made.out,))
                 continue
             for factor, layout in factor_layouts(template, i, have.dim, have.cut, self.ranks):
-                if factor == template.special:
+                if template.written_out(factor):
                     continue
                 operands = [place(template, k, factor, layout, self.ranks) for k in range(len(held))]
                 results = [place(template, -1, factor, layout, self.ranks, k) for k in range(count)]
@@ -279,7 +278,7 @@ class _Typer:
                 f"draws random numbers for a value of shape {tuple(node.meta[VAL].shape)} whose rows are not the batch's",
                 "put the batch first in what is dropped out",
             )
-        set_arguments(node, axis=with_batch(draw_arguments(node)["axis"]))
+        set_arguments(node, axis=with_batch(draw_of(node).axis))
         self.equal_batches = True
         self.changes += 1
 

@@ -1,7 +1,7 @@
 """Choose a placement for every value: the cheapest plan that the rules, the policies and the overrides allow.
 
 Before:  a canonical graph on global shapes
-After:   the same graph; `planning.plan` says for every op which strategy of its rule it uses, and for every value which
+After:   the same graph; `planner.plan` says for every op which strategy of its rule it uses, and for every value which
          transitions serve its users
 Legal because: strategies are rows of sharding rules, and every pair of placements has a transition; the graph is unchanged.
 """
@@ -18,14 +18,14 @@ from torch import fx
 from megafx.debugging import current, say
 from megafx.errors import PlanError
 from megafx.ir.program import VAL, Phase, Program, active_nodes, fqn_of, number_nodes, source_of
-from megafx.ops.owners import EXPERT, OF_RANK, RANK_ONLY, owners_of
+from megafx.ops.owners import EXPERT, OWNER_OUTPUT, OWNER_PARAMETER, owners_of
 from megafx.placements.types import I, P, R, owned
 from megafx.planner.alternatives import alternatives
-from megafx.planner.context import Planning, accepted_outputs, price_workload
+from megafx.planner.context import Planner, accepted_outputs, price_workload
 from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
 from megafx.planner.policy import Policy
-from megafx.planner.problem import Problem, Use, Workload, removals, shard_candidates, storage
+from megafx.planner.problem import Problem, Use, removals, shard_candidates, storage
 from megafx.planner.solver import LARGEST, InfeasibleError, Solution, TooWideError, solve
 from megafx.rules.candidates import find_candidates, strategies
 from megafx.rules.strategies import OpRule, Strategy, rule_for
@@ -33,44 +33,45 @@ from megafx.rules.strategies import OpRule, Strategy, rule_for
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.PLANNED
 
 
-def plan_sharding(program: Program, planning: Planning) -> int:
-    """Fill `planning`; returns the number of ops and parameters placed. Raises PlanError where nothing is allowed."""
+def plan_sharding(program: Program, planner: Planner) -> int:
+    """Fill `planner`; returns the number of ops and parameters placed. Raises PlanError where nothing is allowed."""
     start = time.perf_counter()
-    active, order = ask(program, planning)
-    if planning.given is not None:
-        planning.plan = planning.given.bind(program.sizes)
-        _check_given(program, planning, planning.plan, order)
-        planning.weights = Policy(program, planning.rules, active, sequence_parallel="auto").weights
+    active, order = ask(program, planner)
+    if planner.given is not None:
+        planner.plan = planner.given.bind(program.sizes)
+        _check_given(program, planner, planner.plan, order)
+        planner.weights = Policy(program, planner.rules, active, sequence_parallel="auto").weights
     else:
-        planning.plan = _solve(program, planning, active, order)
-        planning.plan.statistics["planning_seconds"] = time.perf_counter() - start
-    planning.plan.sizes = program.sizes
-    if planning.agree is not None:
-        planning.plan = planning.agree(planning.plan)
+        planner.plan = _solve(program, planner, active, order)
+        planner.plan.statistics["planning_seconds"] = time.perf_counter() - start
+    planner.plan.sizes = program.sizes
+    if planner.agree is not None:
+        planner.plan = planner.agree(planner.plan)
     program.phase = Phase.PLANNED
-    return len(planning.plan.ops) + len(planning.plan.params)
+    return len(planner.plan.ops) + len(planner.plan.params)
 
 
-def ask(program: Program, planning: Planning) -> tuple[set[fx.Node], list[fx.Node]]:
+def ask(program: Program, planner: Planner) -> tuple[set[fx.Node], list[fx.Node]]:
     """Name the nodes, price the workload and find every op's rule; (active nodes, the same in graph order)."""
     number_nodes(program.graph)
-    price_workload(program, planning.config)
+    price_workload(program, planner.config)
     active = active_nodes(program)
     order = [n for n in program.graph.nodes if n in active]
-    planning.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
-    planning.owners = owners_of(program)
-    planning.accepts = accepted_outputs(program, active, planning.config, planning.caches)
+    planner.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
+    planner.owners = owners_of(program)
+    planner.accepts = accepted_outputs(program, active, planner.config, planner.caches)
     return active, order
 
 
-def _solve(program: Program, planning: Planning, active: set[fx.Node], order: list[fx.Node]) -> Plan:
-    problem, overrides = make_problem(program, planning, active, order)
+def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list[fx.Node]) -> Plan:
+    problem, overrides = make_problem(program, planner, active, order)
     plan, solution = _optimum(problem)
     overrides.check_used()
-    plan.hardware = planning.hardware.name
+    plan.hardware = planner.hardware.name
     plan.cost_us = solution.cost * 1e6
     plan.sequence_parallel = any(
-        problem.policy.shards_sequence(n, problem.domains[n][solution.assignment["op", n]]) for n in problem.rules
+        problem.policy.shards_sequence(n, problem.domains[n][solution.assignment["op", n]])
+        for n in problem.planner.rules
     )
     plan.workload = {name: program.sizes.workload_of.get(s, 0) for name, s in program.sizes.symbols.items()}
     plan.statistics = {
@@ -80,8 +81,8 @@ def _solve(program: Program, planning: Planning, active: set[fx.Node], order: li
         "largest_table": solution.largest_table,
         "solver_seconds": solution.seconds,
     }
-    _say_what_is_replicated(program, planning, problem, plan)
-    planning.weights = problem.policy.weights
+    _say_what_is_replicated(program, planner, problem, plan)
+    planner.weights = problem.policy.weights
     if current().level >= 3:
         plan.sizes = program.sizes
         for line in alternatives(problem, plan, solution):
@@ -90,66 +91,59 @@ def _solve(program: Program, planning: Planning, active: set[fx.Node], order: li
 
 
 def make_problem(
-    program: Program, planning: Planning, active: set[fx.Node], order: list[fx.Node], *, free: bool | None = None
+    program: Program, planner: Planner, active: set[fx.Node], order: list[fx.Node], *, free: bool | None = None
 ) -> tuple[Problem, Overrides]:
     """Domains after policies and overrides, and the cost tables."""
-    config = planning.config
+    config = planner.config
     free = config.planner_policy == "free" if free is None else free
-    policy = Policy(program, planning.rules, active, sequence_parallel=config.sequence_parallel, free=free)
-    candidates = find_candidates(planning.rules, [n for n in order if n.op == "placeholder"], program.sizes, planning.t)
-    overrides = Overrides(program, config.overrides, policy.weights, planning.t)
+    policy = Policy(program, planner.rules, active, sequence_parallel=config.sequence_parallel, free=free)
+    candidates = find_candidates(planner.rules, [n for n in order if n.op == "placeholder"], program.sizes, planner.t)
+    overrides = Overrides(program, config.overrides, policy.weights, planner.t)
     domains: dict[fx.Node, list[Strategy]] = {}
     taken: list[Any] = []
-    whose = {n.args[0]: n.args[1] for n in program.graph.find_nodes(op="call_function", target=OF_RANK)}
+    whose = {n.args[0]: n.args[1] for n in program.graph.find_nodes(op="call_function", target=OWNER_PARAMETER)}
     inputs = dict(program.input_nodes())
     for node in order:
         if node.op == "placeholder":
             spec = inputs[node]
             if spec.kind != "param":
-                domains[node] = storage([planning.fixed.get(spec.name, I)])
+                domains[node] = storage([planner.fixed.get(spec.name, I)])
             elif node in whose:
                 domains[node] = storage([owned(int(node.meta[VAL].shape[0]), whose[node])])
                 overrides.note_expert(spec)
-            elif spec.name in planning.fixed:
-                domains[node] = storage([planning.fixed[spec.name]])
+            elif spec.name in planner.fixed:
+                domains[node] = storage([planner.fixed[spec.name]])
             else:
-                domains[node] = storage([I, *shard_candidates(candidates.of(node))] if planning.t > 1 else [I])
+                domains[node] = storage([I, *shard_candidates(candidates.of(node))] if planner.t > 1 else [I])
             domains[node], gone = overrides.filter_parameter(spec, domains[node])
-        elif node in planning.owners:
-            domains[node], gone = _strategies(planning.rules[node], candidates, program, planning), {}
+        elif node in planner.owners:
+            domains[node], gone = _strategies(planner.rules[node], candidates, program, planner), {}
         else:
-            rule = planning.rules[node]
-            every = _strategies(rule, candidates, program, planning)
+            rule = planner.rules[node]
+            every = _strategies(rule, candidates, program, planner)
             follow, by_override = overrides.filter_op(node, rule, every, partial(policy.shards_sequence, node))
             domains[node], gone = policy.filter(node, rule, follow, overridden=bool(by_override))
             gone = by_override | gone
         taken += removals(node, gone)
-    problem = Problem(
-        program,
-        planning.rules,
-        domains,
-        planning.accepts,
-        policy,
-        Workload(planning.hardware, planning.t, planning.training),
-    )
+    problem = Problem(program, planner, domains, policy)
     problem.removed = taken
     problem.build()
     return problem, overrides
 
 
-def _check_given(program: Program, planning: Planning, plan: Plan, order: list[fx.Node]) -> None:
+def _check_given(program: Program, planner: Planner, plan: Plan, order: list[fx.Node]) -> None:
     """Raise PlanError where a plan that was loaded (and perhaps edited) does not fit the graph."""
-    if plan.t != planning.t:
-        raise PlanError(f"the plan is for {plan.t} ranks, not for {planning.t}", fix="plan again for this many")
-    wanted = [n.name for n in planning.rules if n.name not in plan.ops]
+    if plan.t != planner.t:
+        raise PlanError(f"the plan is for {plan.t} ranks, not for {planner.t}", fix="plan again for this many")
+    wanted = [n.name for n in planner.rules if n.name not in plan.ops]
     wanted += [spec.name for spec in program.inputs if spec.kind == "param" and spec.name not in plan.params]
     if wanted:
         more = f" and {len(wanted) - 1} more" if len(wanted) > 1 else ""
         raise PlanError(f"the plan is for another graph: it does not place '{wanted[0]}'{more}", fix="plan again")
-    candidates = find_candidates(planning.rules, [n for n in order if n.op == "placeholder"], program.sizes, plan.t)
-    for node, rule in planning.rules.items():
+    candidates = find_candidates(planner.rules, [n for n in order if n.op == "placeholder"], program.sizes, plan.t)
+    for node, rule in planner.rules.items():
         choice = plan.ops[node.name]
-        rows = _strategies(rule, candidates, program, planning)
+        rows = _strategies(rule, candidates, program, planner)
         if not any((choice.ins, choice.out) == (s.ins, s.out) for s in rows):
             ins = ", ".join(map(plan.text_of, choice.ins))
             raise PlanError(
@@ -161,12 +155,12 @@ def _check_given(program: Program, planning: Planning, plan: Plan, order: list[f
             )
 
 
-def _strategies(rule: OpRule, candidates: Any, program: Program, planning: Planning) -> list[Strategy]:
-    if planning.t == 1:
+def _strategies(rule: OpRule, candidates: Any, program: Program, planner: Planner) -> list[Strategy]:
+    if planner.t == 1:
         return [Strategy((I,) * len(rule.operands), I, "", "")]
-    if rule.node in planning.owners:
-        return [_strategy_of_region(rule, planning.owners[rule.node])]
-    return strategies(rule, candidates, program.sizes, planning.t)
+    if rule.node in planner.owners:
+        return [_strategy_of_region(rule, planner.owners[rule.node])]
+    return strategies(rule, candidates, program.sizes, planner.t)
 
 
 def _optimum(problem: Problem) -> tuple[Plan, Solution]:
@@ -193,12 +187,12 @@ def _optimum(problem: Problem) -> tuple[Plan, Solution]:
     return plan, solution
 
 
-def _say_what_is_replicated(program: Program, planning: Planning, problem: Problem, plan: Plan) -> None:
+def _say_what_is_replicated(program: Program, planner: Planner, problem: Problem, plan: Plan) -> None:
     """Every parameter stored whole and every op without a rule, with the reason."""
-    if planning.t == 1:
+    if planner.t == 1:
         return
-    for node, rule in planning.rules.items():
-        if rule.kind == "none" and node not in planning.owners:
+    for node, rule in planner.rules.items():
+        if rule.kind == "none" and node not in planner.owners:
             plan.replicated[node.name] = rule.reason
             op = node.all_input_nodes[0] if node.target is operator.getitem else node
             program.note("replicated", f"{op.target}: {rule.reason}; computed whole on every rank", node)
@@ -211,14 +205,14 @@ def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:
     uses = problem.uses.get(node, [])
     if not uses:
         return "the graph does not use it"
-    without_rule = [u.consumer for u in uses if problem.rules[u.consumer].kind == "none"]
+    without_rule = [u.consumer for u in uses if problem.planner.rules[u.consumer].kind == "none"]
     if without_rule:
         return f"used by {without_rule[0].target}, which has no sharding rule"
     if len(problem.domains[node]) == 1:
         return "none of its dims can be sharded"
-    if any(c.dst == P for c in plan.conversions.get(node.name, ())):
+    if any(c.dst == P for c in plan.transitions.get(node.name, ())):
         return "added once, on rank 0, to the partial result of a row-parallel op"
-    forbidden = {reason for u in uses for reason in problem.rules[u.consumer].forbidden.values()}
+    forbidden = {reason for u in uses for reason in problem.planner.rules[u.consumer].forbidden.values()}
     if forbidden:
         return "; ".join(sorted(forbidden))
     reasons = {r: None for u in uses for r in problem.policy.kept_whole.get(_used(problem, u), ())}
@@ -227,12 +221,12 @@ def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:
 
 def _used(problem: Problem, use: Use) -> fx.Node:
     """The value that this use reads."""
-    return problem.rules[use.consumer].operands[use.index].node
+    return problem.planner.rules[use.consumer].operands[use.index].node
 
 
 def _strategy_of_region(rule: OpRule, owner: int) -> Strategy:
     """The one strategy of an op of a region."""
-    if rule.node.target is OF_RANK:
+    if rule.node.target is OWNER_PARAMETER:
         return Strategy((owned(int(rule.node.meta["val"].shape[0]), owner),), R, EXPERT)
     ins = tuple(R if o.active else I for o in rule.operands)
-    return Strategy(ins, P if rule.node.target is RANK_ONLY else R, EXPERT)
+    return Strategy(ins, P if rule.node.target is OWNER_OUTPUT else R, EXPERT)

@@ -18,7 +18,7 @@ import real_sizes
 from torch import fx
 
 from megafx.analysis.communication import Communication, collective_nodes, communication
-from megafx.compiler.pipeline import Compiled, Request, compile_program
+from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.ir.dump import target_text
 from megafx.ir.program import PHASE, Program
@@ -26,7 +26,7 @@ from megafx.passes.lower.partition import Partition, partition, tag_regathers
 from megafx.placements.types import ALL_GATHER as AG
 from megafx.placements.types import ALL_REDUCE as AR
 from megafx.placements.types import REDUCE_SCATTER as RS
-from megafx.planner.hardware import Hardware
+from megafx.testing import make_planner
 
 LAYERS = 2
 WIDTH = {"gpt3": 12288, "llama": 4096}
@@ -39,12 +39,11 @@ CASES = [("gpt3", 8), ("llama", 4)]
 
 @cache
 def _compiled(name: str, t: int, sequence_parallel: bool, regather: bool = False, merge: bool = True) -> Compiled:
-    passes = (("after coalesce_gradients", lambda program: tag_regathers(program)),) if regather else ()
+    passes = (("after coalesce_gradients", lambda program, planner: tag_regathers(program)),) if regather else ()
     workload: dict[str, Any] = {"micro_batch_size": 1, "seq_length": SEQ[name]}
     config = Config(sequence_parallel=sequence_parallel, passes=passes, merge_linears=merge, **workload)
-    hardware = Hardware.load("h100-nvlink")
-    request = Request(config, t, hardware, {}, wants_grad=lambda index, spec: spec.kind == "param")
-    return compile_program(real_sizes.captured(name, LAYERS).copy(), request)
+    planner = make_planner(t, config, wants_grad=lambda spec: spec.kind == "param")
+    return compile_program(real_sizes.captured(name, LAYERS).copy(), planner)
 
 
 def _program(name: str, t: int, sequence_parallel: bool) -> Program:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lambdas import D, Lambda, _x
+from functions import D, Lambda, _x
 from torch import nn
 
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
 
 class Sub(nn.Module):
@@ -28,7 +28,7 @@ class Sub(nn.Module):
 def _error(fn: Callable[..., Any], capfd: Any, canonical: bool = False) -> str:
     with pytest.raises(CaptureError) as caught:
         program = capture_call(Sub(fn), *_x(2, 6))
-        canonicalize(program)
+        canonicalize_program(program)
     assert canonical or caught.value.source is not None
     out = capfd.readouterr()
     assert out.out + out.err == "", "export's own output must not reach the terminal"

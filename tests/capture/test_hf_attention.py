@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megafx.capture.export import capture_call
-from megafx.config import Config
 from megafx.ir.interpret import run_program
-from megafx.ir.nodes import draw_arguments, is_draw
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.ir.nodes import draw_of, is_draw
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
+from megafx.testing import make_planner
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -74,7 +74,7 @@ def test_masks_are_flags(name: str, padded: bool) -> None:
     kind, config, alone, with_padding = MODELS[name]
     model = _model(kind, config)
     program = capture_call(model, (), _inputs(2, 16, padded))
-    canonicalize(program)
+    canonicalize_program(program)
     wanted = with_padding if padded else alone
     if wanted is not None:
         found = [_flags(n) for n in _attentions(program) if n.target is torch.ops.megafx.attention.default]
@@ -92,7 +92,7 @@ def test_no_square_of_the_sequence_is_left() -> None:
     """In a causal model nothing has two dims of the sequence, in forward."""
     model = _model("LlamaForCausalLM", GROUPED)
     program = capture_call(model, (), _inputs(2, 16, True))
-    canonicalize(program)
+    canonicalize_program(program)
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
@@ -103,8 +103,8 @@ def test_no_square_of_the_sequence_is_left() -> None:
 def test_t5_keeps_one_bias_for_the_batch() -> None:
     """With padding the mask is the bias of [1, n, s, t], and the key_mask is [b, t]: nothing of [b, n, s, t] is made."""
     program = capture_call(_model("T5ForConditionalGeneration", T5), (), _inputs(2, 16, True))
-    canonicalize(program)
-    describe_masks(program, Config())
+    canonicalize_program(program)
+    describe_masks(program, make_planner())
     found = [n for n in _attentions(program) if n.target is torch.ops.megafx.attention.default]
     masks = [tuple(None if a is None else a.meta["val"].dim() for a in node.args[3:5]) for node in found]
     assert masks == [(4, 2), (4, None), (2, None)]  # the decoder's own is causal; cross attention's bias is all zeros
@@ -123,7 +123,7 @@ def test_a_users_own_positions_and_masks_stay() -> None:
     square = (torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(16).bool()
     for extra in ({"position_ids": packed}, {"attention_mask": square}):
         program = capture_call(model, (), inputs | extra)
-        canonicalize(program)
+        canonicalize_program(program)
         assert all(n.target is torch.ops.aten.scaled_dot_product_attention.default for n in _attentions(program))
         found, wanted = run_program(program, model, (), inputs | extra), model(**inputs, **extra, use_cache=False)
         torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-7, atol=1e-9)
@@ -132,9 +132,9 @@ def test_a_users_own_positions_and_masks_stay() -> None:
 def test_dropout_is_drawn_by_the_seed() -> None:
     model = _model("GPT2LMHeadModel", GPT2 | {"attn_pdrop": 0.5, "resid_pdrop": 0.0, "embd_pdrop": 0.0}).train()
     program = capture_call(model, (), _inputs(2, 16, True))
-    canonicalize(program)
+    canonicalize_program(program)
     (attention,) = (n for n in program.graph.nodes if is_draw(n))
-    assert draw_arguments(attention)["op_id"] == 0 and draw_arguments(attention)["p"] == 0.5
+    assert draw_of(attention).op_id == 0 and draw_of(attention).p == 0.5
     first, again, other = (run_program(program, model, (), _inputs(2, 16, True), seed=s).loss for s in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 

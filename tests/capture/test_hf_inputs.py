@@ -15,9 +15,9 @@ from megafx.capture.export import capture_call
 from megafx.capture.huggingface import synthesize_inputs
 from megafx.errors import CaptureError
 from megafx.ir.interpret import run_program
-from megafx.ir.nodes import draw_arguments, is_draw
+from megafx.ir.nodes import draw_of, is_draw
 from megafx.ir.program import Program
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
 transformers = pytest.importorskip("transformers")
 
@@ -179,7 +179,7 @@ def test_loss_and_gradients(name: str) -> None:
     assert [dict(vars(m.config)) for m in model.modules() if hasattr(m, "config")] == configs
     assert " ".join(program.sizes.symbols) == symbols
     assert [o.name for o in program.outputs if o.loss] == ["loss"]
-    canonicalize(program)
+    canonicalize_program(program)
     calls = [(3, {64: 17, 48: 9})] if "batch" in symbols else [(2, {64: 17})]
     for batch, lengths in [(2, {}), *calls]:
         _compare(model, program, _inputs(model, batch, lengths), tolerance)
@@ -203,7 +203,7 @@ def test_t5_without_decoder_ids_shifts_labels() -> None:
     model = _model("t5")
     kwargs = {k: v for k, v in synthesize_inputs(model)[1].items() if k != "decoder_input_ids"}
     program = capture_call(model, (), kwargs)
-    canonicalize(program)
+    canonicalize_program(program)
     real = {k: v for k, v in _inputs(model, 3, {64: 17, 48: 9}).items() if k != "decoder_input_ids"}
     _compare(model, program, real, EXACT)
 
@@ -211,7 +211,7 @@ def test_t5_without_decoder_ids_shifts_labels() -> None:
 def test_padding_on_the_left_and_bf16() -> None:
     model = _model("llama").to(torch.bfloat16)
     program = capture_call(model, *synthesize_inputs(model))
-    canonicalize(program)
+    canonicalize_program(program)
     kwargs = _inputs(model, 2, {64: 12})
     kwargs["attention_mask"][0, :5] = 0
     found, wanted = run_program(program, model, (), kwargs), model(**kwargs)
@@ -223,7 +223,7 @@ def test_mixture_of_experts() -> None:
     torch.manual_seed(0)
     model = cls(cls.config_class(**GROUPED, num_local_experts=4, num_experts_per_tok=2)).train()
     program = capture_call(model, *synthesize_inputs(model))
-    canonicalize(program)
+    canonicalize_program(program)
     _compare(model, program, _inputs(model, 3, {64: 17}), 1e-4)
 
 
@@ -231,17 +231,17 @@ def test_dropout_gets_numbers_and_a_seed() -> None:
     cls = transformers.GPT2LMHeadModel
     model = cls(cls.config_class(**GPT2)).train()
     program = capture_call(model, *synthesize_inputs(model))
-    canonicalize(program)
-    dropouts = [draw_arguments(n) for n in program.graph.nodes if is_draw(n)]
-    assert [d["op_id"] for d in dropouts] == list(range(4))  # embedding, attention, projection, MLP
+    canonicalize_program(program)
+    dropouts = [draw_of(n) for n in program.graph.nodes if is_draw(n)]
+    assert [d.op_id for d in dropouts] == list(range(4))  # embedding, attention, projection, MLP
     assert program.inputs[-1].kind == "seed"
-    assert all(d["seed"] is program.placeholders()[-1] for d in dropouts)
+    assert all(d.seed is program.placeholders()[-1] for d in dropouts)
     kwargs = _inputs(model, 2, {64: 16})
     first, again, other = (run_program(program, model, (), kwargs, seed=seed).loss for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     program = capture_call(model.eval(), *synthesize_inputs(model))
-    canonicalize(program)
+    canonicalize_program(program)
     assert program.inputs[-1].kind == "user"
 
 
@@ -263,7 +263,7 @@ def test_calls_in_other_forms() -> None:
         {"inputs_embeds": torch.randn(2, 12, 32, dtype=torch.float64), "labels": ids},
     ):
         program = capture_call(model, (), kwargs)
-        canonicalize(program)
+        canonicalize_program(program)
         found, wanted = run_program(program, model, (), kwargs), model(**kwargs, use_cache=False)
         assert type(found) is type(wanted)
         for a, b in zip(_leaves(found), _leaves(wanted), strict=True):

@@ -16,11 +16,11 @@ from torch import nn
 
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical, run_logical
-from megafx.compiler.pipeline import Request, compile_program
+from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.errors import CaptureError
 from megafx.placements.data_axis import DataAxis
-from megafx.planner.hardware import Hardware
+from megafx.testing import make_planner
 
 IDS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(0))
 CALL = {"input_ids": IDS, "labels": IDS}
@@ -63,9 +63,9 @@ def test_each_call_drops_layers_by_its_seed() -> None:
     seen = set()
     for t in (1, 2, 3):
         config = Config(passes=(("after canonicalize", promote_casts),))
-        wants: Any = lambda index, spec: spec.kind == "param"  # noqa: E731
-        request = Request(config, t, Hardware.load("h100-nvlink"), {}, None, wants)
-        compiled = compile_program(program.copy(), request)
+        compiled = compile_program(
+            program.copy(), make_planner(t, config, wants_grad=lambda spec: spec.kind == "param")
+        )
         values = values_of(compiled.program, model, CALL)
         (seed,) = [i.name for i in compiled.program.inputs if i.kind == "seed"]
         drawn = []

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from factories import FACTORIES, on_meta, tensors
-from tied_net import Net
+from weight_models import FACTORIES, Net, on_meta, tensors
 
 import megafx
 from megafx.checkpoint.convert import convert

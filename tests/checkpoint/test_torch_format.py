@@ -1,22 +1,16 @@
 """Covers: checkpoint/torch_format.py: model and optimizer out of what torch.distributed.checkpoint itself wrote, bit-equal.
-
-Run as a script, this file is one of two ranks: what FSDP ranks saved goes on on tensor-parallel ranks.
-"""
+What FSDP ranks saved: dist/fsdp_checkpoint.py."""
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import megafx
 from megafx.errors import CheckpointError
@@ -185,76 +179,3 @@ def test_an_option_that_is_no_plain_data_is_refused(tmp_path: Path) -> None:
     dcp.save({"model": model.state_dict(), "optim": by_name(model, optimizer)}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointError, match=r"'optim.param_groups.0.schedule' of a checkpoint is no plain data"):
         megafx.load_checkpoint(tmp_path, model, optimizer)
-
-
-# -- ranks
-
-
-@pytest.mark.dist
-def test_what_fsdp_ranks_saved_goes_on_on_tensor_parallel_ranks(tmp_path: Path) -> None:
-    texts = processes.run_ranks(__file__, tmp_path, 2, timeout=200)
-    assert all("went on" in text for text in texts), texts
-
-
-def main(folder: Path, rank: int) -> None:
-    import zoo
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=100)
-    )
-    torch.manual_seed(0)
-    built, inputs = zoo.ZOO["nanogpt"](dropout=0.0)
-    saved: Any = fully_shard(built.double())
-    optimizer = torch.optim.AdamW(saved.parameters(), lr=0.01)
-
-    def steps(model: Any, optimizer: Any) -> list[float]:
-        losses = []
-        for seed in range(3):
-            optimizer.zero_grad()
-            torch.manual_seed(seed)
-            loss = model(**inputs(2, 11))[1]
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    steps(saved, optimizer)
-    state = {"model": get_model_state_dict(saved), "optim": get_optimizer_state_dict(saved, optimizer)}
-    dcp.save(state, checkpoint_id=folder / "stock")
-    wanted = {n: {k: whole(v) for k, v in s.items()} for n, s in state["optim"]["state"].items()}  # type: ignore[union-attr]
-
-    torch.manual_seed(1)
-    model: Any = zoo.ZOO["nanogpt"](dropout=0.0)[0].double()
-    model = megafx.parallelize(
-        model, megafx.Config(tensor_model_parallel_size=2, hardware="cpu-gloo"), example_inputs=inputs(2, 16)
-    )
-    mine = torch.optim.AdamW(model.parameters(), lr=0.5)
-    megafx.load_checkpoint(folder / "stock", model, mine)
-    found = get_optimizer_state_dict(model, mine)["state"]
-    assert found.keys() == wanted.keys() and mine.param_groups[0]["lr"] == 0.01
-    sharded = [n for n, kept in found.items() if type(kept["exp_avg"]).__name__ != "Tensor"]  # type: ignore[index]
-    assert len(sharded) > 4, sharded
-    for name, kept in megafx_whole(model, mine).items():
-        assert same(kept, wanted[name]), name
-    assert steps(model, mine) == pytest.approx(steps(saved, optimizer), rel=1e-10)
-    print("went on", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def megafx_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """FQN -> {key: the tensor in original coordinates}."""
-    from megafx.weights.state import full_tensor
-
-    names = {id(p): n for n, p in model.named_parameters()}
-    return {names[id(p)]: {k: full_tensor(v) for k, v in kept.items()} for p, kept in optimizer.state.items()}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

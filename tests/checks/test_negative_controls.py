@@ -19,13 +19,14 @@ from torch import fx
 
 from megafx.analysis.communication import COLLECTIVES, collective_nodes
 from megafx.checks.types import check_types
-from megafx.compiler.pipeline import Compiled, Request, compile_program
+from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition
 from megafx.ir.program import PHASE, Program
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from megafx.planner.hardware import Hardware
+from megafx.planner.context import Planner
+from megafx.testing import make_planner
 
 T = 2
 SEQUENCE_PARALLEL = {"nanogpt": True, "llama": False}
@@ -57,16 +58,15 @@ def _control(name: str) -> Control:
     case = harness.Case.of(name)
     kept: list[Program] = []
 
-    def keep(program: Program) -> int:
+    def keep(program: Program, planner: Planner) -> int:
         kept.append(program.copy())
         return 0
 
     passes = (("after canonicalize", harness.promote_casts), ("after coalesce_gradients", keep))
     config = Config(sequence_parallel=SEQUENCE_PARALLEL[name], passes=passes)
-    hardware = Hardware.load("h100-nvlink")
-    request = Request(config, T, hardware, {}, wants_grad=lambda index, spec: spec.kind == "param")
+    planner = make_planner(T, config, wants_grad=lambda spec: spec.kind == "param")
     inputs = case.inputs(2, 13)
-    return Control(case, compile_program(case.program.copy(), request), kept[0], inputs, case.reference(inputs))
+    return Control(case, compile_program(case.program.copy(), planner), kept[0], inputs, case.reference(inputs))
 
 
 def _waits(program: Program) -> list[tuple[fx.Node, fx.Node]]:
@@ -222,7 +222,7 @@ def test_fewer_key_heads_than_ranks(kv: int, sequence_parallel: bool, stored: st
     """4 heads on 4 ranks with keys and values of fewer: gathered from parts of a head, or computed whole on every rank."""
     ranks, case, kept = 4, harness.Case.of("llama", kv=kv), []
 
-    def keep(program: Program) -> int:
+    def keep(program: Program, planner: Planner) -> int:
         kept.append(program.copy())
         return 0
 
@@ -231,10 +231,8 @@ def test_fewer_key_heads_than_ranks(kv: int, sequence_parallel: bool, stored: st
     config = Config(
         passes=(("after canonicalize", harness.promote_casts), ("after coalesce_gradients", keep)), **options
     )
-    request = Request(
-        config, ranks, Hardware.load("h100-nvlink"), {}, wants_grad=lambda index, spec: spec.kind == "param"
-    )
-    plan = compile_program(case.program.copy(), request).plan
+    planner = make_planner(ranks, config, wants_grad=lambda spec: spec.kind == "param")
+    plan = compile_program(case.program.copy(), planner).plan
     keys = [p for name, p in plan.params.items() if "k_proj" in name or "v_proj" in name]
     assert keys and {p.kind for p in keys} == {stored}
     check_types(kept[0], plan, ranks)

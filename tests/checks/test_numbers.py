@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,14 @@ import torch
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.compiler.pipeline import Request, compile_program
+from megafx.compiler.pipeline import compile_program
+from megafx.compiler.runner import PassFunction
 from megafx.debugging import debug
 from megafx.errors import MegafxError
 from megafx.ir.program import PHASE, Program
 from megafx.placements.data_axis import DataAxis
-from megafx.planner.hardware import Hardware
+from megafx.planner.context import Planner
+from megafx.testing import make_planner
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
@@ -36,11 +37,9 @@ def compile_gpt(*passes, t=2, data=None, **options):
     ids = torch.zeros(2, 8, dtype=torch.long)
     program = capture_call(model, (ids, ids), {})
     config = megafx.Config(tensor_model_parallel_size=t, passes=passes, **options)
-    request = Request(
-        config, t, Hardware.load("cpu-gloo"), {}, None, lambda index, spec: spec.kind == "param", data=data
-    )
+    planner = make_planner(t, config, hardware="cpu-gloo", wants_grad=lambda spec: spec.kind == "param", data=data)
     with debug(check=2):
-        return compile_program(program, request)
+        return compile_program(program, planner)
 
 
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"t": 3, "sequence_parallel": True}])
@@ -49,14 +48,14 @@ def test_the_pipeline_changes_no_numbers(options):
     assert compile_gpt(**options).program.gm is not None
 
 
-def drop_a_bias(program: Program) -> int:
+def drop_a_bias(program: Program, planner: Planner) -> int:
     """A pass with a fault in the forward."""
     node = program.graph.find_nodes(op="call_function", target=aten.linear.default)[0]
     node.args = node.args[:2]
     return 1
 
 
-def lose_a_gradient_collective(program: Program) -> int:
+def lose_a_gradient_collective(program: Program, planner: Planner) -> int:
     """A pass with a fault in the backward: one all-reduce is left out on the way back."""
     for node in program.graph.find_nodes(op="call_function", target=mfx.transition.default):
         if node.meta.get(PHASE) == "backward" and (node.args[1], node.args[2]) == ("P", "I"):
@@ -90,13 +89,13 @@ def test_the_faulty_pass_is_named(place, fault, found):
 )
 def test_data_parallel_passes_keep_numbers(data, t, options):
     compiled = compile_gpt(t=t, data=data, **options)
-    assert compiled.program.unreduced is not None
+    assert compiled.program.before_reduction is not None
 
 
-def lose(op: str, place: int) -> Callable[[Program], int]:
+def lose(op: str, place: int) -> PassFunction:
     """A pass that takes one rank's value for what the op makes of all."""
 
-    def lose_a_sum(program: Program) -> int:
+    def lose_a_sum(program: Program, planner: Planner) -> int:
         node = [n for n in program.graph.nodes if op in str(n.target)][place]
         (node if op == "batch_sum" else next(iter(node.users))).replace_all_uses_with(node.args[0])
         return 1

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -17,7 +18,7 @@ from megafx.checks.types import check_types
 from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition, verify
 from megafx.ir.program import FQN, PLACEMENT, VAL
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.placements.types import I, Layout, P, R, S
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
@@ -96,7 +97,7 @@ def language_model(table, ids, target):
     with torch.no_grad():
         stats = mfx.ce_stats(logits, target, layout, T, "tp")
     everyone = move(stats.unsqueeze(0), one_each, I)
-    loss = mfx.ce_loss(logits, target, everyone, -100, 0.1, layout, T, "tp")
+    loss = mfx.ce_loss(logits, target, everyone, -100, 0.1, False, layout, T, "tp")
     return (loss.sum() / (target != -100).sum(),)
 
 
@@ -122,7 +123,7 @@ CASES = {
 
 
 @pytest.fixture
-def joint(local_program):
+def joint():
     """joint(case) -> (program, storage): forward and backward of a case."""
 
     def make(name):
@@ -131,7 +132,7 @@ def joint(local_program):
         for node in program.graph.nodes:
             node.meta[FQN] = f"layers.0.{name}"
         wrt = [i for i, spec in enumerate(program.inputs) if spec.kind == "param"]
-        build_joint_graph(program, wrt, [0])
+        differentiate(program, wrt, [0])
         return program, storage
 
     return make
@@ -261,26 +262,24 @@ def test_transition_for_another_number_of_ranks(joint):
     assert "is for 3 ranks, the axis has 2" in str(rejected(program, storage))
 
 
-def forward(local_program, function, inputs):
+def forward(function, inputs):
     return local_program(function, inputs, loss=True)
 
 
-def test_partial_into_a_nonlinear_op(local_program):
-    program = forward(
-        local_program, lambda w, x: (F.gelu(F.linear(x, w)).sum(),), {"w": weight(H, 4), "x": torch.ones(3, 4)}
-    )
+def test_partial_into_a_nonlinear_op():
+    program = forward(lambda w, x: (F.gelu(F.linear(x, w)).sum(),), {"w": weight(H, 4), "x": torch.ones(3, 4)})
     program.inputs[1] = dataclasses.replace(program.inputs[1], kind="param")
     error = rejected(program, {"w": whole(1, 8), "x": whole(1, 8)})
     assert "aten.gelu.default" in str(error) and "not linear" in str(error)
 
 
-def test_mean_over_a_shard_divides_by_the_local_count(local_program):
+def test_mean_over_a_shard_divides_by_the_local_count():
     inputs = {"w": weight(4, H), "x": torch.ones(3, H)}
     for function, message in (
         (lambda w, x: (move(F.linear(move(x, I, R), w).mean(), P, I),), "a mean over it divides by the local count"),
         (lambda w, x: (move(F.linear(move(x, I, R), w).mean(0).sum(), P, I),), None),
     ):
-        program = forward(local_program, function, inputs)
+        program = forward(function, inputs)
         if message is None:
             check_types(program, {"w": whole(0, 8)}, T)
         else:
@@ -352,7 +351,7 @@ def test_loss_with_statistics_of_one_rank(joint):
         assert "they are not gathered" in str(rejected(program, storage))
 
 
-def test_ambiguous_views_of_local_shapes(local_program):
+def test_ambiguous_views_of_local_shapes():
     """A rank's [1, 4] may be one head of two or half of a head: both readings are tried, forward and backward."""
 
     def heads(w, u, x):
@@ -366,12 +365,12 @@ def test_ambiguous_views_of_local_shapes(local_program):
 
     storage = {"w": whole(0, 8), "u": whole(1, 8)}
     for function in (heads, half):
-        program = forward(local_program, function, {"w": weight(4, H), "u": weight(5, 4), "x": torch.ones(3, H)})
-        build_joint_graph(program, [0, 1], [0])
+        program = forward(function, {"w": weight(4, H), "u": weight(5, 4), "x": torch.ones(3, H)})
+        differentiate(program, [0, 1], [0])
         check_types(program, storage, T)
 
 
-def test_copies_of_a_key_head(local_program):
+def test_copies_of_a_key_head():
     """Each rank expands a whole K to its copy: 1 of 2 for each of 3 heads. The expand moves nothing locally, and so does
     its backward, whose result is summands all the same."""
     spread, joined = S(1, Layout.contiguous(2, T)), S(0, Layout.of([(2, 1)], T, rep=3))
@@ -381,9 +380,9 @@ def test_copies_of_a_key_head(local_program):
         y = (copies.reshape(3, 4) * move(w, I, joined)).tanh()
         return (move(y.sum(), P, I),)
 
-    program = forward(local_program, repeat_heads, {"k": weight(3, 4), "w": weight(6, 4)})
+    program = forward(repeat_heads, {"k": weight(3, 4), "w": weight(6, 4)})
     find(program, aten.expand.default).meta[PLACEMENT] = spread
-    build_joint_graph(program, [0, 1], [0])
+    differentiate(program, [0, 1], [0])
     storage = {"k": I, "w": I}
     check_types(program, storage, T)
     gradient = program.output_node().args[0][1]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
+import megafx.kernels.dropout.dropout  # noqa: F401  registers the op
 from megafx.compiler.executable import Executable
 from megafx.errors import UsageError
-from megafx.ir.program import Program
-from megafx.kernels.dropout.dropout import dropout
-from megafx.passes.backward.build_joint_graph import build_joint_graph
-
-LocalProgram = Callable[..., Program]
+from megafx.passes.backward.build_joint_graph import differentiate
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -35,12 +33,10 @@ def inputs_of(batch: int = 2) -> dict[str, Any]:
     return {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(batch, 3, 4).double()}
 
 
-def made(
-    local_program: LocalProgram, function: Any, inputs: dict[str, Any], differentiated: tuple[int, ...] = (0,)
-) -> Executable:
+def made(function: Any, inputs: dict[str, Any], differentiated: tuple[int, ...] = (0,)) -> Executable:
     program = local_program(function, inputs, varying=("x",), loss=True)
     wrt = [i for i, spec in enumerate(program.inputs) if spec.kind == "param"]
-    build_joint_graph(program, wrt, list(differentiated))
+    differentiate(program, wrt, list(differentiated))
     return Executable.of(program)
 
 
@@ -48,8 +44,8 @@ ONE = torch.ones((), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_computes_what_autograd_computes_at_two_shapes(local_program: LocalProgram, compiled: bool) -> None:
-    executable = made(local_program, mlp, inputs_of())
+def test_computes_what_autograd_computes_at_two_shapes(compiled: bool) -> None:
+    executable = made(mlp, inputs_of())
     if compiled:
         torch._dynamo.reset()
         executable = executable.compiled(backend="aot_eager")
@@ -74,7 +70,7 @@ def sizes_of(graph: torch.fx.Graph) -> list[torch.SymInt]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
-def test_compiled_graphs_have_the_sizes_of_the_program_and_no_others(local_program: LocalProgram, again: bool) -> None:
+def test_compiled_graphs_have_the_sizes_of_the_program_and_no_others(again: bool) -> None:
     """Also where torch compiles again, for sizes that guards of the first graphs exclude."""
     torch._dynamo.reset()
     graphs: list[torch.fx.Graph] = []
@@ -85,7 +81,7 @@ def test_compiled_graphs_have_the_sizes_of_the_program_and_no_others(local_progr
             bool(min(sizes_of(gm.graph)) < 4)  # asking makes a guard: batch 5 is not what the graphs of batch 2 are for
         return gm.forward
 
-    executable = made(local_program, mlp, inputs_of()).compiled(backend=backend)
+    executable = made(mlp, inputs_of()).compiled(backend=backend)
     for batch in (2, 5, 3):
         _, kept = executable.forward(list(inputs_of(batch).values()))
         assert kept is not None
@@ -95,12 +91,12 @@ def test_compiled_graphs_have_the_sizes_of_the_program_and_no_others(local_progr
         assert len({symbol for size in sizes_of(graph) for symbol in size.node.expr.free_symbols}) == 1
 
 
-def test_dropout_is_replayed_from_its_seed(local_program: LocalProgram) -> None:
+def test_dropout_is_replayed_from_its_seed() -> None:
     def function(w: Any, seed: Any, x: Any) -> tuple[Any, ...]:
-        return (dropout(x * w, seed, 0.5, 3, -1, [], "tp").sum(),)
+        return (torch.ops.megafx.dropout(x * w, seed, 0.5, 3, -1, [], "tp").sum(),)
 
     x = torch.ones(4, 64, dtype=torch.float64)
-    executable = made(local_program, function, {"w": parameter(64), "seed": torch.tensor(7), "x": x})
+    executable = made(function, {"w": parameter(64), "seed": torch.tensor(7), "x": x})
     assert [s.kind for s in executable.parts.saved] == ["input", "input", "size"]  # x and the seed: no mask
     w = torch.ones(64, dtype=torch.float64)
     masks = []
@@ -113,8 +109,8 @@ def test_dropout_is_replayed_from_its_seed(local_program: LocalProgram) -> None:
     assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
 
 
-def test_inputs_and_tangents_of_any_strides(local_program: LocalProgram) -> None:
-    executable = made(local_program, mlp, inputs_of(), differentiated=(1,))
+def test_inputs_and_tangents_of_any_strides() -> None:
+    executable = made(mlp, inputs_of(), differentiated=(1,))
     w, v, x = inputs_of().values()
     x = x.transpose(0, 2).contiguous().transpose(0, 2)
     (_, y), kept = executable.forward([w, v, x])
@@ -125,8 +121,8 @@ def test_inputs_and_tangents_of_any_strides(local_program: LocalProgram) -> None
         torch.testing.assert_close(a, b)
 
 
-def test_missing_tangent_is_zero(local_program: LocalProgram) -> None:
-    executable = made(local_program, mlp, inputs_of(), differentiated=(0, 1))
+def test_missing_tangent_is_zero() -> None:
+    executable = made(mlp, inputs_of(), differentiated=(0, 1))
     both, first = (executable.forward(list(inputs_of().values()))[1] for _ in range(2))
     assert both is not None and first is not None
     zero = torch.zeros(2, 3, 4, dtype=torch.float64)
@@ -134,8 +130,8 @@ def test_missing_tangent_is_zero(local_program: LocalProgram) -> None:
         assert a is not None and b is not None and torch.equal(a, b)
 
 
-def test_backward_frees_what_forward_kept(local_program: LocalProgram) -> None:
-    executable = made(local_program, mlp, inputs_of())
+def test_backward_frees_what_forward_kept() -> None:
+    executable = made(mlp, inputs_of())
     _, kept = executable.forward(list(inputs_of().values()))
     assert kept is not None
     alive = [weakref.ref(v) for v, s in zip(kept.values, executable.parts.saved, strict=True) if s.kind == "value"]
@@ -147,9 +143,9 @@ def test_backward_frees_what_forward_kept(local_program: LocalProgram) -> None:
         executable.backward(kept, [ONE])
 
 
-def test_values_are_freed_while_backward_runs(local_program: LocalProgram) -> None:
+def test_values_are_freed_while_backward_runs() -> None:
     """The first product of backward finds the loss's value gone, the last finds all gone."""
-    executable = made(local_program, mlp, inputs_of())
+    executable = made(mlp, inputs_of())
     assert executable.parts.backward is not None
     _, kept = executable.forward(list(inputs_of().values()))
     assert kept is not None
@@ -167,8 +163,8 @@ def test_values_are_freed_while_backward_runs(local_program: LocalProgram) -> No
     assert len(values) == 3 and alive[0] == 2 and alive[-1] == 0
 
 
-def test_value_changed_in_place_is_noticed(local_program: LocalProgram) -> None:
-    executable = made(local_program, mlp, inputs_of())
+def test_value_changed_in_place_is_noticed() -> None:
+    executable = made(mlp, inputs_of())
     values = list(inputs_of().values())
     _, kept = executable.forward(values)
     with torch.no_grad():
@@ -178,7 +174,7 @@ def test_value_changed_in_place_is_noticed(local_program: LocalProgram) -> None:
         executable.backward(kept, [ONE])
 
 
-def test_runs_under_the_context_and_without_autocast(local_program: LocalProgram) -> None:
+def test_runs_under_the_context_and_without_autocast() -> None:
     program = local_program(
         lambda w, x: (F.linear(x, w),), {"w": nn.Parameter(torch.ones(4, 4)), "x": torch.ones(3, 4)}
     )

@@ -5,14 +5,21 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from megafx.compiler.runner import Pass, PipelineStopped, insert_user_passes, run_passes
+from megafx.checks.numbers import NumberCheck
+from megafx.compiler.runner import Pass, PassRecord, PipelineStopped, Runner, insert_user_passes
 from megafx.config import Config
 from megafx.debugging import Debug
 from megafx.errors import ConfigError, MegafxError
 from megafx.ir.program import VAL, Input, Output, Phase, Program
 from megafx.ir.sizes import Sizes
+from megafx.planner.context import Planner
+from megafx.testing import make_planner
 
 aten = torch.ops.aten
+
+
+def run(program: Program, passes: list[Pass], settings: Debug) -> list[PassRecord]:
+    return Runner(make_planner(), settings=settings).run(program, passes)
 
 
 @pytest.fixture
@@ -23,12 +30,12 @@ def program() -> Program:
     return Program(gm, [Input("user", "x")], [Output("user", "y")], Sizes(), fake_mode, spec)
 
 
-def canonicalize(program: Program) -> int:
+def canonicalize(program: Program, planner: Planner) -> int:
     program.phase = Phase.CANONICAL
     return 0
 
 
-def use_abs(program: Program) -> int:
+def use_abs(program: Program, planner: Planner) -> int:
     """neg -> abs, as a pass with a change."""
     nodes = program.graph.find_nodes(op="call_function", target=aten.neg.default)
     for node in nodes:
@@ -36,7 +43,7 @@ def use_abs(program: Program) -> int:
     return len(nodes)
 
 
-def plan(program: Program) -> int:
+def plan(program: Program, planner: Planner) -> int:
     program.phase = Phase.PLANNED
     return 1
 
@@ -49,7 +56,7 @@ PASSES = [
 
 
 def test_runs_in_order_and_recompiles(program):
-    records = run_passes(program, PASSES, settings=Debug())
+    records = run(program, PASSES, Debug())
     assert [(r.index, r.name, r.changes) for r in records] == [
         (1, "canonicalize", 0),
         (2, "use_abs", 1),
@@ -60,7 +67,7 @@ def test_runs_in_order_and_recompiles(program):
 
 
 def test_quiet_by_default(program, capfd):
-    run_passes(program, PASSES, settings=Debug())
+    run(program, PASSES, Debug())
     assert capfd.readouterr() == ("", "")
 
 
@@ -73,7 +80,7 @@ def test_quiet_by_default(program, capfd):
     ],
 )
 def test_debug_ladder(program, capfd, level, has, has_not):
-    run_passes(program, PASSES, settings=Debug(level=level))
+    run(program, PASSES, Debug(level=level))
     log = capfd.readouterr().err
     assert all(text in log for text in has), log
     assert not any(text in log for text in has_not), log
@@ -81,25 +88,25 @@ def test_debug_ladder(program, capfd, level, has, has_not):
 
 def test_dumps_are_numbered_and_further_runs_have_folders(program, tmp_path):
     settings = Debug(dump=str(tmp_path / "dumps"))
-    run_passes(program, PASSES, settings=settings)
+    run(program, PASSES, settings)
     names = ["00_capture.txt", "01_canonicalize.txt", "02_use_abs.txt", "03_plan.txt"]
     assert sorted(p.name for p in (tmp_path / "dumps").iterdir()) == names
     assert "neg(%0)" in (tmp_path / "dumps" / names[1]).read_text()
     assert "abs(%0)" in (tmp_path / "dumps" / names[2]).read_text()
     program.phase = Phase.CAPTURED
-    run_passes(program, PASSES, settings=settings)
+    run(program, PASSES, settings)
     assert sorted(p.name for p in (tmp_path / "dumps" / "graph1").iterdir()) == names
 
 
 def test_other_ranks_do_not_dump(program, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("RANK", "1")
-    run_passes(program, PASSES, settings=Debug(level=4, dump=str(tmp_path / "dumps")))
+    run(program, PASSES, Debug(level=4, dump=str(tmp_path / "dumps")))
     assert not (tmp_path / "dumps").exists()
     assert capfd.readouterr().err == ""
 
 
 def test_skip(program):
-    records = run_passes(program, PASSES, settings=Debug(skip=("use_abs",)))
+    records = run(program, PASSES, Debug(skip=("use_abs",)))
     assert [r.skipped for r in records] == [False, True, False]
     assert program.gm(torch.tensor([-2.0]))[0].item() == 2.0
     assert program.graph.find_nodes(op="call_function", target=aten.neg.default)
@@ -107,7 +114,7 @@ def test_skip(program):
 
 def test_illegal_skip(program):
     with pytest.raises(ConfigError) as error:
-        run_passes(program, PASSES, settings=Debug(skip=("canonicalize",)))
+        run(program, PASSES, Debug(skip=("canonicalize",)))
     assert str(error.value) == (
         "pass 'use_abs' requires phase CANONICAL, but the program is at CAPTURED\n"
         "  fix: do not skip canonicalize: a later pass needs what it does"
@@ -116,7 +123,7 @@ def test_illegal_skip(program):
 
 def test_stop_after(program):
     with pytest.raises(PipelineStopped, match="stopped after pass 'use_abs'") as stopped:
-        run_passes(program, PASSES, settings=Debug(stop_after="use_abs"))
+        run(program, PASSES, Debug(stop_after="use_abs"))
     assert stopped.value.program is program
     assert program.phase == Phase.CANONICAL
 
@@ -126,30 +133,30 @@ def test_unknown_names(program, settings):
     with pytest.raises(
         ConfigError, match="names 'use_ab', which is no pass\n  fix: passes: canonicalize, use_abs, plan"
     ):
-        run_passes(program, PASSES, settings=settings)
+        run(program, PASSES, settings)
     assert program.phase == Phase.CAPTURED
 
 
 def test_wrong_phase(program):
     with pytest.raises(MegafxError, match="pass 'plan' requires phase CANONICAL, but the program is at CAPTURED"):
-        run_passes(program, PASSES[2:], settings=Debug())
-    broken = Pass("plan", lambda program: 0, (Phase.CAPTURED,), Phase.PLANNED)
+        run(program, PASSES[2:], Debug())
+    broken = Pass("plan", lambda program, planner: 0, (Phase.CAPTURED,), Phase.PLANNED)
     with pytest.raises(MegafxError, match="pass 'plan' left phase CAPTURED, but its contract says PLANNED"):
-        run_passes(program, [broken], settings=Debug())
+        run(program, [broken], Debug())
 
 
 def test_a_pass_that_breaks_the_graph_is_caught(program):
-    def break_it(program: Program) -> int:
+    def break_it(program: Program, planner: Planner) -> int:
         neg, relu = list(program.graph.nodes)[1:3]
         relu.append(neg)  # now used before it is computed
         return 1
 
     with pytest.raises(RuntimeError, match="used before it has been defined"):
-        run_passes(program, [Pass("break_it", break_it)], settings=Debug())
+        run(program, [Pass("break_it", break_it)], Debug())
 
 
-def my_pass(program: Program, factor: int = 1) -> int:
-    return factor
+def my_pass(program: Program, planner: Planner) -> int:
+    return planner.t
 
 
 @pytest.mark.parametrize(
@@ -160,17 +167,17 @@ def my_pass(program: Program, factor: int = 1) -> int:
     ],
 )
 def test_users_pass(program, where, names):
-    passes = insert_user_passes(PASSES, Config(passes=[(where, my_pass)]))
-    assert [p.name for p in passes] == names
-    assert {r.name: r.changes for r in run_passes(program, passes, settings=Debug())}["my_pass"] == 1
-    assert len(PASSES) == 3
+    passes, others = [*PASSES], [Pass("last", plan)]
+    insert_user_passes([passes, others], Config(passes=[(where, my_pass)]))
+    assert [p.name for p in passes] == names and len(others) == 1
+    assert {r.name: r.changes for r in run(program, passes, Debug())}["my_pass"] == 1
 
 
 def test_users_pass_at_no_such_place():
     with pytest.raises(ConfigError, match="'after fuse', but the pipeline has no such pass"):
-        insert_user_passes(PASSES, Config(passes=[("after fuse", my_pass)]))
+        insert_user_passes([[*PASSES]], Config(passes=[("after fuse", my_pass)]))
     with pytest.raises(ConfigError, match="brings a second pass 'plan'"):
-        insert_user_passes(PASSES, Config(passes=[("after plan", plan)]))
+        insert_user_passes([[*PASSES]], Config(passes=[("after plan", plan)]))
 
 
 def test_pass_of_reads_the_contract_of_its_module(monkeypatch):
@@ -180,18 +187,24 @@ def test_pass_of_reads_the_contract_of_its_module(monkeypatch):
     assert Pass.of(my_pass).requires == tuple(Phase)
     monkeypatch.setattr(module, "REQUIRES", Phase.LOCAL, raising=False)
     monkeypatch.setattr(module, "ENSURES", Phase.JOINT, raising=False)
-    mine = Pass.of(my_pass, factor=7)
+    mine = Pass.of(my_pass)
     assert (mine.name, mine.requires, mine.ensures) == ("my_pass", (Phase.LOCAL,), Phase.JOINT)
-    assert mine.run(None) == 7
+    assert mine.run is my_pass
+
+
+def checked(program: Program, passes: list[Pass]) -> list[PassRecord]:
+    """As the pipeline runs them under MEGAFX_CHECK=2."""
+    after_each = NumberCheck(program, 1).after
+    return Runner(make_planner(), after_each=after_each, settings=Debug(check=2)).run(program, passes)
 
 
 def test_check_2_names_the_first_pass_that_changed_numbers(program):
     with pytest.raises(MegafxError, match="pass 'use_abs' changed numbers: output 'y' by .*, 1 of 1 results differ"):
-        run_passes(program, PASSES, settings=Debug(check=2))
+        checked(program, PASSES)
 
 
 def test_check_2_accepts_what_changes_nothing(program):
-    def double_negation(program: Program) -> int:
+    def double_negation(program: Program, planner: Planner) -> int:
         relu = next(iter(program.graph.find_nodes(op="call_function", target=aten.relu.default)))
         with program.graph.inserting_before(relu), program.fake_mode:
             for _ in range(2):
@@ -201,4 +214,4 @@ def test_check_2_accepts_what_changes_nothing(program):
         return 2
 
     passes = [PASSES[0], Pass("double_negation", double_negation), PASSES[2]]
-    assert run_passes(program, passes, settings=Debug(check=2))[1].nodes_after == 6
+    assert checked(program, passes)[1].nodes_after == 6

@@ -1,7 +1,4 @@
-"""One of several gloo ranks that call a parallelized model in all the ways that its signature allows, or does not.
-
-torchrun --standalone --nproc-per-node 2 tests/dist/call_forms.py [names of checks]
-"""
+"""A parallelized model on gloo ranks, called in all the ways that its signature allows, or does not."""
 
 from __future__ import annotations
 
@@ -18,18 +15,18 @@ from ranks import (
     gradients,
     logits_of,
     loss_of,
-    main,
     near,
     raises,
     same_gradients,
     same_parameters,
 )
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megafx
+from megafx.distributed.tensor import TPTensor
 from megafx.errors import AgreementError, UsageError
 from megafx.runtime.outputs import LazyTensor
 
@@ -144,9 +141,15 @@ def other_inputs_on_one_rank_are_refused() -> str:
     raises(AgreementError, text, lambda: pair.model(**mine))
     shorter = {k: v[:, : 16 - dist.get_rank()] for k, v in inputs.items()}
     raises(AgreementError, "rank 1 and rank 0 differ in the call of step", lambda: pair.model(**shorter))
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        raises(AgreementError, "differ in the call of step 0: .*grad mode", lambda: pair.model(**inputs))
+    other = forms_of(seed=0)
+    if dist.get_rank() == 1:
+        other.up = nn.Linear(6, 10)
+    raises(AgreementError, "differ in the model: 'up.weight", lambda: megafx.parallelize(other, config()))
     for _ in range(4):
         pair.model(**inputs)
-    step = pair.model.megafx.step
+    step = pair.model.megafx.state.step
     while step % 5:
         pair.model(**inputs)
         step += 1
@@ -170,14 +173,22 @@ def misuse_is_refused() -> str:
     text = "DistributedDataParallel around a model that megafx has parallelized" + advice
     raises(UsageError, text, lambda: nn.parallel.DistributedDataParallel(model))
     text = "fully_shard around a model that megafx has parallelized" + advice
-    raises(UsageError, text, lambda: torch.distributed.fsdp.fully_shard(model))
+    for part in (model, model.h[0].mlp):
+        raises(UsageError, text, lambda part=part: fully_shard(part))
     text = "tensor_model_parallel_size=3, but the world has 2 ranks\n  fix: start 3 ranks, or set data_parallel_size"
     raises(AgreementError, text, lambda: megafx.parallelize(copy.deepcopy(pair.plain), config(t=3)))
     raises(UsageError, "parallelized already", lambda: megafx.parallelize(model, config()))
     (loss,) = (loss_of(model(**pair.inputs(2, 16))),)
     text = "double backward through a parallelized model"
     raises(UsageError, text, lambda: torch.autograd.grad(loss, [model.ln_f.weight], create_graph=True))
-    return "copies of submodules, DDP, fully_shard, a wrong world size, twice, double backward"
+    model.ln_f.weight = nn.Parameter(torch.ones(24, dtype=torch.float64))
+    text = "parameter 'ln_f.weight' was replaced after megafx.parallelize"
+    raises(UsageError, text, lambda: model(**pair.inputs(2, 16)))
+    stale = torch.optim.SGD(pair.plain.parameters(), lr=0.1)
+    text = r"an optimizer \(SGD\) was made of this model's parameters before megafx.parallelize"
+    raises(UsageError, text, lambda: megafx.parallelize(pair.plain, config()))
+    del stale
+    return "copies of submodules, DDP, fully_shard, a wrong world size, twice, double backward, a parameter of the user"
 
 
 @check(2)
@@ -243,9 +254,13 @@ def call_of(batch: int, seq: int, labels: bool = True) -> dict[str, Any]:
     return call | {"labels": ids.roll(1)} if labels else call
 
 
+def forms_of(seed: int) -> Forms:
+    torch.manual_seed(seed)
+    return Forms().double()
+
+
 def forms(**options: Any) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    plain = Forms().double()
+    plain = forms_of(seed=0)
     return megafx.parallelize(copy.deepcopy(plain), config(**options)), plain
 
 
@@ -308,13 +323,53 @@ def outputs_left_sharded() -> str:
     """gather_outputs=False: DTensors, whose gradients come back sharded."""
     model, plain = forms(gather_outputs=False)
     call = call_of(3, 5, labels=False)
-    mine, theirs = model(**call)["logits"], plain(**call)["logits"]
-    assert isinstance(mine, DTensor) and mine.shape == theirs.shape
-    assert mine.to_local().numel() < theirs.numel()
-    near(mine.full_tensor().detach(), theirs.detach(), "the logits")
-    (mine * mine).sum().backward()
-    (theirs * theirs).sum().backward()
-    return same_gradients(model, gradients(plain))
+    for loss_of_shards in (lambda x: x.full_tensor().exp().sum(), lambda x: x.exp().sum().full_tensor()):
+        model.zero_grad(), plain.zero_grad()
+        mine, theirs = model(**call)["logits"], plain(**call)["logits"]
+        assert isinstance(mine, TPTensor) and mine.shape == theirs.shape
+        assert mine.to_local().numel() < theirs.numel()
+        near(mine.full_tensor().detach(), theirs.detach(), "the logits")
+        loss, wanted = loss_of_shards(mine), theirs.exp().sum()
+        near(loss.detach(), wanted.detach(), "the loss")
+        loss.backward()
+        wanted.backward()
+        seen = same_gradients(model, gradients(plain))
+    return seen
+
+
+@check(2)
+def gradients_by_autograd_grad() -> str:
+    """Hooks of parameters see shards; nothing is left in `.grad`. A hook after accumulation runs once a step."""
+    model, plain = forms()
+    wanted = torch.autograd.grad(plain(**call_of(3, 5))["loss"], list(plain.parameters()))
+    seen: list[Any] = []
+    model.up.weight.register_hook(lambda gradient: seen.append(type(gradient)))
+    found = torch.autograd.grad(model(**call_of(3, 5))["loss"], list(model.parameters()))
+    assert seen == [TPTensor] and all(p.grad is None for p in model.parameters())
+    for a, b in zip(found, wanted, strict=True):
+        near(a.full_tensor(), b, "a gradient")
+    model.down.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    model(**call_of(3, 5))["loss"].backward()
+    assert seen[1:] == [TPTensor, model.down.weight.shape]
+    return f"{len(found)} gradients"
+
+
+@check(2)
+def a_meta_model_is_sharded_and_filled_later() -> str:
+    plain = forms_of(seed=0)
+    with torch.device("meta"):
+        model = Forms().double()
+    model = megafx.parallelize(model, config(), example_inputs=call_of(2, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert model.up.weight.is_meta and model.up.weight.to_local().shape == (5, 6) and model.tp_size == 2
+    model.load_state_dict(plain.state_dict())
+    found, wanted = model(**call_of(2, 8))["loss"], plain(**call_of(2, 8))["loss"]
+    near(found.detach(), wanted.detach(), "the loss")
+    found.backward()
+    before = model.up.weight.full_tensor().clone()
+    optimizer.step()
+    assert not torch.equal(model.up.weight.full_tensor(), before)
+    return "an optimizer that is older than the values steps them"
 
 
 @check(2)
@@ -380,12 +435,12 @@ def a_run_is_saved_and_resumed() -> str:
     steps(other, resumed)
     steps(plain, optimizers[1])
     same_parameters(other, plain)
-    whole = Forms().double()
+    whole = forms_of(seed=1)
     whole.load_state_dict(megafx.full_state_dict(other))
     same_parameters(other, whole)
+    other.load_state_dict(forms_of(seed=2).state_dict())
+    same_parameters(other, forms_of(seed=2))
+    call = call_of(2, 8)
+    near(other(**call)["loss"].detach(), forms_of(seed=2)(**call)["loss"].detach(), "the loss of whole values given")
     near(copied(**call_of(2, 8))["loss"].detach(), model(**call_of(2, 8))["loss"].detach(), "the loss of a copy")
     return "equal to the run that was not interrupted"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""One of several gloo ranks that make the main forms of calls of parallelized Hugging Face models, beside eager ones.
-
-torchrun --standalone --nproc-per-node 2 tests/dist/call_structures.py [names of checks]
-"""
+"""The main forms of calls of parallelized Hugging Face models on gloo ranks, beside eager ones."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import PromoteCasts, check, config, gradients, main, near, same_gradients
+from ranks import PromoteCasts, check, config, gradients, near, same_gradients
 from structures import IDS, LABELS, RIGHT, STRUCTURES, llama
 from torch import nn
 
@@ -41,7 +38,7 @@ class Twins:
         return same_gradients(self.model, gradients(self.plain))
 
 
-@check(2)
+@check(2, slow=True)
 def forms_of_one_object() -> str:
     """Masks, packed positions, embeddings and hidden states: their gradients add up as eager's do."""
     twins = Twins(llama())
@@ -61,7 +58,7 @@ def forms_of_one_object() -> str:
     return f"{twins.same_gradients()}, {twins.model.megafx.captures} graphs"
 
 
-@check(2)
+@check(2, slow=True)
 def without_gradients() -> str:
     twins = Twins(llama())
     for context in (torch.no_grad, torch.inference_mode):
@@ -71,7 +68,7 @@ def without_gradients() -> str:
     return "no_grad and inference_mode"
 
 
-@check(2)
+@check(2, slow=True)
 def encoder_outputs_with_gradients() -> str:
     build, call = STRUCTURES["encoder outputs"]
     plain = build()
@@ -86,7 +83,7 @@ def encoder_outputs_with_gradients() -> str:
     return same_gradients(model, gradients(plain))
 
 
-@check(2)
+@check(2, slow=True)
 def an_encoder_called_by_itself() -> str:
     """What it returns goes into a call of the whole model, whose gradient comes back through it."""
     build, call = STRUCTURES["encoder outputs"]
@@ -102,7 +99,7 @@ def an_encoder_called_by_itself() -> str:
     return same_gradients(model, gradients(plain))
 
 
-@check(2)
+@check(2, slow=True)
 def adapters_train_on_shards() -> str:
     """peft's: only they change, by an optimizer's steps, and the result is eager's."""
     import peft
@@ -135,7 +132,7 @@ def adapters_train_on_shards() -> str:
     return text
 
 
-@check(2)
+@check(2, slow=True)
 def a_module_left_eager() -> str:
     """Loops over what the data says, between captured parts."""
     import eager_parts as eager
@@ -151,7 +148,7 @@ def a_module_left_eager() -> str:
     return same_gradients(model, gradients(plain))
 
 
-@check(2)
+@check(2, slow=True)
 def experts_that_take_their_tokens_by_index() -> str:
     """The number of rows of each expert differs by call; one expert gets none."""
     import index_dispatch as moe
@@ -167,7 +164,3 @@ def experts_that_take_their_tokens_by_index() -> str:
             result["loss"].backward()
     assert model.megafx.captures == 1
     return same_gradients(model, gradients(plain))
-
-
-if __name__ == "__main__":
-    main()

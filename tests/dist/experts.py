@@ -1,6 +1,6 @@
-"""One of several ranks that train a mixture whose experts are split over them, and compare each step with plain eager.
+"""A mixture whose experts are split over ranks trains as plain eager does: gloo in fp64, or GPUs (NCCL) in fp32.
 
-torchrun --standalone --nproc-per-node 2 tests/dist/experts.py     # gloo, fp64; or GPUs (NCCL), fp32 and the grouped products
+PYTHONPATH=tests/support torchrun --standalone --nproc-per-node 2 tests/dist/experts.py     # on GPUs, where there are two
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from ranks import check, near
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,24 +49,14 @@ class Mixture(nn.Module):
         return (tokens + y).square().mean() + 0.1 * (share * probabilities.mean(0)).sum()
 
 
-def near(found: Tensor, wanted: Tensor, what: str, rtol: float) -> float:
-    error = float((found - wanted).norm() / wanted.norm())
-    assert error <= rtol, f"{what} is off by {error:.1e}"
-    return error
-
-
-def main() -> None:
-    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
-    dtype, rtol = (torch.float32, 1e-4) if cuda else (torch.float64, 1e-10)
+def experts_split_over_ranks(kind: str) -> str:
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+    dtype, rtol = (torch.float32, 1e-4) if kind == "cuda" else (torch.float64, 1e-10)
     plain = Mixture().to(device, dtype)
     config = megafx.Config(overrides={"*up*": "expert", "*down*": "expert"})
     batches = [torch.randn(3, n, HIDDEN, dtype=dtype).to(device) for n in (9, 4, 13)]  # seeded by Mixture()
     model = megafx.parallelize(copy.deepcopy(plain), config, example_inputs=(batches[0],))
-    assert model.megafx.parallelizer.plan.params["up"].tag == "S0"
+    assert model.megafx.settled.plan.params["up"].tag == "S0"
     rows = [len(p.to_local()) for n, p in model.named_parameters() if n in ("up", "up_bias", "down", "down_bias")]
     assert len({*rows}) == 1 and rows[0] < EXPERTS, rows
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, plain)]
@@ -84,8 +75,20 @@ def main() -> None:
         state = megafx.full_state_dict(model)
         for name, p in plain.named_parameters():
             near(state[name], p.detach(), name, rtol)
+    return f"{len(batches)} steps on {dist.get_world_size()} x {device.type}, worst {worst:.1e}"
+
+
+check(2, 3, slow=(3,), name="experts_split_over_ranks")(lambda: experts_split_over_ranks("cpu"))
+
+
+def main() -> None:
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
+    seen = experts_split_over_ranks("cuda" if cuda else "cpu")
     if dist.get_rank() == 0:
-        print(f"same experts: {len(batches)} steps on {dist.get_world_size()} x {device.type}, worst {worst:.1e}")
+        print("same experts:", seen)
     dist.destroy_process_group()
 
 

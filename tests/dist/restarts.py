@@ -28,7 +28,6 @@ from torch import nn
 
 import megafx
 
-
 SEED = 7  # of the dropout masks
 
 
@@ -153,7 +152,9 @@ def report(folder: Path, steps: int) -> None:
     for event in found:
         if event["what"] == "step":
             before = losses.setdefault(event["step"], event["loss"])
-            assert abs(before - event["loss"]) <= 1e-10 * abs(before), f"step {event['step']} was another the second time"
+            assert abs(before - event["loss"]) <= 1e-10 * abs(before), (
+                f"step {event['step']} was another the second time"
+            )
     killed = [e for e in found if e["what"] == "killed"]
     started = [e for e in found if e["what"] == "started"]
     pauses = [min(s["time"] for s in started if s["time"] > k["time"]) - k["time"] for k in killed]

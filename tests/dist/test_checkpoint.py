@@ -12,17 +12,17 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 LOSSES = re.compile(r"^losses (\d): (.*)$", re.MULTILINE)
 
 
 def losses_of(jobs: str, folder: Path) -> dict[str, list[float]]:
     """Ranks of a job -> its last 5 losses. jobs: numbers of ranks; all but the first load what the first saved."""
-    texts = processes.run_ranks(__file__, folder, 3, timeout=240, environment={"JOBS": jobs})
+    texts = run_ranks(__file__, folder, 3, timeout=240, environment={"JOBS": jobs})
     found = {t: [float(x) for x in losses.split()] for t, losses in LOSSES.findall(texts[0])}
     assert list(found) == jobs.split() and all(len({*losses}) == 5 for losses in found.values())
     return found
@@ -91,8 +91,8 @@ def first_job(folder: Path, t: int) -> list[float]:
 def failing(folder: Path, model, optimizer) -> None:
     """A rank that cannot write, or is called otherwise, stops the save on every rank."""
     import megafx
-    from megafx.weights import files as safetensors_writer
     from megafx.errors import AgreementError, CheckpointError
+    from megafx.weights import files as safetensors_writer
 
     write = safetensors_writer.write
     if dist.get_rank() == 1:

@@ -6,7 +6,6 @@ Run as a script, this file is one of two ranks.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 
 TIMEOUT = 5  # seconds, of the process group
@@ -23,21 +23,7 @@ TIMEOUT = 5  # seconds, of the process group
 @pytest.mark.dist
 def test_on_two_processes(tmp_path: Path) -> None:
     """Rank 1 is killed between forward and backward at the end: rank 0 ends by itself, and says why."""
-    command = [sys.executable, __file__, str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(r)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for r in range(2)
-    ]
-    try:
-        texts = [r.communicate(timeout=150)[0] for r in ranks]
-    finally:
-        for r in ranks:
-            r.kill()
-    assert ranks[1].returncode == -9, texts[1]
-    assert ranks[0].returncode == 1, texts[0]
+    texts = run_ranks(__file__, tmp_path, 2, timeout=150, ends=(1, -9))
     assert "LostRankError: rank 0 stopped in the forward of call 3: a rank has ended" in texts[0], texts[0]
     assert "--max-restarts" in texts[0]
     assert "checks passed" in texts[0] and "checks passed" in texts[1]

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
-EXPERTS = Path(__file__).resolve().parents[1] / "dist" / "experts.py"
+EXPERTS = Path(__file__).with_name("experts.py")
+SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.dist,
@@ -45,6 +46,8 @@ def run(script: Path, *options: str) -> str:
     """What it prints on two ranks."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launch, str(script), *options]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": SUPPORT}, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

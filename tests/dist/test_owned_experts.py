@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import index_dispatch as moe
-import processes
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks, start_group
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -30,19 +29,22 @@ EXPERT_NUMEL = 3 * moe.HIDDEN * moe.FFN
 
 
 @pytest.mark.dist
-def test_two_ranks_then_three_then_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", [(2,), pytest.param((2, 3, 1), marks=pytest.mark.slow)])
+def test_jobs_on_so_many_ranks(jobs: tuple[int, ...], tmp_path: Path) -> None:
     """Each trains from where the one before stopped, beside an eager model that goes on through all."""
-    for ranks in (2, 3):
-        texts = processes.run_ranks(__file__, tmp_path, ranks, timeout=900)
+    for ranks in jobs:
+        if ranks == 1:
+            train(tmp_path, 1)
+            continue
+        texts = run_ranks(__file__, tmp_path, ranks, timeout=900)
         held = [int(line.split()[-1]) for text in texts for line in text.splitlines() if "experts held" in line]
         assert sorted(held) == sorted([(EXPERTS + r) // ranks for r in range(ranks)]), texts
-    train(tmp_path, 1)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_from_meta_and_under_inductor(tmp_path: Path) -> None:
-    processes.run_ranks(__file__, tmp_path, 2, timeout=900, environment={"CASE": "meta"})
+    run_ranks(__file__, tmp_path, 2, timeout=900, environment={"CASE": "meta"})
 
 
 def build() -> nn.Module:
@@ -160,13 +162,7 @@ def assert_held(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(sys.argv[1]) / ('store' + os.environ['WORLD_SIZE'])}",
-        rank=int(sys.argv[2]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=600),
-    )
+    start_group(sys.argv[1], int(sys.argv[2]), seconds=600, name=f"store{os.environ['WORLD_SIZE']}")
     run = from_meta_and_compiled if os.environ.get("CASE") == "meta" else train
     run(Path(sys.argv[1]), dist.get_world_size())
     dist.barrier()

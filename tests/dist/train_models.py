@@ -1,7 +1,4 @@
-"""One of several gloo ranks that train the models of zoo.py and compare each step with plain eager, in fp64.
-
-torchrun --standalone --nproc-per-node 2 tests/dist/train_models.py [names of checks]
-"""
+"""The models of zoo.py, trained on gloo ranks and compared with plain eager after each step, in fp64."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from ranks import (
     gradients,
     logits_of,
     loss_of,
-    main,
     near,
     same_gradients,
 )
@@ -68,7 +64,7 @@ def nanogpt_made_at_the_first_call() -> str:
 def nanogpt_sequence_parallel() -> str:
     """Example inputs given; AdamW fused, then SGD; odd sequences, gradients accumulated, one graph."""
     pair = Pair("nanogpt", example=True, sequence_parallel=True).parallelize()
-    assert pair.model.megafx.parallelizer.plan.sequence_parallel
+    assert pair.model.megafx.settled.plan.sequence_parallel
     seen = pair.train(torch.optim.AdamW, fused=True, **ADAMW)
     pair.zero()
     for batch, seq in ((2, 9), (1, 16), (4, 3), (1, 1), (2, 1)):
@@ -160,7 +156,3 @@ def dropout_of_nanogpt_sequence_parallel() -> str:
 @check(2)
 def dropout_of_gpt2() -> str:
     return _dropout("gpt2", sequence_parallel=False)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""examples/hf_trainer.py in fp16, where a gradient of one rank alone overflows in some steps: one process, or a rank of several.
+"""examples/hf_trainer.py in fp16, where a gradient of one rank alone overflows in some steps: one process, or one rank.
 
     python tests/dist/trainer_overflow.py --at 6 --eager --fp16 --output FOLDER
     torchrun --standalone --nproc-per-node 2 tests/dist/trainer_overflow.py --at 6 --fp16 --output FOLDER
@@ -19,7 +19,7 @@ from accelerate.utils import AutocastKwargs
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import hf_trainer  # noqa: E402
+import hf_trainer
 
 
 class Overflow(hf_trainer.LogScale):

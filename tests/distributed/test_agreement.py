@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import megafx
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.agreement import draw_seed, tensor_hash
@@ -66,3 +67,9 @@ def test_one_rank_needs_no_process_group_and_more_do():
             f"  fix: start with `torchrun --standalone --nproc-per-node {ranks}` and call "
             "torch.distributed.init_process_group()"
         )
+
+
+def test_one_process_keeps_its_batch():
+    batch = {"x": torch.ones(2)}
+    assert megafx.broadcast_data(batch) is batch
+    megafx.check_data(batch)

@@ -15,7 +15,7 @@ from megafx.ops import axes, collectives
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.placements.types import TRANSITIONS, Layout
-from megafx.testing import graph, run_logically, run_pass, transition, with_backward
+from megafx.testing import graph, make_planner, run_logically, run_pass, transition, with_backward
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
 ROWS = sorted(TRANSITIONS)
@@ -85,7 +85,7 @@ def test_a_transition_changes_no_logical_value_nor_gradient(row: tuple[str, str]
 def test_its_expansion_means_the_same(row: tuple[str, str], t: int) -> None:
     for dim, cut in cases(row, t):
         program = with_backward(program_of(row, cut, dim, t))
-        assert expand_transitions(program) == 2
+        assert expand_transitions(program, make_planner()) == 2
         assert failures(program, t) == ""
 
 
@@ -97,7 +97,7 @@ def test_another_cut_of_the_same_dim(t: int) -> None:
     )
     assert failures(program, t) == ""
     program = with_backward(program)
-    expand_transitions(program)
+    expand_transitions(program, make_planner())
     assert failures(program, t) == ""
 
 
@@ -113,7 +113,7 @@ def broken(src: str, dst: str, src_layout: Any, dst_layout: Any, axis: str, size
     return start, end, *rest
 
 
-right = collectives.dual_move
+right = collectives.dual_arguments
 
 
 @pytest.mark.parametrize("row", ROWS, ids="->".join)
@@ -121,7 +121,7 @@ def test_breaking_a_backward_is_seen(row: tuple[str, str], monkeypatch: pytest.M
     def one_row_broken(src: str, dst: str, *rest: Any) -> tuple[Any, ...]:
         return (broken if (src[0], dst[0]) == row else right)(src, dst, *rest)
 
-    monkeypatch.setattr(collectives, "dual_move", one_row_broken)
+    monkeypatch.setattr(collectives, "dual_arguments", one_row_broken)
     with contextlib.suppress(PlacementError, RuntimeError):  # ranks that differ, or shapes that do not fit
         assert failures(program_of(row, "4", 1, 2), 2) == "backward"
     monkeypatch.undo()

@@ -22,9 +22,7 @@ from megafx.config import Config
 from megafx.errors import MegafxError
 from megafx.ir import dump
 from megafx.passes.experts.join_experts import join_experts
-from megafx.planner.context import Planning
-from megafx.planner.hardware import Hardware
-from megafx.testing import assert_same, canonical, expect, run_pass
+from megafx.testing import assert_same, canonical, expect, make_planner, run_pass
 
 ops = torch.ops.megafx
 
@@ -313,8 +311,8 @@ def test_golden() -> None:
     """What is left of it finds nothing more to join."""
     before = canonical(mixture, **SHAPES)
     before.inputs = [replace(i, kind="user" if i.name in ("x", "scores") else "param") for i in before.inputs]
-    planning = Planning(Config(overrides={"*": "expert"}), 2, Hardware.load("h100-nvlink"), True)
-    after = run_pass(join_experts, before, planning)
+    planner = make_planner(2, Config(overrides={"*": "expert"}))
+    after = run_pass(join_experts, before, planner)
     expect(
         after,
         """\
@@ -338,4 +336,4 @@ def test_golden() -> None:
         return %16""",
     )
     assert_same(before, after)
-    assert dump.text(run_pass(join_experts, after, planning)) == dump.text(after)
+    assert dump.text(run_pass(join_experts, after, planner)) == dump.text(after)

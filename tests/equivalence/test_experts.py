@@ -18,15 +18,13 @@ from torch.utils._pytree import tree_map_only
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.checks.rules import check_rules
-from megafx.compiler.pipeline import planning_passes
-from megafx.compiler.runner import run_passes
+from megafx.compiler.pipeline import passes_of
+from megafx.compiler.runner import Runner
 from megafx.errors import MegafxError
 from megafx.kernels.experts import grouped_mlp as module
 from megafx.kernels.experts import row_units
 from megafx.placements.types import Layout, S
-from megafx.planner.context import Planning
-from megafx.planner.hardware import Hardware
+from megafx.testing import make_planner
 
 ops = torch.ops.megafx
 
@@ -167,10 +165,11 @@ def test_graphs_without_gradients_split_as_those_with() -> None:
 def test_weights_that_an_earlier_graph_has_stored(stored: int, joined: int) -> None:
     model, inputs = Mixture(grouped, ffn=12).double(), (floats(3, 5, HIDDEN),)
     program = capture_call(model, inputs)
-    planning = Planning(megafx.Config(), 2, Hardware.load("h100-nvlink"), False)
-    planning.fixed = {"up": S(stored, Layout.contiguous(4, 2)), "down": S(stored and 1, Layout.contiguous(4, 2))}
-    names = [p.name for p in planning_passes(planning)]
-    run_passes(program, planning_passes(planning)[: names.index("join_experts") + 1])
+    planner = make_planner(2, training=False)
+    planner.fixed = {"up": S(stored, Layout.contiguous(4, 2)), "down": S(stored and 1, Layout.contiguous(4, 2))}
+    passes = passes_of(planner, "planning")
+    names = [p.name for p in passes]
+    Runner(planner).run(program, passes[: names.index("join_experts") + 1])
     found = program.graph.find_nodes(op="call_function", target=ops.grouped_mlp.default)
     assert len(found) == joined
 
@@ -262,8 +261,3 @@ def test_units_are_read_as_they_are_written() -> None:
         row_units.read("v0 = os.system('true'); v0")
     with pytest.raises(ValueError, match="is no step of a row-wise unit"):
         row_units.read("import os; h0")
-
-
-def test_rules() -> None:
-    report = check_rules(["megafx.grouped_mlp.default", "megafx.grouped_mlp_backward.default"])
-    assert report.ok, str(report)

@@ -18,7 +18,6 @@ from index_dispatch import RTOL, assert_as_eager, collectives, made_for, tokens
 from torch import Tensor
 
 import megafx
-from megafx.checks.rules import check_rules
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import if_there_are_rows
 
@@ -185,8 +184,3 @@ def test_questions_about_numbers_of_rows() -> None:
     ]
     for question, answer in answers:
         assert if_there_are_rows(question, lambda symbol: symbol == u) is answer, question
-
-
-def test_rule() -> None:
-    report = check_rules(["megafx.rows.default"])
-    assert report.ok, str(report)

@@ -1,30 +1,33 @@
-"""Covers: what patterns/ finds in models, op by op: the forward graph of one layer after both fuse passes.
+"""Covers: what patterns/ finds in models, op by op: the forward graph of one layer after both fuse passes; and that graphs with
+a family of fusions compute what those without it do, with the same collectives.
 
 A row is everything active that is left of a model besides linears and views: an op that a reader expects fused, and is not,
 would stand in its row. What stands there has a reason:
-    add          parallel attention and MLP (GPT-NeoX, Falcon, Phi, GPT-J): three summands, of which two go with the norm
+    add          parallel attention and MLP (GPT-NeoX, Falcon, Phi, GPT-J): three summands, of which two go with the norm;
+                 sums of embeddings, of which the last goes with a norm that follows
     layer_norm, rms_norm   not after a sum: the first of the model, norms of q and k, of a branch, of MLM heads; and the second
                  norm of one sum (GPT-NeoX)
     gelu, relu   of linears without bias: the library's kernel is one pass already
-    dropout      after an activation or a norm: not beside a residual
-    embedding    alone: nothing is added
+    dropout      after an activation, a norm or a sum of embeddings: not beside a residual
+    embedding    a library kernel
     mul, div, tanh, sum, cross_entropy    embedding scales, the loss's mean, soft-capped logits
     index        heads picked by a constant
 """
 
 from collections import Counter
 
+import harness
 import pattern_models
 import pytest
 import torch
 
+from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
-from megafx.compiler.pipeline import Request, compile_passes
-from megafx.compiler.runner import run_passes
-from megafx.config import Config
+from megafx.compiler.pipeline import EVERY_RANK, passes_of
+from megafx.compiler.runner import Runner
 from megafx.ir import dump
 from megafx.ir.program import VAL, active_nodes
-from megafx.planner.hardware import Hardware
+from megafx.testing import make_planner
 
 VIEWS = (
     "linear",
@@ -39,15 +42,14 @@ VIEWS = (
 )
 
 
-def fused(name, training=True, **options):
+def fused(name, training=True, dtype=torch.float32, **options):
     """The program of one call after fuse_local, on one rank."""
     model, call = pattern_models.MODELS[name](**options)
-    program = capture_call(model.train(training), (), call)
-    wants = (lambda i, spec: spec.kind == "param") if training else None
-    request = Request(Config(), 1, Hardware.load("h100-nvlink"), {}, None, wants)
-    passes = compile_passes(request.planning(), request)
+    program = capture_call(model.to(dtype).train(training), (), call)
+    planner = make_planner(training=training)
+    passes = passes_of(planner, *EVERY_RANK)
     last = [p.name for p in passes].index("fuse_local")
-    run_passes(program, passes[: last + 1], ranks=1, known=[p.name for p in passes])
+    Runner(planner, [p.name for p in passes]).run(program, passes[: last + 1])
     return program
 
 
@@ -62,17 +64,19 @@ def row(**counts):
 
 
 LOSS = {"linear_cross_entropy": 1, "div": 1}
-GPT2 = LOSS | row(embedding_sum=1, layer_norm=1, attention=1, bias_act=1, bias_dropout_add_layer_norm=2)
+EMBEDDED = row(embedding=2, add=1, dropout=1)
+GPT2 = LOSS | EMBEDDED | row(layer_norm=1, attention=1, bias_act=1, bias_dropout_add_layer_norm=2)
 LLAMA = LOSS | row(embedding=1, rms_norm=1, rope_qk=1, attention=1, glu=1, bias_dropout_add_rms_norm=2)
 PARALLEL = LOSS | row(embedding=1, layer_norm=1, rope_qk=1, attention=1, add=1, bias_dropout_add_layer_norm=1)
 T5 = row(embedding=4, rms_norm=2, attention=3, relu=2, bias_dropout_add_rms_norm=5, mul=1, **LOSS)
 IN_TRAINING = {
     "gpt2": GPT2,
     "bert": LOSS
-    | row(embedding_sum=1, layer_norm=2, dropout=1, attention=1, bias_act=2, bias_dropout_add_layer_norm=2),
+    | row(embedding=3, add=2, layer_norm=2, dropout=1, attention=1, bias_act=2, bias_dropout_add_layer_norm=2),
     "llama": LLAMA,
     "t5": T5 | row(dropout=6),
     "gemma": LLAMA | row(mul=1),
+    "qwen3": LLAMA | row(rms_norm=3),
     "gemma2": LLAMA | row(mul=2, rms_norm=3, div=2, tanh=1, cross_entropy=1, sum=1, linear_cross_entropy=0),
     "gpt_neox": PARALLEL | row(layer_norm=2, bias_act=1),
     "falcon": PARALLEL | row(gelu=1, index=2),
@@ -81,9 +85,9 @@ IN_TRAINING = {
     | row(embedding=1, layer_norm=1, index=2, attention=1, bias_act=1, bias_dropout_add_layer_norm=2),
     "phi": PARALLEL | row(bias_act=1),
     "phi3": LOSS | row(embedding=1, rms_norm=1, rope_qk=1, attention=1, glu_packed=1, bias_dropout_add_rms_norm=2),
-    "opt": GPT2,
+    "opt": GPT2 | row(add=0, dropout=0, layer_norm=0, bias_dropout_add_layer_norm=3),
     "bloom": LOSS | row(embedding=1, layer_norm=2, attention=1, bias_act=1, bias_dropout_add_layer_norm=2),
-    "gpt_neo": GPT2,
+    "gpt_neo": GPT2 | row(dropout=0),
     "gptj": PARALLEL | row(bias_act=1),
     "nanogpt": GPT2,
     "nanogpt sdpa": GPT2,
@@ -94,13 +98,14 @@ IN_TRAINING["falcon alibi"] |= PADDED_ROWS
 IN_TRAINING["bloom"] |= PADDED_ROWS
 RETURNED = row(linear_cross_entropy=0, cross_entropy=1, sum=1)  # without gradients the logits are made and returned
 IN_EVAL = {
-    "gpt2": GPT2 | RETURNED,
+    "gpt2": GPT2 | RETURNED | row(dropout=0),
     "bert": IN_TRAINING["bert"] | RETURNED | row(dropout=0),
     "llama": LLAMA | RETURNED,
     "t5": T5 | RETURNED,
-    "nanogpt": GPT2,
+    "nanogpt": GPT2 | row(dropout=0),
 }
-EAGER = ("gpt2", "bert", "llama", "t5", "falcon new")
+EAGER = ("gpt2", "bert", "llama", "t5", "falcon new", "gpt_neox", "gptj")
+IN_BF16 = ("gpt2", "llama", "gemma", "gpt_neox")
 
 
 def check(name, wanted, **options):
@@ -124,6 +129,12 @@ def test_eager_attention_is_the_same(name):
     check(name, IN_TRAINING[name], attn_implementation="eager")
 
 
+@pytest.mark.parametrize("name", IN_BF16)
+def test_casts_of_models_in_bf16_go_with_their_patterns(name):
+    check(name, IN_TRAINING[name], dtype=torch.bfloat16)
+    check(name, IN_TRAINING[name], dtype=torch.bfloat16, attn_implementation="eager")
+
+
 MASKED = {
     "gemma2": (True, 4),
     "gpt_neo": (True, 0),
@@ -145,3 +156,30 @@ def test_no_mask_has_queries_and_keys(name):
         v for v in values if isinstance(v, torch.Tensor) and v.dim() > 1 and repr(v.shape[-1]) == repr(v.shape[-2])
     ]
     assert not [v for v in twice if not isinstance(v.shape[-1], int)]
+
+
+# Family, model of the zoo and its options, ranks, other options of the config, op -> how many with the family.
+FAMILIES = [
+    ("norm", "nanogpt", {}, 1, {}, {"bias_dropout_add_layer_norm": 2}),
+    ("norm", "llama", {}, 3, {"sequence_parallel": True}, {"bias_dropout_add_rms_norm": 2}),
+    ("norm", "t5", {}, 2, {"sequence_parallel": True}, {"bias_dropout_add_rms_norm": 5}),
+    ("bias_dropout", "bert", {}, 3, {"sequence_parallel": True, "norm_fusion": False}, {"bias_dropout_add": 2}),
+    ("bias_activation", "bert", {}, 3, {"sequence_parallel": True}, {"bias_act": 2}),
+    ("bias_activation", "llama", {}, 4, {"sequence_parallel": True}, {"glu_packed": 1}),
+    ("apply_rope", "llama", {}, 2, {}, {"rope_qk": 1, "rope_qk_backward": 1}),
+    ("masked_softmax", "gpt2", {"attn": "eager"}, 3, {"attention_fusion": False}, {"scale_mask_softmax_forward": 1}),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "built", "t", "options", "found"), FAMILIES)
+def test_a_family_changes_no_number_and_no_collective(family, name, built, t, options, found):
+    """Forward, backward and the bits of dropout, on all ranks."""
+    case = harness.Case.of(name, dropout=0.1, **built)
+    inputs = case.inputs(2, 13)
+    with_it, without = (case.compile(t, **{f"{family}_fusion": on}, **options) for on in (True, False))
+    names, plain = ([str(n.target) for n in c.program.graph.nodes] for c in (with_it, without))
+    for op, count in found.items():
+        assert names.count(f"megafx.{op}.default") == count and f"megafx.{op}.default" not in plain, names
+    harness.assert_equal(case.run(with_it, inputs), case.run(without, inputs))
+    collectives = [sorted(str(n.target) for n in collective_nodes(c.program.graph)) for c in (with_it, without)]
+    assert collectives[0] == collectives[1]

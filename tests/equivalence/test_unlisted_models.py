@@ -19,8 +19,8 @@ import megafx
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
 from megafx.ir.interpret import run_program
-from megafx.passes.canonicalize.canonicalize import canonicalize
-from megafx.rules.families import Arg, Call
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
+from megafx.rules.families import Arg, OpCall
 from megafx.rules.families_math import _conv_backward
 
 TWO = megafx.Config(tensor_model_parallel_size=2)
@@ -59,7 +59,7 @@ def test_gradient_of_a_convolution_without_bias() -> None:
     image, out, kernel = (Arg(shape) for shape in ((2, 3, 8, 8), (2, 5, 2, 2), (5, 3, 4, 4)))
     for missing, bias in ((None, "*"), ((), "*"), ((5,), "o")):
         names = ("grad_output", "input", "weight", "transposed", "groups")
-        call = Call(
+        call = OpCall(
             "aten.convolution_backward", names, (out, image, kernel, False, 1), (None, (5, 3, 4, 4), missing), True
         )
         assert str(_conv_backward(call)).endswith(f"; {bias}")
@@ -76,7 +76,7 @@ def test_new_tensors_keep_the_default_dtype_of_the_capture() -> None:
         program = capture_call(LargeNumber(), (floats(2, 3),))
     finally:
         torch.set_default_dtype(torch.float32)
-    canonicalize(program)
+    canonicalize_program(program)
     outputs = run_program(program, LargeNumber(), (floats(2, 3),), {})
     torch.testing.assert_close(outputs, floats(2, 3))  # in fp32 the number is none
 
@@ -115,7 +115,7 @@ class SpanOfData(nn.Module):
 
 def test_slice_by_a_tensor_is_refused_with_its_line() -> None:
     with pytest.raises(CaptureError) as caught:
-        canonicalize(capture_call(SpanOfData(), (floats(2, 5, 6),)))
+        canonicalize_program(capture_call(SpanOfData(), (floats(2, 5, 6),)))
     assert "depends on the data of a tensor" in caught.value.found
     source: Any = caught.value.source
     assert "self.positions[4 - span" in source.code

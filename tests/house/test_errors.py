@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from functools import cache
 from pathlib import Path
@@ -10,23 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from torch import nn
 
 import megafx
 from megafx.errors import AgreementError, CaptureError, ConfigError, PlanError, UsageError
 from megafx.planner.plan import Plan
 
-
-def _zoo() -> Any:
-    if "zoo" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("zoo", Path(__file__).resolve().parents[1] / "support" / "zoo.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules["zoo"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["zoo"])
-    return sys.modules["zoo"]
-
-
-zoo = _zoo()
 HARDWARE = {"hardware": "h100-nvlink"}
 
 

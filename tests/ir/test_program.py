@@ -7,7 +7,7 @@ import zoo
 
 from megafx.capture.export import capture_call
 from megafx.ir.program import number_nodes
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
 
 def test_a_graph_and_its_copy_get_the_same_names() -> None:
@@ -17,7 +17,7 @@ def test_a_graph_and_its_copy_get_the_same_names() -> None:
         program = capture_call(model.float(), (), inputs(2, 16))
     programs = [program.copy(), program]
     for p in programs:
-        canonicalize(p)
+        canonicalize_program(p)
     fresh, other = ([n.name for n in p.graph.nodes] for p in programs)
     assert fresh != other, "this test needs two graphs whose names have parted"
     for p in programs:

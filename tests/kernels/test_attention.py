@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_checks import run_as_script
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from triton_process import run_script
 
 import megafx.kernels.attention.attention  # noqa: F401  registers the op
 from megafx.kernels.attention.attention_reference import keep_mask, subkey
@@ -212,28 +212,6 @@ def test_statistics(seed, op_id):
 # -- as an operator
 
 
-def test_traces_with_symbolic_shapes():
-    def step(q, k, v, grad, seed):
-        out = attention(q, k, v, None, None, seed, 0.3, True, 0, 0.0, 0.2, 5, *WHOLE)
-        return out, *torch.autograd.grad(out, (q, k, v), grad)
-
-    q, k, v = tensors()
-    gm = make_fx(step, tracing_mode="symbolic")(q, k, v, torch.randn(2, 6, 7, 5, dtype=torch.float64), SEED)
-    targets = [str(n.target) for n in gm.graph.nodes]
-    assert targets.count("megafx.attention_forward.default") == targets.count("megafx.attention_backward.default") == 1
-    q, k, v = tensors(b=3, s=11, t=5)
-    grad = torch.randn(3, 6, 11, 5, dtype=torch.float64)
-    for a, b in zip(gm(q, k, v, grad, SEED), step(q, k, v, grad, SEED), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_opcheck():
-    q, k, v = tensors()
-    torch.library.opcheck(
-        torch.ops.megafx.attention_forward.default, (q, k, v, None, None, SEED, 0.4, True, 0, 0.0, 0.3, 3, *WHOLE)
-    )
-
-
 def test_edges_and_errors():
     q, k, v = tensors()
     assert not attention(q, k, v, None, None, SEED, 0.4, False, 0, 0.0, 1.0, 0, *WHOLE).any()
@@ -263,4 +241,4 @@ SCRIPT = Path(__file__).resolve().parents[1] / "support" / "triton_attention.py"
 
 
 def test_triton_kernels_are_the_reference():
-    run_script(SCRIPT, "all right", 600)
+    run_as_script(SCRIPT, 600)

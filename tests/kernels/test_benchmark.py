@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megafx.kernels.activation.bias_activation  # noqa: F401  registers the op
+import megafx.kernels.activation.activation  # noqa: F401  registers the op
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 

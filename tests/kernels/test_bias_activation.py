@@ -5,12 +5,11 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_kernels import EAGER, error, run_triton
+from kernel_checks import DEVICE, EAGER, error, rand, run_as_script, same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megafx.kernels.common.op as module
-from megafx.checks.rules import check_rules
-from megafx.kernels.activation.bias_activation import ACTIVATIONS
+from megafx.kernels.activation.activation import ACTIVATIONS
 
 bias_act = torch.ops.megafx.bias_act
 
@@ -62,13 +61,6 @@ def test_shapes_strides_and_other_dtypes_of_the_bias():
     assert y.dtype == torch.bfloat16 and torch.autograd.grad(y.sum(), b)[0].dtype == torch.float32
 
 
-def test_only_the_input_and_the_bias_are_saved():
-    x, b, saved = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s.data_ptr()) or s, lambda s: s):
-        bias_act(x, b, "gelu")
-    assert set(saved) == {x.data_ptr(), b.data_ptr()}
-
-
 def test_what_is_refused():
     x = torch.randn(4, 6)
     with pytest.raises(ValueError, match="unknown activation 'mish'"):
@@ -99,20 +91,11 @@ def test_traces_exports_and_compiles(act):
         assert torch.equal(found, right)
     torch.library.opcheck(bias_act.default, (x, b, act))
     torch.library.opcheck(bias_act.default, (x.detach().t(), None, act))
-    torch.library.opcheck(torch.ops.megafx.bias_act_backward.default, (g, x.detach(), b.detach(), act))
+    backward = torch.ops.megafx.bias_act_backward.default
+    torch.library.opcheck(backward, (g, x.detach(), b.detach(), act, True))
+    torch.library.opcheck(backward, (g, x.detach(), None, act, False))
     compiled = torch.compile(lambda x, b: bias_act(x * 2, b, act) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, b), bias_act(x * 2, b, act) + 1)
-
-
-def test_rules_by_brute_force():
-    report = check_rules(["megafx.bias_act", "megafx.act_backward", "megafx.bias_act_backward"])
-    assert report.ok and not report.of("unchecked"), str(report)
-    rows = {f.row for f in report.of("ok") if f.op == "megafx.bias_act_backward.default"}
-    assert {
-        "S0 S0 R -> S0 P",
-        "S1 S1 S0 -> S1 S0",
-        "P R R -> P P",
-    } <= rows  # rows sharded: the bias gradient is partial
 
 
 def test_inductor_sees_the_kernels_and_export_does_not(monkeypatch):
@@ -128,7 +111,7 @@ def test_inductor_sees_the_kernels_and_export_does_not(monkeypatch):
         x, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((64, 4096), (4096,)))
 
         def step(x, b):
-            return bias_act(x, b, "gelu"), *torch.ops.megafx.bias_act_backward(x, x, b, "gelu")
+            return bias_act(x, b, "gelu"), *torch.ops.megafx.bias_act_backward(x, x, b, "gelu", False)
 
         whole = make_fx(step)(x, b)
         opened = make_fx(dispatch_functionalize(step))(x, b)
@@ -142,7 +125,7 @@ def test_the_cache_of_compiled_graphs_knows_the_kernels():
     from torch._library.triton import get_triton_kernels_for_op
 
     names = {k.fn.__name__ for k in get_triton_kernels_for_op("megafx::bias_act_backward")}
-    assert {"_forward", "_backward", "_backward_bias"} <= names
+    assert {"_forward", "_backward"} <= names
 
 
 def test_ops_are_defined_in_one_place():
@@ -161,45 +144,45 @@ def test_ops_are_defined_in_one_place():
     assert torch.equal(y, 4 * x) and torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((3,), 4.0))
 
 
-KERNELS = """
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for act in plain.ACTIVATIONS if dtype == torch.float32 else ("gelu",):
-        for shape in ((3, 37), (0, 5), (5,), (2, 5, 260)):
-            x, g, b = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype), rand(shape[-1], dtype=torch.float32)
-            same(ours.bias_act(x, b, act), plain.bias_act_reference(x, b, act), (act, shape))
-            same(ours.bias_act(x, None, act), plain.bias_act_reference(x, None, act), (act, shape))
-            same(ours.act_backward(g, x, act), plain.act_backward_reference(g, x, act), (act, shape))
-            same(ours.bias_act_backward(g, x, b, act), plain.bias_act_backward_reference(g, x, b, act), (act, shape))
-            dx, y = ours.act_backward_again(g, x, act)
-            assert torch.equal(dx, ours.act_backward(g, x, act)) and torch.equal(y, ours.bias_act(x, None, act))
-            *found, y = ours.bias_act_backward_again(g, x, b, act)
-            assert all(map(torch.equal, found, ours.bias_act_backward(g, x, b, act)))
-            assert torch.equal(y, ours.bias_act(x, b, act))
-    x, b = rand(6, 40, 3, dtype=dtype).transpose(1, 2)[:, :, :33], rand(33, dtype=dtype)
-    same(ours.bias_act(x, b, "silu"), plain.bias_act_reference(x, b, "silu"), "strided")
-    x = rand(4, 3, 66, dtype=dtype)[..., :33]  # rows with a stride: read as they lie
-    same(ours.bias_act_backward(x, x, b, "silu"), plain.bias_act_backward_reference(x, x, b, "silu"), "halves")
-    g = rand(33, dtype=dtype).expand(4, 3, 33)
-    same(ours.bias_act_backward(g, x, b, "relu"), plain.bias_act_backward_reference(g, x, b, "relu"), "expanded")
-u = torch.tensor([3e38, -3e38, 1e20, -1e20, 60.0, -60.0, 0.0, float("nan")], device=device)
-for act in ("gelu", "gelu_tanh", "gelu_quick", "silu"):
-    y, dx = ours.bias_act(u, None, act), ours.act_backward(torch.ones_like(u), u, act)
-    limits = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0], device=device)
-    torch.testing.assert_close(dx[:6], limits)
-    torch.testing.assert_close(y[:6], torch.where(limits > 0, u[:6], 0.0))
-    assert y[7].isnan() and dx[7].isnan()
-tail = torch.linspace(-5, -2, 500, device=device).half()  # where 1 + erf cancels
-u = tail.double()
-exact_tanh = plain.bias_act_reference(u, None, "gelu_tanh")
-for act, exact in (("gelu", u * torch.special.log_ndtr(u).exp()), ("gelu_tanh", exact_tanh)):
-    torch.testing.assert_close(ours.bias_act(tail, None, act).double(), exact, rtol=1e-3, atol=1e-7)
-print("same numbers")
-"""
+def triton_checks():
+    from megafx.kernels.activation import activation as plain
+    from megafx.kernels.activation import activation_triton as ours
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for act in plain.ACTIVATIONS if dtype == torch.float32 else ("gelu",):
+            for shape in ((3, 37), (0, 5), (5,), (2, 5, 260)):
+                x, g, b = rand(*shape, dtype=dtype), rand(*shape, dtype=dtype), rand(shape[-1], dtype=torch.float32)
+                same(ours.bias_act(x, b, act), plain.bias_act_reference(x, b, act), (act, shape))
+                same(ours.bias_act(x, None, act), plain.bias_act_reference(x, None, act), (act, shape))
+                for bias in (None, b):
+                    args = g, x, bias, act
+                    found = ours.bias_act_backward(*args, False)
+                    same(found, plain.bias_act_backward_reference(*args, False), (act, shape))
+                    *again, y = ours.bias_act_backward(*args, True)
+                    assert all(map(torch.equal, found, again)) and torch.equal(y, ours.bias_act(x, bias, act))
+        x, b = rand(6, 40, 3, dtype=dtype).transpose(1, 2)[:, :, :33], rand(33, dtype=dtype)
+        same(ours.bias_act(x, b, "silu"), plain.bias_act_reference(x, b, "silu"), "strided")
+        x = rand(4, 3, 66, dtype=dtype)[..., :33]  # rows with a stride: read as they lie
+        g = rand(33, dtype=dtype).expand(4, 3, 33)
+        for args, what in (((x, x, b, "silu", True), "halves"), ((g, x, b, "relu", False), "expanded")):
+            same(ours.bias_act_backward(*args), plain.bias_act_backward_reference(*args), what)
+    u = torch.tensor([3e38, -3e38, 1e20, -1e20, 60.0, -60.0, 0.0, float("nan")], device=DEVICE)
+    for act in ("gelu", "gelu_tanh", "gelu_quick", "silu"):
+        y, dx = ours.bias_act(u, None, act), ours.bias_act_backward(torch.ones_like(u), u, None, act, False)[0]
+        limits = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0], device=DEVICE)
+        torch.testing.assert_close(dx[:6], limits)
+        torch.testing.assert_close(y[:6], torch.where(limits > 0, u[:6], 0.0))
+        assert y[7].isnan() and dx[7].isnan()
+    tail = torch.linspace(-5, -2, 500, device=DEVICE).half()  # where 1 + erf cancels
+    u = tail.double()
+    exact_tanh = plain.bias_act_reference(u, None, "gelu_tanh")
+    for act, exact in (("gelu", u * torch.special.log_ndtr(u).exp()), ("gelu_tanh", exact_tanh)):
+        torch.testing.assert_close(ours.bias_act(tail, None, act).double(), exact, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_are_the_reference(tmp_path):
-    run_triton(tmp_path, KERNELS)
+def test_triton_kernels_are_the_reference():
+    run_as_script(__file__, 240)
 
 
 @pytest.mark.gpu
@@ -235,3 +218,7 @@ def test_cuda_under_inductor():
     for rows in (64, 96, 200):
         x, b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((rows, 512), (512,)))
         torch.testing.assert_close(compiled(x, b), step(x, b))
+
+
+if __name__ == "__main__":
+    triton_checks()

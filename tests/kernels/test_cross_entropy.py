@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_checks import run_as_script
 from torch.fx.experimental.proxy_tensor import make_fx
-from triton_process import assert_same_values
 
 import megafx.kernels.loss.cross_entropy  # noqa: F401  registers the ops
 import megafx.kernels.loss.cross_entropy_reference as module
@@ -37,7 +37,7 @@ def oracle(x, y, g, ignore_index, smoothing):
 
 def whole(x, y, g, ignore_index, smoothing):
     x = x.clone().requires_grad_()
-    loss = ops.cross_entropy(x, y, ignore_index, smoothing)
+    loss = ops.cross_entropy(x, y, ignore_index, smoothing, False)
     (grad,) = torch.autograd.grad(loss, x, g.to(loss.dtype))
     return loss.detach(), grad
 
@@ -59,7 +59,7 @@ def sharded(x, y, g, ignore_index, smoothing, layout, t, pad=float("nan")):
     losses, whole_grad = [], torch.empty_like(x)
     for rank in range(t):
         with on_rank(rank, t):
-            loss = ops.ce_loss(local[rank], y, gathered, ignore_index, smoothing, flat, t, "tp")
+            loss = ops.ce_loss(local[rank], y, gathered, ignore_index, smoothing, False, flat, t, "tp")
             (grad,) = torch.autograd.grad(loss, local[rank], g.to(loss.dtype))
         losses.append(loss.detach())
         in_pads = torch.ones(layout.local_size(t), dtype=torch.bool)
@@ -183,7 +183,7 @@ def test_strided_logits_and_small_targets():
     for view in (torch.cat([x, x], 1)[:, :16], x.t().contiguous().t()):
         for target in (y, y.int(), y.to(torch.uint8)):
             leaf = view.detach().requires_grad_()
-            loss = ops.cross_entropy(leaf, target, -100, 0.0)
+            loss = ops.cross_entropy(leaf, target, -100, 0.0, False)
             (grad,) = torch.autograd.grad(loss.sum(), leaf)
             torch.testing.assert_close(loss, expected_loss, **TIGHT)
             torch.testing.assert_close(grad, expected_grad, **TIGHT)
@@ -192,7 +192,7 @@ def test_strided_logits_and_small_targets():
 def test_no_tokens():
     x = torch.empty(0, 5, requires_grad=True)
     y = torch.empty(0, dtype=torch.long)
-    loss = ops.cross_entropy(x, y, -100, 0.1)
+    loss = ops.cross_entropy(x, y, -100, 0.1, False)
     (grad,) = torch.autograd.grad(loss.sum(), x)
     assert loss.shape == (0,) and grad.shape == (0, 5)
     loss, grad = sharded(x.detach(), y, torch.empty(0), -100, 0.1, Layout.contiguous(5, 2), 2)
@@ -224,11 +224,11 @@ def test_target_out_of_bounds(target, t):
 def test_wrong_arguments():
     x, y, _ = case(4, 6)
     with pytest.raises(ValueError, match="label_smoothing must be between"):
-        ops.cross_entropy(x, y, -100, 1.5)
+        ops.cross_entropy(x, y, -100, 1.5, False)
     with pytest.raises(ValueError, match=r"logits \[T, V\] and target \[T\]"):
-        ops.cross_entropy(x, y[:3], -100, 0.0)
+        ops.cross_entropy(x, y[:3], -100, 0.0, False)
     with pytest.raises(TypeError, match="class indices"):
-        ops.cross_entropy(x, torch.randn(4), -100, 0.0)
+        ops.cross_entropy(x, torch.randn(4), -100, 0.0, False)
 
 
 def test_saves_no_softmax():
@@ -236,7 +236,7 @@ def test_saves_no_softmax():
     x, y, _ = case(8, 100, torch.bfloat16)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s):
-        ops.cross_entropy(x.requires_grad_(), y, -100, 0.1)
+        ops.cross_entropy(x.requires_grad_(), y, -100, 0.1, False)
     assert sorted((tuple(s.shape), s.dtype) for s in saved if s is not x and s is not y) == [((8, 2), torch.float32)]
 
 
@@ -244,27 +244,12 @@ def targets_of(gm):
     return [str(n.target) for n in gm.graph.nodes if n.op == "call_function" and "megafx" in str(n.target)]
 
 
-def test_joint_graph_of_the_whole_vocabulary():
-    """Forward and backward are one node each, for every number of tokens."""
-
-    def step(x, y, g):
-        loss = ops.cross_entropy(x, y, -100, 0.1)
-        return loss, torch.autograd.grad(loss, x, g)[0]
-
-    x, y, g = case(5, 7)
-    gm = make_fx(step, tracing_mode="symbolic")(x.requires_grad_(), y, g)
-    assert targets_of(gm) == ["megafx.cross_entropy_forward.default", "megafx.cross_entropy_backward.default"]
-    x, y, g = case(9, 11)
-    for a, b in zip(gm(x, y, g), oracle(x, y, g, -100, 0.1), strict=True):
-        torch.testing.assert_close(a, b, **TIGHT)
-
-
 def test_joint_graph_of_a_sharded_vocabulary():
     """Traced without a rank: the rank is asked for when the graph runs."""
 
     def step(x, y, gathered, g):
         stats = ops.ce_stats(x.detach(), y, [1, 7, 1], 2, "tp")
-        loss = ops.ce_loss(x, y, gathered, -100, 0.1, [1, 7, 1], 2, "tp")
+        loss = ops.ce_loss(x, y, gathered, -100, 0.1, False, [1, 7, 1], 2, "tp")
         return stats, loss, torch.autograd.grad(loss, x, g)[0]
 
     x, y, g = case(5, 7)
@@ -295,10 +280,10 @@ def test_log_sum_exp_beside_the_loss(t):
     (right,) = torch.autograd.grad(wanted, leaf, torch.stack([g, h]))
     if t == 1:
         leaf = x.clone().requires_grad_()
-        found = ops.cross_entropy_lse(leaf, y, -100, 0.1)
+        found = ops.cross_entropy(leaf, y, -100, 0.1, True)
         (grad,) = torch.autograd.grad(found, leaf, torch.stack([g, h]))
         leaf = x.clone().requires_grad_()
-        (alone,) = torch.autograd.grad(ops.cross_entropy_lse(leaf, y, -100, 0.1)[1] @ h, leaf)
+        (alone,) = torch.autograd.grad(ops.cross_entropy(leaf, y, -100, 0.1, True)[1] @ h, leaf)
         torch.testing.assert_close(alone, x.softmax(1) * h[:, None], **TIGHT)
     else:
         layout, grads = Layout.contiguous(11, t), []
@@ -311,7 +296,7 @@ def test_log_sum_exp_beside_the_loss(t):
         for rank, part in enumerate(parts):
             leaf = part.clone().requires_grad_()
             with on_rank(rank, t):
-                found = ops.ce_loss_lse(leaf, y, torch.stack(stats), -100, 0.1, flat, t, "tp")
+                found = ops.ce_loss(leaf, y, torch.stack(stats), -100, 0.1, True, flat, t, "tp")
                 grads += torch.autograd.grad(found, leaf, torch.stack([g, h]))
         grad = torch.cat(grads, 1)[:, :11]
     torch.testing.assert_close(found, wanted, **TIGHT)
@@ -337,7 +322,7 @@ def test_under_compile():
     x, y, g = case(5, 7)
 
     def step(x):
-        return ops.cross_entropy(x * 2, y, -100, 0.1)
+        return ops.cross_entropy(x * 2, y, -100, 0.1, False)
 
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(a)
@@ -368,7 +353,7 @@ def test_inductor_knows_what_is_written(monkeypatch):
     monkeypatch.setattr(cross_entropy_triton, "check_async", lambda ok, classes: None)
     cross_entropy_triton.forward(x, y, -100, 0.1)
     cross_entropy_triton.stats(x, y, Piece(0, 0, 1001))
-    cross_entropy_triton.combine(torch.randn(2, 5, 4), y, -100, 0.1, 1001, True)
+    cross_entropy_triton.combine(torch.randn(2, 5, 4), y, module.Loss.whole(-100, 0.1, x), True)
     cross_entropy_triton.backward(torch.ones(5), x, y, norm, torch.ones(5), -100, 0.1)
     expected = {"_forward": {"loss", "norm", "ok"}, "_stats": {"out"}, "_combine": {"loss", "norm", "ok"}}
     assert written == expected | {"_gradient": {"out"}}
@@ -384,77 +369,84 @@ def test_opcheck():
         shard = x[:, 4:].contiguous()
         torch.library.opcheck(ops.ce_stats.default, (shard, y, [1, 8, 1], 2, "tp"))
         gathered = torch.stack([ops.ce_stats(shard, y, [1, 8, 1], 2, "tp")] * 2)
-        rest = (y, gathered, -100, 0.1, [1, 8, 1], 2, "tp")
-        torch.library.opcheck(ops.ce_loss.default, (shard.clone().requires_grad_(), *rest))
-        torch.library.opcheck(ops.ce_loss_lse.default, (shard.clone().requires_grad_(), *rest))
-        torch.library.opcheck(ops.ce_loss_backward.default, (g, shard, *rest[:2], None, *rest[2:]))
+        how, place = (-100, 0.1), ([1, 8, 1], 2, "tp")
+        for lse in (False, True):
+            given = (shard.clone().requires_grad_(), y, gathered, *how, lse, *place)
+            torch.library.opcheck(ops.ce_loss.default, given)
+        torch.library.opcheck(ops.ce_loss_backward.default, (g, shard, y, gathered, None, *how, *place))
 
 
-TRITON = """
-import torch
-from megafx.kernels import cross_entropy_reference as plain, cross_entropy_triton as fast
-from megafx.placements.types import Piece
+def triton_checks():
+    from megafx.kernels.loss import cross_entropy_reference as plain
+    from megafx.kernels.loss import cross_entropy_triton as fast
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-torch.manual_seed(0)
-LAYOUTS = (
-    lambda T, V: torch.randn(T, V) * 3,
-    lambda T, V: (torch.randn(T, V + 3) * 3)[:, 1 : V + 1],
-    lambda T, V: (torch.randn(V, T) * 3).t(),
-)
-# Rows shorter than a group of 8, ends of any alignment, several tiles; views with gaps, transposed logits.
-SHAPES = [(3, 5, 0), (4, 17, 0), (4, 17, 1), (2, 64, 2), (5, 1000, 0), (3, 9001, 0), (2, 8192, 0), (1, 1, 0), (0, 7, 0)]
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    close = dict(rtol=1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps, atol=1e-6)
-    for T, V, layout in SHAPES if dtype == torch.float32 else SHAPES[1:5]:
-        x, y, g = LAYOUTS[layout](T, V).to(dtype), torch.randint(0, V, (T,)), torch.randn(T)
-        stored = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-        there = stored.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
-        y[1:2] = -100
-        for smoothing in (0.0, 0.1):
-            # the whole vocabulary, and a shard: columns [0, V - 1) are classes [10, ..)
-            for piece in (Piece(0, 0, V), Piece(10, 0, max(V - 1, 1))):
-                target = torch.where(y == -100, y, y + piece.global_start)
-                stats = plain.local_stats(x, target, [piece])
-                found = fast.stats(there, target.to(device), piece).cpu()
-                torch.testing.assert_close(found, stats, rtol=1e-5, atol=1e-5 * max(V, 1))
-                everyone, classes = torch.stack([stats, stats]), V + piece.global_start
-                total = plain.combine(everyone)
-                ignored = plain.ignored_tokens(target, -100)
-                expected = plain.loss_of(total, ignored, smoothing, classes), plain.norm_of(total)
-                args = (target.to(device), -100, smoothing, classes, True)
-                for a, b in zip(fast.combine(everyone.to(device), *args), expected, strict=True):
-                    torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=2e-6)
-                norm = plain.norm_of(stats)
-                for h in (None, torch.randn(T)):
-                    args = (-100, smoothing, [piece], classes, None, h)
-                    expected = plain.plain_gradient(g, x, target, norm, *args)
-                    args = (-100, smoothing, piece, classes, None, None if h is None else h.to(device))
-                    found = fast.gradient(g.to(device), there, target.to(device), norm.to(device), *args)
-                    torch.testing.assert_close(found.cpu(), expected, **close)
-            loss, norm = fast.forward(there, y.to(device), -100, smoothing)
-            stats = plain.local_stats(x, y, [Piece(0, 0, V)])
-            expected = plain.loss_of(stats, y == -100, smoothing, V)
-            torch.testing.assert_close(loss.cpu(), expected, rtol=2e-6, atol=2e-6)
-            torch.testing.assert_close(norm.cpu(), plain.norm_of(stats), rtol=2e-6, atol=2e-6)
-x = torch.randn(3, 50, device=device)
-y = torch.tensor([1, 2, -100], device=device)
-loss, norm = fast.forward(x, y, -100, 0.0)
-args = (torch.ones(1, device=device).expand(3), x, y, norm, -100, 0.0, Piece(0, 0, 50), 50)
-apart = fast.gradient(*args)
-assert torch.equal(fast.gradient(*args, x), apart) and torch.equal(x, apart)  # in place of the logits
-masked = torch.full((2, 20), -torch.inf, device=device)
-masked[0, 3] = 1.0
-stats = fast.stats(masked, torch.tensor([3, 3], device=device), Piece(0, 0, 20)).cpu()
-assert stats[0, :3].tolist() == [1.0, 1.0, 1.0] and stats[1, :2].tolist() == [-torch.inf, 0.0]
-scaled = fast.linear_cross_entropy_backward(apart, torch.tensor(0.3, device=device))
-torch.testing.assert_close(scaled, apart * 0.3)
-print("same values")
-"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    LAYOUTS = (
+        lambda T, V: torch.randn(T, V) * 3,
+        lambda T, V: (torch.randn(T, V + 3) * 3)[:, 1 : V + 1],
+        lambda T, V: (torch.randn(V, T) * 3).t(),
+    )
+    # Rows shorter than a group of 8, ends of any alignment, several tiles; views with gaps, transposed logits.
+    SHAPES = [
+        (3, 5, 0),
+        (4, 17, 0),
+        (4, 17, 1),
+        (2, 64, 2),
+        (5, 1000, 0),
+        (3, 9001, 0),
+        (2, 8192, 0),
+        (1, 1, 0),
+        (0, 7, 0),
+    ]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        close = dict(rtol=1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps, atol=1e-6)
+        for T, V, layout in SHAPES if dtype == torch.float32 else SHAPES[1:5]:
+            x, y, g = LAYOUTS[layout](T, V).to(dtype), torch.randint(0, V, (T,)), torch.randn(T)
+            stored = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+            there = stored.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+            y[1:2] = -100
+            for smoothing in (0.0, 0.1):
+                # the whole vocabulary, and a shard: columns [0, V - 1) are classes [10, ..)
+                for piece in (Piece(0, 0, V), Piece(10, 0, max(V - 1, 1))):
+                    target = torch.where(y == -100, y, y + piece.global_start)
+                    stats = plain.local_stats(x, target, [piece])
+                    found = fast.stats(there, target.to(device), piece).cpu()
+                    torch.testing.assert_close(found, stats, rtol=1e-5, atol=1e-5 * max(V, 1))
+                    everyone, classes = torch.stack([stats, stats]), V + piece.global_start
+                    total = plain.combine(everyone)
+                    how = plain.Loss(-100, smoothing, [piece], classes)
+                    expected = plain.loss_of(total, target, how), plain.norm_of(total)
+                    found = fast.combine(everyone.to(device), target.to(device), how, True)
+                    for a, b in zip(found, expected, strict=True):
+                        torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=2e-6)
+                    norm = plain.norm_of(stats)
+                    for h in (None, torch.randn(T)):
+                        expected = plain.plain_gradient(g, x, target, norm, how, None, h)
+                        args = (g.to(device), there, target.to(device), norm.to(device), how)
+                        found = fast.gradient(*args, None, None if h is None else h.to(device))
+                        torch.testing.assert_close(found.cpu(), expected, **close)
+                loss, norm = fast.forward(there, y.to(device), -100, smoothing)
+                stats = plain.local_stats(x, y, [Piece(0, 0, V)])
+                expected = plain.loss_of(stats, y, plain.Loss(-100, smoothing, [], V))
+                torch.testing.assert_close(loss.cpu(), expected, rtol=2e-6, atol=2e-6)
+                torch.testing.assert_close(norm.cpu(), plain.norm_of(stats), rtol=2e-6, atol=2e-6)
+    x = torch.randn(3, 50, device=device)
+    y = torch.tensor([1, 2, -100], device=device)
+    loss, norm = fast.forward(x, y, -100, 0.0)
+    args = (torch.ones(1, device=device).expand(3), x, y, norm, plain.Loss.whole(-100, 0.0, x))
+    apart = fast.gradient(*args)
+    assert torch.equal(fast.gradient(*args, x), apart) and torch.equal(x, apart)  # in place of the logits
+    masked = torch.full((2, 20), -torch.inf, device=device)
+    masked[0, 3] = 1.0
+    stats = fast.stats(masked, torch.tensor([3, 3], device=device), Piece(0, 0, 20)).cpu()
+    assert stats[0, :3].tolist() == [1.0, 1.0, 1.0] and stats[1, :2].tolist() == [-torch.inf, 0.0]
+    scaled = fast.linear_cross_entropy_backward(apart, torch.tensor(0.3, device=device))
+    torch.testing.assert_close(scaled, apart * 0.3)
 
 
-def test_triton_kernels_are_the_reference(tmp_path):
-    assert_same_values(TRITON, tmp_path, timeout_s=240)
+def test_triton_kernels_are_the_reference():
+    run_as_script(__file__, 240)
 
 
 @pytest.mark.gpu
@@ -466,3 +458,7 @@ def test_cuda_is_the_cpu(dtype):
     expected_loss, expected_grad = whole(x, y, g, -100, 0.1)
     torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(grad.cpu(), expected_grad)
+
+
+if __name__ == "__main__":
+    triton_checks()

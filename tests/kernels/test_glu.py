@@ -1,14 +1,13 @@
-"""Covers: kernels/glu.py, kernels/glu_triton.py."""
+"""Covers: glu and glu_packed of kernels/activation/."""
 
 import importlib.util
 
 import pytest
 import torch
-from activation_kernels import EAGER, error, run_triton
+from kernel_checks import EAGER, error, rand, run_as_script, same
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megafx.checks.rules import check_rules
-from megafx.kernels.activation.bias_activation import ACTIVATIONS
+from megafx.kernels.activation.activation import ACTIVATIONS
 
 glu, glu_packed = torch.ops.megafx.glu, torch.ops.megafx.glu_packed
 
@@ -60,14 +59,6 @@ def test_shapes_strides_and_halves():
         assert torch.allclose(torch.autograd.grad(z.sum(), x)[0], torch.autograd.grad(y.sum(), x)[0])
 
 
-def test_only_the_inputs_are_saved():
-    gate, up, x, b = (torch.randn(s, requires_grad=True) for s in ((4, 6), (4, 6), (4, 6), (6,)))
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s.data_ptr()) or s, lambda s: s):
-        glu(gate, up, "silu"), glu_packed(x, b, "silu")
-    assert set(saved) == {t.data_ptr() for t in (gate, up, x, b)}
-
-
 def test_what_is_refused():
     with pytest.raises(
         ValueError, match=r"one shape and floating dtype, got torch.float32 \(4, 6\) and torch.float32 \(6,\)"
@@ -83,37 +74,6 @@ def test_what_is_refused():
         glu(torch.randn(4, 6), torch.randn(4, 6), "tanh")
 
 
-def test_traces_and_opcheck():
-    x, b, g = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True), torch.randn(4, 3)
-
-    def step(x, b, g):
-        y = glu_packed(x, b, "silu")
-        z = glu(y, y + 1, "gelu")
-        return z, *torch.autograd.grad(z, (x, b), g)
-
-    gm = make_fx(step, tracing_mode="symbolic")(x, b, g)
-    names = [str(n.target) for n in gm.graph.nodes if "megafx" in str(n.target)]
-    assert names == [f"megafx.{n}.default" for n in ("glu_packed", "glu", "glu_backward", "glu_packed_bias_backward")]
-    big = [torch.randn(s, requires_grad=True) for s in ((9, 10), (10,))]
-    for found, right in zip(gm(*big, torch.ones(9, 5)), step(*big, torch.ones(9, 5)), strict=True):
-        assert torch.equal(found, right)
-    torch.library.opcheck(glu.default, (x, x.detach().t().contiguous().t(), "silu"))
-    torch.library.opcheck(glu_packed.default, (x, b, "silu"))
-    torch.library.opcheck(glu_packed.default, (x.detach(), None, "relu"))
-    backward = torch.ops.megafx.glu_packed_bias_backward.default
-    torch.library.opcheck(backward, (g, x.detach(), b.detach(), "silu"))
-
-
-def test_rules_by_brute_force():
-    ops = ["glu", "glu_backward", "glu_packed", "glu_packed_backward", "glu_packed_bias_backward"]
-    report = check_rules([f"megafx.{op}" for op in ops])
-    assert report.ok and not report.of("unchecked"), str(report)
-    rows = {(f.op, f.row) for f in report.of("ok")}
-    assert ("megafx.glu.default", "R P -> P") in rows  # linear in up
-    assert ("megafx.glu_packed.default", "S2/2*(2x3) S0/2*(2x3) -> S2") in rows  # each half is cut
-    assert not [r for op, r in rows if "packed" in op and r.startswith("S2 S0")]
-
-
 def test_packed_gradients_are_one_output_to_inductor(monkeypatch):
     """One tensor behind two output pointers would be two tensors there, each half written."""
     pytest.importorskip("triton")
@@ -127,9 +87,8 @@ def test_packed_gradients_are_one_output_to_inductor(monkeypatch):
         x, g, b = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((64, 256), (64, 128), (256,)))
 
         def step(x, g, b):
-            return torch.ops.megafx.glu_packed_backward(g, x, "silu"), *torch.ops.megafx.glu_packed_bias_backward(
-                g, x, b, "silu"
-            )
+            backward = torch.ops.megafx.glu_packed_backward
+            return *backward(g, x, None, "silu", False), *backward(g, x, b, "silu", False)
 
         graph = make_fx(dispatch_functionalize(step))(x, g, b).graph
     kernels = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
@@ -139,39 +98,36 @@ def test_packed_gradients_are_one_output_to_inductor(monkeypatch):
         assert outputs[0] is not outputs[1]
 
 
-KERNELS = """
-for dtype in (torch.float32, torch.bfloat16):
-    for act in ("silu", "gelu", "relu") if dtype == torch.float32 else ("silu",):
-        for shape in ((3, 37), (0, 5), (5,), (2, 5, 260)):
-            x, g = rand(*shape[:-1], 2 * shape[-1], dtype=dtype), rand(*shape, dtype=dtype)
-            b, what = rand(2 * shape[-1], dtype=dtype), (act, shape)
-            for gate, up in (x.chunk(2, -1), (g, g + 1)):
-                same(ours_glu.glu(gate, up, act), plain_glu.glu_reference(gate, up, act), what)
-                same(ours_glu.glu_backward(g, gate, up, act), plain_glu.glu_backward_reference(g, gate, up, act), what)
-            for bias in (None, b):
-                same(ours_glu.glu_packed(x, bias, act), plain_glu.glu_packed_reference(x, bias, act), what)
-            same(ours_glu.glu_packed_backward(g, x, act), plain_glu.glu_packed_backward_reference(g, x, act), what)
-            found = ours_glu.glu_packed_bias_backward(g, x, b, act)
-            same(found, plain_glu.glu_packed_bias_backward_reference(g, x, b, act), what)
-            apart = (*ours_glu.glu_backward(g, gate, up, act), ours_glu.glu(gate, up, act))
-            packed = (ours_glu.glu_packed_backward(g, x, act), ours_glu.glu_packed(x, None, act))
-            biased = (*found, ours_glu.glu_packed(x, b, act))
-            for again, apart in (
-                (ours_glu.glu_backward_again(g, gate, up, act), apart),
-                (ours_glu.glu_packed_backward_again(g, x, act), packed),
-                (ours_glu.glu_packed_bias_backward_again(g, x, b, act), biased),
-            ):  # bit for bit
-                assert len(again) == len(apart) and all(map(torch.equal, again, apart)), what
-    x, g = rand(4, 3, 80, dtype=dtype)[..., :66], rand(33, dtype=dtype).expand(4, 3, 33)
-    same(ours_glu.glu_packed(x, None, "silu"), plain_glu.glu_packed_reference(x, None, "silu"), "rows with a stride")
-    same(ours_glu.glu_packed_backward(g, x, "silu"), plain_glu.glu_packed_backward_reference(g, x, "silu"), "expanded")
-print("same numbers")
-"""
+def triton_checks():
+    from megafx.kernels.activation import activation as plain
+    from megafx.kernels.activation import activation_triton as ours
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for act in ("silu", "gelu", "relu") if dtype == torch.float32 else ("silu",):
+            for shape in ((3, 37), (0, 5), (5,), (2, 5, 260)):
+                x, g = rand(*shape[:-1], 2 * shape[-1], dtype=dtype), rand(*shape, dtype=dtype)
+                b, what = rand(2 * shape[-1], dtype=dtype), (act, shape)
+                for gate, up in (x.chunk(2, -1), (g, g + 1)):
+                    same(ours.glu(gate, up, act), plain.glu_reference(gate, up, act), what)
+                    found = ours.glu_backward(g, gate, up, act, False)
+                    same(found, plain.glu_backward_reference(g, gate, up, act, False), what)
+                    *again, y = ours.glu_backward(g, gate, up, act, True)  # bit for bit
+                    assert all(map(torch.equal, found, again)) and torch.equal(y, ours.glu(gate, up, act)), what
+                for bias in (None, b):
+                    same(ours.glu_packed(x, bias, act), plain.glu_packed_reference(x, bias, act), what)
+                    found = ours.glu_packed_backward(g, x, bias, act, False)
+                    same(found, plain.glu_packed_backward_reference(g, x, bias, act, False), what)
+                    *again, y = ours.glu_packed_backward(g, x, bias, act, True)
+                    assert all(map(torch.equal, found, again)) and torch.equal(y, ours.glu_packed(x, bias, act)), what
+        x, g = rand(4, 3, 80, dtype=dtype)[..., :66], rand(33, dtype=dtype).expand(4, 3, 33)
+        same(ours.glu_packed(x, None, "silu"), plain.glu_packed_reference(x, None, "silu"), "rows with a stride")
+        args = g, x, None, "silu", False
+        same(ours.glu_packed_backward(*args), plain.glu_packed_backward_reference(*args), "expanded")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_are_the_reference(tmp_path):
-    run_triton(tmp_path, KERNELS)
+def test_triton_kernels_are_the_reference():
+    run_as_script(__file__, 240)
 
 
 @pytest.mark.gpu
@@ -191,3 +147,7 @@ def test_cuda_at_real_sizes(width):
     exact = run(eager_packed, x.double(), b.double(), g.double())
     assert all(error(a, e) <= 1.05 * error(p, e) for a, p, e in zip(ours, plain, exact, strict=True))
     assert all(torch.equal(p, q) for p, q in zip(ours, run(glu_packed, x, b, g), strict=True))
+
+
+if __name__ == "__main__":
+    triton_checks()

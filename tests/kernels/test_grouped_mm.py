@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from megafx.capture.export import capture_call
-from megafx.checks.rules import check_rules
 from megafx.kernels.experts import grouped_mm as module
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
 ops = torch.ops.megafx
 
@@ -47,11 +46,6 @@ def test_gradients() -> None:
     torch.library.opcheck(ops.grouped_mm_weight.default, (x, dy, ends))
 
 
-def test_rules() -> None:
-    report = check_rules(["megafx.grouped_mm.default", "megafx.grouped_mm_weight.default"])
-    assert report.ok, str(report)
-
-
 def test_shapes_that_do_not_fit_are_refused() -> None:
     x, weight, _ = operands([3, 11])
     with pytest.raises(ValueError, match=r"3 ends of groups for 2 weights"):
@@ -71,6 +65,6 @@ def test_the_librarys_grouped_matmul_is_this_op() -> None:
 
     x = torch.randn(12, 8, dtype=torch.bfloat16)
     program = capture_call(Experts(), (x, torch.tensor([3, 6, 6, 12], dtype=torch.int32)))
-    canonicalize(program)
+    canonicalize_program(program)
     targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     assert "megafx.grouped_mm.default" in targets and "aten._grouped_mm.default" not in targets

@@ -7,11 +7,9 @@ import math
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from triton_process import assert_same_values
+from kernel_checks import run_as_script
 
 import megafx.kernels.attention.masked_softmax  # noqa: F401  registers the ops
-from megafx.checks.rules import check_rules
 from megafx.ops import axes
 from megafx.placements.types import Layout
 
@@ -149,95 +147,69 @@ def test_edges():
         softmax(x, p=0.5, shard=(1, [1, 4, 1]))
 
 
-def test_joint_graph():
-    """Forward and backward are a node each, for every size; the planner's op is neither."""
+def triton_checks():
+    from megafx.kernels.attention import masked_softmax as plain
+    from megafx.kernels.attention import masked_softmax_launch as fast
 
-    def step(x, mask, g, seed):
-        y = ops.scale_mask_softmax(x, mask, 0.5, True, 0, -1e4, seed, 0.2, 1, -1, [], "tp")
-        return y, torch.autograd.grad(y, x, g)[0]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    INF, MIN = float("inf"), torch.finfo(torch.float32).min
+    SEED = torch.tensor(123456789012345)
 
-    def case(b, s):
-        x, mask = torch.randn(b, 2, s, s), torch.rand(b, 1, 1, s) < 0.2
-        return x.requires_grad_(), mask, torch.randn(b, 2, s, s), SEED
+    def check(shape, mask, causal=False, window=0, fill=-INF, p=0.0, dtype=torch.float32, shard=(-1, []), soft=1e-6):
+        x, g = (torch.randn(shape) * 4).to(dtype), torch.randn(shape).to(dtype)
+        how, tail = (0.7, causal, window, fill), (SEED, p, 5, *shard, "tp")
+        eps = torch.finfo(dtype).eps
+        there = None if mask is None else mask.to(device)
+        with axes.on_mesh({"tp": axes.AxisContext(1, 2, "")}):
+            y, stats = plain.forward_reference(x, mask, *how, *tail)
+            found, _ = fast.forward(x.to(device), there, *how, *tail)
+            close = dict(rtol=max(2 * eps, 2e-5), atol=soft, equal_nan=True)
+            torch.testing.assert_close(found.cpu(), y, **close)
+            if p and not y.isnan().any():
+                assert torch.equal(found.cpu() == 0, y == 0)
+            saved, rows = (x, stats) if p else (y, None)
+            expected = plain.backward_reference(g, saved, mask, rows, *how, *tail)
+            rows = None if rows is None else rows.to(device)
+            found = fast.backward(g.to(device), saved.to(device), there, rows, *how, *tail)
+            torch.testing.assert_close(found.cpu(), expected, **close | dict(atol=max(10 * eps, 1e-5)))
 
-    gm = make_fx(step, tracing_mode="symbolic")(*case(2, 5))
-    targets = [str(n.target) for n in gm.graph.nodes if n.op == "call_function" and "megafx" in str(n.target)]
-    assert targets == [f"megafx.scale_mask_softmax_{w}.default" for w in ("forward", "backward")]
-    fresh = case(3, 7)
-    for a, b in zip(gm(*fresh), step(*fresh), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_opcheck(p):
-    x, mask = torch.randn(2, 2, 5, 6, requires_grad=True), torch.rand(2, 1, 1, 6) < 0.3
-    how = (0.5, True, 0, -1e4, SEED, p, 3, -1, [], "tp")
-    torch.library.opcheck(ops.scale_mask_softmax_forward.default, (x, mask, *how))
-    y, stats = ops.scale_mask_softmax_forward(x.detach(), mask, *how)
-    saved, rows = (x.detach(), stats) if p else (y, None)
-    torch.library.opcheck(ops.scale_mask_softmax_backward.default, (torch.randn_like(y), saved, mask, rows, *how))
-
-
-def test_rules():
-    names = ["scale_mask_softmax", "scale_mask_softmax_forward", "scale_mask_softmax_backward"]
-    report = check_rules([f"megafx.{n}.default" for n in names])
-    assert report.ok and not report.of("unchecked"), str(report)
-
-
-TRITON = """
-import torch
-from megafx import collectives
-from megafx.kernels import masked_softmax as plain, masked_softmax_triton as fast
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-INF, MIN = float("inf"), torch.finfo(torch.float32).min
-SEED = torch.tensor(123456789012345)
-
-def check(shape, mask, causal=False, window=0, fill=-INF, p=0.0, dtype=torch.float32, shard=(-1, []), soft=1e-6):
-    x, g = (torch.randn(shape) * 4).to(dtype), torch.randn(shape).to(dtype)
-    how, tail = (0.7, causal, window, fill), (SEED, p, 5, *shard, "tp")
-    eps = torch.finfo(dtype).eps
-    there = None if mask is None else mask.to(device)
-    with axes.on_mesh({"tp": axes.AxisContext(1, 2, "")}):
-        y, stats = plain.forward_reference(x, mask, *how, *tail)
-        found, _ = fast.forward(x.to(device), there, *how, *tail)
-        close = dict(rtol=max(2 * eps, 2e-5), atol=soft, equal_nan=True)
-        torch.testing.assert_close(found.cpu(), y, **close)
-        if p and not y.isnan().any():
-            assert torch.equal(found.cpu() == 0, y == 0)
-        saved, rows = (x, stats) if p else (y, None)
-        expected = plain.backward_reference(g, saved, mask, rows, *how, *tail)
-        rows = None if rows is None else rows.to(device)
-        found = fast.backward(g.to(device), saved.to(device), there, rows, *how, *tail)
-        torch.testing.assert_close(found.cpu(), expected, **close | dict(atol=max(10 * eps, 1e-5)))
-
-torch.manual_seed(0)
-for S, T, causal, window in ((5, 8, True, 0), (3, 17, False, 0), (7, 5, True, 3), (1, 40, True, 0)):
-    B, H = 2, 2
-    padding = (torch.arange(T)[None] >= torch.tensor([T, max(T // 2, 1)])[:, None])[:, None, None, :]
-    left = (torch.arange(T)[None] < torch.tensor([0, T])[:, None])[:, None, None, :]
-    added = torch.where(left, MIN, 0.0)
-    for mask in (None, padding, left, torch.rand(B, 1, S, T) < 0.4, added, torch.randn(1, H, S, T), padding[..., :1]):
-        check((B, H, S, T), mask, causal, window, -1e4, 0.0)
-        check((B, H, S, T), mask, causal, window, -INF, 0.3)
-        check((B, H, S, T), mask, causal, window, -1.5, 0.3)
-for dtype in (torch.bfloat16, torch.float16):
-    check((4, 6, 8), torch.rand(4, 6, 8) < 0.3, True, 0, -1e4, 0.3, dtype)
-    check((2, 2, 3, 6, 8), torch.rand(2, 1, 3, 6, 8) < 0.3, True, 0, -1e4, 0.0, dtype)
-check((2, 2, 6, 8), None, True, 0, -INF, 0.3, shard=(1, [1, 4, 1]))
-check((2, 2, 6, 7), None, True, 0, -INF, 0.3, shard=(0, [1, 3, 1]))
-rows = torch.rand(1, 1, 3, 600) < 0.5  # of many keys: nothing seen, the first quarter, all but it
-rows[:, :, 0], rows[:, :, 1, 100:], rows[:, :, 2, :100] = True, True, True
-for fill in (-INF, -1e4, 0.0):
-    check((1, 2, 3, 600), rows, False, 0, fill, 0.1)
-    check((1, 2, 3, 600), rows, True, 0, fill, 0.0)
-if device == "cuda":
-    for p in (0.0, 0.1):
-        check((2, 3, 1024, 1024), None, True, 0, -INF, p)
-        check((1, 2, 700, 700), None, True, 100, -1e4, p, torch.bfloat16)
-print("same values")
-"""
+    torch.manual_seed(0)
+    for S, T, causal, window in ((5, 8, True, 0), (3, 17, False, 0), (7, 5, True, 3), (1, 40, True, 0)):
+        B, H = 2, 2
+        padding = (torch.arange(T)[None] >= torch.tensor([T, max(T // 2, 1)])[:, None])[:, None, None, :]
+        left = (torch.arange(T)[None] < torch.tensor([0, T])[:, None])[:, None, None, :]
+        added = torch.where(left, MIN, 0.0)
+        for mask in (
+            None,
+            padding,
+            left,
+            torch.rand(B, 1, S, T) < 0.4,
+            added,
+            torch.randn(1, H, S, T),
+            padding[..., :1],
+        ):
+            check((B, H, S, T), mask, causal, window, -1e4, 0.0)
+            check((B, H, S, T), mask, causal, window, -INF, 0.3)
+            check((B, H, S, T), mask, causal, window, -1.5, 0.3)
+    for dtype in (torch.bfloat16, torch.float16):
+        check((4, 6, 8), torch.rand(4, 6, 8) < 0.3, True, 0, -1e4, 0.3, dtype)
+        check((2, 2, 3, 6, 8), torch.rand(2, 1, 3, 6, 8) < 0.3, True, 0, -1e4, 0.0, dtype)
+    check((2, 2, 6, 8), None, True, 0, -INF, 0.3, shard=(1, [1, 4, 1]))
+    check((2, 2, 6, 7), None, True, 0, -INF, 0.3, shard=(0, [1, 3, 1]))
+    rows = torch.rand(1, 1, 3, 600) < 0.5  # of many keys: nothing seen, the first quarter, all but it
+    rows[:, :, 0], rows[:, :, 1, 100:], rows[:, :, 2, :100] = True, True, True
+    for fill in (-INF, -1e4, 0.0):
+        check((1, 2, 3, 600), rows, False, 0, fill, 0.1)
+        check((1, 2, 3, 600), rows, True, 0, fill, 0.0)
+    if device == "cuda":
+        for p in (0.0, 0.1):
+            check((2, 3, 1024, 1024), None, True, 0, -INF, p)
+            check((1, 2, 700, 700), None, True, 100, -1e4, p, torch.bfloat16)
 
 
-def test_triton_kernel_is_the_reference(tmp_path):
-    assert_same_values(TRITON, tmp_path, timeout_s=300)
+def test_triton_kernel_is_the_reference():
+    run_as_script(__file__, 300)
+
+
+if __name__ == "__main__":
+    triton_checks()

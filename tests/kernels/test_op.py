@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from fake_triton import fake_triton, seen
+from kernel_checks import run_as_script
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton_process import assert_same_values
 
 from megafx.checks.rule_trials import make_tensor
 from megafx.ir.facts import SampleTensor, declared
@@ -363,77 +363,112 @@ def test_gradients_are_those_of_the_formula_and_know_what_is_wanted() -> None:
         assert not torch.ops.megafx._test_scaled(x, y, 2).requires_grad
 
 
-ON_A_GPU = """
-import torch
-from megafx.kernels import op
-if not torch.cuda.is_available():
-    print("same values")
-    raise SystemExit
-from megafx.kernels.common.recording import Recording
-def recordings(call):
-    cells = [c.cell_contents for c in op._implementations[call].__closure__]
-    return [f for c in cells if hasattr(c, "forms") for f in c.forms.values()]
-bf = torch.bfloat16
-M = torch.ops.megafx
-def rand(*shape, dtype=bf):
-    return torch.randn(shape, device="cuda").to(dtype)
-seed = torch.tensor(5, device="cuda")
-CALLS = [
-    (M.bias_act.default, lambda: (rand(33, 70), rand(70), "gelu")),
-    (M.bias_act.default, lambda: (rand(33, 71)[:, 1:], rand(71)[1:], "gelu")),  # starts that 16 bytes do not divide
-    (M.bias_act_backward.default, lambda: (rand(64, 96), rand(64, 96), rand(96), "silu")),
-    (M.glu.default, lambda: (rand(8, 512), rand(8, 512), "silu")),
-    (M.rms_norm_forward.default, lambda: (rand(4, 1, 256), rand(256), 1e-5, 0.0)),
-    (M.rms_norm_backward.default, lambda: (rand(9, 256), rand(9, 256), rand(256), rand(9, dtype=torch.float32), 0.0, True)),
-    (M.bias_dropout_add.default, lambda: (rand(5, 64), rand(64), rand(5, 64), seed, 0.3, 2, -1, [], "")),
-    (M.rope_qk.default, lambda: (rand(2, 7, 4, 16).transpose(1, 2), rand(2, 7, 2, 16).transpose(1, 2), rand(1, 1, 7, 16),
-                                 rand(1, 1, 7, 16), False, False)),
-    (M.scale_mask_softmax_forward.default, lambda: (rand(2, 2, 9, 40), None, 0.3, True, 0, -1e4, None, 0.0, 0, -1, [], "")),
-    (M.attention_forward.default, lambda: (rand(2, 4, 48, 32), rand(2, 2, 48, 32), rand(2, 2, 48, 32), None, None, seed,
-                                           0.2, True, 0, 0.0, 0.1, 3, -1, [], "")),
-]
-def flat(x):
-    return [x] if isinstance(x, torch.Tensor) else [y for y in x if y is not None]
-real, op.replay.supported = op.replay.supported, lambda: False
-expected, given = [], []
-torch.manual_seed(0)
-for call, make in CALLS:
-    given.append([make() for _ in range(5)])
-    expected.append([[y.clone() for y in flat(call(*args))] for args in given[-1]])
-op.replay.supported = real
-assert real(), "this Triton is not known"
-side = torch.cuda.Stream()
-for (call, _), all_args, wanted in zip(CALLS, given, expected):
-    for i, (args, right) in enumerate(zip(all_args, wanted)):
-        if i == 3:  # on another stream, waiting for the first
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                found = flat(call(*args))
-            torch.cuda.current_stream().wait_stream(side)
-        elif i == 4:  # in a graph of CUDA
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                found = flat(op.direct(call)(*args))
-            graph.replay()
-        else:
-            found = flat(call(*args))
-        torch.cuda.synchronize()
-        for a, b in zip(found, right, strict=True):
-            assert a.stride() == b.stride() and torch.equal(a, b), (call, i)
-    assert any(isinstance(f, Recording) for f in recordings(call)), (call, recordings(call))
-if torch.cuda.device_count() > 1:
+def gpu_checks() -> None:
+
+    def recordings(call):
+        cells = [c.cell_contents for c in module._implementations[call].__closure__]
+        return [f for c in cells if hasattr(c, "forms") for f in c.forms.values()]
+
+    bf = torch.bfloat16
+    M = torch.ops.megafx
+
+    def rand(*shape, dtype=bf):
+        return torch.randn(shape, device="cuda").to(dtype)
+
+    seed = torch.tensor(5, device="cuda")
+    CALLS = [
+        (M.bias_act.default, lambda: (rand(33, 70), rand(70), "gelu")),
+        (M.bias_act.default, lambda: (rand(33, 71)[:, 1:], rand(71)[1:], "gelu")),  # starts that 16 bytes do not divide
+        (M.bias_act_backward.default, lambda: (rand(64, 96), rand(64, 96), rand(96), "silu", True)),
+        (M.glu.default, lambda: (rand(8, 512), rand(8, 512), "silu")),
+        (M.rms_norm_forward.default, lambda: (rand(4, 1, 256), rand(256), 1e-5, 0.0)),
+        (
+            M.rms_norm_backward.default,
+            lambda: (rand(9, 256), rand(9, 256), rand(256), rand(9, dtype=torch.float32), 0.0, True),
+        ),
+        (M.bias_dropout_add.default, lambda: (rand(5, 64), rand(64), rand(5, 64), seed, 0.3, 2, -1, [], "")),
+        (
+            M.rope_qk.default,
+            lambda: (
+                rand(2, 7, 4, 16).transpose(1, 2),
+                rand(2, 7, 2, 16).transpose(1, 2),
+                rand(1, 1, 7, 16),
+                rand(1, 1, 7, 16),
+                False,
+                False,
+            ),
+        ),
+        (
+            M.scale_mask_softmax_forward.default,
+            lambda: (rand(2, 2, 9, 40), None, 0.3, True, 0, -1e4, None, 0.0, 0, -1, [], ""),
+        ),
+        (
+            M.attention_forward.default,
+            lambda: (
+                rand(2, 4, 48, 32),
+                rand(2, 2, 48, 32),
+                rand(2, 2, 48, 32),
+                None,
+                None,
+                seed,
+                0.2,
+                True,
+                0,
+                0.0,
+                0.1,
+                3,
+                -1,
+                [],
+                "",
+            ),
+        ),
+    ]
+
+    def flat(x):
+        return [x] if isinstance(x, torch.Tensor) else [y for y in x if y is not None]
+
+    real, module.replay.supported = module.replay.supported, lambda: False
+    expected, given = [], []
+    torch.manual_seed(0)
     for call, make in CALLS:
-        args = [a.to("cuda:1") if isinstance(a, torch.Tensor) else a for a in make()]
-        first = flat(call(*args))
-        for _ in range(3):
-            assert all(torch.equal(a, b) for a, b in zip(flat(call(*args)), first, strict=True))
-            assert torch.cuda.current_device() == 0
-print("same values")
-"""
+        given.append([make() for _ in range(5)])
+        expected.append([[y.clone() for y in flat(call(*args))] for args in given[-1]])
+    module.replay.supported = real
+    assert real(), "this Triton is not known"
+    side = torch.cuda.Stream()
+    for (call, _), all_args, wanted in zip(CALLS, given, expected, strict=True):
+        for i, (args, right) in enumerate(zip(all_args, wanted, strict=True)):
+            if i == 3:  # on another stream, waiting for the first
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    found = flat(call(*args))
+                torch.cuda.current_stream().wait_stream(side)
+            elif i == 4:  # in a graph of CUDA
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    found = flat(module.direct(call)(*args))
+                graph.replay()
+            else:
+                found = flat(call(*args))
+            torch.cuda.synchronize()
+            for a, b in zip(found, right, strict=True):
+                assert a.stride() == b.stride() and torch.equal(a, b), (call, i)
+        assert any(isinstance(f, Recording) for f in recordings(call)), (call, recordings(call))
+    if torch.cuda.device_count() > 1:
+        for call, make in CALLS:
+            args = [a.to("cuda:1") if isinstance(a, torch.Tensor) else a for a in make()]
+            first = flat(call(*args))
+            for _ in range(3):
+                assert all(torch.equal(a, b) for a, b in zip(flat(call(*args)), first, strict=True))
+                assert torch.cuda.current_device() == 0
 
 
-def test_on_a_gpu_repeated_calls_give_what_launchers_give(tmp_path: Any) -> None:
+def test_on_a_gpu_repeated_calls_give_what_launchers_give() -> None:
     """Other streams, CUDA graphs, a second device; starts that are not aligned."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    assert_same_values(ON_A_GPU, tmp_path)
+    run_as_script(__file__, 120)
+
+
+if __name__ == "__main__":
+    gpu_checks()

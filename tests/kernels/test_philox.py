@@ -1,15 +1,11 @@
 """Covers: kernels/philox.py, kernels/philox_triton.py, kernels/runs.py."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from kernel_checks import run_as_script
 
 from megafx.kernels.common import philox
-from megafx.kernels.common.runs import runs_of
+from megafx.kernels.common.draw import runs_of
 from megafx.placements.types import Layout
 
 # Random123's kat_vectors: (counter word, key word) repeated, rounds -> output. The third uses the digits of pi.
@@ -115,7 +111,7 @@ def test_wrong_local_shape_is_an_error():
 
 KERNEL = """
 import torch, triton, triton.language as tl
-from megafx.kernels import philox
+from megafx.kernels.common import philox
 from megafx.kernels.common.philox_triton import draw1, draws8, key_of
 
 @triton.jit
@@ -136,17 +132,11 @@ for seed in (0, -1, 98765432109876):
         expected = philox.element_draws(start + torch.arange(256), philox.key_of(one), 9).int()
         assert torch.equal(grouped.cpu(), expected), ("draws8", seed, start)
         assert torch.equal(single.cpu(), expected), ("draw1", seed, start)
-print("same bits")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_draws_the_same_bits(tmp_path):
     """On the GPU where there is one, else in Triton's interpreter."""
     script = tmp_path / "kernel.py"  # Triton reads a kernel's source from its file
     script.write_text(KERNEL)
-    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, str(script)], env=os.environ | interpret, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0 and "same bits" in run.stdout, run.stderr
+    run_as_script(script, 120)

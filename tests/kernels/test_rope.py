@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from triton_process import assert_same_values
+from kernel_checks import run_as_script
 
 import megafx.kernels.attention.rope  # noqa: F401  registers the ops
-from megafx.checks.rules import check_rules
 
 ops = torch.ops.megafx
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
@@ -102,71 +100,45 @@ def test_wrong_arguments():
         ops.rope(x[0, 0], cos, sin, False, False)
 
 
-def test_joint_graph():
-    """Forward and backward are a node each, for every batch and length."""
+def triton_checks():
+    from megafx.kernels.attention import rope as plain
+    from megafx.kernels.attention import rope_triton as fast
 
-    def step(q, k, cos, sin, dq, dk):
-        a, b = ops.rope_qk(q, k, cos, sin, False, False)
-        c = ops.rope(q, cos, sin, False, False)
-        return torch.autograd.grad((a, b, c), (q, k), (dq, dk, dq))
-
-    def case(b, s):
-        q, k = torch.randn(b, 4, s, 8), torch.randn(b, 2, s, 8)
-        return q.requires_grad_(), k.requires_grad_(), *(torch.randn(1, 1, s, 8) for _ in range(2)), q * 2, k * 2
-
-    gm = make_fx(step, tracing_mode="symbolic")(*case(2, 5))
-    targets = [str(n.target) for n in gm.graph.nodes if n.op == "call_function" and "megafx" in str(n.target)]
-    assert sorted(t.split(".")[1] for t in targets) == ["rope", "rope_backward", "rope_qk", "rope_qk_backward"]
-    fresh = case(3, 7)
-    for a, b in zip(gm(*fresh), step(*fresh), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_opcheck():
-    q, k = torch.randn(2, 4, 5, 8, requires_grad=True), torch.randn(2, 2, 5, 8, requires_grad=True)
-    cos, sin = torch.randn(5, 6), torch.randn(5, 6)
-    torch.library.opcheck(ops.rope.default, (q, cos, sin, True, False))
-    torch.library.opcheck(ops.rope_qk.default, (q, k, cos, sin, False, False))
-    torch.library.opcheck(ops.rope_qk_backward.default, (q.detach(), k.detach(), cos, sin, False, False))
-
-
-def test_rules():
-    names = ["rope", "rope_backward", "rope_qk", "rope_qk_backward"]
-    report = check_rules([f"megafx.{n}.default" for n in names])
-    assert report.ok and not report.of("unchecked"), str(report)
-
-
-TRITON = """
-import torch
-from megafx.kernels import rope as plain, rope_triton as fast
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-CASES = [
-    ((2, 3, 5, 8), (2, 1, 5, 8), (1, 1, 5, 4), (0, 2, 1, 3)), ((2, 3, 3, 80), (2, 3, 1, 80), (3, 1, 10), (0, 1, 2, 3)),
-    ((1, 6, 4), (1, 6, 4), (6, 2), (0, 1, 2)), ((2, 3, 5, 24), (2, 3, 5, 24), (2, 1, 5, 12), (0, 1, 2, 3)),
-    ((3, 2, 2, 3, 8), (3, 2, 2, 3, 8), (3, 4), (0, 1, 2, 3, 4)),
-]
-for dtype, tolerance, cases in (
-    (torch.float32, 1e-5, CASES), (torch.bfloat16, 2**-7, CASES[:1]), (torch.float16, 2**-9, CASES[3:4])
-):
-    for q_shape, k_shape, table, order in cases:
-        for interleaved in (False, True):
-            for per_pair in (False, True):
-                q, k = (torch.randn(s).permute(order).contiguous().permute(order) for s in (q_shape, k_shape))
-                q, k = q.to(dtype), k.to(dtype)
-                cos, sin = (torch.randn(*table[:-1], table[-1] * (1 if per_pair else 2)).to(dtype) for _ in range(2))
-                args = (cos.to(device), sin.to(device), interleaved, per_pair)
-                for one, two in (("rope", "rope_qk"), ("rope_backward", "rope_qk_backward")):
-                    reference = getattr(plain, one + "_reference")
-                    expected = [reference(x, cos, sin, interleaved, per_pair) for x in (q, k)]
-                    found = getattr(fast, two)(q.to(device), k.to(device), *args)
-                    found = [*found, getattr(fast, one)(q.to(device), *args)]
-                    for a, b in zip(found, [*expected, expected[0]], strict=True):
-                        assert a.stride() == b.stride(), (a.stride(), b.stride())
-                        torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance)
-print("same values")
-"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    CASES = [
+        ((2, 3, 5, 8), (2, 1, 5, 8), (1, 1, 5, 4), (0, 2, 1, 3)),
+        ((2, 3, 3, 80), (2, 3, 1, 80), (3, 1, 10), (0, 1, 2, 3)),
+        ((1, 6, 4), (1, 6, 4), (6, 2), (0, 1, 2)),
+        ((2, 3, 5, 24), (2, 3, 5, 24), (2, 1, 5, 12), (0, 1, 2, 3)),
+        ((3, 2, 2, 3, 8), (3, 2, 2, 3, 8), (3, 4), (0, 1, 2, 3, 4)),
+    ]
+    for dtype, tolerance, cases in (
+        (torch.float32, 1e-5, CASES),
+        (torch.bfloat16, 2**-7, CASES[:1]),
+        (torch.float16, 2**-9, CASES[3:4]),
+    ):
+        for q_shape, k_shape, table, order in cases:
+            for interleaved in (False, True):
+                for per_pair in (False, True):
+                    q, k = (torch.randn(s).permute(order).contiguous().permute(order) for s in (q_shape, k_shape))
+                    q, k = q.to(dtype), k.to(dtype)
+                    cos, sin = (
+                        torch.randn(*table[:-1], table[-1] * (1 if per_pair else 2)).to(dtype) for _ in range(2)
+                    )
+                    args = (cos.to(device), sin.to(device), interleaved, per_pair)
+                    for one, two in (("rope", "rope_qk"), ("rope_backward", "rope_qk_backward")):
+                        reference = getattr(plain, one + "_reference")
+                        expected = [reference(x, cos, sin, interleaved, per_pair) for x in (q, k)]
+                        found = getattr(fast, two)(q.to(device), k.to(device), *args)
+                        found = [*found, getattr(fast, one)(q.to(device), *args)]
+                        for a, b in zip(found, [*expected, expected[0]], strict=True):
+                            assert a.stride() == b.stride(), (a.stride(), b.stride())
+                            torch.testing.assert_close(a.cpu(), b, rtol=tolerance, atol=tolerance)
 
 
-def test_triton_kernel_is_the_reference(tmp_path):
-    assert_same_values(TRITON, tmp_path)
+def test_triton_kernel_is_the_reference():
+    run_as_script(__file__, 120)
+
+
+if __name__ == "__main__":
+    triton_checks()

@@ -58,7 +58,7 @@ def sharded(x, w, b, y, g, t, smoothing=0.0):
     for rank in range(t):
         leaves = [None if v is None else v.detach().requires_grad_() for v in (x, weights[rank], biases[rank])]
         with on_mesh(ranks[rank]):
-            loss = ops.linear_ce_loss(*leaves, y, torch.stack(stats), -100, smoothing, layout, t, "tp")
+            loss = ops.linear_ce_loss(*leaves, y, torch.stack(stats), -100, smoothing, False, layout, t, "tp")
             losses.append(loss.detach())
             found.append(torch.autograd.grad(loss, [v for v in leaves if v is not None], g))
     assert all(torch.equal(loss, losses[0]) for loss in losses)
@@ -106,7 +106,7 @@ def test_joint_graph():
 
     def step(x, w, y, everyone, g):
         stats = ops.linear_ce_stats(x.detach(), w.detach(), None, y, [1, 7, 1], 2, "tp")
-        loss = ops.linear_ce_loss(x, w, None, y, everyone, -100, 0.1, [1, 7, 1], 2, "tp")
+        loss = ops.linear_ce_loss(x, w, None, y, everyone, -100, 0.1, False, [1, 7, 1], 2, "tp")
         return stats, loss, *torch.autograd.grad(loss, (x, w), g)
 
     x, w, _, y, g = case(5, 7)

@@ -23,12 +23,13 @@ from torch import nn
 
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical
-from megafx.compiler.pipeline import Compiled, Request, compile_passes
-from megafx.compiler.runner import Pass, run_passes
+from megafx.compiler.pipeline import EVERY_RANK, Compiled, passes_of
+from megafx.compiler.runner import Pass
+from megafx.compiler.runner import Runner as PassRunner
 from megafx.config import Config
 from megafx.ir import dump
 from megafx.ir.program import Program
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 
 DEGREES = (2, 3, 4)
@@ -121,7 +122,7 @@ class Runner:
     dynamic: bool = False
     prepared: dict[Any, Prepared] = field(default_factory=dict)
     compiled: dict[Any, Compiled] = field(default_factory=dict)
-    planned: list[tuple[Program, Planning]] = field(default_factory=list)
+    planned: list[tuple[Program, Planner]] = field(default_factory=list)
 
     def run(self, cell: Cell) -> Result:
         try:
@@ -146,36 +147,35 @@ class Runner:
             dynamic = self.dynamic or mode == (self.row.attention[0], True, False)
             program = captured(model, call, dynamic)
             seconds = time.perf_counter() - start
-            passes = self.passes(1, "auto")[0]
-            run_passes(program, passes[: _index(passes, FIRST_OF_DEGREE)])
+            passes, planner = self.passes(1, "auto")
+            PassRunner(planner).run(program, passes[: _index(passes, FIRST_OF_DEGREE)])
             constants = tuple((n, str(v)) for n, v in program.constants.items())
             key = (dump.text(program), constants, tuple((i.kind, i.name) for i in program.inputs))
             self.prepared[mode] = Prepared(Case(model, None, program), call, key, dynamic, seconds)
         return self.prepared[mode]
 
-    def passes(self, t: int, sequence_parallel: bool | str) -> tuple[list[Pass], Planning]:
+    def passes(self, t: int, sequence_parallel: bool | str) -> tuple[list[Pass], Planner]:
         """The pipeline of a cell, with casts promoted as in the eager model."""
         config = Config(tensor_model_parallel_size=t, sequence_parallel=sequence_parallel, **WORKLOAD)  # type: ignore[arg-type]
-        request = Request(config, t, SLOW, {}, None, lambda index, spec: spec.kind == "param")
-        planning = request.planning()
-        passes = compile_passes(planning, request)
+        planner = Planner(config, t, SLOW, wants_grad=lambda spec: spec.kind == "param")
+        passes = passes_of(planner, *EVERY_RANK)
         passes.insert(_index(passes, "canonicalize") + 1, Pass.of(promote_casts))
-        return passes, planning
+        return passes, planner
 
     def compile(self, prepared: Prepared, t: int, sequence_parallel: bool | str) -> Compiled:
         """The joint graph of t ranks; one for all that share graph and plan."""
         key = (prepared.key, t, sequence_parallel)
         if key not in self.compiled:
-            passes, planning = self.passes(t, sequence_parallel)
+            passes, planner = self.passes(t, sequence_parallel)
             program = prepared.case.program.copy()
             at = _index(passes, "plan_sharding")
-            run_passes(program, passes[_index(passes, FIRST_OF_DEGREE) : at + 1], ranks=t)
+            PassRunner(planner).run(program, passes[_index(passes, FIRST_OF_DEGREE) : at + 1])
             if prepared.dynamic:  # the plans of others are priced for the sizes of these calls, not for WORKLOAD
-                self.planned.append((prepared.case.program, planning))
-            same = (prepared.key, t, str(planning.solved))
+                self.planned.append((prepared.case.program, planner))
+            same = (prepared.key, t, str(planner.solved))
             if same not in self.compiled:
-                run_passes(program, passes[at + 1 :], ranks=t)
-                self.compiled[same] = Compiled(program, planning.solved, [], [])
+                PassRunner(planner).run(program, passes[at + 1 :])
+                self.compiled[same] = Compiled(program, planner)
             self.compiled[key] = self.compiled[same]
         return self.compiled[key]
 

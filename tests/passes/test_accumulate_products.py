@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
 from megafx.checks.simulate import run_logical
 from megafx.ir.program import VAL, Program
 from megafx.passes.backward.accumulate_products import accumulate_products
-from megafx.passes.backward.build_joint_graph import build_joint_graph
-
-LocalProgram = Callable[..., Program]
+from megafx.passes.backward.build_joint_graph import differentiate
+from megafx.testing import make_planner
 
 
 def weights() -> dict[str, Any]:
@@ -31,13 +30,13 @@ def count(program: Program, op: Any) -> int:
     return sum(n.target is op for n in program.graph.nodes)
 
 
-def test_three_linears_on_one_input(local_program: LocalProgram) -> None:
+def test_three_linears_on_one_input() -> None:
     values = weights() | {"x": nn.Parameter(torch.randn(3, 5, 4).double())}
     program = local_program(three, values)
-    build_joint_graph(program, [0, 1, 2, 3], [0])
+    differentiate(program, [0, 1, 2, 3], [0])
     tangent = torch.randn(3, 5, 10).double()
     assert count(program, torch.ops.aten.add.Tensor) == 2
-    assert accumulate_products(program) == 2
+    assert accumulate_products(program, make_planner()) == 2
     assert count(program, torch.ops.aten.add.Tensor) == 0 and count(program, torch.ops.aten.addmm.default) == 2
     assert all(VAL in n.meta for n in program.graph.nodes if n.op == "call_function")
     got = run_logical(program, {**values, "0": tangent}, {}, 1).gradients
@@ -46,7 +45,7 @@ def test_three_linears_on_one_input(local_program: LocalProgram) -> None:
         torch.testing.assert_close(got[name], expected, rtol=1e-12, atol=1e-13)
 
 
-def test_a_product_that_is_used_again_is_left(local_program: LocalProgram) -> None:
+def test_a_product_that_is_used_again_is_left() -> None:
     def function(q: Any, k: Any, v: Any, x: Any) -> tuple[Any, ...]:
         a = torch.mm(x, k.t())
         return (a + torch.mm(x, v.t()), a)
@@ -54,14 +53,14 @@ def test_a_product_that_is_used_again_is_left(local_program: LocalProgram) -> No
     values = weights() | {"x": torch.randn(5, 4).double()}
     program = local_program(function, values)
     before = str(program.graph)
-    assert accumulate_products(program) == 0 and str(program.graph) == before
+    assert accumulate_products(program, make_planner()) == 0 and str(program.graph) == before
 
 
-def test_a_product_plus_itself_and_sums_of_others_are_left(local_program: LocalProgram) -> None:
+def test_a_product_plus_itself_and_sums_of_others_are_left() -> None:
     def function(q: Any, k: Any, v: Any, x: Any) -> tuple[Any, ...]:
         a, b = torch.mm(x, k.t()), torch.mm(x, v.t())
         return (a + a, b + 1.0)
 
     values = weights() | {"x": torch.randn(5, 4).double()}
     program = local_program(function, values)
-    assert accumulate_products(program) == 0
+    assert accumulate_products(program, make_planner()) == 0

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
 from megafx.errors import MegafxError
 from megafx.ir.program import FQN, MADE_BY, PHASE, VAL, Phase, Program
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -64,10 +64,10 @@ def targets(program: Program, phase: str | None = None) -> list[str]:
     return [str(n.target) for n in program.graph.nodes if n.op == "call_function" and n.meta.get(PHASE) == phase]
 
 
-def test_bit_equal_to_autograd_at_every_batch_size(local_program: Callable[..., Program]) -> None:
+def test_bit_equal_to_autograd_at_every_batch_size() -> None:
     weights = gpt_inputs()
     program = local_program(gpt, {**weights, **tokens(2)}, varying=("ids", "labels"), loss=True)
-    added = build_joint_graph(program, parameters_of(program), [0])
+    added = differentiate(program, parameters_of(program), [0])
     assert program.phase is Phase.JOINT and added == len(targets(program, "backward")) > 50
     assert (program.inputs[-1].kind, program.inputs[-1].name) == ("tangent", "0")
     assert [(o.kind, o.name) for o in program.outputs[2:]] == [("gradient", n) for n in weights]
@@ -80,13 +80,13 @@ def test_bit_equal_to_autograd_at_every_batch_size(local_program: Callable[..., 
             assert torch.equal(got, want)
 
 
-def test_every_node_has_a_value_an_origin_and_sizes_rooted_on_inputs(local_program: Callable[..., Program]) -> None:
+def test_every_node_has_a_value_an_origin_and_sizes_rooted_on_inputs() -> None:
     program = local_program(gpt, {**gpt_inputs(), **tokens(2)}, varying=("ids", "labels"), loss=True)
     for node in program.graph.nodes:
         if node.op == "call_function":
             node.meta[FQN] = f"module.{node.name}"
     names = {n.meta[FQN] for n in program.graph.nodes if FQN in n.meta}
-    build_joint_graph(program, parameters_of(program), [0])
+    differentiate(program, parameters_of(program), [0])
     for node in program.graph.nodes:
         if node.op in ("placeholder", "call_function"):
             assert VAL in node.meta, node
@@ -98,32 +98,32 @@ def test_every_node_has_a_value_an_origin_and_sizes_rooted_on_inputs(local_progr
     assert not any("detach" in t or "alias" in t for t in targets(program) + targets(program, "backward"))
 
 
-def test_backward_nodes_belong_to_the_node_they_differentiate(local_program: Callable[..., Program]) -> None:
+def test_backward_nodes_belong_to_the_node_they_differentiate() -> None:
     def function(w: Any, v: Any, x: Any) -> tuple[Any, ...]:
         return (F.gelu(x @ w).sum() + F.silu(x @ v).sum(),)
 
     program = local_program(function, {"w": parameter(4, 3), "v": parameter(4, 3), "x": torch.randn(5, 4).double()})
     for node in program.graph.nodes:
         node.meta[FQN] = str(node.target)
-    build_joint_graph(program, [0, 1], [0])
+    differentiate(program, [0, 1], [0])
     by_target = {str(n.target): n.meta[FQN] for n in program.graph.nodes if n.meta.get(PHASE) == "backward"}
     assert by_target["aten.gelu_backward.default"] == "aten.gelu.default"
     assert by_target["aten.silu_backward.default"] == "aten.silu.default"
     assert by_target["aten.mm.default"] == "aten.matmul.default"
 
 
-def test_tied_weight_counts_once(local_program: Callable[..., Program]) -> None:
+def test_tied_weight_counts_once() -> None:
     w = parameter(4, 4)
     program = local_program(lambda w, x: ((x @ w @ w).sum(),), {"w": w, "x": torch.ones(3, 4).double()})
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     gradient = run(program, {"w": w, "x": torch.ones(3, 4).double()}, torch.ones((), dtype=torch.float64))[1]
     assert torch.equal(gradient, torch.autograd.grad((torch.ones(3, 4).double() @ w @ w).sum(), w)[0])
 
 
-def test_frozen_parameters_cost_no_backward(local_program: Callable[..., Program]) -> None:
+def test_frozen_parameters_cost_no_backward() -> None:
     def built(wrt: slice) -> Program:
         program = local_program(gpt, {**gpt_inputs(), **tokens(2)}, loss=True)
-        build_joint_graph(program, parameters_of(program)[wrt], [0])
+        differentiate(program, parameters_of(program)[wrt], [0])
         return program
 
     def products(program: Program) -> int:
@@ -135,22 +135,22 @@ def test_frozen_parameters_cost_no_backward(local_program: Callable[..., Program
     assert products(built(slice(23, 25))) == 2
 
 
-def test_input_that_nothing_depends_on_has_no_gradient(local_program: Callable[..., Program]) -> None:
+def test_input_that_nothing_depends_on_has_no_gradient() -> None:
     inputs = {"w": parameter(3), "u": parameter(3), "x": torch.ones(3).double()}
     program = local_program(lambda w, u, x: ((w * x).sum(), u.detach().sum()), inputs)
-    build_joint_graph(program, [0, 1], [0])
+    differentiate(program, [0, 1], [0])
     _, _, dw, du = run(program, inputs, torch.ones((), dtype=torch.float64))
     assert torch.equal(dw, torch.ones(3).double()) and du is None
     assert program.outputs[-1].name == "u"
     frozen = local_program(lambda w, u, x: ((w * x).sum(),), inputs)
-    assert build_joint_graph(frozen, [1], [0]) == 0
+    assert differentiate(frozen, [1], [0]) == 0
     assert run(frozen, inputs, torch.ones((), dtype=torch.float64))[1] is None
 
 
-def test_gradients_are_contiguous_and_do_not_share_memory(local_program: Callable[..., Program]) -> None:
+def test_gradients_are_contiguous_and_do_not_share_memory() -> None:
     inputs = {"a": parameter(3, 4), "b": parameter(3, 4), "c": parameter(4, 3)}
     program = local_program(lambda a, b, c: (a + b + c.t(),), inputs)
-    build_joint_graph(program, [0, 1, 2], [0])
+    differentiate(program, [0, 1, 2], [0])
     tangent = torch.randn(3, 4).double()
     _, *gradients = run(program, inputs, tangent)
     assert len({g.data_ptr() for g in [*gradients, tangent]}) == 4
@@ -158,18 +158,18 @@ def test_gradients_are_contiguous_and_do_not_share_memory(local_program: Callabl
     assert torch.equal(gradients[2], tangent.t())
 
 
-def test_mutated_buffer_is_an_output_without_gradient(local_program: Callable[..., Program]) -> None:
+def test_mutated_buffer_is_an_output_without_gradient() -> None:
     inputs = {"w": parameter(3), "running": torch.ones(3).double(), "x": torch.ones(2, 3).double()}
     program = local_program(lambda w, r, x: ((w * x).sum(), r * 0.9 + x.mean(0) * 0.1), inputs)
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     _, running, dw = run(program, inputs, torch.ones((), dtype=torch.float64))
     assert torch.equal(running, torch.ones(3).double() * 0.9 + 0.1) and torch.equal(dw, torch.full((3,), 2.0).double())
 
 
-def test_two_outputs_differentiated(local_program: Callable[..., Program]) -> None:
+def test_two_outputs_differentiated() -> None:
     inputs = {"w": parameter(3), "x": torch.ones(3).double()}
     program = local_program(lambda w, x: ((w * x).sum(), w.exp()), inputs)
-    build_joint_graph(program, [0, 1], [1, 0])
+    differentiate(program, [0, 1], [1, 0])
     assert [i.name for i in program.inputs if i.kind == "tangent"] == ["1", "0"]
     seeds = torch.randn(3).double(), torch.tensor(2.0).double()
     _, _, dw, dx = run(program, inputs, *seeds)
@@ -177,18 +177,18 @@ def test_two_outputs_differentiated(local_program: Callable[..., Program]) -> No
     assert torch.equal(dx, seeds[1] * inputs["w"].detach())
 
 
-def test_ambient_autocast_changes_no_dtype(local_program: Callable[..., Program]) -> None:
+def test_ambient_autocast_changes_no_dtype() -> None:
     inputs = {"w": nn.Parameter(torch.randn(4, 4)), "x": torch.randn(3, 4)}
     program = local_program(lambda w, x: (F.linear(x, w),), inputs)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        build_joint_graph(program, [0], [0])
+        differentiate(program, [0], [0])
     assert {n.meta[VAL].dtype for n in program.graph.nodes if n.op == "call_function"} == {torch.float32}
 
 
-def test_integer_input_is_refused(local_program: Callable[..., Program]) -> None:
+def test_integer_input_is_refused() -> None:
     program = local_program(gpt, {**gpt_inputs(), **tokens(2)}, loss=True)
     with pytest.raises(MegafxError, match="input 'ids' has no gradient: it is no floating tensor"):
-        build_joint_graph(program, [program.inputs.index(next(i for i in program.inputs if i.name == "ids"))], [0])
+        differentiate(program, [program.inputs.index(next(i for i in program.inputs if i.name == "ids"))], [0])
 
 
 @torch.library.custom_op("megafx_test::scaled", mutates_args=())
@@ -200,14 +200,14 @@ scaled.register_fake(torch.empty_like)
 scaled.register_autograd(lambda ctx, g: g * int(g.shape[0]))
 
 
-def test_backward_that_fixes_a_dynamic_size_is_refused(local_program: Callable[..., Program]) -> None:
+def test_backward_that_fixes_a_dynamic_size_is_refused() -> None:
     inputs = {"w": parameter(3), "x": torch.ones(4, 3).double()}
     program = local_program(lambda w, x: (scaled(w * x).sum(),), inputs, varying=("x",))
     with pytest.raises(MegafxError, match=r"fixes the sizes .* to the traced ones, at megafx_test.scaled"):
-        build_joint_graph(program, [0], [0])
+        differentiate(program, [0], [0])
 
 
-def test_custom_ops_stay_whole(local_program: Callable[..., Program]) -> None:
+def test_custom_ops_stay_whole() -> None:
     program = local_program(lambda w: (scaled(w).sum(),), {"w": parameter(3)})
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     assert targets(program) == ["megafx_test.scaled.default", "aten.sum.default"]

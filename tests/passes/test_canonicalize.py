@@ -1,4 +1,4 @@
-"""Covers: passes/canonicalize*.py. Each rewrite: what it makes (golden) and that it computes the same (fp64, gradients)."""
+"""Covers: passes/canonicalize/. Each rewrite: what it makes (golden) and that it computes the same (fp64, gradients)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megafx.capture.export import capture_call
 from megafx.ir.dump import text
 from megafx.ir.interpret import run_program
 from megafx.ir.program import VAL, Phase, Program
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
 aten = torch.ops.aten
 
@@ -169,20 +169,20 @@ CASES = [
         "cross_entropy",
         lambda m, x, ids: F.cross_entropy(F.linear(x, m.w).flatten(0, 1), ids.flatten(), label_smoothing=0.1),
         """\
-        %0 = w                                 # f64[9 8] param
-        %1 = args[0]                           # f64[batch seq 8]
-        %2 = args[1]                           # i64[batch seq]
-        %3 = sym_size.int(%1, 0)               # int batch
-        %4 = sym_size.int(%1, 1)               # int seq
-        %5 = operator.mul(%3, %4)              # int batch*seq
-        %6 = linear(%1, %0)                    # f64[batch seq 9]
-        %7 = reshape(%6, [%5, 9])              # f64[batch*seq 9]
-        %8 = reshape(%2, [%5])                 # i64[batch*seq]
-        %9 = cross_entropy(%7, %8, -100, 0.1)  # f64[batch*seq]
-        %10 = sum(%9)                          # f64[]
-        %11 = ne.Scalar(%8, -100)              # bool[batch*seq]
-        %12 = sum(%11)                         # i64[]
-        %13 = div(%10, %12)                    # f64[]
+        %0 = w                                        # f64[9 8] param
+        %1 = args[0]                                  # f64[batch seq 8]
+        %2 = args[1]                                  # i64[batch seq]
+        %3 = sym_size.int(%1, 0)                      # int batch
+        %4 = sym_size.int(%1, 1)                      # int seq
+        %5 = operator.mul(%3, %4)                     # int batch*seq
+        %6 = linear(%1, %0)                           # f64[batch seq 9]
+        %7 = reshape(%6, [%5, 9])                     # f64[batch*seq 9]
+        %8 = reshape(%2, [%5])                        # i64[batch*seq]
+        %9 = cross_entropy(%7, %8, -100, 0.1, False)  # f64[batch*seq]
+        %10 = sum(%9)                                 # f64[]
+        %11 = ne.Scalar(%8, -100)                     # bool[batch*seq]
+        %12 = sum(%11)                                # i64[]
+        %13 = div(%10, %12)                           # f64[]
         return %13""",
         inputs="x ids",
         parameters={"w": (9, 8)},
@@ -191,15 +191,15 @@ CASES = [
         "nll_of_log_softmax",
         lambda m, x, ids: F.nll_loss(F.log_softmax(x.view(-1, 8), -1), ids.view(-1), reduction="sum", ignore_index=3),
         """\
-        %0 = args[0]                        # f64[batch seq 8]
-        %1 = args[1]                        # i64[batch seq]
-        %2 = sym_size.int(%0, 0)            # int batch
-        %3 = sym_size.int(%0, 1)            # int seq
-        %4 = operator.mul(%2, %3)           # int batch*seq
-        %5 = reshape(%0, [%4, 8])           # f64[batch*seq 8]
-        %6 = reshape(%1, [%4])              # i64[batch*seq]
-        %7 = cross_entropy(%5, %6, 3, 0.0)  # f64[batch*seq]
-        %8 = sum(%7)                        # f64[]
+        %0 = args[0]                               # f64[batch seq 8]
+        %1 = args[1]                               # i64[batch seq]
+        %2 = sym_size.int(%0, 0)                   # int batch
+        %3 = sym_size.int(%0, 1)                   # int seq
+        %4 = operator.mul(%2, %3)                  # int batch*seq
+        %5 = reshape(%0, [%4, 8])                  # f64[batch*seq 8]
+        %6 = reshape(%1, [%4])                     # i64[batch*seq]
+        %7 = cross_entropy(%5, %6, 3, 0.0, False)  # f64[batch*seq]
+        %8 = sum(%7)                               # f64[]
         return %8""",
         inputs="x ids",
     ),
@@ -340,7 +340,7 @@ def _text(program: Program) -> str:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_rewrite(case: Case) -> None:
     model, program = _build(case)
-    assert canonicalize(program) >= 0
+    assert canonicalize_program(program) >= 0
     assert program.phase is Phase.CANONICAL
     assert _text(program) == _dedent(case.expected)
     for batch, seq in ((2, 5), (3, 7), (1, 4)):
@@ -357,9 +357,9 @@ def test_captured_graph_computes_the_same(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_twice_changes_nothing(case: Case) -> None:
     _, program = _build(case)
-    canonicalize(program)
+    canonicalize_program(program)
     before = _text(program)
-    assert canonicalize(program) == 0
+    assert canonicalize_program(program) == 0
     assert _text(program) == before
 
 
@@ -367,7 +367,7 @@ def test_twice_changes_nothing(case: Case) -> None:
 def test_values_and_sizes_are_well_formed(case: Case) -> None:
     """Every node has a value of the right shape, and no size is taken of an intermediate."""
     _, program = _build(case)
-    canonicalize(program)
+    canonicalize_program(program)
     placeholders = set(program.placeholders())
     for node in program.graph.nodes:
         if node.op != "call_function":
@@ -393,7 +393,7 @@ def test_autocast_becomes_casts() -> None:
     torch.manual_seed(0)
     model = Function(fn, {"w": (8, 8)}).float()
     program = capture_call(model, (x_of().float(),))
-    canonicalize(program)
+    canonicalize_program(program)
     assert _text(program) == _dedent(AUTOCAST)
     x = x_of(3, 7).float()
     wanted = torch.autograd.grad(model(x), (model.w, x))

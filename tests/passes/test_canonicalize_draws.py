@@ -1,4 +1,4 @@
-"""Covers: passes/canonicalize*.py where models draw random numbers, and what stays as captured or is refused."""
+"""Covers: passes/canonicalize/random.py where models draw random numbers, and what stays as captured or is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
 from megafx.ir.interpret import run_program
 from megafx.ir.nodes import set_arguments
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def test_draws_are_functions_of_the_seed(name: str) -> None:
     fn, mean, deviation = DRAWS[name]
     model = Function(fn, {})
     program = capture_call(model, (x_of(),))
-    canonicalize(program)
+    canonicalize_program(program)
     x = x_of(40, 100)
     first, again, other = (run_program(program, model, (x,), seed=seed).detach() for seed in (1, 1, 2))
     assert torch.equal(first, again)
@@ -66,7 +66,7 @@ def test_attention_with_dropout_is_our_op(causal: bool) -> None:
         mask[0][0, 0, 3] = False
     x = x_of()
     program = capture_call(model, (x, *mask))
-    canonicalize(program)
+    canonicalize_program(program)
     (attention,) = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.attention.default)
     assert not program.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
     first, again, other = (run_program(program, model, (x, *mask), seed=s) for s in (1, 1, 2))
@@ -85,7 +85,7 @@ def test_loss_that_stays_as_captured() -> None:
         lambda m, x, ids: F.cross_entropy(x.flatten(0, 1), ids.flatten(), weight=m.w.detach()), {"w": (8,)}
     )
     program = capture_call(model, (x_of(), ids_of()))
-    canonicalize(program)
+    canonicalize_program(program)
     assert str(program.notes[0]).startswith(
         "canonicalize: cross entropy with class weights is left as captured (no vocab sharding)"
     )
@@ -95,7 +95,7 @@ def test_loss_that_stays_as_captured() -> None:
 def _refused(fn: Callable[..., Any]) -> str:
     program = capture_call(Function(fn, {"w": (8,)}), (x_of(),))
     with pytest.raises(CaptureError) as caught:
-        canonicalize(program)
+        canonicalize_program(program)
     return caught.value.found
 
 

@@ -1,4 +1,4 @@
-"""Covers: passes/fuse/describe_masks.py, megafx/analysis/mask_reader.py, megafx/analysis/mask_algebra.py,
+"""Covers: passes/fuse/describe_masks.py, megafx/analysis/masks.py,
 megafx/analysis/tables.py."""
 
 import math
@@ -10,15 +10,14 @@ import torch.nn.functional as F
 import zoo
 
 import megafx
-from megafx.analysis.mask_reader import MaskReader
+from megafx.analysis.masks import MaskReader
 from megafx.analysis.tables import Band, TableGuard, read_table
 from megafx.capture.export import capture_call
-from megafx.config import Config
 from megafx.ir.dump import target_text
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.patterns import attention, masked_softmax
-from megafx.testing import assert_same, fuse_with
+from megafx.testing import assert_same, fuse_with, make_planner
 
 FAMILY = [
     *(attention.AttentionChain, attention.AttentionOfGroups),
@@ -41,7 +40,7 @@ def described(function, **more):
     """The program with what describe_masks found: (before, after, arguments of the attention after the mask, its mask)."""
     fused = fuse_with(FAMILY, function, **HEADS | more)
     found = fused.program.copy()
-    describe_masks(found, Config())
+    describe_masks(found, make_planner())
     nodes = [n for n in found.graph.nodes if n.op == "call_function" and target_text(n.target) in ATTENTION]
     assert len(nodes) == 1, fused.near_misses
     return fused.before, found, nodes[0]
@@ -336,7 +335,7 @@ def test_a_buffer_that_the_graph_changes_is_not_read():
             return out
 
     program = capture_call(Counting(torch.ones(8, 8).tril().view(1, 1, 8, 8)), (torch.randn(2, 5, 8),))
-    canonicalize(program)
+    canonicalize_program(program)
     reader = MaskReader(program)
     for node in program.graph.nodes:
         if isinstance(node.meta.get("val"), torch.Tensor):

@@ -10,21 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toy_ops import half_turn
-from toy_patterns import AddNorm, BiasGelu, DropAdd, Rms
+from toys import AddNorm, BiasGelu, DropAdd, Rms, half_turn
 
 import megafx
 from megafx.capture.export import capture_call
 from megafx.checks.types import check_types
-from megafx.compiler.pipeline import Request, compile_program
+from megafx.compiler.pipeline import compile_program
 from megafx.config import FUSIONS, Config
 from megafx.errors import ConfigError
 from megafx.ir import dump
 from megafx.ir.program import PLACEMENT
-from megafx.planner.hardware import Hardware
 from megafx.rewrite import pattern as registry
 from megafx.rewrite.driver import patterns_of
 from megafx.rewrite.pattern import register, unregister
+from megafx.testing import make_planner
 
 toy = torch.ops.toy
 # The library's own patterns off; a workload that is worth sharding.
@@ -143,11 +142,9 @@ def test_dropout_draws_the_same_bits_fused_or_not(cases):
 
 def placed(case, t, stop, **config):
     """The program as the named pass leaves it."""
-    request = Request(
-        Config(**ALONE, **config), t, Hardware.load("h100-nvlink"), {}, None, lambda i, s: s.kind == "param"
-    )
+    planner = make_planner(t, Config(**ALONE, **config), wants_grad=lambda spec: spec.kind == "param")
     with megafx.debug(check=1, stop_after=stop), pytest.raises(megafx.compiler.runner.PipelineStopped) as stopped:
-        compile_program(case.program.copy(), request)
+        compile_program(case.program.copy(), planner)
     return stopped.value.program
 
 
@@ -257,7 +254,7 @@ def test_debug_levels_print_counts_and_near_misses(cases, capfd):
 
 def test_rotated_queries_and_keys_on_ranks():
     """A local pattern whose operands are cut on heads, which do not divide by the ranks."""
-    from toy_patterns import TurnBoth
+    from toys import TurnBoth
 
     class Heads(nn.Module):
         def __init__(self):

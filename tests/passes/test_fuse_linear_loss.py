@@ -11,15 +11,13 @@ import megafx
 from megafx.analysis.lazy import only_for_lazy
 from megafx.capture.export import capture_call
 from megafx.capture.huggingface import synthesize_inputs
-from megafx.compiler.pipeline import Request, compile_passes, compile_program
-from megafx.compiler.runner import run_passes
+from megafx.compiler.pipeline import EVERY_RANK, compile_program, passes_of
+from megafx.compiler.runner import Runner
 from megafx.config import Config
 from megafx.ir import dump
 from megafx.ir.program import VAL, Phase, Program
 from megafx.passes.fuse.fuse_linear_loss import fuse_linear_loss
-from megafx.planner.context import Planning
-from megafx.planner.hardware import Hardware
-from megafx.testing import assert_same, canonical, expect, run_pass
+from megafx.testing import assert_same, canonical, expect, make_planner, run_pass
 
 
 def shifted(x, w, y):
@@ -36,15 +34,11 @@ HEAD = {"x": "f32[b s k=8]", "w": "param f32[v=16 k=8]", "y": "i64[b s]"}
 FLAT = {"x": "f32[t k=8]", "w": "param f32[v=16 k=8]", "y": "i64[t]"}
 
 
-def planning(config) -> Planning:
-    return Planning(config, 1, Hardware.load("h100-nvlink"), True)
-
-
 def fused(loss, config=None, **values) -> tuple[Program, Program]:
     """(before, after) on one rank."""
     before = canonical(loss, **values)
     before.phase = Phase.LOCAL
-    return before, run_pass(fuse_linear_loss, before, planning(config or Config()))
+    return before, run_pass(fuse_linear_loss, before, make_planner(1, config))
 
 
 def ops_of(program: Program) -> list[str]:
@@ -131,7 +125,7 @@ def with_loss(config, fn, gather=True):
     from dataclasses import replace
 
     before.outputs[0] = replace(before.outputs[0], loss=True)
-    return before, run_pass(fuse_linear_loss, before, planning(config))
+    return before, run_pass(fuse_linear_loss, before, make_planner(1, config))
 
 
 def test_logits_that_leave_are_lazy():
@@ -166,15 +160,13 @@ def test_logits_that_must_be_there(config, fn, reason):
 def test_off():
     before = canonical(lambda x, w, y: F.cross_entropy(F.linear(x, w), y), **FLAT)
     before.phase = Phase.LOCAL
-    after = run_pass(fuse_linear_loss, before, planning(Config(cross_entropy_fusion=False)))
+    after = run_pass(fuse_linear_loss, before, make_planner(1, Config(cross_entropy_fusion=False)))
     assert dump.text(before) == dump.text(after) and not after.notes
 
 
 def joint(model, t=1, **config):
-    request = Request(
-        Config(**config), t, Hardware.load("h100-nvlink"), {}, None, lambda index, spec: spec.kind == "param"
-    )
-    return compile_program(capture_call(model, *synthesize_inputs(model)), request).program
+    planner = make_planner(t, Config(**config), wants_grad=lambda spec: spec.kind == "param")
+    return compile_program(capture_call(model, *synthesize_inputs(model)), planner).program
 
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 67}
@@ -270,9 +262,9 @@ def is_wide(node, columns):
 def placed(model, t, **config):
     """The joint graph before transitions are written out."""
     config = Config(tensor_model_parallel_size=t, **config)
-    request = Request(config, t, Hardware.load("h100-nvlink"), {}, None, lambda index, spec: spec.kind == "param")
+    planner = make_planner(t, config, wants_grad=lambda spec: spec.kind == "param")
     program = capture_call(model, *synthesize_inputs(model))
-    passes = compile_passes(request.planning(), request)
-    run_passes(program, passes[: [p.name for p in passes].index("check_types") + 1], ranks=t)
+    passes = passes_of(planner, *EVERY_RANK)
+    Runner(planner).run(program, passes[: [p.name for p in passes].index("check_types") + 1])
     assert not [n for n in program.notes if n.topic == "types"]
     return program

@@ -10,8 +10,10 @@ from megafx.passes.communicate.gather_parameters import gather_parameters, gathe
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import gather_what_is_read, start_next_region
 from megafx.placements.data_axis import COPY_AXIS, SHARD_AXIS, DataAxis
-from megafx.placements.types import I, Layout, S
-from megafx.testing import expect, graph
+from megafx.placements.types import I, Layout, Placement, S
+from megafx.planner.context import Planner
+from megafx.planner.plan import Plan
+from megafx.testing import expect, graph, make_planner
 
 aten = torch.ops.aten
 SHAPES = {"a": (5, 3), "b": (5,), "c": (2, 5)}
@@ -45,9 +47,13 @@ def run(program: Program, ranks: int) -> list[torch.Tensor]:
     return [r[0] for r in simulate(program, inputs, mesh={"dp_shard": ranks, "tp": 1})]
 
 
+def planner_of(data: DataAxis, stored: dict[str, Placement], t: int = 1) -> Planner:
+    return make_planner(t, data=data, plan=Plan(t, params=stored))
+
+
 def gathered(form: str) -> Program:
     program = two_layers()
-    assert gather_parameters(program, DataAxis(2, form, 2), 1, dict.fromkeys(SHAPES, I)) == 2
+    assert gather_parameters(program, planner_of(DataAxis(2, form, 2), dict.fromkeys(SHAPES, I))) == 2
     return program
 
 
@@ -87,10 +93,10 @@ def test_each_dtype_and_group_of_ranks_has_its_own():
     program = two_layers()
     with program.fake_mode:
         program.placeholders()[2].meta[VAL] = torch.empty(5, dtype=torch.float32)
-    assert gather_parameters(program, DataAxis(2, "fsdp", 2), 1, dict.fromkeys(SHAPES, I)) == 3
+    assert gather_parameters(program, planner_of(DataAxis(2, "fsdp", 2), dict.fromkeys(SHAPES, I))) == 3
     program = two_layers()
     stored = {"a": S(0, Layout.contiguous(10, 2)), "b": I, "c": I}
-    assert gather_parameters(program, DataAxis(2, "fsdp", 2), 2, stored) == 3
+    assert gather_parameters(program, planner_of(DataAxis(2, "fsdp", 2), stored, t=2)) == 3
     assert [(n.args[1], n.args[2]) for n in gathers(program.graph)] == [(2, SHARD_AXIS), (4, COPY_AXIS), (4, COPY_AXIS)]
 
 

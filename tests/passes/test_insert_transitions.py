@@ -13,31 +13,31 @@ from megafx.ir.program import PLACEMENT, Phase, Program
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.placements.types import I, R
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.testing import assert_same, expect
 
 aten = torch.ops.aten
 X, W = "f32[t=4 k=8]", "param f32[n=6 k=8]"
 
 
-def check(before: Program, after: Program, planning: Planning, text: str, t: int = 2) -> None:
+def check(before: Program, after: Program, planner: Planner, text: str, t: int = 2) -> None:
     """The placed graph is this text, and it computes what the graph before does; so do t ranks after localizing."""
     verify(after)
     expect(after, text, t=1)
     assert_same(before, after)
-    localize_shapes(after, planning)
+    localize_shapes(after, planner)
     verify(after)
     assert_same(before, after, t)
 
 
 def test_row_parallel_gets_one_all_reduce() -> None:
-    before, after, planning = small_plans.placed(
+    before, after, planner = small_plans.placed(
         lambda x, w: aten.linear(x, w), {"linear": "S1, S1 -> P", "w": "S1"}, x=X, w=W
     )
     check(
         before,
         after,
-        planning,
+        planner,
         """
         %0 = x                        # f32[4 8] I@tp
         %1 = w                        # f32[6 8] S1@tp param
@@ -51,7 +51,7 @@ def test_row_parallel_gets_one_all_reduce() -> None:
 
 def test_q_k_and_v_share_one_conversion() -> None:
     """Column-parallel: x becomes R once, whose backward is one all-reduce of three gradients' sum."""
-    before, after, planning = small_plans.placed(
+    before, after, planner = small_plans.placed(
         lambda x, q, k, v: aten.add(aten.mul(aten.linear(x, q), aten.linear(x, k)), aten.linear(x, v)),
         {"linear": "R, S0 -> S1", "linear_1": "R, S0 -> S1", "linear_2": "R, S0 -> S1"},
         x=X, q=W, k=W, v=W,
@@ -59,7 +59,7 @@ def test_q_k_and_v_share_one_conversion() -> None:
     check(
         before,
         after,
-        planning,
+        planner,
         """
         %0 = x                         # f32[4 8] I@tp
         %1 = q                         # f32[6 8] S0@tp param
@@ -79,24 +79,24 @@ def test_q_k_and_v_share_one_conversion() -> None:
 
 def test_a_gathered_shard_serves_every_reader() -> None:
     """Sequence parallelism: one all-gather of the norm's result, not one for each projection."""
-    before, after, planning = small_plans.placed(
+    before, after, planner = small_plans.placed(
         lambda x, q, k: aten.mul(aten.linear(aten.relu(x), q), aten.linear(aten.relu(x), k)),
         {"relu": "S0 -> S0", "relu_1": "S0 -> S0", "linear": "R, S0 -> S1", "linear_1": "R, S0 -> S1"},
         x=X, q=W, k=W,
     )  # fmt: skip
     assert sum(is_transition(n) and n.args[1:3] == ("I", "S0") for n in after.graph.nodes) == 1, "x is sliced once"
-    localize_shapes(after, planning)
+    localize_shapes(after, planner)
     assert_same(before, after)
 
 
 def test_a_row_parallel_bias_is_added_once() -> None:
-    before, after, planning = small_plans.placed(
+    before, after, planner = small_plans.placed(
         lambda x, w, b: aten.linear(x, w, b), {"linear": "S1, S1, P -> P", "b": "I"}, x=X, w=W, b="param f32[n=6]"
     )
     check(
         before,
         after,
-        planning,
+        planner,
         """
         %0 = x                        # f32[4 8] I@tp
         %1 = w                        # f32[6 8] S1@tp param
@@ -112,13 +112,13 @@ def test_a_row_parallel_bias_is_added_once() -> None:
 
 def test_a_replicated_parameter_on_a_shard() -> None:
     """A norm's weight under sequence parallelism: I -> R, whose backward is the gradient all-reduce."""
-    before, after, planning = small_plans.placed(
+    before, after, planner = small_plans.placed(
         lambda x, w: aten.layer_norm(x, [8], w), {"layer_norm": "S0, R -> S0"}, x=X, w="param f32[k=8]"
     )
     check(
         before,
         after,
-        planning,
+        planner,
         """
         %0 = x                        # f32[4 8] I@tp
         %1 = w                        # f32[8] I@tp param
@@ -133,13 +133,13 @@ def test_a_replicated_parameter_on_a_shard() -> None:
 
 def test_a_value_without_gradient_is_sliced() -> None:
     """A mask is computed whole everywhere and sliced without communication; a mask of one row is not."""
-    before, after, planning = small_plans.placed(
+    before, after, planner = small_plans.placed(
         lambda x, mask: aten.where(mask, x, aten.mul(x, 0.5)), {"where": "S0, S0, S0 -> S0"}, x=X, mask="bool[t=4 k=8]"
     )
     check(
         before,
         after,
-        planning,
+        planner,
         """
         %0 = x                        # f32[4 8] I@tp
         %1 = mask                     # bool[4 8]
@@ -154,13 +154,13 @@ def test_a_value_without_gradient_is_sliced() -> None:
 
 
 def test_sizes_of_layouts_are_emitted_once() -> None:
-    before, after, planning = small_plans.placed(
+    before, after, planner = small_plans.placed(
         lambda x: aten.relu(aten.relu(x)), {"relu": "S1 -> S1", "relu_1": "S0 -> S0"}, x="f32[b s]"
     )
     check(
         before,
         after,
-        planning,
+        planner,
         """
         %0 = x                         # f32[b s] I@tp
         %1 = sym_size.int(%0, 1)       # int s
@@ -176,25 +176,25 @@ def test_sizes_of_layouts_are_emitted_once() -> None:
 
 
 def test_nothing_to_do() -> None:
-    program, planning = small_plans.planned(lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x=X, w=W)
-    assert insert_transitions(program, planning) == 0
+    program, planner = small_plans.planned(lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x=X, w=W)
+    assert insert_transitions(program, planner) == 0
     assert not any(is_transition(n) for n in program.graph.nodes)
     assert program.phase == Phase.PLACED
     assert all(n.meta[PLACEMENT] == I for n in program.graph.nodes if n.op != "output")
 
 
 def test_an_output_leaves_whole() -> None:
-    program, planning = small_plans.planned(lambda x: aten.relu(x), {"relu": "S0 -> S0"}, x=X)
-    assert insert_transitions(program, planning) == 2  # x sliced, the result gathered
+    program, planner = small_plans.planned(lambda x: aten.relu(x), {"relu": "S0 -> S0"}, x=X)
+    assert insert_transitions(program, planner) == 2  # x sliced, the result gathered
     assert program.results()[0].meta[PLACEMENT] == I
 
 
 def test_a_plan_that_mixes_invariant_and_replicated_is_refused() -> None:
     """What the pass writes is checked, not believed: an invariant operand beside a replicated result loses gradients."""
-    program, planning = small_plans.planned(lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x=X, w=W)
-    choice = planning.solved.ops["linear"]
-    planning.solved.ops["linear"] = type(choice)(choice.ins, R)
-    insert_transitions(program, planning)
+    program, planner = small_plans.planned(lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x=X, w=W)
+    choice = planner.solved.ops["linear"]
+    planner.solved.ops["linear"] = type(choice)(choice.ins, R)
+    insert_transitions(program, planner)
     with pytest.raises(PlacementError) as raised:
         verify(program)
     assert str(raised.value) == (

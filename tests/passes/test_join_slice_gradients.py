@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import nn
 
 from megafx.checks.simulate import run_logical
 from megafx.ir.program import PHASE, VAL, Program
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
-
-LocalProgram = Callable[..., Program]
+from megafx.testing import make_planner
 
 
 def ops(program: Program) -> list[str]:
@@ -41,41 +41,41 @@ def beside(x: Any) -> tuple[Any, ...]:
     return ((x[:, 0:4].sin() * x[:, 5:9]).sum() + (x * x),)
 
 
-def check(local_program: LocalProgram, function: Callable[[Any], tuple[Any, ...]]) -> Program:
+def check(function: Callable[[Any], tuple[Any, ...]]) -> Program:
     torch.manual_seed(0)
     x = nn.Parameter(torch.randn(5, 9).double())
     program = local_program(function, {"x": x})
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     assert any("_backward" in op for op in ops(program))
     tangent = torch.randn_like(function(x)[0])
-    assert join_slice_gradients(program) == 1
+    assert join_slice_gradients(program, make_planner()) == 1
     got = run_logical(program, {"x": x, "0": tangent}, {}, 1).gradients["x"]
     (want,) = torch.autograd.grad(function(x)[0], x, tangent)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
     return program
 
 
-def test_slices_that_cover_the_value_become_one_cat(local_program: LocalProgram) -> None:
-    program = check(local_program, qkv)
+def test_slices_that_cover_the_value_become_one_cat() -> None:
+    program = check(qkv)
     backward = [n for n in program.graph.nodes if n.meta.get(PHASE) == "backward"]
     names = [str(n.target).split(".")[1] for n in backward]
     assert names.count("cat") == 1 and "slice_backward" not in names and "add" not in names
     assert all(VAL in n.meta for n in backward)
-    assert join_slice_gradients(program) == 0
+    assert join_slice_gradients(program, make_planner()) == 0
 
 
-def test_what_no_slice_covers_is_zero(local_program: LocalProgram) -> None:
-    names = ops(check(local_program, gap))
+def test_what_no_slice_covers_is_zero() -> None:
+    names = ops(check(gap))
     assert names.count("new_zeros") == 3 and names.count("cat") == 1
 
 
-def test_selected_rows_are_slices(local_program: LocalProgram) -> None:
-    names = ops(check(local_program, rows))
+def test_selected_rows_are_slices() -> None:
+    names = ops(check(rows))
     assert names.count("unsqueeze") == 3 and "select_backward" not in names
 
 
-def test_other_summands_stay(local_program: LocalProgram) -> None:
-    names = ops(check(local_program, beside))
+def test_other_summands_stay() -> None:
+    names = ops(check(beside))
     assert names.count("cat") == 1 and "slice_backward" not in names
 
 
@@ -88,8 +88,8 @@ def test_other_summands_stay(local_program: LocalProgram) -> None:
         lambda x: ((lambda y: y[:, 0:9:3] * y[:, 1:9:3])(x.tanh()),),  # steps
     ],
 )
-def test_others_are_left_alone(local_program: LocalProgram, function: Callable[[Any], tuple[Any, ...]]) -> None:
+def test_others_are_left_alone(function: Callable[[Any], tuple[Any, ...]]) -> None:
     program = local_program(function, {"x": nn.Parameter(torch.randn(5, 9).double())})
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     before = str(program.graph)
-    assert join_slice_gradients(program) == 0 and str(program.graph) == before
+    assert join_slice_gradients(program, make_planner()) == 0 and str(program.graph) == before

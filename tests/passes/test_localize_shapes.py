@@ -248,7 +248,7 @@ def test_dropout_is_told_how_its_operand_is_cut() -> None:
 def test_cross_entropy_of_a_sharded_vocabulary(t: int) -> None:
     """Statistics, one all-gather, a local loss: invariant. Ids of one rank, pads, smoothing."""
     before, after = small_plans.local(
-        lambda x, w, y: mfx.cross_entropy(aten.linear(x, w), y, -100, 0.1),
+        lambda x, w, y: mfx.cross_entropy(aten.linear(x, w), y, -100, 0.1, False),
         {"linear": "R, S0 -> S1"},
         mesh=f"tp={t}",
         x="f32[b k=4]",
@@ -262,10 +262,10 @@ def test_cross_entropy_of_a_sharded_vocabulary(t: int) -> None:
 
 
 def test_nothing_to_do() -> None:
-    before, program, planning = small_plans.placed(
+    before, program, planner = small_plans.placed(
         lambda x, w: aten.linear(x, w), {"linear": "I, I -> I"}, x="f32[t=4 k=8]", w="param f32[n=6 k=8]"
     )
-    assert localize_shapes(program, planning) == 0
+    assert localize_shapes(program, planner) == 0
     expect(
         program,
         """
@@ -280,13 +280,13 @@ def test_nothing_to_do() -> None:
 
 
 def test_a_value_of_another_shape_than_its_placement_is_refused() -> None:
-    _, program, planning = small_plans.placed(
+    _, program, planner = small_plans.placed(
         lambda x, w: aten.linear(x, w), {"linear": "R, S0 -> S1"}, x="f32[t=4 k=8]", w="param f32[n=6 k=8]"
     )
-    choice = planning.solved.ops["linear"]
-    planning.solved.ops["linear"] = type(choice)(choice.ins, P)
+    choice = planner.solved.ops["linear"]
+    planner.solved.ops["linear"] = type(choice)(choice.ins, P)
     with pytest.raises(PlacementError) as raised:
-        localize_shapes(program, planning)
+        localize_shapes(program, planner)
     assert str(raised.value) == (
         "aten.linear.default gives a local shape (4, 3) where its placement P on 2 ranks means (4, 6)\n"
         "  in module '<root>'\n"

@@ -10,7 +10,7 @@ import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion_profiles import FAST, SLOW, measured, saved
+from small_plans import FAST, SLOW, measured, saved
 from torch import nn
 
 import megafx
@@ -18,16 +18,14 @@ from megafx.config import Config
 from megafx.distributed.parameters import JoinedParameters, parameter_slots, place_joined, side_by_side
 from megafx.ir import dump
 from megafx.passes.fuse.merge_linears import merge_linears
-from megafx.planner.context import Planning
-from megafx.planner.hardware import Hardware
-from megafx.testing import assert_same, expect, graph, run_pass
+from megafx.testing import assert_same, expect, graph, make_planner, run_pass
 
 aten, ops = torch.ops.aten, torch.ops.megafx
 
 
-def merged(before, t=2, trains=lambda index, spec: True, **config):
-    planning = Planning(Config(**config), t, Hardware.load("cpu-gloo"), trains is not None)
-    return run_pass(merge_linears, before, planning, trains)
+def merged(before, t=2, trains=lambda spec: True, **config):
+    planner = make_planner(t, Config(**config), hardware="cpu-gloo", training=False, wants_grad=trains)
+    return run_pass(merge_linears, before, planner)
 
 
 def notes(program):
@@ -108,7 +106,7 @@ def test_what_is_no_match_is_left_alone():
 
 def test_frozen_ones_stay_apart_in_training():
     before = linears(lambda x, w, v: (aten.linear(x, w), aten.linear(x, v)), **TWO)
-    after = merged(before, trains=lambda index, spec: spec.name != "v")
+    after = merged(before, trains=lambda spec: spec.name != "v")
     assert dump.text(after) == dump.text(before) and notes(after) == ["w, v not merged: v is frozen"]
     assert "join_parameters" in dump.text(merged(before, trains=None))  # without gradients that is nothing
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import nn
 
 from megafx.checks.simulate import run_logical
-from megafx.ir.program import Program
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
 from megafx.passes.backward.pack_attention_gradients import pack_attention_gradients
+from megafx.testing import make_planner
 
-LocalProgram = Callable[..., Program]
 B, S, D = 2, 5, 3
 HEADS = {"q": 4, "k": 2, "v": 2}
 
@@ -34,16 +34,16 @@ def attention_of(order: str, p: float = 0.0) -> Callable[..., tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(("order", "p"), [("qkv", 0.0), ("vqk", 0.3)])
-def test_gradients_are_written_side_by_side(local_program: LocalProgram, order: str, p: float) -> None:
+def test_gradients_are_written_side_by_side(order: str, p: float) -> None:
     torch.manual_seed(0)
     function = attention_of(order, p)
     inputs = {"x": nn.Parameter(torch.randn(B, S, 8 * D).double()), "seed": torch.tensor(7)}
     program = local_program(function, inputs)
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     tangent = torch.randn(B, 4, S, D).double()
     before = run_logical(program, {**inputs, "0": tangent}, {}, 1).gradients["x"]
-    assert pack_attention_gradients(program) == 0  # sums over zeros as yet
-    assert join_slice_gradients(program) == 1 and pack_attention_gradients(program) == 1
+    assert pack_attention_gradients(program, make_planner()) == 0  # sums over zeros as yet
+    assert join_slice_gradients(program, make_planner()) == 1 and pack_attention_gradients(program, make_planner()) == 1
     names = [str(n.target) for n in program.graph.nodes]
     assert names.count("megafx.attention_backward_packed.default") == 1
     assert not any("cat" in n or n == "megafx.attention_backward.default" for n in names)
@@ -51,7 +51,7 @@ def test_gradients_are_written_side_by_side(local_program: LocalProgram, order: 
     assert torch.equal(before, after)  # type: ignore[arg-type]
 
 
-def test_a_gradient_that_something_else_reads_is_left(local_program: LocalProgram) -> None:
+def test_a_gradient_that_something_else_reads_is_left() -> None:
     def function(x: Any, seed: Any) -> tuple[Any, ...]:
         x = x.tanh()
         q = x.view(B, S, 4, D).transpose(1, 2)
@@ -59,6 +59,6 @@ def test_a_gradient_that_something_else_reads_is_left(local_program: LocalProgra
 
     inputs = {"x": nn.Parameter(torch.randn(B, S, 4 * D).double()), "seed": torch.tensor(7)}
     program = local_program(function, inputs)
-    build_joint_graph(program, [0], [0])
+    differentiate(program, [0], [0])
     before = str(program.graph)
-    assert pack_attention_gradients(program) == 0 and str(program.graph) == before
+    assert pack_attention_gradients(program, make_planner()) == 0 and str(program.graph) == before

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
 from megafx.ir.program import FQN, RECOMPUTE, Program
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.lower.partition import Partition, partition
-
-LocalProgram = Callable[..., Program]
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, dtype=dtype))
 
 
-def joint(local_program: LocalProgram, function: Any, inputs: dict[str, Any], varying: tuple[str, ...] = ()) -> Program:
+def joint(function: Any, inputs: dict[str, Any], varying: tuple[str, ...] = ()) -> Program:
     program = local_program(function, inputs, varying=varying)
     wrt = [i for i, spec in enumerate(program.inputs) if spec.kind == "param"]
-    build_joint_graph(program, wrt, [0])
+    differentiate(program, wrt, [0])
     return program
 
 
@@ -57,9 +55,9 @@ def mlp(w: Any, v: Any, x: Any) -> tuple[Any, ...]:
     return (F.linear(F.gelu(F.linear(x, w)), v),)
 
 
-def test_an_mlp_keeps_the_two_activations_and_refers_to_inputs(local_program: LocalProgram) -> None:
+def test_an_mlp_keeps_the_two_activations_and_refers_to_inputs() -> None:
     inputs = {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(2, 3, 4)}
-    program = joint(local_program, mlp, inputs)
+    program = joint(mlp, inputs)
     parts = partition(program)
     # the input and the output of gelu: not their views, not the transposed weights, not x again
     assert [k for k in saved(parts) if not k.startswith("value")] == ["input v", "input x"]
@@ -68,56 +66,56 @@ def test_an_mlp_keeps_the_two_activations_and_refers_to_inputs(local_program: Lo
     check(parts, mlp, inputs)
 
 
-def test_saved_bytes_name_the_module(local_program: LocalProgram) -> None:
+def test_saved_bytes_name_the_module() -> None:
     inputs = {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(2, 3, 4)}
     program = local_program(mlp, inputs, varying=("x",))
     for node in program.graph.nodes:
         if node.op == "call_function":
             node.meta[FQN] = "act" if "gelu" in str(node.target) else "fc"
-    build_joint_graph(program, [0, 1], [0])
+    differentiate(program, [0, 1], [0])
     assert partition(program).saved_bytes(program.sizes) == {"fc": 144, "act": 144}
 
 
-def test_sizes_are_kept_as_integers(local_program: LocalProgram) -> None:
+def test_sizes_are_kept_as_integers() -> None:
     def function(w: Any, x: Any) -> tuple[Any, ...]:
         return ((x * w).sum(0, keepdim=True).expand(x.shape[0], 4).reshape(-1).sum() * w,)
 
     inputs = {"w": parameter(4), "x": torch.randn(3, 4)}
-    program = joint(local_program, function, inputs, varying=("x",))
+    program = joint(function, inputs, varying=("x",))
     parts = partition(program)
     assert [s.kind for s in parts.saved].count("size") == 1
     for b in (3, 5):
         check(parts, function, {**inputs, "x": torch.randn(b, 4)})
 
 
-def test_q_k_and_v_are_kept_as_one_value(local_program: LocalProgram) -> None:
+def test_q_k_and_v_are_kept_as_one_value() -> None:
     def function(w: Any, x: Any) -> tuple[Any, ...]:
         q, k, v = F.linear(x, w).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
         return (F.scaled_dot_product_attention(q, k, v, is_causal=True),)
 
     inputs = {"w": parameter(24, 8), "x": torch.randn(2, 5, 8)}
-    parts = partition(joint(local_program, function, inputs))
+    parts = partition(joint(function, inputs))
     values = [s for s in parts.saved if s.kind == "value"]
     assert [s.numel for s in values] == [2 * 5 * 24, 2 * 2 * 5 * 4, 2 * 2 * 5]  # qkv, output, log-sum-exp
     assert "unbind" in ops(parts.backward)
     check(parts, function, inputs)
 
 
-def test_low_precision_copies_of_parameters_are_made_again(local_program: LocalProgram) -> None:
+def test_low_precision_copies_of_parameters_are_made_again() -> None:
     def function(w: Any, v: Any, x: Any) -> tuple[Any, ...]:
         hidden = F.linear(x, w.to(torch.bfloat16))
         return (F.linear(hidden.float(), v),)
 
     inputs = {"w": parameter(6, 4), "v": parameter(4, 6), "x": parameter(3, 4, dtype=torch.bfloat16)}
-    parts = partition(joint(local_program, function, inputs))
+    parts = partition(joint(function, inputs))
     assert saved(parts) == ["input w", "input v", "input x", "value _to_copy_1"]
     assert ops(parts.backward).count("_to_copy") == 3  # w again; and the gradients of w and of hidden
     check(parts, function, inputs)
 
 
-def test_tagged_nodes_are_computed_again(local_program: LocalProgram) -> None:
+def test_tagged_nodes_are_computed_again() -> None:
     inputs = {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(2, 3, 4)}
-    program = joint(local_program, mlp, inputs)
+    program = joint(mlp, inputs)
     for node in program.graph.nodes:
         if "gelu.default" in str(node.target):
             node.meta[RECOMPUTE] = True
@@ -127,28 +125,28 @@ def test_tagged_nodes_are_computed_again(local_program: LocalProgram) -> None:
     check(parts, mlp, inputs)
 
 
-def test_forward_computes_nothing_that_only_backward_needs(local_program: LocalProgram) -> None:
+def test_forward_computes_nothing_that_only_backward_needs() -> None:
     def function(w: Any, x: Any) -> tuple[Any, ...]:
         return (torch.special.expit(x @ w).pow(3).sum(),)
 
     inputs = {"w": parameter(4, 6), "x": torch.randn(3, 4)}
-    parts = partition(joint(local_program, function, inputs))
+    parts = partition(joint(function, inputs))
     assert ops(parts.forward) == ["mm", "sigmoid", "pow", "sum"]
     assert "pow" in ops(parts.backward)
     check(parts, function, inputs)
 
 
-def test_what_the_user_can_change_is_marked(local_program: LocalProgram) -> None:
+def test_what_the_user_can_change_is_marked() -> None:
     def function(w: Any, x: Any) -> tuple[Any, ...]:
         y = torch.tanh(x * w)
         return (y, (y * y).view(-1))
 
     inputs = {"w": parameter(4), "x": torch.randn(3, 4)}
-    parts = partition(joint(local_program, function, inputs))
+    parts = partition(joint(function, inputs))
     assert {s.name: s.shared for s in parts.saved} == {"x": True, "tanh": True}
 
 
-def test_program_without_gradients_has_a_forward_only(local_program: LocalProgram) -> None:
+def test_program_without_gradients_has_a_forward_only() -> None:
     program = local_program(mlp, {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(2, 3, 4)})
     parts = partition(program)
     assert parts.backward is None and parts.saved == ()

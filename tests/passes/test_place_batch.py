@@ -10,10 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from megafx.capture.export import capture_call
+from megafx.config import Config
 from megafx.errors import PlanError
 from megafx.ir.program import Program
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.place_batch import place_batch
+from megafx.placements.data_axis import DataAxis
+from megafx.testing import make_planner
 
 RANKS = 3
 X, Y = torch.randn(4, 5, 6), torch.randn(4, 5, 6)
@@ -34,8 +37,8 @@ class Of(nn.Module):
 
 def typed(function, *inputs: torch.Tensor) -> Program:
     program = capture_call(Of(function), inputs, {})
-    canonicalize(program)
-    place_batch(program, RANKS)
+    canonicalize_program(program)
+    place_batch(program, make_planner(data=DataAxis(RANKS)))
     return program
 
 
@@ -109,19 +112,19 @@ def test_what_mixes_rows_is_refused(name):
     function, inputs = REFUSED[name]
     with pytest.raises(PlanError, match="data parallelism cannot cut the batch") as error:
         typed(function, *inputs)
-    assert re.search(r"test_pass_place_batch\.py:\d+", str(error.value)) and "fix: " in str(error.value)
+    assert re.search(r"test_place_batch\.py:\d+", str(error.value)) and "fix: " in str(error.value)
 
 
 def test_a_batch_of_one_size_is_refused():
     program = capture_call(Of(lambda w, x: x * w), (X,), {}, dynamic=False)
-    canonicalize(program)
+    canonicalize_program(program)
     with pytest.raises(PlanError, match="no size that may vary"):
-        place_batch(program, RANKS)
+        place_batch(program, make_planner(data=DataAxis(RANKS)))
 
 
 def test_averaging_types_nothing():
     program = capture_call(Of(lambda w, x: (x.softmax(0) * w).mean()), (X,), {})
-    canonicalize(program)
+    canonicalize_program(program)
     before = ops(program)
-    assert place_batch(program, RANKS, whole=False) == 0
+    assert place_batch(program, make_planner(1, Config(data_parallel_loss="average"), data=DataAxis(RANKS))) == 0
     assert ops(program) == before and not program.batch.summed and not program.batch.whole

@@ -19,7 +19,7 @@ from megafx.ir.program import PLACEMENT, VAL, Program
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.types import I, Layout, S
-from megafx.planner.context import Planning
+from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.report import Report, describe
 
@@ -50,10 +50,10 @@ DENSE_HEAD = {False: "replicated", True: "on a shard of the sequence"}  # BERT's
 
 
 @cache
-def _placed(name: str, sequence_parallel: bool | str) -> tuple[Program, Planning, Report]:
-    program, planning = real_sizes.planned(name, T, sequence_parallel=sequence_parallel)
-    insert_transitions(program, planning)
-    return program, planning, describe(program, planning)
+def _placed(name: str, sequence_parallel: bool | str) -> tuple[Program, Planner, Report]:
+    program, planner = real_sizes.planned(name, T, sequence_parallel=sequence_parallel)
+    insert_transitions(program, planner)
+    return program, planner, describe(program, planner)
 
 
 def _plan(name: str, sequence_parallel: bool | str) -> Plan:
@@ -96,8 +96,8 @@ def test_tensor_parallel_collectives(name: str) -> None:
 @pytest.mark.parametrize("name", list(STYLES))
 def test_sequence_parallel_collectives(name: str) -> None:
     """One gather before each column-parallel region (shared by q, k and v), one reduce-scatter after each row-parallel."""
-    program, planning, _ = _placed(name, True)
-    assert planning.solved.sequence_parallel
+    program, planner, _ = _placed(name, True)
+    assert planner.solved.sequence_parallel
     assert _transitions(program, of_parameters=False) == {"S->R": PAIRS[name], "P->S": PAIRS[name]}
     assert _transitions(program, of_parameters=True) == Counter({"I->R": SUMMED[name], "I->P": RANK0_BIASES[name]})
 
@@ -106,14 +106,14 @@ def test_sequence_parallel_collectives(name: str) -> None:
 @pytest.mark.parametrize("name", list(STYLES))
 def test_the_residual_stream_is_whole_or_on_the_sequence(name: str, sequence_parallel: bool) -> None:
     """Norms, dropouts and residual sums: invariant without sequence parallelism, a shard of dim 1 with it."""
-    program, planning, _ = _placed(name, sequence_parallel)
+    program, planner, _ = _placed(name, sequence_parallel)
     ids = next(n for n, spec in program.input_nodes() if spec.kind == "user")
     batch = program.sizes.shape(ids.meta[VAL])[0]
     hidden = {"nanogpt": 4096, "llama": 4096}.get(name, 1024)
     seen = 0
     for node in program.graph.nodes:
         where = node.meta.get(PLACEMENT)
-        if node not in planning.rules or where is None or where.kind == "P" or node.meta[VAL].ndim != 3:
+        if node not in planner.rules or where is None or where.kind == "P" or node.meta[VAL].ndim != 3:
             continue
         shape = program.sizes.shape(node.meta[VAL])
         if (
@@ -187,47 +187,50 @@ def test_more_ranks_than_heads_falls_back_and_says_so() -> None:
 
 def test_too_wide_a_graph_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megafx.planner.solver.LARGEST", 10)
-    program, planning = real_sizes.program("nanogpt").copy(), real_sizes.planning("nanogpt", T, sequence_parallel=False)
+    program, planner = (
+        real_sizes.program("nanogpt").copy(),
+        real_sizes.planner_of("nanogpt", T, sequence_parallel=False),
+    )
     with pytest.raises(PlanError, match="too many values depend on one another for an exact plan") as error:
-        plan_sharding(program, planning)
+        plan_sharding(program, planner)
     assert error.value.module and error.value.source
     assert f'eager_modules=["{error.value.module}"]' in str(error.value)
 
 
 def test_fixed_storage_is_kept() -> None:
-    program, planning = real_sizes.program("llama").copy(), real_sizes.planning("llama", T, sequence_parallel=False)
+    program, planner = real_sizes.program("llama").copy(), real_sizes.planner_of("llama", T, sequence_parallel=False)
     sharded = _plan("llama", False).params
     up, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
-    planning.fixed = {up: S(1, Layout.contiguous(4096, T)), norm: I}
+    planner.fixed = {up: S(1, Layout.contiguous(4096, T)), norm: I}
     with pytest.raises(PlanError, match="no plan satisfies every policy"):
-        plan_sharding(program, planning)  # a weight cut on the hidden dim, which a norm keeps whole
-    planning.fixed = {name: p for name, p in sharded.items() if "layers.0" in name}
-    plan_sharding(program, planning)
-    assert planning.solved.params == sharded
+        plan_sharding(program, planner)  # a weight cut on the hidden dim, which a norm keeps whole
+    planner.fixed = {name: p for name, p in sharded.items() if "layers.0" in name}
+    plan_sharding(program, planner)
+    assert planner.solved.params == sharded
 
 
 def test_free_policy_is_never_dearer() -> None:
     for name in ("gpt2", "llama"):
-        _, planning = real_sizes.planned(name, T, sequence_parallel="auto", planner_policy="free")
-        assert planning.solved.cost_us <= _plan(name, "auto").cost_us * (1 + 1e-9)
-        assert not planning.solved.removals
+        _, planner = real_sizes.planned(name, T, sequence_parallel="auto", planner_policy="free")
+        assert planner.solved.cost_us <= _plan(name, "auto").cost_us * (1 + 1e-9)
+        assert not planner.solved.removals
 
 
 def test_a_given_plan_is_applied_as_it_is() -> None:
     program = real_sizes.program("gpt2").copy()
-    planning = real_sizes.planning("gpt2", T, sequence_parallel=False)
+    planner = real_sizes.planner_of("gpt2", T, sequence_parallel=False)
     given = Plan.from_json(_plan("gpt2", True).to_json())  # another plan than this config would choose
-    planning.given = given
-    plan_sharding(program, planning)
-    assert planning.solved.diff(_plan("gpt2", True)) == ""
-    assert insert_transitions(program, planning) > 0
+    planner.given = given
+    plan_sharding(program, planner)
+    assert planner.solved.diff(_plan("gpt2", True)) == ""
+    assert insert_transitions(program, planner) > 0
     assert _transitions(program, of_parameters=False) == {"S->R": 5, "P->S": 5}
 
 
 def test_one_rank_communicates_nothing() -> None:
-    program, planning = real_sizes.planned("llama", 1, sequence_parallel=True, overrides={"lm_head": "colwise"})
-    assert insert_transitions(program, planning) == 0
-    assert set(planning.solved.params.values()) == {I}
+    program, planner = real_sizes.planned("llama", 1, sequence_parallel=True, overrides={"lm_head": "colwise"})
+    assert insert_transitions(program, planner) == 0
+    assert set(planner.solved.params.values()) == {I}
 
 
 def test_removals_are_reported_with_reasons() -> None:

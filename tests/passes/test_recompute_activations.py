@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
 from megafx.checks.simulate import run_logical
+from megafx.config import Config
 from megafx.ir.facts import facts_of
 from megafx.ir.program import Program
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.recompute_activations import recompute_activations
 from megafx.passes.lower.partition import partition
+from megafx.testing import make_planner
 
-LocalProgram = Callable[..., Program]
 ops = torch.ops.megafx
+RECOMPUTE = Config(recompute_activation_func=True)
 
 
 def values() -> dict[str, Any]:
@@ -48,9 +50,9 @@ def bias_gelu(gate: Any, up: Any, both: Any, down: Any, bias: Any, bias2: Any, x
     return (F.linear(ops.bias_act(F.linear(x, up), bias, "gelu"), down),)
 
 
-def joint(local_program: LocalProgram, function: Any, inputs: dict[str, Any]) -> Program:
+def joint(function: Any, inputs: dict[str, Any]) -> Program:
     program = local_program(function, inputs)
-    build_joint_graph(program, list(range(len(inputs))), [0])
+    differentiate(program, list(range(len(inputs))), [0])
     return program
 
 
@@ -60,53 +62,52 @@ def activations(program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize("function", [swiglu, packed, packed_bias, gelu, bias_gelu])
-def test_the_output_is_not_kept_and_gradients_are_the_same(local_program: LocalProgram, function: Any) -> None:
+def test_the_output_is_not_kept_and_gradients_are_the_same(function: Any) -> None:
     inputs = values()
-    program = joint(local_program, function, inputs)
+    program = joint(function, inputs)
     tangent = torch.randn(3, 5, 4).double()
     before = run_logical(program, {**inputs, "0": tangent}, {}, 1).gradients
     assert len(activations(program)) == 1
-    assert recompute_activations(program) == 1
+    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 1
     assert activations(program) == []
-    targets = [n.target for n in program.graph.nodes]
-    assert sum(str(t).endswith("_again.default") for t in targets) == 1
-    assert not any(facts_of(t).recompute for t in targets)
+    gradients = [n for n in program.graph.nodes if facts_of(n.target).recompute]
+    assert [n.args[-1] for n in gradients] == [True]
     after = run_logical(program, {**inputs, "0": tangent}, {}, 1).gradients
     for name in inputs:
         assert (before[name] is None) == (after[name] is None)
         if before[name] is not None:
             assert torch.equal(before[name], after[name]), name  # type: ignore[arg-type]
     assert after["down"] is not None
-    assert recompute_activations(program) == 0
+    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 0
 
 
-def test_an_output_that_the_user_gets_is_left(local_program: LocalProgram) -> None:
+def test_an_output_that_the_user_gets_is_left() -> None:
     def function(up: Any, down: Any, x: Any) -> tuple[Any, ...]:
         y = ops.bias_act(F.linear(x, up), None, "silu")
         return (F.linear(y, down), y)
 
     inputs = {n: v for n, v in values().items() if n in ("up", "down", "x")}
-    program = joint(local_program, function, inputs)
+    program = joint(function, inputs)
     before = str(program.graph)
-    assert recompute_activations(program) == 0 and str(program.graph) == before
+    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 0 and str(program.graph) == before
 
 
-def test_what_its_own_gradient_needs_is_left(local_program: LocalProgram) -> None:
+def test_what_its_own_gradient_needs_is_left() -> None:
     def function(up: Any, x: Any) -> tuple[Any, ...]:
         y = ops.bias_act(F.linear(x, up), None, "silu")
         return (y * y.exp(),)  # the gradient of y is made from y
 
     inputs = {n: v for n, v in values().items() if n in ("up", "x")}
-    program = joint(local_program, function, inputs)
+    program = joint(function, inputs)
     before = str(program.graph)
-    assert recompute_activations(program) == 0 and str(program.graph) == before
+    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 0 and str(program.graph) == before
 
 
-def test_without_a_reader_in_backward_nothing_changes(local_program: LocalProgram) -> None:
+def test_without_a_reader_in_backward_nothing_changes() -> None:
     def function(up: Any, x: Any) -> tuple[Any, ...]:
         return (ops.bias_act(F.linear(x, up), None, "silu").sum(-1),)
 
     inputs = {n: v for n, v in values().items() if n in ("up", "x")}
-    program = joint(local_program, function, inputs)
+    program = joint(function, inputs)
     before = str(program.graph)
-    assert recompute_activations(program) == 0 and str(program.graph) == before
+    assert recompute_activations(program, make_planner(1, RECOMPUTE)) == 0 and str(program.graph) == before

@@ -7,21 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import fx, nn
 
 import megafx
 from megafx.compiler.executable import Executable
-from megafx.ir.program import Program
 from megafx.passes.lower.reuse_buffers import reuse_buffers
 
 aten = torch.ops.aten
-LocalProgram = Callable[..., Program]
 
 
 A, X, W = torch.randn(5, 3), torch.randn(5, 4), torch.randn(4, 3)
 
 
-def graph_of(local_program: LocalProgram, function: Callable[..., Any]) -> fx.GraphModule:
+def graph_of(function: Callable[..., Any]) -> fx.GraphModule:
     return local_program(lambda a, x, w: (function(a, x, w),), {"a": A, "x": X, "w": W}).gm
 
 
@@ -29,8 +28,8 @@ def in_place(gm: fx.GraphModule, given: tuple[str, ...] = ()) -> int:
     return sum(n.target is aten.addmm_.default for n in reuse_buffers(gm, given).graph.nodes)
 
 
-def test_a_value_that_nobody_reads_again_is_overwritten(local_program: LocalProgram) -> None:
-    gm = graph_of(local_program, lambda a, x, w: torch.addmm(a.sin().view(5, 3), x, w))
+def test_a_value_that_nobody_reads_again_is_overwritten() -> None:
+    gm = graph_of(lambda a, x, w: torch.addmm(a.sin().view(5, 3), x, w))
     made = reuse_buffers(gm)
     assert in_place(gm) == 1 and in_place(made) == 1
     torch.testing.assert_close(made(A, X, W)[0], A.sin() + X @ W)
@@ -48,13 +47,13 @@ def test_a_value_that_nobody_reads_again_is_overwritten(local_program: LocalProg
         lambda a, x, w: torch.cat([torch.addmm(s := a.sin(), x, w), s]),  # a result too
     ],
 )
-def test_memory_that_is_read_by_others_is_not(local_program: LocalProgram, function: Callable[..., Any]) -> None:
-    gm = graph_of(local_program, function)
+def test_memory_that_is_read_by_others_is_not(function: Callable[..., Any]) -> None:
+    gm = graph_of(function)
     assert any(n.target is aten.addmm.default for n in gm.graph.nodes) and in_place(gm) == 0
 
 
-def test_values_kept_for_this_graph_may_be_overwritten(local_program: LocalProgram) -> None:
-    gm = graph_of(local_program, lambda a, x, w: torch.addmm(a, x, w))
+def test_values_kept_for_this_graph_may_be_overwritten() -> None:
+    gm = graph_of(lambda a, x, w: torch.addmm(a, x, w))
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
     assert in_place(gm, (names[0],)) == 1 and in_place(gm, (names[1],)) == 0
 

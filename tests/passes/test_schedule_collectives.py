@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
-from megafx.analysis.overlap import is_product, is_start, is_wait
+from megafx.analysis.communication import is_product, is_start, is_wait
 from megafx.checks.simulate import local_inputs, run_logical, simulate
 from megafx.ir.program import PHASE, Program
-from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.communicate.schedule_collectives import schedule_collectives
 from megafx.passes.lower.partition import partition, tag_regathers
 from megafx.placements.types import Layout, Placement, S
+from megafx.testing import make_planner
 
-LocalProgram = Callable[..., Program]
 T, B, SEQ, H, N, FFN = 2, 2, 4, 8, 4, 16
 TOKENS = Layout.contiguous(SEQ, T).flat()
 move = torch.ops.megafx.transition
@@ -101,7 +101,7 @@ def block_weights(layers: int, fused: bool) -> tuple[dict[str, Any], dict[str, P
 
 
 def lowered(
-    local_program: LocalProgram, sequence_parallel: bool, fused: bool, layers: int = 2, regather: bool = False
+    sequence_parallel: bool, fused: bool, layers: int = 2, regather: bool = False
 ) -> tuple[Program, dict[str, Any], dict[str, Placement]]:
     values, placements = block_weights(layers, fused)
     local: dict[str, Any] = {}
@@ -112,11 +112,11 @@ def lowered(
         local[name] = nn.Parameter(torch.empty(shape, dtype=torch.float64))
     values["x"] = torch.randn(B, SEQ, H).double()
     program = local_program(block(sequence_parallel, fused), {**local, "x": nn.Parameter(values["x"])})
-    build_joint_graph(program, list(range(len(program.inputs))), [0])
+    differentiate(program, list(range(len(program.inputs))), [0])
     if regather:
         tag_regathers(program)
-    coalesce_gradients(program)
-    expand_transitions(program)
+    coalesce_gradients(program, make_planner())
+    expand_transitions(program, make_planner())
     return program, values, placements
 
 
@@ -143,10 +143,10 @@ def text(program: Program) -> list[str]:
     ]
 
 
-def test_column_parallel_backward(local_program: LocalProgram) -> None:
+def test_column_parallel_backward() -> None:
     program = local_program(column, {"w": nn.Parameter(torch.randn(6, 4)), "x": nn.Parameter(torch.randn(3, 4))})
-    build_joint_graph(program, [0, 1], [0])
-    expand_transitions(program)
+    differentiate(program, [0, 1], [0])
+    expand_transitions(program, make_planner())
     assert text(program) == [
         "t_1 = t(arg2_1)",
         "mm_1 = mm(t_1, arg1_1)",
@@ -154,7 +154,7 @@ def test_column_parallel_backward(local_program: LocalProgram) -> None:
         "all_reduce_default = all_reduce(mm_2)",
         "wait_tensor_default = wait_tensor(all_reduce_default)",
     ]
-    assert schedule_collectives(program) == 3
+    assert schedule_collectives(program, make_planner()) == 3
     assert text(program) == [
         "t_1 = t(arg2_1)",
         "mm_2 = mm(arg2_1, arg0_1)",
@@ -162,17 +162,17 @@ def test_column_parallel_backward(local_program: LocalProgram) -> None:
         "mm_1 = mm(t_1, arg1_1)",
         "wait_tensor_default = wait_tensor(all_reduce_default)",
     ]
-    assert schedule_collectives(program) == 0
+    assert schedule_collectives(program, make_planner()) == 0
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_blocks(local_program: LocalProgram, sequence_parallel: bool, fused: bool) -> None:
-    program, values, placements = lowered(local_program, sequence_parallel, fused)
+def test_blocks(sequence_parallel: bool, fused: bool) -> None:
+    program, values, placements = lowered(sequence_parallel, fused)
     names = [n.name for n in starts(program)]
     tangent = torch.randn(B, SEQ, H).double()
     before = run_logical(program, {**values, "0": tangent}, placements, T)
-    assert schedule_collectives(program) > 0
+    assert schedule_collectives(program, make_planner()) > 0
     assert [n.name for n in starts(program)] == names, "collectives keep their order"
     after = run_logical(program, {**values, "0": tangent}, placements, T)
     want = torch.autograd.grad(whole_block(fused)(*values.values()), [*values.values()][:-1], tangent)
@@ -183,11 +183,9 @@ def test_blocks(local_program: LocalProgram, sequence_parallel: bool, fused: boo
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_each_backward_collective_of_a_block_has_a_product_beside_it(
-    local_program: LocalProgram, sequence_parallel: bool, fused: bool
-) -> None:
-    program, _, _ = lowered(local_program, sequence_parallel, fused, layers=3)
-    schedule_collectives(program)
+def test_each_backward_collective_of_a_block_has_a_product_beside_it(sequence_parallel: bool, fused: bool) -> None:
+    program, _, _ = lowered(sequence_parallel, fused, layers=3)
+    schedule_collectives(program, make_planner())
     counts = list(overlapped(list(program.graph.nodes)).values())
     if sequence_parallel:
         # the first gather of backward has nothing before it; after the blocks come x's gather and the norms' sum
@@ -196,8 +194,8 @@ def test_each_backward_collective_of_a_block_has_a_product_beside_it(
         assert len(counts) == 2 * 3 and all(counts), counts
 
 
-def test_forward_keeps_its_order(local_program: LocalProgram) -> None:
-    program, _, _ = lowered(local_program, True, False)
+def test_forward_keeps_its_order() -> None:
+    program, _, _ = lowered(True, False)
 
     def computed() -> list[Any]:
         """Forward nodes that compute: waits and parts of tuples come where they are asked for."""
@@ -205,11 +203,11 @@ def test_forward_keeps_its_order(local_program: LocalProgram) -> None:
         return [n for n in forward if isinstance(n.target, torch._ops.OpOverload) and not (is_start(n) or is_wait(n))]
 
     before = computed()
-    schedule_collectives(program)
+    schedule_collectives(program, make_planner())
     assert computed() == before
 
 
-def test_independent_branches_overlap_in_forward(local_program: LocalProgram) -> None:
+def test_independent_branches_overlap_in_forward() -> None:
     def parallel(a: Any, b: Any, x: Any) -> tuple[Any, ...]:
         y = move(F.linear(x, a), "P", "I", [], [], "tp", T)
         z = F.linear(F.gelu(x), b)
@@ -217,19 +215,19 @@ def test_independent_branches_overlap_in_forward(local_program: LocalProgram) ->
 
     weights = {n: nn.Parameter(torch.randn(4, 4)) for n in "ab"}
     program = local_program(parallel, {**weights, "x": torch.randn(3, 4)})
-    expand_transitions(program)
-    schedule_collectives(program)
+    expand_transitions(program, make_planner())
+    schedule_collectives(program, make_planner())
     order = [str(n.target).split(".")[1] for n in program.graph.nodes if n.op == "call_function"]
     assert order == ["linear", "all_reduce", "gelu", "linear", "wait_tensor", "add"]
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_regathered_inputs_trade_bytes_for_memory(local_program: LocalProgram, fused: bool) -> None:
+def test_regathered_inputs_trade_bytes_for_memory(fused: bool) -> None:
     """Kept, 4 all-gathers and 4 reduce-scatters a layer; re-gathered, 2 more gathers, less memory."""
     layers, found = 2, {}
     for regather in (False, True):
-        program, values, placements = lowered(local_program, True, fused, layers, regather)
-        schedule_collectives(program)
+        program, values, placements = lowered(True, fused, layers, regather)
+        schedule_collectives(program, make_planner())
         parts = partition(program)
         assert parts.backward is not None
         gathers = sum("all_gather" in str(n.target) for gm in (parts.forward, parts.backward) for n in gm.graph.nodes)
@@ -263,9 +261,9 @@ def check_two_graphs(program: Program, parts: Any, values: Any, placements: Any)
         assert all(torch.equal(a, b) for a, b in zip(whole[1:], two, strict=True))
 
 
-def test_every_wait_follows_its_start_and_operands_precede_users(local_program: LocalProgram) -> None:
-    program, _, _ = lowered(local_program, True, True, layers=3)
-    schedule_collectives(program)
+def test_every_wait_follows_its_start_and_operands_precede_users() -> None:
+    program, _, _ = lowered(True, True, layers=3)
+    schedule_collectives(program, make_planner())
     seen: set[Any] = set()
     for node in program.graph.nodes:
         assert all(a in seen for a in node.all_input_nodes)
@@ -273,7 +271,7 @@ def test_every_wait_follows_its_start_and_operands_precede_users(local_program: 
         seen.add(node)
 
 
-def test_gathered_parameters_start_one_product_early(local_program: LocalProgram) -> None:
+def test_gathered_parameters_start_one_product_early() -> None:
     def function(*args: Any) -> tuple[Any, ...]:
         *weights, x = args
         cut = Layout.contiguous(4, T).flat()
@@ -283,9 +281,9 @@ def test_gathered_parameters_start_one_product_early(local_program: LocalProgram
 
     weights = {f"w{i}": nn.Parameter(torch.randn(2, 4)) for i in range(8)}
     program = local_program(function, {**weights, "x": torch.randn(3, 4)})
-    build_joint_graph(program, [], [])
-    expand_transitions(program)
-    schedule_collectives(program)
+    differentiate(program, [], [])
+    expand_transitions(program, make_planner())
+    schedule_collectives(program, make_planner())
     order = [str(n.target).split(".")[1] for n in program.graph.nodes if is_start(n) or is_product(n)]
     gather, product = "all_gather_into_tensor", "mm"
     # the first starts have few products to pass, so they come at once; the others one product early

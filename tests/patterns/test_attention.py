@@ -240,7 +240,7 @@ def test_other_products_stay():
     assert fused.counts == {} or not any(fused.counts.values())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["bert"])
 def test_models_are_autograds(name):
     """Eager attention of Hugging Face, in every layer."""
     case = harness.Case.of(name, attn="eager", layers=2)
@@ -281,10 +281,10 @@ def test_nanogpt_by_hand():
             att = F.dropout(F.softmax(att, dim=-1), 0.1, self.training)
             return self.proj((att @ v).transpose(1, 2).contiguous().view(b, t, c))
 
-    from megafx.passes.canonicalize.canonicalize import canonicalize
+    from megafx.passes.canonicalize.canonicalize import canonicalize_program
 
     program = capture_call(Block(), (torch.randn(2, 16, 24),))
-    canonicalize(program)
+    canonicalize_program(program)
     fused = fuse_with(FAMILY, program)
     assert fused.counts["attention"] == 1, fused.near_misses
 

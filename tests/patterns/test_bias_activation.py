@@ -1,14 +1,10 @@
-"""Covers: patterns/bias_activation.py. Golden text, numbers, what is left alone and why, and models that have it."""
+"""Covers: patterns/bias_activation.py. Golden text, numbers, what is left alone and why. In models:
+equivalence/test_patterns_in_models.py."""
 
-import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from megafx.analysis.communication import collective_nodes
-from megafx.capture.export import capture_call
-from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.patterns.bias_activation import FORMS, WRITTEN, BiasActivation, LinearBiasActivation, WrittenActivation
 from megafx.testing import assert_same, expect, fuse_with
 
@@ -90,80 +86,17 @@ def test_a_bias_that_is_no_vector_is_a_near_miss():
     assert not fused.counts and fused.near_misses == ["'bias' has 3 dims, not 1"]
 
 
-def counts(model, **inputs):
-    program = capture_call(model.train(), (), inputs)
-    canonicalize(program)
-    return fuse_with(FAMILY, program).counts
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "quick_gelu", "relu2", "silu", "gelu_pytorch_tanh"])
+def test_transformers_activations(name):
+    from transformers.activations import ACT2FN
+
+    fused = fuse_with(FAMILY, lambda x, w, b: ACT2FN[name](F.linear(x, w, b)), **LINEAR)
+    assert fused.counts == {"linear_bias_activation": 1} and fused.ops == ["linear", "bias_act"]
 
 
-def small(name, **options):
-    import transformers
+def test_hand_written_code_with_powers():
+    def function(x, w, b):
+        u = F.linear(x, w, b)
+        return 0.5 * u * (1.0 + torch.tanh(0.7978845608028654 * (u + 0.044715 * torch.pow(u, 3.0))))
 
-    sizes = {
-        "num_hidden_layers": 2,
-        "hidden_size": 24,
-        "num_attention_heads": 4,
-        "vocab_size": 67,
-        "intermediate_size": 50,
-    }
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
-    with torch.device("meta"):
-        return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-IDS = torch.zeros(2, 16, dtype=torch.long)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "found"),
-    [
-        ("Phi", {"num_attention_heads": 2}, {"linear_bias_activation": 2}),  # gelu_new
-        ("Falcon", {"bias": True}, {"linear_bias_activation": 2}),
-        ("GPTNeoX", {"hidden_act": "gelu_fast"}, {"linear_bias_activation": 2}),
-        ("GPTNeoX", {"hidden_act": "quick_gelu", "num_hidden_layers": 1}, {"linear_bias_activation": 1}),
-        ("GPTNeoX", {"hidden_act": "relu2", "num_hidden_layers": 1}, {"linear_bias_activation": 1}),
-    ],
-)
-def test_hugging_face_models(name, options, found):
-    assert counts(small(name, **options), input_ids=IDS) == found
-
-
-@pytest.mark.parametrize(("name", "found"), [("gpt2", 1), ("bert", 2), ("nanogpt", 1)])
-def test_models_of_the_zoo_forward_backward_and_sharded(name, found):
-    case = harness.Case.of(name)
-    inputs = case.inputs(2, 13)
-    wanted = case.reference(inputs)
-    whole = case.compile(1)
-    names = [str(n.target) for n in whole.program.graph.nodes]
-    gradients = [n for n in names if n.startswith("megafx.bias_act_backward")]  # some make the output again
-    assert names.count("megafx.bias_act.default") == len(gradients) == found
-    harness.assert_equal(case.run(whole, inputs), wanted)
-    sharded = case.compile(3, sequence_parallel=True)
-    assert "megafx.bias_act.default" in [str(n.target) for n in sharded.program.graph.nodes]
-    harness.assert_equal(case.run(sharded, inputs), wanted)
-
-
-def test_collectives_are_those_of_the_unfused_graph():
-    case = harness.Case.of("nanogpt")
-    fused, plain = (case.compile(2, bias_activation_fusion=on) for on in (True, False))
-
-    def collectives(compiled):
-        return sorted(str(n.target) for n in collective_nodes(compiled.program.graph))
-
-    assert collectives(fused) == collectives(plain) != []
-    assert not any("bias_act" in str(n.target) for n in plain.program.graph.nodes)
-
-
-def test_hand_written_code_of_a_module():
-    class Mlp(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(6, 24), nn.Linear(24, 6)
-
-        def forward(self, x):
-            u = self.up(x)
-            return self.down(0.5 * u * (1.0 + torch.tanh(0.7978845608028654 * (u + 0.044715 * torch.pow(u, 3.0)))))
-
-    program = capture_call(Mlp(), (torch.randn(2, 5, 6),), {})
-    canonicalize(program)
-    assert fuse_with(FAMILY, program).counts == {"linear_bias_activation": 1}
+    assert fuse_with(FAMILY, function, **LINEAR).counts == {"linear_bias_activation": 1}

@@ -1,11 +1,10 @@
-"""Covers: patterns/bias_dropout_add.py. Golden text, numbers, what is left alone and why, and models that have it."""
+"""Covers: patterns/bias_dropout_add.py. Golden text, numbers, what is left alone and why. In models:
+equivalence/test_patterns_in_models.py."""
 
-import harness
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megafx.analysis.communication import collective_nodes
 from megafx.patterns.bias_dropout_add import BiasDropoutAdd, LinearBiasDropoutAdd
 from megafx.testing import assert_same, expect, fuse_with
 
@@ -84,22 +83,3 @@ def test_near_misses():
     assert not fused.counts and any("also used by" in reason for reason in fused.near_misses), fused.near_misses
     fused = fuse_with(FAMILY, lambda x, r: drop(x) + r, x="f32[b n=8]", r="f32[n=8]")  # a residual that is broadcast
     assert not fused.counts
-
-
-@pytest.mark.parametrize(("name", "t", "found"), [("nanogpt", 1, 2), ("bert", 3, 2), ("t5", 2, 5)])
-def test_models_of_the_zoo_forward_backward_and_sharded(name, t, found):
-    """Against the same graph unfused: the same bits of dropout, the same collectives."""
-    case = harness.Case.of(name, dropout=0.1)
-    inputs = case.inputs(2, 13)
-    fused, plain = (
-        case.compile(t, sequence_parallel=t > 1, bias_dropout_fusion=on, norm_fusion=False) for on in (True, False)
-    )
-    names = [str(n.target) for n in fused.program.graph.nodes]
-    assert names.count("megafx.bias_dropout_add.default") == found
-    assert not any("bias_dropout_add" in str(n.target) for n in plain.program.graph.nodes)
-    harness.assert_equal(case.run(fused, inputs), case.run(plain, inputs))
-
-    def collectives(compiled):
-        return sorted(str(n.target) for n in collective_nodes(compiled.program.graph))
-
-    assert collectives(fused) == collectives(plain)

@@ -1,12 +1,8 @@
-"""Covers: patterns/cross_entropy.py. Golden text, numbers, what is left alone and why, models that have it."""
+"""Covers: patterns/cross_entropy.py. Golden text, numbers, what is left alone and why. In models:
+equivalence/test_patterns_in_models.py."""
 
-import pytest
-import torch
 import torch.nn.functional as F
 
-from megafx.capture.export import capture_call
-from megafx.capture.huggingface import synthesize_inputs
-from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.patterns.cross_entropy import CrossEntropyOfCast
 from megafx.testing import assert_same, fuse_with
 
@@ -33,17 +29,3 @@ def test_a_cast_that_others_read_stays():
     fused = fuse_with(CrossEntropyOfCast, loss, **LOGITS)
     assert not fused.counts and fused.text == fuse_with([], fused.before).text
     assert fused.near_misses == ["to.dtype (%to) inside of it is also used by the output"]
-
-
-@pytest.mark.parametrize("name", ["Llama", "GPTNeoX"])
-def test_hugging_face_models(name):
-    """Their models make an fp32 copy of the logits for the loss; the logits are also an output."""
-    import transformers
-
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 67}
-    config = getattr(transformers, f"{name}Config")(**sizes, intermediate_size=48)
-    with torch.device("meta"):
-        model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
-    program = capture_call(model, *synthesize_inputs(model))
-    canonicalize(program)
-    assert fuse_with(CrossEntropyOfCast, program).counts == {"cross_entropy_of_cast": 1}

@@ -1,4 +1,5 @@
-"""Covers: patterns/glu.py. Golden text, numbers, what is left alone and why, models that have it, sharded."""
+"""Covers: patterns/glu.py. Golden text, numbers, what is left alone and why, a packed one sharded. In models:
+equivalence/test_patterns_in_models.py."""
 
 import harness
 import pytest
@@ -7,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafx.capture.export import capture_call
-from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.patterns.bias_activation import FORMS, BiasActivation, LinearBiasActivation, WrittenActivation
 from megafx.patterns.glu import Glu, LinearBiasGlu, PackedGlu
 from megafx.testing import assert_same, expect, fuse_with
@@ -92,46 +92,6 @@ def test_a_second_use_and_a_broadcast_are_near_misses():
     assert not fused.counts and "has no dim 'h' there" in fused.near_misses[0]
 
 
-def small(name, task="CausalLM", **options):
-    import transformers
-
-    sizes = {
-        "num_hidden_layers": 2,
-        "hidden_size": 24,
-        "num_attention_heads": 2,
-        "vocab_size": 67,
-        "intermediate_size": 50,
-    }
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
-    with torch.device("meta"):
-        return getattr(transformers, f"{name}For{task}")(config)
-
-
-ONE_LAYER = {"num_layers": 1, "num_hidden_layers": 1, "d_model": 24, "num_heads": 2, "d_kv": 12, "d_ff": 50}
-GATED_T5 = {**ONE_LAYER, "feed_forward_proj": "gated-gelu"}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "found"),
-    [
-        ("Llama", {}, {"glu": 2}),
-        ("Gemma", {"num_key_value_heads": 1, "head_dim": 12}, {"glu": 2}),  # gelu_pytorch_tanh
-        ("Phi3", {"num_key_value_heads": 2, "pad_token_id": 0}, {"glu_packed": 2}),
-        (
-            "T5",
-            {**GATED_T5, "task": "ConditionalGeneration", "decoder_start_token_id": 0, "use_cache": False},
-            {"glu": 2},
-        ),
-    ],
-)
-def test_hugging_face_models(name, options, found):
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    inputs = {"input_ids": ids, "labels": ids} if name == "T5" else {"input_ids": ids}
-    program = capture_call(small(name, **options).train(), (), inputs)
-    canonicalize(program)
-    assert fuse_with(FAMILY, program).counts == found
-
-
 class Packed(nn.Module):
     """A residual block with a fused gate/up linear with bias, widths that divide by nothing."""
 
@@ -145,7 +105,7 @@ class Packed(nn.Module):
         return F.mse_loss(x + self.down(F.silu(gate) * up), y)
 
 
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
+@pytest.mark.parametrize("t", [1, 3])
 def test_packed_with_bias_sharded(t):
     torch.manual_seed(0)
     model, shape = Packed().double(), (2, 6, 10)
@@ -158,15 +118,4 @@ def test_packed_with_bias_sharded(t):
     ]  # or one that makes the output again
     assert names.count("megafx.glu_packed.default") == len(gradients) == 1
     assert t == 1 or compiled.plan.params["up.weight"].is_shard, "gate and up were not sharded"
-    harness.assert_equal(case.run(compiled, inputs), case.reference(inputs))
-
-
-def test_llama_sharded_keeps_the_linears_column_parallel():
-    case = harness.Case.of("llama")
-    inputs = case.inputs(3, 13)
-    compiled = case.compile(4, sequence_parallel=True)
-    names = [str(n.target) for n in compiled.program.graph.nodes]
-    assert sum(n.startswith("megafx.glu") and "_backward" not in n for n in names) == 1
-    assert sum(n.startswith("megafx.glu") and "_backward" in n for n in names) == 1
-    assert all(compiled.plan.params[f"model.layers.0.mlp.{w}_proj.weight"].is_shard for w in ("gate", "up", "down"))
     harness.assert_equal(case.run(compiled, inputs), case.reference(inputs))

@@ -1,14 +1,10 @@
-"""Covers: patterns/masked_softmax.py. Golden text, numbers, what is left alone and why, models that have it, shards."""
+"""Covers: patterns/masked_softmax.py. Golden text, numbers, what is left alone and why. In models:
+equivalence/test_patterns_in_models.py."""
 
-import harness
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megafx.analysis.communication import collective_nodes
-from megafx.capture.export import capture_call
-from megafx.capture.huggingface import synthesize_inputs
-from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.patterns.masked_softmax import ScaleMaskSoftmax, ScaleSoftmax
 from megafx.testing import assert_same, expect, fuse_with
 
@@ -109,54 +105,3 @@ def test_scores_that_others_use():
     assert fused.counts == {"scale_mask_softmax": 1} and fused.ops == ["mul", "scale_mask_softmax"]
     fused = fuse_with(ScaleMaskSoftmax, lambda x, m: (z := x * 0.5 + m, torch.softmax(z, -1)), **ADDED)
     assert any("also used by the output" in m for m in fused.near_misses), fused.near_misses
-
-
-def small(name, kind="ForCausalLM", **options):
-    import transformers
-
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 67}
-    sizes["intermediate_size"] = 48
-    if name == "T5":
-        sizes = {"num_layers": 1, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "vocab_size": 67}
-    if name in ("GPT2", "GPTJ"):
-        sizes = {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 67}
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **options}, attn_implementation="eager")
-    with torch.device("meta"):
-        return getattr(transformers, f"{name}{kind}")(config)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "options", "found"),
-    [
-        ("GPT2", "LMHeadModel", {}, 1),
-        ("Bert", "ForMaskedLM", {}, 1),
-        ("T5", "ForConditionalGeneration", {}, 3),
-        ("GPTNeoX", "ForCausalLM", {}, 1),
-        ("Llama", "ForCausalLM", {"num_key_value_heads": 2}, 1),
-        ("GPTJ", "ForCausalLM", {"rotary_dim": 4}, 1),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hugging_face_models(name, kind, options, found, dtype):
-    model = small(name, kind, **options).to(dtype).train()
-    program = capture_call(model, *synthesize_inputs(model))
-    canonicalize(program)
-    assert fuse_with(FAMILY, program).counts == {"scale_mask_softmax": found}
-
-
-def test_sharded_forward_and_backward():
-    """With dropout: the bits and the collectives are those of the unfused graph, whatever the number of ranks."""
-    case = harness.Case.of("gpt2", attn="eager", dropout=0.1)
-    inputs = case.inputs(2, 13)
-    wanted = case.run(case.compile(1, attention_fusion=False, masked_softmax_fusion=False), inputs)
-    for t in (1, 3):
-        fused, plain = (case.compile(t, attention_fusion=False, masked_softmax_fusion=on) for on in (True, False))
-        names = [str(n.target) for n in fused.program.graph.nodes]
-        assert "megafx.scale_mask_softmax_forward.default" in names
-        assert "megafx.scale_mask_softmax_backward.default" in names
-        harness.assert_equal(case.run(fused, inputs), wanted)
-
-        def collectives(compiled):
-            return sorted(str(n.target) for n in collective_nodes(compiled.program.graph))
-
-        assert collectives(fused) == collectives(plain)

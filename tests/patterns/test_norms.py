@@ -1,15 +1,12 @@
-"""Covers: patterns/norms.py. Golden text, numbers, what is left alone and why, and models that have it."""
+"""Covers: patterns/norms.py. Golden text, numbers, what is left alone and why. In models:
+equivalence/test_patterns_in_models.py."""
 
 import itertools
 
-import harness
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megafx.analysis.communication import collective_nodes
-from megafx.capture.export import capture_call
-from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.patterns.bias_dropout_add import BiasDropoutAdd, LinearBiasDropoutAdd
 from megafx.patterns.norms import SQUARES, AddNorm, DropoutAddNorm, LayerNorm, LinearAddNorm, RMSNorm, WrittenRMSNorm
 from megafx.testing import assert_same, expect, fuse_with
@@ -168,60 +165,6 @@ def test_sums_and_norms(sum_of, kind, stream):
     assert fused.counts.get(found) == 1, fused.text
     assert "bias_dropout_add_layer_norm" in fused.text if kind == "layer" else "bias_dropout_add_rms_norm" in fused.text
     assert_same(fused.before, fused.program)
-
-
-def small(name, **options):
-    import transformers
-
-    sizes = dict(num_hidden_layers=2, hidden_size=24, num_attention_heads=4, vocab_size=67, intermediate_size=50)
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
-    with torch.device("meta"):
-        return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "found"),
-    [
-        ("Llama", {}, {"written_rms_norm": 5}),
-        ("Gemma", {"head_dim": 6, "num_key_value_heads": 4}, {"written_rms_norm": 5}),
-        ("Qwen3", {"head_dim": 6, "num_key_value_heads": 4}, {"written_rms_norm": 9}),  # of queries and keys too
-        ("GPTNeoX", {}, {"layer_norm": 5}),
-        ("Phi", {"num_attention_heads": 2}, {"layer_norm": 3}),
-        ("Falcon", {}, {"layer_norm": 3}),
-    ],
-)
-def test_hugging_face_models(name, options, found):
-    model = small(name, **options).bfloat16().train()
-    program = capture_call(model, (), {"input_ids": torch.zeros(2, 16, dtype=torch.long)})
-    canonicalize(program)
-    assert fuse_with(NORMS, program).counts == found
-
-
-@pytest.mark.parametrize(
-    ("name", "t", "found"),
-    [
-        ("nanogpt", 1, {"bias_dropout_add_layer_norm": 2}),
-        ("llama", 1, {"bias_dropout_add_rms_norm": 2}),
-        ("llama", 3, {"bias_dropout_add_rms_norm": 2}),
-        ("t5", 2, {"bias_dropout_add_rms_norm": 5}),
-    ],
-)
-def test_models_of_the_zoo_forward_backward_and_sharded(name, t, found):
-    """Against the same graph unfused: the same numbers, the same collectives."""
-    case = harness.Case.of(name, dropout=0.1)
-    inputs = case.inputs(2, 13)
-    fused, plain = (
-        case.compile(t, sequence_parallel=t > 1, norm_fusion=on, bias_dropout_fusion=on) for on in (True, False)
-    )
-    names = [str(n.target) for n in fused.program.graph.nodes]
-    for op, count in found.items():
-        assert names.count(f"megafx.{op}.default") == names.count(f"megafx.{op}_backward.default") == count, names
-    harness.assert_equal(case.run(fused, inputs), case.run(plain, inputs))
-
-    def collectives(compiled):
-        return sorted(str(n.target) for n in collective_nodes(compiled.program.graph))
-
-    assert collectives(fused) == collectives(plain)
 
 
 def written_once(x, w, late):

@@ -1,12 +1,9 @@
-"""Covers: patterns/rope.py. Golden text, numbers, what is left alone and why, models that have it, shards."""
+"""Covers: patterns/rope.py. Golden text, numbers, what is left alone and why. In models:
+equivalence/test_patterns_in_models.py."""
 
-import harness
 import pytest
 import torch
 
-from megafx.analysis.communication import collective_nodes
-from megafx.capture.export import capture_call
-from megafx.passes.canonicalize.canonicalize import canonicalize
 from megafx.patterns.rope import Rope, RopeOfBoth, RopeOfPairs, RopeOfPart
 from megafx.testing import assert_same, expect, fuse_with
 
@@ -114,51 +111,3 @@ def test_others_are_left_alone(function):
 def test_a_second_use_is_a_near_miss():
     fused = fuse_with(FAMILY, lambda x, cos, sin: (t := halves(x), x * cos + t * sin), **ONE)
     assert not fused.counts and any("also used by the output" in m for m in fused.near_misses), fused.near_misses
-
-
-def small(name, **options):
-    import transformers
-
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 67}
-    if name != "Falcon":
-        sizes["intermediate_size"] = 48
-    if name == "GPTJ":
-        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 67, "rotary_dim": 4}
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
-    with torch.device("meta"):
-        return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "partial"),
-    [
-        ("Llama", {"num_key_value_heads": 2}, 0),
-        ("Gemma", {"num_key_value_heads": 1, "head_dim": 8}, 0),
-        ("Falcon", {"alibi": False}, 0),
-        ("GPTNeoX", {"rotary_pct": 0.5}, 4),
-        ("Phi", {"partial_rotary_factor": 0.5}, 4),
-        ("GPTJ", {}, 4),
-    ],
-)
-def test_hugging_face_models(name, options, partial):
-    program = capture_call(small(name, **options), (), {"input_ids": torch.zeros(2, 16, dtype=torch.long)})
-    canonicalize(program)
-    found = fuse_with(FAMILY, program).counts
-    assert found == {"rope": 4, "rope_qk": 2} | ({"rope_partial": partial} if partial else {})
-
-
-def test_sharded_forward_and_backward():
-    """A zoo Llama with grouped heads at t = 2 and 3: one kernel each way a layer, and the collectives of the unfused graph."""
-    case = harness.Case.of("llama")
-    inputs = case.inputs(2, 13)
-    wanted = case.reference(inputs)
-    for t in (2, 3):
-        fused, plain = (case.compile(t, apply_rope_fusion=on) for on in (True, False))
-        names = [str(n.target).split(".")[1] for n in fused.program.graph.nodes if "megafx.rope" in str(n.target)]
-        assert names and len(names) % 2 == 0 and set(names) == {"rope_qk", "rope_qk_backward"}
-        harness.assert_equal(case.run(fused, inputs), wanted)
-
-        def collectives(compiled):
-            return sorted(str(n.target) for n in collective_nodes(compiled.program.graph))
-
-        assert collectives(fused) == collectives(plain) != []

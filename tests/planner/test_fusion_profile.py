@@ -9,18 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from fusion_profiles import FAST, SLOW, measured, profile, saved
 from profile_fusions import CASES, Setting, Widths, elements, main, prepare
+from small_plans import FAST, SLOW, measured, profile, saved
 from torch import nn
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.compiler.pipeline import Request, compile_program
+from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.errors import ConfigError
 from megafx.planner.fusion_profile import FOLDER, MERGE_GATE_UP, MERGE_LINEARS, MODES, FusionProfile, Measured, Times
 from megafx.planner.hardware import Hardware
 from megafx.rewrite.pattern import registered_patterns
+from megafx.testing import make_planner
 
 
 class Block(nn.Module):
@@ -206,7 +207,9 @@ def test_every_chain_has_what_it_measures(name):
     module, last = case.build(Widths(64, 8, 96))
     inputs = [torch.randn(2, 8, n).bfloat16() for n in last] + [torch.zeros(2, 8).long()] * case.ids
     program = capture_call(module.bfloat16(), tuple(inputs))
-    compiled = compile_program(program, Request(Config(fusion_profile="all"), 1, Hardware.load("cpu-gloo"), {}))
+    compiled = compile_program(
+        program, make_planner(1, Config(fusion_profile="all"), hardware="cpu-gloo", training=False)
+    )
     assert {f.pattern for f in compiled.program.fusions} & {*case.patterns}
     known = {p.name for p in registered_patterns()} | {MERGE_GATE_UP, MERGE_LINEARS}
     assert {*case.patterns, *case.needs} <= known

@@ -5,13 +5,13 @@ Each instance is one layer of a published model at its own widths, with policies
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import real_sizes
+from milp import milp_optimum
 
 from megafx.planner import problem as problem_module
 from megafx.planner.problem import Problem
@@ -48,7 +48,7 @@ def _solved(problem: Problem) -> Solution:
 
 @pytest.mark.parametrize(("name", "t", "sequence_parallel", "policy"), INSTANCES)
 def test_elimination_finds_the_optimum_of_the_integer_program(
-    milp_optimum: Callable[..., float | None], name: str, t: int, sequence_parallel: bool | str, policy: str
+    name: str, t: int, sequence_parallel: bool | str, policy: str
 ) -> None:
     problem = _problem(name, t, sequence_parallel, policy)
     assert len(problem.sizes_of_domains) > 50, "no real instance"

@@ -10,14 +10,13 @@ import pytest
 
 from megafx.config import Config
 from megafx.errors import PlanError
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
-from megafx.planner.context import Planning
-from megafx.planner.hardware import Hardware
 from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
 from megafx.report import describe
+from megafx.testing import make_planner
 
 
 @cache
@@ -37,18 +36,18 @@ def _style(plan: Plan, module: str) -> str:
 @cache
 def _canonical(name: str) -> Any:
     program = _case(name).program.copy()
-    canonicalize(program)
+    canonicalize_program(program)
     return program
 
 
 def _planned(name: str, overrides: dict[str, str], t: int = 2, **config: Any) -> Plan:
     """The plan under these overrides, with its report."""
     program = _canonical(name).copy()
-    planning = Planning(Config(overrides=overrides, **config), t, Hardware.load("h100-nvlink"), training=True)
-    plan_sharding(program, planning)
-    insert_transitions(program, planning)
-    planning.solved.report = describe(program, planning)
-    return planning.solved
+    planner = make_planner(t, Config(overrides=overrides, **config))
+    plan_sharding(program, planner)
+    insert_transitions(program, planner)
+    planner.solved.report = describe(program, planner)
+    return planner.solved
 
 
 BLOCK = "model.layers.0"

@@ -16,8 +16,8 @@ from megafx.ir.sizes import Sizes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.types import I, Layout, P, Placement, R, S
-from megafx.planner.context import Planning
-from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
+from megafx.planner.context import Planner
+from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.testing import assert_same
 
 
@@ -47,7 +47,7 @@ def _plan(sizes: Sizes | None = None) -> Plan:
             "add": OpChoice((sequence, flat), sequence, "t", ""),
             "slice_1": OpChoice((R,), shifted, "t", ""),
         },
-        conversions={"linear": (Conversion(P, sequence), Conversion(sequence, R))},
+        transitions={"linear": (Transition(P, sequence), Transition(sequence, R))},
         removals=[Removal("linear", "mlp.down", 3, "the batch is not sharded")],
         replicated={"norm.weight": "the norm runs over the dim"},
         cost_us=12.5,
@@ -62,7 +62,7 @@ def test_text() -> None:
         t=2,
         params={"w": S(0, Layout.of([(4, 8)] * 3, 2)), "b": I},
         ops={"mm": OpChoice((R, S(0, Layout.contiguous(8, 2))), P, "k")},
-        conversions={"mm": (Conversion(P, I),)},
+        transitions={"mm": (Transition(P, I),)},
         hardware="cpu",
     )
     assert str(static).splitlines() == [
@@ -85,7 +85,7 @@ def test_json_round_trip_keeps_everything() -> None:
     assert loaded.params == plan.params
     assert loaded.removals == plan.removals
     assert (loaded.t, loaded.sequence_parallel, loaded.cost_us) == (4, True, 12.5)
-    assert loaded.conversions.keys() == plan.conversions.keys()
+    assert loaded.transitions.keys() == plan.transitions.keys()
 
 
 def test_dynamic_sizes_are_written_by_name() -> None:
@@ -120,13 +120,13 @@ def test_diff_shows_what_changed_and_only_that() -> None:
     assert [line.split() for line in changed] == [["-", "norm.weight", "I"], ["+", "norm.weight", "S0"]]
 
 
-@pytest.mark.parametrize("change", ["ops", "conversions", "t"])
+@pytest.mark.parametrize("change", ["ops", "transitions", "t"])
 def test_diff_sees_every_kind_of_change(change: str) -> None:
     plan, other = _plan(), _plan()
     if change == "ops":
         other.ops["linear"] = OpChoice((R, R), R)
-    elif change == "conversions":
-        other.conversions = {}
+    elif change == "transitions":
+        other.transitions = {}
     else:
         other.t = 2
     assert plan.diff(other)
@@ -152,56 +152,54 @@ def test_another_format_is_refused() -> None:
         Plan.from_json(text)
 
 
-def _saved() -> tuple[Program, Planning, Plan]:
+def _saved() -> tuple[Program, Planner, Plan]:
     """A graph that is yet to be planned, and a plan of it as it comes from a file."""
     fn = torch.ops.aten.linear
     values = {"x": "f32[b k=8]", "w": "param f32[n=6 k=8]"}
     _, found = small_plans.planned(lambda x, w: fn(x, w), {"linear": "S1, S1 -> P", "w": "S1"}, **values)
-    program, planning = small_plans.planned(lambda x, w: fn(x, w), {}, **values)
-    planning.plan, planning.given = None, Plan.from_json(found.solved.to_json())
-    return program, planning, planning.given
+    program, planner = small_plans.planned(lambda x, w: fn(x, w), {}, **values)
+    planner.plan, planner.given = None, Plan.from_json(found.solved.to_json())
+    return program, planner, planner.given
 
 
 def test_a_loaded_plan_is_applied() -> None:
-    program, planning, _ = _saved()
+    program, planner, _ = _saved()
     before = program.copy()
-    plan_sharding(program, planning)
-    assert insert_transitions(program, planning) == 2
+    plan_sharding(program, planner)
+    assert insert_transitions(program, planner) == 2
     assert_same(before, program)
 
 
-def _refusal(program: Program, planning: Planning) -> str:
+def _refusal(program: Program, planner: Planner) -> str:
     with pytest.raises(PlanError) as raised:
-        plan_sharding(program, planning)
-        insert_transitions(program, planning)
+        plan_sharding(program, planner)
+        insert_transitions(program, planner)
     return str(raised.value)
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
-    program, planning, given = _saved()
+    program, planner, given = _saved()
     given.t = 4
-    assert _refusal(program, planning).startswith("the plan is for 4 ranks, not for 2")
+    assert _refusal(program, planner).startswith("the plan is for 4 ranks, not for 2")
 
 
 def test_a_plan_of_another_graph_is_refused() -> None:
-    program, planning, given = _saved()
+    program, planner, given = _saved()
     given.ops["mm"] = given.ops.pop("linear")
     del given.params["w"]
-    assert _refusal(program, planning).startswith(
-        "the plan is for another graph: it does not place 'linear' and 1 more"
-    )
+    assert _refusal(program, planner).startswith("the plan is for another graph: it does not place 'linear' and 1 more")
 
 
 def test_an_edited_plan_must_follow_the_rules() -> None:
-    program, planning, given = _saved()
+    program, planner, given = _saved()
     choice = given.ops["linear"]
     given.ops["linear"] = OpChoice(choice.ins, I, choice.factor)
-    assert _refusal(program, planning).startswith(
+    assert _refusal(program, planner).startswith(
         "the plan places %linear (aten.linear.default) as S1, S1 -> I, which is no row of its sharding rule"
     )
 
 
 def test_an_edited_plan_must_convert_what_it_uses() -> None:
-    program, planning, given = _saved()
-    given.conversions.pop("x")
-    assert _refusal(program, planning).startswith("the plan uses %x at S1, but it is I and nothing converts it")
+    program, planner, given = _saved()
+    given.transitions.pop("x")
+    assert _refusal(program, planner).startswith("the plan uses %x at S1, but it is I and has no transition to there")

@@ -11,12 +11,9 @@ import small_plans
 import torch
 from torch import fx
 
-from megafx.config import Config
 from megafx.ir.program import Program
 from megafx.passes.plan.plan_sharding import ask
 from megafx.placements.types import I, Layout, P, R, S
-from megafx.planner.context import Planning
-from megafx.planner.hardware import Hardware
 from megafx.planner.policy import (
     BATCH,
     NORMALISED,
@@ -29,7 +26,7 @@ from megafx.planner.policy import (
     weight_values,
 )
 from megafx.rules.candidates import find_candidates, strategies
-from megafx.testing import graph
+from megafx.testing import graph, make_planner
 
 aten = torch.ops.aten
 T = 2
@@ -42,9 +39,9 @@ class Case:
         self, fn: Callable[..., Any], *, sequence_parallel: bool | str = False, free: bool = False, **values: Any
     ):
         self.program: Program = graph(fn, mesh=f"tp={T}", **values)
-        planning = Planning(Config(), T, Hardware.load("h100-nvlink"), training=True)
-        self.active, self.order = ask(self.program, planning)
-        self.rules = planning.rules
+        planner = make_planner(T)
+        self.active, self.order = ask(self.program, planner)
+        self.rules = planner.rules
         placeholders = [n for n in self.order if n.op == "placeholder"]
         self.candidates = find_candidates(self.rules, placeholders, self.program.sizes, T)
         self.policy = Policy(self.program, self.rules, self.active, sequence_parallel=sequence_parallel, free=free)
@@ -166,17 +163,17 @@ def test_free_takes_nothing_away() -> None:
         left, gone = case.left(name)
         assert len(left) == len(case.every(name)) and gone == {}
     weight = case.node("up")
-    assert case.policy.allows_conversion(weight, S(0, Layout.contiguous(12, T)), R)
+    assert case.policy.allows_transition(weight, S(0, Layout.contiguous(12, T)), R)
 
 
 def test_weights_are_neither_gathered_nor_used_in_slices() -> None:
     case = Case(_block, **BLOCK)
     weight, shard = case.node("up"), S(0, Layout.contiguous(12, T))
-    assert not case.policy.allows_conversion(weight, shard, R)
-    assert not case.policy.allows_conversion(weight, I, shard)
-    assert case.policy.allows_conversion(weight, I, R), "its gradient's all-reduce"
-    assert case.policy.allows_conversion(weight, I, P) and case.policy.allows_conversion(weight, shard, shard)
-    assert case.policy.allows_conversion(case.node("relu"), shard, R), "activations are"
+    assert not case.policy.allows_transition(weight, shard, R)
+    assert not case.policy.allows_transition(weight, I, shard)
+    assert case.policy.allows_transition(weight, I, R), "its gradient's all-reduce"
+    assert case.policy.allows_transition(weight, I, P) and case.policy.allows_transition(weight, shard, shard)
+    assert case.policy.allows_transition(case.node("relu"), shard, R), "activations are"
 
 
 def test_an_override_beats_policies_except_for_the_batch() -> None:

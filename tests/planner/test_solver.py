@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from milp import milp_optimum
 
 from megafx.planner import solver
 from megafx.planner.solver import InfeasibleError, Table, TooWideError, elimination_order, solve
@@ -94,13 +95,13 @@ def layered(rng, layers, hub=False):
 
 @pytest.mark.parametrize("hub", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_equals_milp(seed, hub, milp_optimum):
+def test_equals_milp(seed, hub):
     domains, tables = layered(np.random.default_rng(seed), layers=4, hub=hub)
     solution = solve(domains, tables)
     assert solution.cost == pytest.approx(milp_optimum(domains, tables), abs=1e-9)
 
 
-def test_milp_oracle_knows_infeasible_and_enumeration(milp_optimum):
+def test_milp_oracle_knows_infeasible_and_enumeration():
     for seed in range(12):
         domains, tables = random_graph(np.random.default_rng(seed), 0.4)
         best = enumerate_all(domains, tables)

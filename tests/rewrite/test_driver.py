@@ -1,12 +1,14 @@
-"""Covers: rewrite*.py. What is found and replaced, what is not and why; each rewrite is golden and computes the same."""
+"""Covers: rewrite/driver.py, match.py, replace.py. What is found and replaced, what is not and why.
+
+Each rewrite is golden and computes the same.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_ops import half_turn
-from toy_patterns import AddNorm, BiasGelu, DropAdd, Rms, TurnBoth, toy
+from toys import AddNorm, BiasGelu, DropAdd, Rms, TurnBoth, half_turn, toy
 
 from megafx import Pattern
 from megafx.ir.program import MADE_BY, fqn_of

@@ -188,7 +188,7 @@ def test_vocabulary_factors():
     table, ids = x(12, 6), torch.zeros(3, 4, dtype=torch.long)
     assert "v: S0 I -> P" in rows(rule(aten.embedding.default, table, ids))
     torch_ops = pytest.importorskip("megafx.kernels.loss.cross_entropy") and torch.ops.megafx
-    found = rows(rule(torch_ops.cross_entropy.default, x(4, 6), torch.zeros(4, dtype=torch.long), -100, 0.0))
+    found = rows(rule(torch_ops.cross_entropy.default, x(4, 6), torch.zeros(4, dtype=torch.long), -100, 0.0, False))
     assert found == ["I I -> I", "R I -> R", "t: S0 S0 -> S0", "v: S1 I -> I"]
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import run_logical
-from megafx.compiler.pipeline import Request, compile_program
+from megafx.compiler.pipeline import compile_program
 from megafx.config import Config
 from megafx.ir.program import Program
-from megafx.planner.hardware import Hardware
+from megafx.testing import make_planner
 
 
 def _hidden(batch: int, seq: int) -> Tensor:
@@ -59,15 +59,8 @@ def test_a_part_on_simulated_ranks(what: str, t: int) -> None:
     params = case.compile(t).plan.params
     results = {}
     for ranks in (1, t):
-        request = Request(
-            Config(passes=(("after canonicalize", promote_casts),)),
-            ranks,
-            Hardware.load("h100-nvlink"),
-            dict(params) if ranks > 1 else {},
-            None,
-            lambda index, spec: True,
-        )
-        compiled = compile_program(program.copy(), request)
+        config, fixed = Config(passes=(("after canonicalize", promote_casts),)), dict(params) if ranks > 1 else {}
+        compiled = compile_program(program.copy(), make_planner(ranks, config, fixed=fixed))
         values = case.values(compiled.program, call)
         for i, spec in enumerate(compiled.program.inputs):
             if spec.kind == "tangent":

@@ -1,4 +1,4 @@
-"""The parallelized object on one rank: graphs, autograd, keys, refusals. (Several ranks: dist/test_runtime.py.)"""
+"""The parallelized object on one rank: graphs, autograd, keys, refusals. (Several ranks: dist/call_forms.py.)"""
 
 from __future__ import annotations
 
@@ -186,8 +186,12 @@ def test_backward_twice(pair):
 
 def test_double_backward_is_refused(pair):
     _, model = pair
-    with pytest.raises(UsageError, match="double backward through a parallelized model"):
+    with pytest.raises(UsageError) as caught:
         torch.autograd.grad(model(IDS, LABELS).loss, list(model.parameters()), create_graph=True)
+    assert str(caught.value) == (
+        "double backward through a parallelized model: its backward graph has no derivative\n"
+        "  fix: call backward() or torch.autograd.grad() without create_graph=True"
+    )
 
 
 def test_new_hooks_on_submodules_are_refused(pair):
@@ -211,7 +215,7 @@ def test_hooks_that_were_there_are_captured_and_reported():
 def test_wrapping_for_data_parallelism_is_refused(pair):
     _, model = pair
     with pytest.raises(UsageError, match="DistributedDataParallel around a model"):
-        _ = model._ddp_params_and_buffers_to_ignore  # what DDP reads first (test_gloo_runtime wraps for real)
+        _ = model._ddp_params_and_buffers_to_ignore  # what DDP reads first (dist/call_forms.py wraps for real)
 
 
 def test_conversion_captures_anew(pair):

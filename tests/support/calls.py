@@ -18,11 +18,11 @@ from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
 
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical, run_logical
-from megafx.compiler.pipeline import Compiled, Request, compile_program
+from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.ir.call_spec import leaf_name
 from megafx.ir.program import Program
-from megafx.planner.hardware import Hardware
+from megafx.testing import make_planner
 
 Names = frozenset[str]
 
@@ -49,8 +49,9 @@ def compiled(program: Program, t: int, wanted: Names, promoted: bool = True, **c
     """For t ranks. wanted: names of inputs whose gradients are taken; none: a graph without backward."""
     if promoted:
         config = {"passes": (("after canonicalize", promote_casts),)} | config
-    wants = (lambda index, spec: spec.name in wanted) if wanted else None
-    return compile_program(program.copy(), Request(Config(**config), t, Hardware.load("h100-nvlink"), {}, None, wants))
+    planner = make_planner(t, Config(**config), training=False)
+    planner.wants_grad = (lambda spec: spec.name in wanted) if wanted else None
+    return compile_program(program.copy(), planner)
 
 
 def simulated(made: Compiled, model: nn.Module, call: Mapping[str, Any], tangents: Mapping[str, Tensor]) -> Logical:

@@ -10,21 +10,19 @@ from harness import Case, promote_casts
 from torch import Tensor
 
 from megafx.checks.simulate import Logical, local_inputs, simulate
-from megafx.compiler.pipeline import Compiled, Request, compile_program
+from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import Placement, dual, nested
-from megafx.planner.hardware import Hardware
+from megafx.testing import make_planner
 
 
 def compile_on(case: Case, data: DataAxis, t: int, **options: Any) -> Compiled:
     """The joint graph of a model for t tensor-parallel ranks, of which there are `data.ranks` groups."""
     config = Config(passes=(("after canonicalize", promote_casts),), **options)
-    request = Request(
-        config, t, Hardware.load("h100-nvlink"), {}, None, lambda index, spec: spec.kind == "param", data=data
-    )
-    return compile_program(case.program.copy(), request)
+    planner = make_planner(t, config, wants_grad=lambda spec: spec.kind == "param", data=data)
+    return compile_program(case.program.copy(), planner)
 
 
 def rows(inputs: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A function as a model, and inputs for it."""
+"""A function as a model, and inputs for it: with parameters of given shapes, or with a linear layer and a buffer."""
 
 from __future__ import annotations
 
@@ -35,3 +35,22 @@ def ids_of(batch: int = 2, seq: int = 5) -> torch.Tensor:
 def _counting(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.count.add_(1)
     return x * m.count
+
+
+D = 16  # features of a Lambda
+
+
+class Lambda(nn.Module):
+    """forward is `fn(self, *args, **kwargs)`; `lin` and a buffer to play with."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn, self.lin = fn, nn.Linear(D, D)
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(self, *args, **kwargs)
+
+
+def _x(b: int, s: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(b, s, D),), {}

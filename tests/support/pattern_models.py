@@ -135,6 +135,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "llama": hugging_face("Llama", **COMMON, num_key_value_heads=2),
     "t5": t5,
     "gemma": hugging_face("Gemma", **COMMON, num_key_value_heads=1, head_dim=8),
+    "qwen3": hugging_face("Qwen3", **COMMON, num_key_value_heads=2, head_dim=8),
     "gemma2": hugging_face("Gemma2", **COMMON, num_key_value_heads=2, head_dim=8, sliding_window=4),
     "gpt_neox": hugging_face("GPTNeoX", **COMMON, **NO_TOKENS),
     "falcon": hugging_face("Falcon", **FALCON),

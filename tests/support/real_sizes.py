@@ -15,11 +15,11 @@ from torch import nn
 from megafx.capture.export import capture_call
 from megafx.config import Config
 from megafx.ir.program import Program
-from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.plan_sharding import ask, make_problem, plan_sharding
-from megafx.planner.context import Planning
-from megafx.planner.hardware import Hardware
+from megafx.planner.context import Planner
 from megafx.planner.problem import Problem
+from megafx.testing import make_planner
 
 LAYERS = 2
 
@@ -104,7 +104,7 @@ def captured(name: str, layers: int) -> Program:
 @cache
 def _canonical(name: str, layers: int) -> Program:
     program = captured(name, layers).copy()
-    canonicalize(program)
+    canonicalize_program(program)
     return program
 
 
@@ -113,14 +113,14 @@ def program(name: str, layers: int = LAYERS) -> Program:
     return _canonical(name, layers)
 
 
-def planning(name: str, t: int, hardware: str = "h100-nvlink", **config: Any) -> Planning:
+def planner_of(name: str, t: int, hardware: str = "h100-nvlink", **config: Any) -> Planner:
     settings = Config(seq_length=SEQUENCE[name], micro_batch_size=1, **config)
-    return Planning(settings, t, Hardware.load(hardware), training=True)
+    return make_planner(t, settings, hardware=hardware)
 
 
-def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple[Program, Planning]:
-    """(program, its planning after plan_sharding)."""
-    question = planning(name, t, **config)
+def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple[Program, Planner]:
+    """(program, its planner after plan_sharding)."""
+    question = planner_of(name, t, **config)
     copy = program(name, layers).copy()
     plan_sharding(copy, question)
     return copy, question
@@ -128,6 +128,6 @@ def planned(name: str, t: int = 8, layers: int = LAYERS, **config: Any) -> tuple
 
 def problem(name: str, t: int, layers: int = LAYERS, **config: Any) -> Problem:
     """The planning problem of a model, as `plan_sharding` makes it."""
-    copy, question = program(name, layers).copy(), planning(name, t, **config)
+    copy, question = program(name, layers).copy(), planner_of(name, t, **config)
     active, order = ask(copy, question)
     return make_problem(copy, question, active, order)[0]

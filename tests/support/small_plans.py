@@ -1,6 +1,6 @@
 """Plans for small graphs of `megafx.testing`, by saying what matters: the strategies of some ops, the rest at least cost.
 
-    program, planning = planned(lambda x, w: aten.linear(x, w), {"linear": "S1, S1 -> P"}, x="f32[4 8]", w="param f32[6 8]")
+    program, planner = planned(lambda x, w: aten.linear(x, w), {"linear": "S1, S1 -> P"}, x="f32[4 8]", w="param f32[6 8]")
 
 A choice names an op by its graph name (`linear`, `linear_1`) or a parameter, and says its placements as they print.
 """
@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megafx.config import Config
 from megafx.ir.program import Program
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import ask, make_problem
-from megafx.planner.context import Planning
-from megafx.planner.hardware import Hardware
+from megafx.planner.context import Planner
+from megafx.planner.fusion_profile import MODES, FusionProfile, Measured, Times
 from megafx.planner.problem import Problem
 from megafx.planner.solver import solve
 from megafx.rules.strategies import Strategy
-from megafx.testing import graph
+from megafx.testing import graph, make_planner
 
 
 def text_of(strategy: Strategy) -> str:
@@ -31,39 +30,58 @@ def text_of(strategy: Strategy) -> str:
 
 def planned(
     fn: Callable[..., Any], choices: dict[str, str], mesh: str = "tp=2", **values: Any
-) -> tuple[Program, Planning]:
+) -> tuple[Program, Planner]:
     """The PLANNED program and the cheapest plan with these choices."""
     program = graph(fn, mesh=mesh, **values)
-    planning = Planning(Config(), int(mesh.split("=")[1]), Hardware.load("h100-nvlink"), training=True)
-    active, order = ask(program, planning)
-    free, _ = make_problem(program, planning, active, order, free=True)
+    planner = make_planner(int(mesh.split("=")[1]))
+    active, order = ask(program, planner)
+    free, _ = make_problem(program, planner, active, order, free=True)
     domains = dict(free.domains)
     for name, wanted in choices.items():
         node = next(n for n in order if n.name == name)
         domains[node] = [s for s in domains[node] if text_of(s) == wanted]
         assert domains[node], f"{name} has {[text_of(s) for s in free.domains[node]]}"
-    problem = Problem(program, planning.rules, domains, planning.accepts, free.policy, free.work)
+    problem = Problem(program, planner, domains, free.policy)
     problem.build()
-    planning.plan = problem.plan_of(solve(problem.sizes_of_domains, problem.tables).assignment)
-    planning.plan.sizes = program.sizes
-    planning.weights = free.policy.weights
-    return program, planning
+    planner.plan = problem.plan_of(solve(problem.sizes_of_domains, problem.tables).assignment)
+    planner.plan.sizes = program.sizes
+    planner.weights = free.policy.weights
+    return program, planner
 
 
 def placed(
     fn: Callable[..., Any], choices: dict[str, str], mesh: str = "tp=2", **values: Any
-) -> tuple[Program, Program, Planning]:
-    """(program before, after insert_transitions, planning)."""
-    program, planning = planned(fn, choices, mesh, **values)
+) -> tuple[Program, Program, Planner]:
+    """(program before, after insert_transitions, planner)."""
+    program, planner = planned(fn, choices, mesh, **values)
     before = program.copy()
-    insert_transitions(program, planning)
-    return before, program, planning
+    insert_transitions(program, planner)
+    return before, program, planner
 
 
 def local(
     fn: Callable[..., Any], choices: dict[str, str], mesh: str = "tp=2", **values: Any
 ) -> tuple[Program, Program]:
-    """(program before planning, one rank's program)."""
-    before, program, planning = placed(fn, choices, mesh, **values)
-    localize_shapes(program, planning)
+    """(program before planner, one rank's program)."""
+    before, program, planner = placed(fn, choices, mesh, **values)
+    localize_shapes(program, planner)
     return before, program
+
+
+# -- measured fusions, made up
+
+FAST, SLOW = (1.0, 2.0), (2.0, 1.0)  # fused, unfused
+
+
+def measured(*patterns, small=SLOW, large=SLOW, needs=()):
+    rows = [Times(n, dict.fromkeys(MODES, pair)) for n, pair in ((1_000, small), (1_000_000, large))]
+    return Measured(patterns, needs, tuple(rows))
+
+
+def profile(**fusions):
+    return FusionProfile("a test's device", ("nowhere",), "made up", fusions)
+
+
+def saved(path, **fusions):
+    profile(**fusions).save(path)
+    return str(path)

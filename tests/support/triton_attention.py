@@ -17,7 +17,7 @@ from megafx.kernels.attention import (
     attention_reference,
     attention_triton,
 )
-from megafx.kernels.attention.attention_reference import Options
+from megafx.kernels.attention.attention_reference import Inputs
 from megafx.ops import axes
 
 warnings.simplefilter("ignore")  # the interpreter's numpy: overflow in rows and columns that are out of bounds
@@ -40,24 +40,29 @@ def check(
     if turned:  # heads inside, as projections make them
         q, k, v, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, grad))
     dim, layout = cut or (-1, ())
-    o = Options(e**-0.5, causal, window, softcap, p, 5, dim, layout, "tp")
     mask = None if mask is None else mask.to(DEVICE)
     keys = None if keys is None else keys.to(DEVICE)
-    wide = [x if x is None or x.dtype == torch.bool else x.double() for x in (q, k, v, mask, keys)]
+    options = (e**-0.5, causal, window, softcap, p, 5, dim, layout, "tp")
+    x = Inputs.of((q, k, v, mask, keys, SEED), options)
+    wide = [y if y is None or y.dtype == torch.bool else y.double() for y in x[:5]]
+    exact = Inputs.of((*wide, SEED), options)
     tuning = {"TMA": tma}
-    out, lse = attention_triton.forward(q, k, v, mask, keys, SEED, o, **tuning)
-    wanted, statistics = attention_reference.forward(*wide, SEED, o)
-    backward = attention_backward_triton.backward
-    grads = [backward(grad, q, k, v, mask, keys, SEED, out, lse, o, tuning, tuning) for _ in range(2)]
+    out, lse = attention_triton.forward(x, **tuning)
+    wanted, statistics = attention_reference.forward(exact)
+
+    def backward(**given):
+        return attention_backward_triton.backward(grad, x, out, lse, by_query=tuning, by_key=tuning, **given)
+
+    grads = [backward() for _ in range(2)]
     if s == t and e == f:  # side by side, as the gradient of a fused projection
         packed = torch.empty(b, s, h + 2 * n, e, dtype=dtype, device=DEVICE).transpose(1, 2)
-        backward(grad, q, k, v, mask, keys, SEED, out, lse, o, tuning, tuning, into=packed.split([h, n, n], 1))
+        backward(into=packed.split([h, n, n], 1))
         assert torch.equal(packed, torch.cat(grads[0], 1))
     found = [out, *grads[0]]
-    expected = [wanted, *attention_reference.backward(grad.double(), *wide, SEED, o)]
+    expected = [wanted, *attention_reference.backward(grad.double(), exact)]
     if mask is not None and mask.dtype != torch.bool:
-        found.append(attention_mask_triton.mask_backward(grad, q, k, v, mask, keys, SEED, out, lse, o))
-        expected.append(attention_reference.mask_backward(grad.double(), *wide, SEED, o))
+        found.append(attention_mask_triton.mask_backward(grad, x, out, lse))
+        expected.append(attention_reference.mask_backward(grad.double(), exact))
     case = (b, h, n, s, t, e, f, dtype, causal, window, softcap, p, cut, tma)
     for name, a, w in zip(("out", "dq", "dk", "dv", "dmask"), found, expected, strict=False):
         error = float((a.double() - w).norm() / w.norm().clamp(min=1e-9))
@@ -67,23 +72,7 @@ def check(
     torch.testing.assert_close(lse[seen].double(), statistics[seen], rtol=1e-5, atol=1e-4)
     assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True)), case
     for separate in (False, True) if not window else (False,):  # dq from ds in memory; head by head
-        apart = backward(
-            grad,
-            q,
-            k,
-            v,
-            mask,
-            keys,
-            SEED,
-            out,
-            lse,
-            o,
-            tuning,
-            tuning,
-            workspace=1,
-            separate=separate,
-            by_product=tuning,
-        )
+        apart = backward(workspace=1, separate=separate, by_product=tuning)
         for name, a, w in zip(("dq", "dk", "dv"), apart, grads[0], strict=True):
             error = float((a.double() - w.double()).norm() / w.double().norm().clamp(min=1e-9))
             assert error < LIMITS[dtype], (case, name, separate, error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
-from factories import FACTORIES, Odd, on_meta, parts_of, tensors
 from torch import nn
+from weight_models import FACTORIES, Odd, on_meta, parts_of, tensors
 
 import megafx
 from megafx.errors import UsageError

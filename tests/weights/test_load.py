@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from factories import FACTORIES, on_meta, parts_of, tensors
 from safetensors.torch import save_file
 from torch import nn
+from weight_models import FACTORIES, on_meta, parts_of, tensors
 
 import megafx
 from megafx.errors import CheckpointError, UsageError

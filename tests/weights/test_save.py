@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import FACTORIES, on_meta, tensors
 from safetensors.torch import load_file
-from tied_net import Net
+from weight_models import FACTORIES, Net, on_meta, tensors
 
 import megafx
 from megafx.errors import CheckpointError, UsageError

@@ -28,16 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import SEED, fixed, mask, real
+from megafx.ir.facts import ATTENTION, SEED, fixed, mask, real
 from megafx.kernels.attention import attention_reference as reference
-from megafx.kernels.attention.attention_reference import Options, empty_results, heads_inside
+from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside
+from megafx.kernels.common.draw import DRAW
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
-from megafx.rules.families import Arg, Call, Row
+from megafx.rules.families import Arg, OpCall, RuleText
 
-_OPTIONS = (
-    "float scale, bool causal, int window, float softcap, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
-)
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, Tensor? seed"
+_SEED, _, _REST = DRAW.partition(", ")
+_OPERANDS = f"Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, {_SEED}"
+_OPTIONS = f"float scale, bool causal, int window, float softcap, {_REST}"
 
 
 def _attention(
@@ -54,21 +54,20 @@ def _attention(
     return torch.ops.megafx.attention_forward(q, k, v, mask, key_mask, seed, *rest)[0]
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, o: Options
-) -> None:
+def _check(x: Inputs) -> None:
+    q, k, v, mask, key_mask = x[:5]
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"attention takes 4 dims, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1] or q.shape[0] != k.shape[0]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} KV heads")
-    if not 0.0 <= o.p <= 1.0:
-        raise ValueError(f"dropout probability must be between 0 and 1, got {o.p}")
-    if o.p and seed is None:
+    if not 0.0 <= x.draw.p <= 1.0:
+        raise ValueError(f"dropout probability must be between 0 and 1, got {x.draw.p}")
+    if x.draw.p and x.draw.seed is None:
         raise ValueError("attention_forward with dropout needs a seed")
-    if o.window < 0 or o.softcap < 0:
-        raise ValueError(f"window and softcap must not be negative, got {o.window} and {o.softcap}")
+    if x.window < 0 or x.softcap < 0:
+        raise ValueError(f"window and softcap must not be negative, got {x.window} and {x.softcap}")
     if mask is not None:
         whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         wanted = whole if mask.dim() == 4 else (whole[0], whole[3])
@@ -84,29 +83,24 @@ def _check(
             raise ValueError("a key_mask gets no gradient: add it to the mask")
 
 
-def _options(rest: Sequence[Any]) -> Options:
-    return Options(*rest[:-2], tuple(rest[-2]), rest[-1])  # type: ignore[misc, arg-type, call-arg]
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Any, key_mask: Any, seed: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    o = _options(rest)
-    _check(q, k, v, mask, key_mask, seed, o)
-    if runs_triton(q):
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    x = Inputs.of(args[:6], args[6:])
+    _check(x)
+    if runs_triton(x.q):
         from megafx.kernels.attention import attention_triton
 
-        return attention_triton.forward(q, k, v, mask, key_mask, seed, o)
-    return reference.forward(q, k, v, mask, key_mask, seed, o)
+        return attention_triton.forward(x)
+    return reference.forward(x)
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, key_mask: Any, seed: Any, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    o = _options(rest)
-    if runs_triton(q):
+def _backward(grad: Tensor, *args: Any, into: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """args: operands, out, lse, options. into: memory for the gradients."""
+    x = Inputs.of(args[:6], args[8:])
+    if runs_triton(x.q):
         from megafx.kernels.attention import attention_backward_triton
 
-        return attention_backward_triton.backward(grad, q, k, v, mask, key_mask, seed, out, lse, o)
-    return reference.backward(grad, q, k, v, mask, key_mask, seed, o)
+        return attention_backward_triton.backward(grad, x, *args[6:8], into=into)
+    return reference.backward(grad, x, into)
 
 
 def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:
@@ -120,47 +114,24 @@ def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequen
     return views
 
 
-def _packed_shape(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, key_mask: Any, seed: Any, out: Tensor, lse: Tensor, order: Any,
-    *_: Any,
-) -> Tensor:  # fmt: skip
+def _packed_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], sum(x.shape[1] * x.shape[3] for x in (q, k, v)))
 
 
-def _backward_packed(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    key_mask: Any,
-    seed: Any,
-    out: Tensor,
-    lse: Tensor,
-    order: Any,
-    *rest: Any,
-) -> Tensor:
-    packed, o = _packed_shape(grad, q, k, v, mask, key_mask, seed, out, lse, order), _options(rest)
-    into = _packed_views(packed, q, k, v, order)
-    if runs_triton(q):
-        from megafx.kernels.attention import attention_backward_triton
-
-        attention_backward_triton.backward(grad, q, k, v, mask, key_mask, seed, out, lse, o, into=into)
-    else:
-        reference.backward(grad, q, k, v, mask, key_mask, seed, o, into=into)
+def _backward_packed(grad: Tensor, *args: Any) -> Tensor:
+    """args: operands, out, lse, order, options."""
+    packed = _packed_shape(grad, *args)
+    _backward(grad, *args[:8], *args[9:], into=_packed_views(packed, *args[:3], args[8]))
     return packed
 
 
-def _mask_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key_mask: Any, seed: Any, out: Tensor, lse: Tensor,
-    *rest: Any,
-) -> Tensor:  # fmt: skip
-    o = _options(rest)
-    if runs_triton(q):
+def _mask_backward(grad: Tensor, *args: Any) -> Tensor:
+    x = Inputs.of(args[:6], args[8:])
+    if runs_triton(x.q):
         from megafx.kernels.attention import attention_mask_triton
 
-        return attention_mask_triton.mask_backward(grad, q, k, v, mask, key_mask, seed, out, lse, o)
-    return reference.mask_backward(grad, q, k, v, mask, key_mask, seed, o)
+        return attention_mask_triton.mask_backward(grad, x, *args[6:8])
+    return reference.mask_backward(grad, x)
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -194,14 +165,14 @@ def _mask_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *_:
 # -- sharding: the dims depend on the mask's and on causality
 
 
-def _forward_rule(call: Call) -> Row:
+def _forward_rule(call: OpCall) -> RuleText:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
     text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, ~ -> b (n g) t f{statistics}"
     return _row(call, text)
 
 
-def _backward_rule(call: Call) -> Row:
+def _backward_rule(call: OpCall) -> RuleText:
     """Linear in the gradient; also where v is partial, and with it the output: so are the gradients of q and k.
 
     They are sums over v's width f: of the products of gradient and v, and of gradient and output.
@@ -214,7 +185,7 @@ def _backward_rule(call: Call) -> Row:
     return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 7), "PPR"),))
 
 
-def _operand_dims(call: Call, e: str, f: str) -> str:
+def _operand_dims(call: OpCall, e: str, f: str) -> str:
     return f"b (n g) t {e}, b n s! {e}, b n s! {f}, {_mask_dims(call.get('mask'))}"
 
 
@@ -228,12 +199,14 @@ def _mask_gradient_dims(mask: Arg) -> str:
     return " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
 
 
-def _row(call: Call, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> Row:
+def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> RuleText:
     if not (call.get("causal") or call.get("window")):
-        return Row(text, partials=partials)
+        return RuleText(text, partials=partials)
     text = text.replace(" t ", " t! ").replace(" t,", " t!,").replace(" t;", " t!;")
     text = text + "!" if text.endswith(" t") else text
-    return Row(text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials)
+    return RuleText(
+        text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials
+    )
 
 
 # -- the ops
@@ -252,6 +225,7 @@ _GRADIENT, _LSE = real(2, 4, 6, 6), fixed(2, 4, 6)
 define_composite(
     f"attention({_OPERANDS}, {_OPTIONS}) -> Tensor",
     rule=_forward_rule,
+    cost=ATTENTION,
     samples=[
         (_Q, _K, _V, real(1, 4, 6, 4), None, None, *_PLAIN),
         (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, SEED, *_DROPPED),
@@ -262,6 +236,7 @@ define_composite(
 define_op(
     f"attention_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     rule=_forward_rule,
+    cost=ATTENTION,
     samples=[(_Q, _K, _V, None, None, None, *_PLAIN), (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, *_PLAIN)],
     reference=_forward,
     fake=_forward_shapes,

@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.attention.attention_bits_triton import keep_bytes, kept_tile, kept_words, leave, spread
-from megafx.kernels.attention.attention_reference import Options, heads_inside
+from megafx.kernels.attention.attention_reference import Inputs, heads_inside
 from megafx.kernels.attention.attention_triton import (
-    Call,
+    Prepared,
     coordinates,
     described,
     key_range,
@@ -286,13 +286,13 @@ def _key_gradient(
 # -- host
 
 
-def query_config(c: Call) -> dict[str, Any]:
+def query_config(c: Prepared) -> dict[str, Any]:
     wide = c.width > 256
     warps = 8 if wide else 4
     return dict(BM=32 if c.width > 512 else 64, BN=64, STAGES=1 if wide else 2, num_warps=warps, GROUP=16)
 
 
-def key_config(c: Call) -> dict[str, Any]:
+def key_config(c: Prepared) -> dict[str, Any]:
     """Short tiles leave registers for three stages (measured: H200)."""
     wide = c.width > 256
     short = c.width > 128 or not c.dropped
@@ -305,16 +305,22 @@ def product_config() -> dict[str, Any]:
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None,
-    seed: Tensor | None, out: Tensor, lse: Tensor, o: Options, by_query: dict[str, Any] | None = None,
+    grad: Tensor,
+    x: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    into: Sequence[Tensor] | None = None,
+    *,
+    workspace: int = WORKSPACE,
+    separate: bool | None = None,
+    by_query: dict[str, Any] | None = None,
     by_key: dict[str, Any] | None = None,
-    into: Sequence[Tensor] | None = None, workspace: int = WORKSPACE, separate: bool | None = None,
     by_product: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """by_query, by_key, by_product: overrides of the configurations. into: memory for the results. separate: ds by memory;
-    None: where that is faster."""
-    dq, dk, dv = into or (heads_inside(q), heads_inside(k), heads_inside(v))
-    c = Call(q, k, v, mask, key_mask, seed, o)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """into: memory for the results. separate: ds by memory; None: where that is faster. by_query, by_key, by_product:
+    overrides of the configurations."""
+    dq, dk, dv = into or (heads_inside(x.q), heads_inside(x.k), heads_inside(x.v))
+    c = Prepared(x)
     if c.empty:
         return dq.zero_(), dk.zero_(), dv.zero_()
     grad, out = c.rows(grad), c.rows(out)
@@ -325,41 +331,41 @@ def backward(
     ep, fp, groups = c.flags["EP"], c.flags["FP"], c.h // c.n
     rows, keys = (triton.cdiv(n, 64) * 64 for n in (c.s, c.t))
     padded = c.b * c.h * rows
-    stats = torch.empty(2 * padded, dtype=torch.float32, device=q.device)
-    size = rows * keys * groups * q.element_size()  # of ds of the heads that share k and v
-    apart = separate if separate is not None else c.width == 256 and not o.window and size <= workspace
+    stats = torch.empty(2 * padded, dtype=torch.float32, device=c.q.device)
+    size = rows * keys * groups * c.q.element_size()  # of ds of the heads that share k and v
+    apart = separate if separate is not None else c.width == 256 and not x.window and size <= workspace
     each = size if apart else rows * keys * groups // 8 if c.dropped else 0
     step = min(c.b * c.n, max(1, workspace // each)) if each else c.b * c.n
-    kept = torch.empty(step * groups * rows * keys // 32 if c.dropped else 0, dtype=torch.int32, device=q.device)
-    ds = torch.empty(step * groups * rows * keys, dtype=q.dtype, device=q.device) if apart else None
+    kept = torch.empty(step * groups * rows * keys // 32 if c.dropped else 0, dtype=torch.int32, device=c.q.device)
+    ds = torch.empty(step * groups * rows * keys, dtype=c.q.dtype, device=c.q.device) if apart else None
     for head in range(0, c.b * c.n, step):  # of k and v
         heads = min(step, c.b * c.n - head)
         bm, bn, tma = first["BM"], first["BN"], first["TMA"]
         launch(
-            _query_gradient, (triton.cdiv(c.s, bm) * heads * groups,), q,
+            _query_gradient, (triton.cdiv(c.s, bm) * heads * groups,), c.q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
             described(grad, bm, fp, tma), dq, described(out, bm, fp, tma), lse, stats, kept, c.mask, c.keys,
             c.seed, *c.maps,
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
-            *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes, *c.factors, c.share, o.scale, head * groups,
+            *out.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes, *c.factors, c.share, x.scale, head * groups,
             padded, **c.flags, **first | {"GROUP": math.gcd(first["GROUP"], heads * groups)}, PRODUCT=not apart,
         )  # fmt: skip
         bm, bn, tma = then["BM"], then["BN"], then["TMA"]
         launch(
-            _key_gradient, (triton.cdiv(c.t, bn) * heads,), q,
+            _key_gradient, (triton.cdiv(c.t, bn) * heads,), c.q,
             described(c.q, bm, ep, tma), described(c.k, bn, ep, tma), described(c.v, bn, fp, tma),
             described(grad, bm, fp, tma), dk, dv, stats, kept, ds, c.mask, c.keys,
             c.maps[2],
             *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *dk.stride()[:3],
-            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes[:5], c.rescale, *c.factors, o.scale, head,
+            *dv.stride()[:3], *c.mask_strides, c.keys_stride, *c.sizes[:5], c.rescale, *c.factors, x.scale, head,
             padded, **c.flags, **then | {"GROUP": math.gcd(then["GROUP"], heads)},
         )  # fmt: skip
         if ds is not None:
             bm, bn, tma = last["BM"], last["BN"], last["TMA"]
             launch(
-                _query_product, (triton.cdiv(c.s, bm) * heads * groups,), q,
+                _query_product, (triton.cdiv(c.s, bm) * heads * groups,), c.q,
                 ds, described(c.k, bn, ep, tma), dq, *c.k.stride()[:3], *dq.stride()[:3], *c.sizes[:4], c.rescale,
-                o.scale, head * groups, E=c.flags["E"], EP=ep, CAUSAL=o.causal, MAPPED=c.maps[2] is not None,
+                x.scale, head * groups, E=c.flags["E"], EP=ep, CAUSAL=x.causal, MAPPED=c.maps[2] is not None,
                 PRECISION=c.flags["PRECISION"], **last | {"GROUP": math.gcd(last["GROUP"], heads * groups)},
             )  # fmt: skip
     return dq, dk, dv

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from megafx.kernels.attention.attention_backward_triton import query_config
 from megafx.kernels.attention.attention_bits_triton import keep_tile
-from megafx.kernels.attention.attention_reference import Options
-from megafx.kernels.attention.attention_triton import Call, coordinates, described, score_tile, takes_descriptors, tile
+from megafx.kernels.attention.attention_reference import Inputs
+from megafx.kernels.attention.attention_triton import (
+    Prepared,
+    coordinates,
+    described,
+    score_tile,
+    takes_descriptors,
+    tile,
+)
 from megafx.kernels.common.op import launch
 from megafx.kernels.common.tiles_triton import LOG2E
 
@@ -70,12 +77,10 @@ def _mask_gradient(
     tl.store(at, total * rescale, mask=(qi[:, None] < S) & (ki < T))
 
 
-def mask_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key_mask: Tensor | None,
-    seed: Tensor | None, out: Tensor, lse: Tensor, o: Options,
-) -> Tensor:  # fmt: skip
+def mask_backward(grad: Tensor, x: Inputs, out: Tensor, lse: Tensor) -> Tensor:
     """Of an additive mask: [b, t] or 4-D."""
-    c = Call(q, k, v, mask, key_mask, seed, o)
+    c, mask = Prepared(x), x.mask
+    assert mask is not None
     if c.empty:
         return torch.zeros(mask.shape, dtype=mask.dtype, device=mask.device)
     whole = mask[:, None, None] if mask.dim() == 2 else mask
@@ -87,7 +92,7 @@ def mask_backward(
     config = dict(BM=64, BN=64, TMA=tma, DROP=c.dropped, num_warps=query_config(c)["num_warps"])
     ep, fp = c.flags["EP"], c.flags["FP"]
     launch(
-        _mask_gradient, (triton.cdiv(c.s, 64) * triton.cdiv(c.t, 64) * batches * heads,), q,
+        _mask_gradient, (triton.cdiv(c.s, 64) * triton.cdiv(c.t, 64) * batches * heads,), c.q,
         described(c.q, 64, ep, tma), described(c.k, 64, ep, tma), described(c.v, 64, fp, tma),
         described(grad, 64, fp, tma), made, lse, delta, c.mask, c.keys, c.seed, *c.maps,
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *grad.stride()[:3], *c.mask_strides,

@@ -13,30 +13,40 @@ tensor core: a kernel that needs a tile of decisions moves nothing between threa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megafx.kernels.common import philox
+from megafx.kernels.common.draw import Draw, draws, factor_of
+from megafx.kernels.common.op import wide
 from megafx.ops import axes
 from megafx.placements.types import Layout
 
 
-class Options(NamedTuple):
-    """The arguments of the op that are no tensors."""
+class Inputs(NamedTuple):
+    """The arguments of the op; attention.py says what they mean."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    key_mask: Tensor | None
     scale: float
     causal: bool
     window: int
     softcap: float
-    p: float
-    op_id: int
-    shard_dim: int
-    layout: tuple[int, ...]
-    axis: str
+    draw: Draw
+
+    @staticmethod
+    def of(operands: Sequence[Any], options: Sequence[Any]) -> Inputs:
+        """operands: q, k, v, mask, key_mask, seed; options: from scale to axis, as in the schema."""
+        *tensors, seed = operands
+        *how, p, op_id, shard_dim, layout, axis = options
+        return Inputs(*tensors, *how, Draw(seed, p, op_id, shard_dim, tuple(layout), axis))
 
 
 def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
@@ -45,13 +55,13 @@ def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def positions(size: int, dim: int, options: Options, device: torch.device) -> Tensor | None:
+def positions(size: int, dim: int, draw: Draw, device: torch.device) -> Tensor | None:
     """Global indices [size] of this rank's elements of result dim `dim`; None where they are 0, 1, 2, ..."""
-    before = axes.batch_rank(options.axis) if dim == 0 and options.p else 0
-    if options.shard_dim != dim:
+    before = axes.batch_rank(draw.axis) if dim == 0 and draw.p else 0
+    if draw.shard_dim != dim:
         return _positions(size, (1, size, 1), 0, 1, before * size, str(device)) if before else None
-    rank, t = axes.axis_rank(options.axis), axes.axis_size(options.axis)
-    return _positions(size, options.layout, rank, t, before * Layout.from_flat(options.layout).size, str(device))
+    rank, t = axes.axis_rank(draw.axis), axes.axis_size(draw.axis)
+    return _positions(size, draw.layout, rank, t, before * Layout.from_flat(draw.layout).size, str(device))
 
 
 @lru_cache(maxsize=256)
@@ -63,11 +73,6 @@ def _positions(size: int, layout: tuple[int, ...], rank: int, t: int, before: in
     for start, local, length in cut.pieces(rank, t):
         found[local : local + length] = torch.arange(before + start, before + start + length)
     return found.to(device)
-
-
-def _index(size: int, dim: int, options: Options, device: torch.device) -> Tensor:
-    found = positions(size, dim, options, device)
-    return torch.arange(size, device=device) if found is None else found.long()
 
 
 def keep_mask(where: tuple[Tensor, ...], keys: int, key: tuple[int, int], p: float) -> Tensor:
@@ -105,121 +110,98 @@ class _Part(NamedTuple):
     lse: Tensor  # [n, g, s]
 
 
-def _part(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    masks: tuple[Tensor, ...],
-    seed: Tensor | None,
-    o: Options,
-    where: tuple[Tensor, ...],
-) -> _Part:
-    """q [nq, s, e], k [n, t, e], v [n, t, f], masks broadcastable to [nq, s, t]; where: batch [1], heads, queries."""
+def _parts(x: Inputs) -> Iterator[tuple[int, _Part]]:
+    """For each batch element: its index, and what forward and backward share."""
+    batch, heads, s, _ = x.q.shape
+    where = []
+    for dim, size in enumerate((batch, heads, s)):
+        found = positions(size, dim, x.draw, x.q.device)
+        where.append(torch.arange(size, device=x.q.device) if found is None else found.long())
+    masks = [m[:, None, None] if m.dim() == 2 else m for m in (x.mask, x.key_mask) if m is not None]
+    masks = [m.expand(batch, *m.shape[1:]) for m in masks]
+    for i in range(batch):
+        yield i, _part(x, i, [m[i] for m in masks], (where[0][i : i + 1], where[1], where[2]))
+
+
+def _part(x: Inputs, i: int, masks: list[Tensor], where: tuple[Tensor, Tensor, Tensor]) -> _Part:
+    """Batch element i. masks: broadcastable to [nq, s, t]; where: global index of the element [1], of heads, of queries."""
+    q, k, v = x.q[i], x.k[i], x.v[i]
     (heads, s, _), (n, t, _) = q.shape, k.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     split = (n, heads // n, s)
     q, k, v = q.to(dtype).view(*split, -1), k.to(dtype).unsqueeze(1), v.to(dtype).unsqueeze(1)
-    scores, slope = (q * o.scale) @ k.transpose(-1, -2), None
-    if o.softcap:
-        tanh = (scores / o.softcap).tanh()
-        scores, slope = tanh * o.softcap, 1 - tanh * tanh
+    scores, slope = (q * x.scale) @ k.transpose(-1, -2), None
+    if x.softcap:
+        tanh = (scores / x.softcap).tanh()
+        scores, slope = tanh * x.softcap, 1 - tanh * tanh
     for mask in masks:
         mask = mask.expand(heads, s, t).view(*split, t)
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(dtype)
     distance = where[2][:, None] - torch.arange(t, device=q.device)
-    if o.causal:
+    if x.causal:
         scores = scores.masked_fill(distance < 0, -math.inf)
-    if o.window:
-        scores = scores.masked_fill(distance.abs() >= o.window, -math.inf)
+    if x.window:
+        scores = scores.masked_fill(distance.abs() >= x.window, -math.inf)
     high = scores.amax(-1, keepdim=True) if t else scores.new_full((*split, 1), -math.inf)
     powers = (scores - high.masked_fill(high == -math.inf, 0)).exp()
     total = powers.sum(-1, keepdim=True)
     weights = powers / total.masked_fill(total == 0, 1)  # a row that sees nothing: zeros
     lse = (high + total.log()).masked_fill(total == 0, math.inf).squeeze(-1)
     kept = None
-    if philox.threshold(o.p):
-        assert seed is not None
-        keep = keep_mask(where, t, subkey(seed, o.op_id), o.p).view(*split, t)
-        factor = philox.scale(o.p)
-        kept = keep.to(dtype) * (factor if math.isfinite(factor) else 0.0)
+    if draws(p := x.draw.p):
+        keep = keep_mask(where, t, subkey(x.draw.seed, x.draw.op_id), p).view(*split, t)
+        kept = keep.to(dtype) * factor_of(p)
     return _Part(q, k, v, slope, weights, kept, lse)
 
 
-def _parts(
-    q: Tensor, given: tuple[Tensor | None, Tensor | None], o: Options
-) -> list[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """For each batch element: its index, its masks and its global positions."""
-    batch, heads, s, _ = q.shape
-    where = [_index(size, dim, o, q.device) for dim, size in enumerate((batch, heads, s))]
-    masks = [m[:, None, None] if m.dim() == 2 else m for m in given if m is not None]
-    masks = [m.expand(batch, *m.shape[1:]) for m in masks]
-    return [(i, tuple(m[i] for m in masks), (where[0][i : i + 1], where[1], where[2])) for i in range(batch)]
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, o: Options
-) -> tuple[Tensor, Tensor]:
+def forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """-> (out [b, nq, s, f], lse [b, nq, s]: log sum exp of each row's scores, infinite where it sees nothing)."""
-    out, lse = empty_results(q, v)
-    for i, m, where in _parts(q, (mask, key_mask), o):
-        part = _part(q[i], k[i], v[i], m, seed, o, where)
+    out, lse = empty_results(x.q, x.v)
+    for i, part in _parts(x):
         weights = part.weights if part.kept is None else part.weights * part.kept
         out[i] = (weights @ part.v).flatten(0, 1)
         lse[i] = part.lse.flatten(0, 1)
     return out, lse
 
 
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None,
-    o: Options, into: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def backward(grad: Tensor, x: Inputs, into: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """-> gradients of q, k, v; into: memory for them."""
-    dq, dk, dv = into or (heads_inside(q), heads_inside(k), heads_inside(v))
-    for i, m, where in _parts(q, (mask, key_mask), o):
-        part = _part(q[i], k[i], v[i], m, seed, o, where)
-        ds, weights, wide = _scores_gradient(part, grad[i])
+    dq, dk, dv = into or (heads_inside(x.q), heads_inside(x.k), heads_inside(x.v))
+    for i, part in _parts(x):
+        ds, weights, d = _scores_gradient(part, grad[i])
         ds = ds if part.slope is None else ds * part.slope
-        dv[i] = (weights.transpose(-1, -2) @ wide).sum(1)
-        dq[i] = (ds @ part.k * o.scale).flatten(0, 1)
-        dk[i] = (ds.transpose(-1, -2) @ part.q * o.scale).sum(1)
+        dv[i] = (weights.transpose(-1, -2) @ d).sum(1)
+        dq[i] = (ds @ part.k * x.scale).flatten(0, 1)
+        dk[i] = (ds.transpose(-1, -2) @ part.q * x.scale).sum(1)
     return dq, dk, dv
 
 
-def mask_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    key_mask: Tensor | None,
-    seed: Tensor | None,
-    o: Options,
-) -> Tensor:
+def mask_backward(grad: Tensor, x: Inputs) -> Tensor:
     """-> gradient of an additive mask, summed over the dims along which it is broadcast."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    whole = mask[:, None, None] if mask.dim() == 2 else mask
-    total = torch.zeros(whole.shape, dtype=dtype, device=mask.device)
-    for i, m, where in _parts(q, (mask, key_mask), o):
-        ds, *_ = _scores_gradient(_part(q[i], k[i], v[i], m, seed, o, where), grad[i])
+    assert x.mask is not None
+    whole = x.mask[:, None, None] if x.mask.dim() == 2 else x.mask
+    total = torch.zeros(whole.shape, dtype=wide(x.q.dtype), device=whole.device)
+    for i, part in _parts(x):
+        ds, *_ = _scores_gradient(part, grad[i])
         total[i if whole.shape[0] > 1 else 0] += ds.flatten(0, 1).sum_to_size(whole.shape[1:])
-    return total.view(mask.shape).to(mask.dtype)
+    return total.view(x.mask.shape).to(x.mask.dtype)
 
 
 def _scores_gradient(part: _Part, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """-> (gradient of the scores after the soft-cap, the weights that met v, the gradient [n, g, s, f])."""
-    wide = grad.to(part.q.dtype).reshape(*part.q.shape[:3], -1)
-    dp = wide @ part.v.transpose(-1, -2)
+    d = grad.to(part.q.dtype).reshape(*part.q.shape[:3], -1)
+    dp = d @ part.v.transpose(-1, -2)
     weights = part.weights
     if part.kept is not None:
         dp, weights = dp * part.kept, weights * part.kept
-    return part.weights * (dp - (part.weights * dp).sum(-1, keepdim=True)), weights, wide
+    return part.weights * (dp - (part.weights * dp).sum(-1, keepdim=True)), weights, d
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out [b, nq, s, f] in q's dtype, lse [b, nq, s]."""
     batch, heads, s, _ = q.shape
     out = q.new_empty(batch, s, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, s, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return out, q.new_empty(batch, heads, s, dtype=wide(q.dtype))
 
 
 def heads_inside(x: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.attention.attention_bits_triton import keep_tile, subkey
-from megafx.kernels.attention.attention_reference import Options, empty_results, positions
+from megafx.kernels.attention.attention_reference import Inputs, empty_results, positions
 from megafx.kernels.common import philox
+from megafx.kernels.common.draw import draws, factor_of
 from megafx.kernels.common.op import as_bytes, launch
 from megafx.kernels.common.tiles_triton import LOG2E
 
@@ -244,28 +245,19 @@ def coordinates(SEED, BATCHES, HEADS, QUERIES, b, h, qi, S, op_id, threshold, DR
 # -- host
 
 
-class Call:
+class Prepared:
     """What the launchers of one call share: geometry, flags and arguments by name."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        key_mask: Tensor | None,
-        seed: Tensor | None,
-        o: Options,
-    ) -> None:
-        self.q, self.k, self.v = (self.rows(x) for x in (q, k, v))
+    def __init__(self, x: Inputs) -> None:
+        q, k, v, mask, key_mask = x[:5]
+        self.q, self.k, self.v = (self.rows(y) for y in (q, k, v))
         self.b, self.h, self.s, self.e = q.shape
         self.n, self.t, self.f = k.shape[1], k.shape[2], v.shape[3]
-        self.like, self.o = q, o
-        below = philox.threshold(o.p)
-        self.dropped = below > 0
-        self.rescale = philox.scale(o.p) if below < philox.DRAWS else 0.0
+        below = philox.threshold(x.draw.p)
+        self.dropped = draws(x.draw.p)
+        self.rescale = factor_of(x.draw.p)
         self.share = 1 - below / philox.DRAWS
-        softcap = o.softcap > 0
+        softcap = x.softcap > 0
         whole = mask
         if mask is not None:
             whole = mask[:, None, None] if mask.dim() == 2 else mask
@@ -277,17 +269,17 @@ class Call:
         self.keys = None if key_mask is None else self._of_keys(key_mask)
         self.keys_stride = 0 if self.keys is None else self.keys.stride(0)
         kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
-        factor = 2 * o.scale / o.softcap if softcap else o.scale
+        factor = 2 * x.scale / x.softcap if softcap else x.scale
         device = q.device
-        self.seed = seed.to(device) if self.dropped and seed is not None else None
-        self.maps = [positions(size, dim, o, device) for dim, size in enumerate(q.shape[:3])]
+        self.seed = x.draw.seed.to(device) if self.dropped else None
+        self.maps = [positions(size, dim, x.draw, device) for dim, size in enumerate(q.shape[:3])]
         # without soft-cap and mask the maximum of the scaled scores is taken before scaling
-        assert o.scale > 0 or softcap or kind, "a scale that is not positive needs a mask"
-        self.sizes = (self.h, self.h // self.n, self.s, self.t, o.window, o.op_id, below, self.rescale)
-        self.factors = (factor * LOG2E.value, o.softcap * LOG2E.value)
+        assert x.scale > 0 or softcap or kind, "a scale that is not positive needs a mask"
+        self.sizes = (self.h, self.h // self.n, self.s, self.t, x.window, x.draw.op_id, below, self.rescale)
+        self.factors = (factor * LOG2E.value, x.softcap * LOG2E.value)
         self.flags: dict[str, Any] = dict(
             E=self.e, EP=_power(self.e), F=self.f, FP=_power(self.f),
-            CAUSAL=o.causal, WINDOW=o.window > 0, SOFTCAP=softcap, KIND=kind, ROWS=strides[2] != 0,
+            CAUSAL=x.causal, WINDOW=x.window > 0, SOFTCAP=softcap, KIND=kind, ROWS=strides[2] != 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
 
@@ -338,26 +330,23 @@ def described(x: Tensor, rows: int, columns: int, tma: bool) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
 
-def forward_config(c: Call) -> dict[str, Any]:
+def forward_config(c: Prepared) -> dict[str, Any]:
     """64 x 64 on 4 warps is fastest up to 128 wide: several programs share a core (measured: H200)."""
     stages = 2 if c.width <= 128 else 3 if c.width <= 256 else 1
     return dict(BM=32 if c.width > 512 else 64, BN=64, STAGES=stages, num_warps=4 if c.width <= 256 else 8, GROUP=16)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, o: Options,
-    **config: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(x: Inputs, **config: Any) -> tuple[Tensor, Tensor]:
     """config: overrides of `forward_config`, for tuning; TMA=bool."""
-    out, lse = empty_results(q, v)
-    c = Call(q, k, v, mask, key_mask, seed, o)
+    out, lse = empty_results(x.q, x.v)
+    c = Prepared(x)
     if c.empty:
         return out.zero_(), lse.fill_(math.inf)
     config = {**forward_config(c), "TMA": takes_descriptors(c.q, c.k, c.v), **config}
     bm, bn, tma = config["BM"], config["BN"], config["TMA"]
     config["GROUP"] = c.group(c.h, config["GROUP"])
     launch(
-        _forward, (triton.cdiv(c.s, bm) * c.b * c.h,), q,
+        _forward, (triton.cdiv(c.s, bm) * c.b * c.h,), c.q,
         described(c.q, bm, c.flags["EP"], tma), described(c.k, bn, c.flags["EP"], tma),
         described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.seed, *c.maps,
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *out.stride()[:3], *c.mask_strides,

@@ -6,7 +6,7 @@
     z = fill                         where the mask is boolean and True, and
                                      where causal: key j > i + T - S;  window > 0: key j <= i + T - S - window
     y = exp(z - m) / sum exp(z - m)  m = max z over the row;  rounded to the dtype of the scores
-    y = y * keep / (1 - p)           bits of philox.py by the index of the element in the whole result, as megafx::dropout
+    y = y * keep / (1 - p)           bits of philox.py at the index of the element in the whole result, as megafx::dropout
 
 Fills are as written: -inf (a fully masked row is nan), finfo.min or -10000 (a fully masked row is uniform). Where something
 is visible, a fill of -5000 or less counts as probability 0. Gradient: dscores = scale * y * (dy - sum dy y), 0 at filled
@@ -14,22 +14,22 @@ positions (they do not depend on the scores); an additive mask gets dscores / sc
 
 Saved for backward: y where nothing is dropped (the product with the values saves it too), else the scores and two numbers
 a row, (m, sum): the mask of the dropout is drawn again. Sharded in the leading dims; rows and keys stay whole.
-Semantics: Megatron's FusedScaleMaskSoftmax without its shape gates. CUDA: kernels/attention/masked_softmax_launch.py.
+Semantics: Megatron's FusedScaleMaskSoftmax without its shape gates. CUDA: masked_softmax_launch.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megafx.ir.facts import SEED, fixed, real
 from megafx.kernels.common import philox
+from megafx.kernels.common.draw import DRAW, Draw, Run, check_draw, draws, runs_here
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, new_like, wide
-from megafx.kernels.common.runs import Run, runs_of
 from megafx.kernels.dropout.dropout import reference as dropped
-from megafx.ops import axes
 
 HARD_FILL = -5000.0  # fills up to this count as probability 0 wherever something is visible
 
@@ -39,27 +39,32 @@ def mask_floor(dtype: torch.dtype) -> float:
     return -65504.0 if dtype == torch.float16 else -1e30
 
 
-def check_scores(scores: Tensor, mask: Tensor | None, p: float, op_id: int) -> None:
+class How(NamedTuple):
+    """What is done with the scores; the ops' arguments after the tensors, and before those of Draw."""
+
+    scale: float
+    causal: bool
+    window: int
+    fill: float
+
+    @staticmethod
+    def of(given: Sequence[Any]) -> tuple[How, Draw]:
+        return How(*given[:4]), Draw(*given[4:])
+
+
+def check_scores(scores: Tensor, mask: Tensor | None, draw: Draw) -> None:
     if scores.dim() < 2 or not scores.is_floating_point():
         raise ValueError(f"scale_mask_softmax needs floating scores [..., S, T], got {scores.dtype} {scores.shape}")
     if mask is not None and (mask.dim() > scores.dim() or not (mask.is_floating_point() or mask.dtype == torch.bool)):
         raise ValueError(f"scale_mask_softmax: mask {mask.dtype} {mask.shape} does not fit scores {scores.shape}")
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
-    if not 0 <= op_id <= philox.MASK:
-        raise ValueError(f"dropout op_id must be an unsigned 32-bit number, got {op_id}")
+    check_draw("scale_mask_softmax", draw)
 
 
-def runs_of_scores(shape: Sequence[int], p: float, shard_dim: int, layout: Sequence[int], axis: str) -> list[Run]:
+def runs_of_scores(shape: Sequence[int], draw: Draw) -> list[Run]:
     """Where the local scores lie in the whole tensor; one run of all where nothing is drawn."""
-    if philox.threshold(p) == 0:
-        return runs_of(shape, -1, [], 0, 1)
-    before = axes.batch_rank(axis)
-    if shard_dim < 0:
-        return runs_of(shape, -1, [], 0, 1, before)
-    if shard_dim >= len(shape) - 2:
-        raise ValueError(f"scale_mask_softmax is sharded in leading dims only, not in dim {shard_dim} of {shape}")
-    return runs_of(shape, shard_dim, layout, axes.axis_rank(axis), axes.axis_size(axis), before)
+    if draws(draw.p) and draw.shard_dim >= len(shape) - 2:
+        raise ValueError(f"scale_mask_softmax is sharded in leading dims only, not in dim {draw.shard_dim} of {shape}")
+    return runs_here(shape, draw)
 
 
 def hidden_keys(s: int, t: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
@@ -72,79 +77,51 @@ def hidden_keys(s: int, t: int, causal: bool, window: int, device: torch.device)
     return beyond | (key <= last - window) if window else beyond
 
 
-def _masked(
-    scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int, fill: float
-) -> tuple[Tensor, Tensor | None]:
+def _masked(scores: Tensor, mask: Tensor | None, how: How) -> tuple[Tensor, Tensor | None]:
     """(z, filled positions)."""
-    z = scores.to(wide(scores.dtype)) * scale
+    z = scores.to(wide(scores.dtype)) * how.scale
     s, t = scores.shape[-2:]
-    hidden = hidden_keys(s, t, causal, window, scores.device)
+    hidden = hidden_keys(s, t, how.causal, how.window, scores.device)
     if mask is not None and mask.dtype == torch.bool:
         hidden = mask if hidden is None else mask | hidden
     elif mask is not None:
         added = mask.to(z.dtype)
         z = torch.where(added <= mask_floor(scores.dtype), added, z + added)
-    return (z if hidden is None else z.masked_fill(hidden, fill)), hidden
+    return (z if hidden is None else z.masked_fill(hidden, how.fill)), hidden
 
 
-def forward_reference(
-    scores: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    fill: float,
-    seed: Tensor | None,
-    p: float,
-    op_id: int,
-    shard_dim: int,
-    layout: Sequence[int],
-    axis: str,
-) -> tuple[Tensor, Tensor]:
-    check_scores(scores, mask, p, op_id)
-    z, _ = _masked(scores, mask, scale, causal, window, fill)
+def _drop(y: Tensor, draw: Draw) -> Tensor:
+    if philox.threshold(draw.p) == philox.DRAWS:
+        return torch.zeros_like(y)
+    return dropped(y.contiguous(), draw.seed, draw.p, draw.op_id, runs_of_scores(y.shape, draw))
+
+
+def forward_reference(scores: Tensor, mask: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    """-> y, and (m, sum) of each row."""
+    how, draw = How.of(given)
+    check_scores(scores, mask, draw)
+    z, _ = _masked(scores, mask, how)
     if not z.numel():
         return new_like(scores), _no_stats(scores)
     high = z.amax(-1, keepdim=True)
     y = (z - high).exp_()
     total = y.sum(-1, keepdim=True)
     y = y.div_(total).to(scores.dtype)
-    if philox.threshold(p):
-        y = _drop(y, seed, p, op_id, runs_of_scores(scores.shape, p, shard_dim, layout, axis))
+    if draws(draw.p):
+        y = _drop(y, draw)
     return y.contiguous(), torch.cat((high, total), -1).contiguous()  # also where the mask's dims are in another order
 
 
-def _drop(y: Tensor, seed: Tensor | None, p: float, op_id: int, runs: list[Run]) -> Tensor:
-    if philox.threshold(p) == philox.DRAWS:
-        return torch.zeros_like(y)
-    assert seed is not None, "scale_mask_softmax drops: it needs a seed"
-    return dropped(y.contiguous(), seed, p, op_id, runs)
-
-
-def backward_reference(
-    grad: Tensor,
-    saved: Tensor,
-    mask: Tensor | None,
-    stats: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    fill: float,
-    seed: Tensor | None,
-    p: float,
-    op_id: int,
-    shard_dim: int,
-    layout: Sequence[int],
-    axis: str,
-) -> Tensor:
+def backward_reference(grad: Tensor, saved: Tensor, mask: Tensor | None, stats: Tensor | None, *given: Any) -> Tensor:
     """saved: y, or with stats the scores."""
+    how, draw = How.of(given)
     grad = grad.to(wide(saved.dtype))
-    z, hidden = _masked(saved, mask, scale, causal, window, fill)
+    z, hidden = _masked(saved, mask, how)
     y = saved.to(grad.dtype)
     if stats is not None:
         y = (z - stats[..., :1]).exp_() / stats[..., 1:]
-        grad = _drop(grad, seed, p, op_id, runs_of_scores(saved.shape, p, shard_dim, layout, axis))
-    dz = y * (grad - (grad * y).sum(-1, keepdim=True)) * scale
+        grad = _drop(grad, draw)
+    dz = y * (grad - (grad * y).sum(-1, keepdim=True)) * how.scale
     if hidden is not None:
         dz = dz.masked_fill(hidden, 0)
     return dz.to(saved.dtype).contiguous()
@@ -158,10 +135,7 @@ def _fake(scores: Tensor, mask: Tensor | None, *rest: object) -> tuple[Tensor, T
     return new_like(scores), _no_stats(scores)
 
 
-_HOW = (
-    "float scale, bool causal, int window, float fill, "
-    "Tensor? seed, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
-)
+_HOW = f"float scale, bool causal, int window, float fill, {DRAW}"
 
 define_op(
     f"scale_mask_softmax_forward(Tensor scores, Tensor? mask, {_HOW}) -> (Tensor, Tensor)",
@@ -190,18 +164,19 @@ define_composite(
 )
 
 
-def _saves(ctx, inputs, output) -> None:
-    scores, mask, scale, causal, window, fill, seed, *rest = inputs
-    ctx.how, ctx.rest = (scale, causal, window, fill), rest
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    scores, mask, *given = inputs
+    ctx.how, draw = How.of(given)
+    ctx.rest = draw[1:]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    if philox.threshold(rest[0]):
-        ctx.save_for_backward(scores, mask, output[1], seed)
+    if draws(draw.p):
+        ctx.save_for_backward(scores, mask, output[1], draw.seed)
     else:
         ctx.save_for_backward(output[0], mask, None, None)
 
 
-def _backward(ctx, grad: Tensor | None, _):
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 12
     saved, mask, stats, seed = ctx.saved_tensors
@@ -211,7 +186,7 @@ def _backward(ctx, grad: Tensor | None, _):
         lead = dx.dim() - mask.dim()
         broadcast = [lead + d for d in range(mask.dim()) if mask.shape[d] == 1]
         dmask = dx.sum([*range(lead), *broadcast], keepdim=True, dtype=wide(dx.dtype)) if lead or broadcast else dx
-        dmask = (dmask[(0,) * lead] / ctx.how[0]).to(mask.dtype)
+        dmask = (dmask[(0,) * lead] / ctx.how.scale).to(mask.dtype)
     return dx, dmask, *(None,) * 10
 
 

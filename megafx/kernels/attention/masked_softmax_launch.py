@@ -1,21 +1,18 @@
-"""megafx::scale_mask_softmax on CUDA: the launchers; masked_softmax.py has formulas and ops,
-kernels/attention/masked_softmax_triton.py
-the kernels.
-"""
+"""scale_mask_softmax on CUDA: the launchers. masked_softmax.py has formulas and ops, masked_softmax_triton.py the kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from megafx.kernels.attention.masked_softmax import HARD_FILL, check_scores, mask_floor, runs_of_scores
+from megafx.kernels.attention.masked_softmax import HARD_FILL, How, check_scores, mask_floor, runs_of_scores
 from megafx.kernels.attention.masked_softmax_triton import mask_bounds, masked_softmax
 from megafx.kernels.common import philox
+from megafx.kernels.common.draw import Draw
 from megafx.kernels.common.op import as_bytes, launch, new_like
-from megafx.kernels.common.runs import Run
 
 NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
 
@@ -50,155 +47,69 @@ def _bounds_of(
     out = torch.empty((m0 * m1 * m2, 4), dtype=torch.int32, device=mask.device)
     warps = max(1, min(16, full // 1024))
     launch(
-        mask_bounds,
-        (m0 * m1 * m2,),
-        mask,
-        mask,
-        out,
-        m1,
-        m2,
-        *strides[:3],
-        t,
-        floor,
-        MASK=kind,
-        KEYS=strides[3],
-        B=full,
-        num_warps=warps,
-    )
+        mask_bounds, (m0 * m1 * m2,), mask,
+        mask, out, m1, m2, *strides[:3], t, floor,
+        MASK=kind, KEYS=strides[3], B=full, num_warps=warps,
+    )  # fmt: skip
     return out, (m1 * m2 if m0 > 1 else 0, m2 if m1 > 1 else 0, 1 if m2 > 1 else 0)
 
 
 def _launch(
-    grad: Tensor | None,
-    source: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    fill: float,
-    seed: Tensor | None,
-    p: float,
-    op_id: int,
-    runs: Sequence[Run],
+    grad: Tensor | None, source: Tensor, out: Tensor, stats: Tensor, mask: Tensor | None, how: How, draw: Draw
 ) -> None:
+    """Fills `out`, and forward (without grad) `stats`."""
     s, t = source.shape[-2:]
-    threshold = philox.threshold(p)
+    threshold = philox.threshold(draw.p)
     drop = 0 < threshold < philox.DRAWS
     full = 16
     while full < t:  # the power of two from t on; t may be symbolic, and then has bounds from here on
         full *= 2
     each = max(1, 1024 // full)
     eights = bool(t % 8 == 0)
-    hard = fill <= HARD_FILL
+    hard = how.fill <= HARD_FILL
     kind = NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
     shown, heads, strides = _mask_rows(mask, source)
     bounds, bound_strides = _bounds_of(shown, strides, t, kind, mask_floor(source.dtype), full)
     # Drawing again takes registers: 165 a thread at 1024. Rows that start anywhere take loads of one key.
     keys_a_warp = 512 if (drop and grad is not None) or not eights else 1024
     warps = max(1, min(32, full // keys_a_warp))
-    if (
-        grad is not None and not drop and eights
-    ):  # long rows: two sums for each of few warps cost less than barriers of many
-        warps = min(warps, 4)
-    for run in runs:
+    if grad is not None and not drop and eights:
+        warps = min(warps, 4)  # long rows: two sums for each of few warps cost less than barriers of many
+    for run in runs_of_scores(source.shape, draw):
         aligned = bool(eights and run.global_start % 8 == 0 and (run.rows == 1 or run.global_stride % 8 == 0))
         piece = run.length // t
         rows = run.rows * piece
         launch(
-            masked_softmax,
-            (triton.cdiv(rows, each),),
-            source,
-            source if grad is None else grad,
-            source,
-            out,
-            stats,
-            shown,
-            source if seed is None else seed.to(source.device),
-            rows,
-            piece,
-            run.local_start // t,
-            run.local_stride // t,
-            run.global_start,
-            run.global_stride,
-            s,
-            t,
-            heads,
-            *strides[:3],
-            bounds,
-            *bound_strides,
-            window,
-            mask_floor(source.dtype),
-            scale,
-            fill,
-            philox.scale(p) if drop else 1.0,
-            threshold,
-            op_id,
-            BACK=grad is not None,
-            CAUSAL=causal,
-            WINDOW=window > 0,
-            MASK=kind,
-            KEYS=strides[3],
-            DROP=drop,
-            ALIGNED=aligned,
-            EIGHTS=eights,
-            EVEN=bool(t == full),
-            HARD=hard,
-            SPLIT=hard and each == 1 and full >= 512 and (causal or mask is not None),
-            ONE_PIECE=bool(run.rows == 1),
-            R=each,
-            FULL=full,
-            num_warps=warps,
-        )
+            masked_softmax, (triton.cdiv(rows, each),), source,
+            source if grad is None else grad, source, out, stats, shown,
+            source if draw.seed is None else draw.seed.to(source.device),
+            rows, piece, run.local_start // t, run.local_stride // t, run.global_start, run.global_stride,
+            s, t, heads, *strides[:3], bounds, *bound_strides, how.window, mask_floor(source.dtype),
+            how.scale, how.fill, philox.scale(draw.p) if drop else 1.0, threshold, draw.op_id,
+            BACK=grad is not None, CAUSAL=how.causal, WINDOW=how.window > 0, MASK=kind, KEYS=strides[3], DROP=drop,
+            ALIGNED=aligned, EIGHTS=eights, EVEN=bool(t == full), HARD=hard,
+            SPLIT=hard and each == 1 and full >= 512 and (how.causal or mask is not None),
+            ONE_PIECE=bool(run.rows == 1), R=each, FULL=full, num_warps=warps,
+        )  # fmt: skip
 
 
-def forward(
-    scores: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    fill: float,
-    seed: Tensor | None,
-    p: float,
-    op_id: int,
-    shard_dim: int,
-    layout: Sequence[int],
-    axis: str,
-) -> tuple[Tensor, Tensor]:
-    check_scores(scores, mask, p, op_id)
-    runs = runs_of_scores(scores.shape, p, shard_dim, layout, axis)
+def forward(scores: Tensor, mask: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    how, draw = How.of(given)
+    check_scores(scores, mask, draw)
     scores = scores.contiguous()
     y = new_like(scores)
     stats = torch.empty((*scores.shape[:-1], 2), dtype=torch.float32, device=scores.device)
-    if runs:
-        _launch(None, scores, y, stats, mask, scale, causal, window, fill, seed, p, op_id, runs)
-    return (torch.zeros_like(y) if philox.threshold(p) == philox.DRAWS else y), stats
+    if y.numel():
+        _launch(None, scores, y, stats, mask, how, draw)
+    return (torch.zeros_like(y) if philox.threshold(draw.p) == philox.DRAWS else y), stats
 
 
-def backward(
-    grad: Tensor,
-    saved: Tensor,
-    mask: Tensor | None,
-    stats: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    fill: float,
-    seed: Tensor | None,
-    p: float,
-    op_id: int,
-    shard_dim: int,
-    layout: Sequence[int],
-    axis: str,
-) -> Tensor:
-    if philox.threshold(p) == philox.DRAWS:
+def backward(grad: Tensor, saved: Tensor, mask: Tensor | None, stats: Tensor | None, *given: Any) -> Tensor:
+    how, draw = How.of(given)
+    if philox.threshold(draw.p) == philox.DRAWS:
         return torch.zeros_like(saved)
-    runs = runs_of_scores(saved.shape, p, shard_dim, layout, axis)
     saved, grad = saved.contiguous(), grad.contiguous()
     dx = new_like(saved)
-    if runs:
-        rows = saved if stats is None else stats.contiguous()
-        _launch(grad, saved, dx, rows, mask, scale, causal, window, fill, seed, p, op_id, runs)
+    if dx.numel():
+        _launch(grad, saved, dx, saved if stats is None else stats.contiguous(), mask, how, draw)
     return dx

@@ -29,17 +29,9 @@ def _group(low, high, EIGHTS: tl.constexpr):
 def mask_bounds(
     mask,  # [M0, M1, M2, T or 1] IN by strides: uint8 (1 hides) or floating (added)
     out,  # [M0 * M1 * M2, 4] int32 OUT: first visible key, end, whether all between are visible (and nothing is added), 0
-    M1,
-    M2,
-    stride0,
-    stride1,
-    stride2,
-    T,
-    floor,
-    MASK: tl.constexpr,
-    KEYS: tl.constexpr,
-    B: tl.constexpr,
-):
+    M1, M2, stride0, stride1, stride2, T, floor,
+    MASK: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     head = row // M2
     at = (head // M1).to(tl.int64) * stride0 + (head % M1).to(tl.int64) * stride1 + (row % M2).to(tl.int64) * stride2
@@ -195,43 +187,17 @@ def masked_softmax(
     mask,  # broadcast IN: uint8 (1 hides) or floating (added)
     seed,  # [] int64 IN
     rows,  # of this run: what follows are its starts and strides, in rows and (global) in elements
-    rows_a_piece,
-    row_start,
-    row_stride,
-    global_start,
-    global_stride,
-    S,
-    T,
+    rows_a_piece, row_start, row_stride, global_start, global_stride, S, T,
     heads,  # of mask rows: lead = batch * heads + head
-    mask_batch,
-    mask_head,
-    mask_query,
+    mask_batch, mask_head, mask_query,
     bounds,  # of the mask's rows, by mask_bounds; IN with MASK
-    bound_batch,
-    bound_head,
-    bound_query,
-    window,
-    floor,
-    scale,
-    fill,
-    factor,
-    threshold,
-    op_id,
-    BACK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
+    bound_batch, bound_head, bound_query, window, floor, scale, fill, factor, threshold, op_id,
+    BACK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
     KEYS: tl.constexpr,  # stride of the mask's keys
-    DROP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EIGHTS: tl.constexpr,
+    DROP: tl.constexpr, ALIGNED: tl.constexpr, EIGHTS: tl.constexpr,
     EVEN: tl.constexpr,  # T is FULL
-    HARD: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ONE_PIECE: tl.constexpr,
-    R: tl.constexpr,
-    FULL: tl.constexpr,
-):
+    HARD: tl.constexpr, SPLIT: tl.constexpr, ONE_PIECE: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     if R == 1:  # scalars: a [1, 1] tensor is kept, and loaded, several times by every thread
         i = tl.program_id(0)
         valid = tl.zeros([1, 1], tl.int32) == 0

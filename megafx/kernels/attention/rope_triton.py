@@ -95,40 +95,16 @@ def _rope(
     q,  # [P0, P1, heads, width] IN by strides, last dim dense
     q_out,  # like q, OUT
     k,  # with TWO: as q, with its own heads, IN
-    k_out,
+    k_out,  # like k, OUT
     cos,  # [P0, P1, half or 2 * half] IN by strides, 0 where it broadcasts
-    sin,
-    P1,
-    half,
-    width,
-    q_heads,
-    q0,
-    q1,
-    q2,
-    qo0,
-    qo1,
-    qo2,
-    k_heads,
-    k0,
-    k1,
-    k2,
-    ko0,
-    ko1,
-    ko2,
-    cos0,
-    cos1,
-    sin0,
-    sin1,
-    TWO: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    BACK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PER_PAIR: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    sin,  # as cos IN
+    P1, half, width,
+    q_heads, q0, q1, q2, qo0, qo1, qo2,  # strides of q and q_out by P0, P1, head; so those of k
+    k_heads, k0, k1, k2, ko0, ko1, ko2,
+    cos0, cos1, sin0, sin1,
+    TWO: tl.constexpr, TOGETHER: tl.constexpr, BACK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PER_PAIR: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     p0 = (tl.program_id(0) // P1).to(tl.int64)
     p1 = (tl.program_id(0) % P1).to(tl.int64)
     cos_a, cos_b = _columns(cos, p0 * cos0 + p1 * cos1, half, INTERLEAVED, PER_PAIR, HALF)
@@ -216,39 +192,14 @@ def _run(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, per_pair
         return 0 if t.shape[d] == 1 else t.stride(d)
 
     launch(
-        _rope,
-        (positions, 1 if together else len(xs)),
-        q,
-        q,
-        made[0],
-        k,
-        made[-1],
-        cos,
-        sin,
-        q.shape[b],
-        half,
-        width,
-        q.shape[heads],
-        *strides(q),
-        *strides(made[0]),
-        k.shape[heads],
-        *strides(k),
-        *strides(made[-1]),
-        table(cos, a),
-        table(cos, b),
-        table(sin, a),
-        table(sin, b),
-        TWO=len(xs) == 2,
-        TOGETHER=together,
-        BACK=back,
-        INTERLEAVED=interleaved,
-        PER_PAIR=per_pair,
-        Q_HEADS=tiles[0],
-        K_HEADS=tiles[1],
-        HALF=block,
-        REST=triton.next_power_of_2(rest) if rest else 0,
+        _rope, (positions, 1 if together else len(xs)), q,
+        q, made[0], k, made[-1], cos, sin, q.shape[b], half, width,
+        q.shape[heads], *strides(q), *strides(made[0]), k.shape[heads], *strides(k), *strides(made[-1]),
+        table(cos, a), table(cos, b), table(sin, a), table(sin, b),
+        TWO=len(xs) == 2, TOGETHER=together, BACK=back, INTERLEAVED=interleaved, PER_PAIR=per_pair, Q_HEADS=tiles[0],
+        K_HEADS=tiles[1], HALF=block, REST=triton.next_power_of_2(rest) if rest else 0,
         num_warps=max(4 if rest else 1, min(8, max(tiles) * block // 512)),
-    )
+    )  # fmt: skip
     return outs
 
 

@@ -148,11 +148,9 @@ def tile_at(program, rows, columns, R: tl.constexpr, C: tl.constexpr, EVEN: tl.c
 def _sum_partials(
     partials,  # [P, columns] fp32 IN
     out,  # [columns] OUT
-    programs,
-    columns,
-    P: tl.constexpr,
-    C: tl.constexpr,
-):
+    programs, columns,
+    P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * C + tl.arange(0, C)
     total = tl.zeros([P, C], tl.float32)
     for first in range(0, programs, P):

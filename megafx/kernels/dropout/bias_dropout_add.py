@@ -1,7 +1,7 @@
 """megafx::bias_dropout_add: y = residual + dropout(x + bias), one pass over memory in each direction; no mask is saved.
 
     x [..., H], bias [H] or none, residual [..., H] -> y [..., H]      y in the promoted dtype of x and residual
-    y = residual + keep(i) (x + bias) scale       keep, scale: kernels/philox.py; i = index in the whole tensor
+    y = residual + keep(i) (x + bias) scale       keep, scale: kernels/common/philox.py; i = index in the whole tensor
     backward: dresidual = dy itself; dx = keep(i) dy scale, in x's dtype; dbias = sum over all rows of dx before rounding
 
 Arithmetic in fp32 (fp64 for fp64), rounded once: an fp32 residual with a bf16 branch gives fp32. The bits are those that
@@ -14,34 +14,16 @@ Semantics: Megatron-LM, megatron/core/fusions/fused_bias_dropout.py (upcast to t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megafx.ir.facts import DRAWN, SEED, UNDRAWN, real
 from megafx.kernels.common import philox
+from megafx.kernels.common.draw import DRAW, Draw, check_draw, draws, runs_here
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
-from megafx.kernels.common.runs import Run, runs_of
 from megafx.kernels.dropout import dropout
-from megafx.ops import axes
-
-
-def runs_here(shape: Sequence[int], shard_dim: int, layout: Sequence[int], axis: str) -> list[Run]:
-    """Where the elements of this rank's tensor lie in the whole one."""
-    rank, t = 0, 1
-    if shard_dim >= 0:
-        rank, t = axes.axis_rank(axis), axes.axis_size(axis)
-    return runs_of(shape, shard_dim, layout, rank, t, axes.batch_rank(axis))
-
-
-def check_draw(name: str, seed: Tensor | None, p: float, op_id: int) -> None:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{name}: dropout probability must be between 0 and 1, got {p}")
-    if not 0 <= op_id <= philox.MASK:
-        raise ValueError(f"{name}: op_id must be an unsigned 32-bit number, got {op_id}")
-    if seed is None and draws(p):
-        raise ValueError(f"{name}: dropout with p = {p} needs a seed")
 
 
 def check_sum(name: str, x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
@@ -53,57 +35,38 @@ def check_sum(name: str, x: Tensor, bias: Tensor | None, residual: Tensor) -> No
         raise ValueError(f"{name}: bias {tuple(bias.shape)} does not fit the last dim of x {tuple(x.shape)}")
 
 
-def draws(p: float) -> bool:
-    """Whether any element is dropped at this probability."""
-    return philox.threshold(p) > 0
-
-
-def dropped_reference(
-    u: Tensor, seed: Tensor | None, p: float, op_id: int, shard_dim: int, layout: Sequence[int], axis: str
-) -> Tensor:
+def dropped_reference(u: Tensor, draw: Draw) -> Tensor:
     """keep(i) u scale, in u's dtype."""
-    if not draws(p):
+    if not draws(draw.p):
         return u
-    if philox.threshold(p) == philox.DRAWS:
+    if philox.threshold(draw.p) == philox.DRAWS:
         return torch.zeros_like(u)
-    assert seed is not None
-    return dropout.reference(u.contiguous(), seed, p, op_id, runs_here(u.shape, shard_dim, layout, axis))
+    return dropout.reference(u.contiguous(), draw.seed, draw.p, draw.op_id, runs_here(u.shape, draw))
 
 
-def sum_reference(x: Tensor, bias: Tensor | None, residual: Tensor, *drawing) -> Tensor:
+def sum_reference(x: Tensor, bias: Tensor | None, residual: Tensor, draw: Draw) -> Tensor:
     """residual + dropout(x + bias), contiguous, not rounded."""
     dtype = torch.promote_types(x.dtype, residual.dtype)
     u = x.to(wide(dtype))
     if bias is not None:
         u = u + bias.to(u.dtype)
-    return (dropped_reference(u, *drawing) + residual.to(u.dtype)).contiguous()
+    return (dropped_reference(u, draw) + residual.to(u.dtype)).contiguous()
 
 
-def bias_dropout_add_reference(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    seed: Tensor | None,
-    p: float,
-    op_id: int,
-    shard_dim: int,
-    layout: Sequence[int],
-    axis: str,
-) -> Tensor:
+def bias_dropout_add_reference(x: Tensor, bias: Tensor | None, residual: Tensor, *drawing: Any) -> Tensor:
     check_sum("bias_dropout_add", x, bias, residual)
-    check_draw("bias_dropout_add", seed, p, op_id)
-    total = sum_reference(x, bias, residual, seed, p, op_id, shard_dim, layout, axis)
-    return total.to(torch.promote_types(x.dtype, residual.dtype))
+    check_draw("bias_dropout_add", draw := Draw(*drawing))
+    return sum_reference(x, bias, residual, draw).to(torch.promote_types(x.dtype, residual.dtype))
 
 
-def dropout_add_backward_reference(grad: Tensor, dtype: torch.dtype, *drawing) -> Tensor:
-    return dropped_reference(grad.to(wide(grad.dtype)), *drawing).to(dtype).contiguous()
+def dropout_add_backward_reference(grad: Tensor, dtype: torch.dtype, *drawing: Any) -> Tensor:
+    return dropped_reference(grad.to(wide(grad.dtype)), Draw(*drawing)).to(dtype).contiguous()
 
 
 def bias_dropout_add_backward_reference(
-    grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, *drawing
+    grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, *drawing: Any
 ) -> tuple[Tensor, Tensor]:
-    d = dropped_reference(grad.to(wide(grad.dtype)), *drawing)
+    d = dropped_reference(grad.to(wide(grad.dtype)), Draw(*drawing))
     return d.to(dtype, copy=True).contiguous(), column_sum_reference(d, bias_dtype)
 
 
@@ -116,16 +79,14 @@ def column_sum_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
     return rows_summed(x.to(wide(x.dtype))).to(dtype, copy=True)
 
 
-def _fake(x, bias, residual, seed, p, op_id, *_):
+def _fake(x: Tensor, bias: Tensor | None, residual: Tensor, *drawing: Any) -> Tensor:
     check_sum("bias_dropout_add", x, bias, residual)
-    check_draw("bias_dropout_add", seed, p, op_id)
+    check_draw("bias_dropout_add", Draw(*drawing))
     return new_like(residual, torch.promote_types(x.dtype, residual.dtype))
 
 
-_DRAWING = "Tensor? seed, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
-
 define_op(
-    f"bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, {_DRAWING}) -> Tensor",
+    f"bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, {DRAW}) -> Tensor",
     rule="lin: ... h, +h, +... h, ~ -> ... h",
     samples=[(real(4, 6, 6), real(6), real(4, 6, 6), SEED, *DRAWN), (real(4, 6), None, real(4, 6), None, *UNDRAWN)],
     reference=bias_dropout_add_reference,
@@ -133,7 +94,7 @@ define_op(
     fake=_fake,
 )
 define_op(
-    f"dropout_add_backward(Tensor grad, ScalarType dtype, {_DRAWING}) -> Tensor",
+    f"dropout_add_backward(Tensor grad, ScalarType dtype, {DRAW}) -> Tensor",
     rule="lin: ..., ~ -> ...",
     samples=[(real(4, 6), torch.float64, SEED, *DRAWN)],
     reference=dropout_add_backward_reference,
@@ -141,7 +102,7 @@ define_op(
     fake=lambda grad, dtype, *_: new_like(grad, dtype),
 )
 define_op(
-    f"bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType bias_dtype, {_DRAWING}) -> (Tensor, Tensor)",
+    f"bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType bias_dtype, {DRAW}) -> (Tensor, Tensor)",
     rule="lin: ... h, ~ -> ... h; h",
     samples=[(real(4, 6), torch.float64, torch.float64, SEED, *DRAWN)],
     reference=bias_dropout_add_backward_reference,
@@ -161,28 +122,28 @@ define_op(
 )
 
 
-def _saves(ctx, inputs, output) -> None:
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, bias, residual, seed, *ctx.rest = inputs
     ctx.dtypes = x.dtype, None if bias is None else bias.dtype, residual.dtype
     ctx.save_for_backward(seed)
 
 
-def branch_gradients(grad, seed, rest, dtype, bias_dtype):
+def branch_gradients(
+    grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None, draw: Draw
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and of the bias (None without a bias_dtype), from that of the sum."""
-    drops, same = draws(rest[0]), grad.dtype == dtype
     ops = torch.ops.megafx
     if bias_dtype is None:
-        dx = ops.dropout_add_backward(grad, dtype, seed, *rest) if drops else grad.to(dtype)
-        return dx, None
-    if not drops and same:
+        return (ops.dropout_add_backward(grad, dtype, *draw) if draws(draw.p) else grad.to(dtype)), None
+    if not draws(draw.p) and grad.dtype == dtype:
         return grad, ops.column_sum(grad, bias_dtype)
-    return ops.bias_dropout_add_backward(grad, dtype, bias_dtype, seed, *rest)
+    return ops.bias_dropout_add_backward(grad, dtype, bias_dtype, *draw)
 
 
-def _backward(ctx, grad: Tensor):
-    (seed,) = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    draw = Draw(*ctx.saved_tensors, *ctx.rest)
     dtype, bias_dtype, residual_dtype = ctx.dtypes
-    dx, dbias = branch_gradients(grad, seed, ctx.rest, dtype, bias_dtype if ctx.needs_input_grad[1] else None)
+    dx, dbias = branch_gradients(grad, dtype, bias_dtype if ctx.needs_input_grad[1] else None, draw)
     return dx, dbias, grad.to(residual_dtype), None, None, None, None, None, None
 
 

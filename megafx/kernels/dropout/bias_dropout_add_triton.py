@@ -4,14 +4,14 @@ Forward: tiles of R rows by C columns, 4096 elements, no loop. Backward with a b
 every P-th tile, so that the columns' sums stay in registers; partials [P, H] fp32 and a second kernel that adds them in
 a fixed order. Aligned rows take one Philox call for 8 elements, others one an element: the same bits.
 
-A run (runs.py) is a grid of tiles: rows of W elements, `inner` of them in each row of the run (a shard of a leading dim: W
+A run (draw.py) is a grid of tiles: rows of W elements, `inner` of them in each row of the run (a shard of a leading dim: W
 is the last dim of the tensor), or one (a shard of the last dim: W is the run's length).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.common import philox
+from megafx.kernels.common.draw import Draw, Run, check_draw, draws, factor_of, runs_here
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.philox_triton import keep_tile, key_of
-from megafx.kernels.common.runs import Run
 from megafx.kernels.dropout import bias_dropout_add as reference
-from megafx.kernels.dropout.bias_dropout_add import check_draw, check_sum, runs_here
+from megafx.kernels.dropout.bias_dropout_add import check_sum
 
 TILE = 4096  # elements of a forward tile
 PROGRAMS = 528  # of the backward: 4 for each SM of an H100 or H200
@@ -49,24 +49,10 @@ def _forward(
     residual,  # as x IN
     out,  # as x OUT
     seed,  # [] int64 IN
-    rows,
-    W,
-    inner,
-    start,
-    local_stride,
-    global_start,
-    global_stride,
-    threshold,
-    scale,
-    op_id,
-    BIAS: tl.constexpr,
-    DROP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN_ROWS: tl.constexpr,
-    EVEN_COLUMNS: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-):
+    rows, W, inner, start, local_stride, global_start, global_stride, threshold, scale, op_id,
+    BIAS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_ROWS: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(W, C)  # columns run fastest: neighbours in memory are read at the same time
     left = tl.program_id(0) % blocks * C
     column = left + tl.arange(0, C)[None, :]
@@ -95,27 +81,10 @@ def _backward(
     dx,  # as grad OUT
     partial,  # [P, H] fp32 OUT, from the run's first column on
     seed,  # [] int64 IN
-    rows,
-    W,
-    H,
-    inner,
-    start,
-    local_stride,
-    global_start,
-    global_stride,
-    threshold,
-    scale,
-    op_id,
-    DX: tl.constexpr,
-    SUM: tl.constexpr,
-    DROP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    EVEN_ROWS: tl.constexpr,
-    EVEN_COLUMNS: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    rows, W, H, inner, start, local_stride, global_start, global_stride, threshold, scale, op_id,
+    DX: tl.constexpr, SUM: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, EVEN_ROWS: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * C + tl.arange(0, C)[None, :]
     if DROP:
         k0, k1 = key_of(seed)
@@ -146,12 +115,9 @@ def _column_sums(
     a,  # [H] OUT: sums of partial[0]
     b,  # [H] OUT: of partial[1]
     c,  # [H] OUT: of partial[2]
-    P,
-    H,
-    J: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
+    P, H,
+    J: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     which = tl.program_id(1)
     column = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
     total = tl.zeros([BP, BC], tl.float32)
@@ -190,9 +156,22 @@ class Grid(NamedTuple):
     aligned: bool
     run: Run
 
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self, draw: Draw) -> tuple[Any, ...]:
+        """The kernels' arguments from `inner` to `op_id`."""
         run = self.run
-        return (self.inner, run.local_start, run.local_stride, run.global_start, run.global_stride)
+        place = (self.inner, run.local_start, run.local_stride, run.global_start, run.global_stride)
+        return *place, philox.threshold(draw.p), factor_of(draw.p), draw.op_id
+
+    def flags(self, draw: Draw, R: int, C: int) -> dict[str, Any]:
+        return {
+            "DROP": draws(draw.p),
+            "ALIGNED": self.aligned,
+            "EVEN_ROWS": self.rows % R == 0,
+            "EVEN_COLUMNS": self.W % C == 0,
+            "R": R,
+            "C": C,
+            "num_warps": 4,
+        }
 
 
 def grids_of(runs: Sequence[Run], H: int) -> list[Grid]:
@@ -224,108 +203,59 @@ def _grid(run: Run, W: int, inner: int, H: int) -> Grid:
     return Grid(run.rows * inner, W, inner, run.local_start % H, aligned, run)
 
 
-def columns_of_tile(W: int, most: int = 1024) -> int:
+def columns_of_tile(W: int) -> int:
     """Columns of a tile: as few as possible outside of W, then as many as possible."""
     if W <= 128:
         return max(8, triton.next_power_of_2(W))
-    return min((c for c in (1024, 512, 256, 128) if c <= most), key=lambda c: (-(-W // c) * c * (1 + 32 / c), -c))
+    return min((1024, 512, 256, 128), key=lambda c: (-(-W // c) * c * (1 + 32 / c), -c))
 
 
-def factor_of(p: float) -> float:
-    """What kept elements are multiplied by; finite also where none is kept."""
-    return philox.scale(p) if philox.threshold(p) < philox.DRAWS else 0.0
-
-
-def bias_dropout_add(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    seed: Tensor | None,
-    p: float,
-    op_id: int,
-    shard_dim: int,
-    layout: Sequence[int],
-    axis: str,
-) -> Tensor:
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, *drawing: Any) -> Tensor:
+    draw = Draw(*drawing)
     check_sum("bias_dropout_add", x, bias, residual)
-    check_draw("bias_dropout_add", seed, p, op_id)
+    check_draw("bias_dropout_add", draw)
     dtype = torch.promote_types(x.dtype, residual.dtype)
     if dtype == torch.float64:
-        return reference.bias_dropout_add_reference(x, bias, residual, seed, p, op_id, shard_dim, layout, axis)
+        return reference.bias_dropout_add_reference(x, bias, residual, *draw)
     x, residual = x.contiguous(), residual.contiguous()
     out = new_like(residual, dtype)
-    drop = philox.threshold(p) > 0
-    key = x if seed is None else seed.to(x.device)
-    for grid in grids_of(runs_here(x.shape, shard_dim if drop else -1, layout, axis), _last(x)):
+    key = x if draw.seed is None else draw.seed.to(x.device)
+    for grid in grids_of(runs_here(x.shape, draw), _last(x)):
         C = columns_of_tile(grid.W)
         R = max(1, TILE // C)
         launch(
-            _forward,
-            (triton.cdiv(grid.rows, R) * triton.cdiv(grid.W, C),),
-            x,
-            x,
-            x if bias is None else bias.contiguous()[grid.column :],
-            residual,
-            out,
-            key,
-            grid.rows,
-            grid.W,
-            *grid.numbers(),
-            philox.threshold(p),
-            factor_of(p),
-            op_id,
-            BIAS=bias is not None,
-            DROP=drop,
-            ALIGNED=grid.aligned,
-            EVEN_ROWS=grid.rows % R == 0,
-            EVEN_COLUMNS=grid.W % C == 0,
-            R=R,
-            C=C,
-            num_warps=4,
-        )
+            _forward, (triton.cdiv(grid.rows, R) * triton.cdiv(grid.W, C),), x,
+            x, x if bias is None else bias.contiguous()[grid.column :], residual, out, key, grid.rows, grid.W,
+            *grid.numbers(draw),
+            BIAS=bias is not None, **grid.flags(draw, R, C),
+        )  # fmt: skip
     return out
 
 
-def dropout_add_backward(grad: Tensor, dtype: torch.dtype, *drawing) -> Tensor:
-    dx, _ = _branch_gradients(grad, dtype, None, *drawing)
-    assert dx is not None
-    return dx
+def dropout_add_backward(grad: Tensor, dtype: torch.dtype, *drawing: Any) -> Tensor:
+    return _branch_gradients(grad, dtype, None, Draw(*drawing))[0]  # type: ignore[return-value]
 
 
 def bias_dropout_add_backward(
-    grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, *drawing
+    grad: Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, *drawing: Any
 ) -> tuple[Tensor, Tensor]:
-    dx, dbias = _branch_gradients(grad, dtype, bias_dtype, *drawing)
-    assert dx is not None and dbias is not None
-    return dx, dbias
+    return _branch_gradients(grad, dtype, bias_dtype, Draw(*drawing))  # type: ignore[return-value]
 
 
 def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    _, sums = _branch_gradients(x, None, dtype, None, 0.0, 0, -1, [], "")
-    assert sums is not None
-    return sums
+    return _branch_gradients(x, None, dtype, Draw())[1]  # type: ignore[return-value]
 
 
 def _branch_gradients(
-    grad: Tensor,
-    dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    seed: Tensor | None,
-    p: float,
-    op_id: int,
-    shard_dim: int,
-    layout: Sequence[int],
-    axis: str,
+    grad: Tensor, dtype: torch.dtype | None, bias_dtype: torch.dtype | None, draw: Draw
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx in dtype and its sums over rows in bias_dtype; None for what has no dtype."""
     grad = grad.contiguous()
     dx = None if dtype is None else new_like(grad, dtype)
     H = _last(grad)
-    drop = philox.threshold(p) > 0
-    key = grad if seed is None else seed.to(grad.device)
-    grids = grids_of(runs_here(grad.shape, shard_dim if drop else -1, layout, axis), H)
+    key = grad if draw.seed is None else draw.seed.to(grad.device)
     partials = []
-    for grid in grids:
+    for grid in grids_of(runs_here(grad.shape, draw), H):
         C = columns_of_tile(grid.W)
         R = ROWS * max(1, 1024 // C) if bias_dtype is not None else max(1, TILE // C)
         blocks = triton.cdiv(grid.W, C)
@@ -336,31 +266,11 @@ def _branch_gradients(
         partial = make((P if bias_dtype is not None else 0, H), dtype=torch.float32, device=grad.device)
         partials.append(partial)
         launch(
-            _backward,
-            (blocks, P),
-            grad,
-            grad,
-            grad if dx is None else dx,
-            partial[:, grid.column :],
-            key,
-            grid.rows,
-            grid.W,
-            H,
-            *grid.numbers(),
-            philox.threshold(p),
-            factor_of(p),
-            op_id,
-            DX=dx is not None,
-            SUM=bias_dtype is not None,
-            DROP=drop,
-            ALIGNED=grid.aligned,
-            EVEN_ROWS=grid.rows % R == 0,
-            EVEN_COLUMNS=grid.W % C == 0,
-            R=R,
-            C=C,
-            STAGES=STAGES,
-            num_warps=4,
-        )
+            _backward, (blocks, P), grad,
+            grad, grad if dx is None else dx, partial[:, grid.column :], key, grid.rows, grid.W, H,
+            *grid.numbers(draw),
+            DX=dx is not None, SUM=bias_dtype is not None, STAGES=STAGES, **grid.flags(draw, R, C),
+        )  # fmt: skip
     if bias_dtype is None:
         return dx, None
     if not partials:

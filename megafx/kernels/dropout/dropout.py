@@ -1,37 +1,37 @@
 """megafx::dropout: y = x * scale where keep(i), else 0; i = index of the element in the whole (logical) tensor.
 
-The random bits are those of philox.py: a function of (seed, op_id, i) alone. Nothing but the seed is saved; backward is
-the same op on the gradient, and recompute replays exactly. Arithmetic: x and scale in fp32 (fp64 for fp64), rounded once
-to x's dtype. Dropped elements are 0 even where x is infinite or nan. Pads draw anything.
+    x [any local shape], seed [] int64 -> y like x, contiguous         keep, scale: kernels/common/philox.py
+    backward: the same op on the gradient
 
-CPU and fallback: reference composition in chunks that stay in cache. CUDA: dropout_triton.py.
+The random bits are a function of (seed, op_id, i) alone: nothing but the seed is saved, and recomputing gives the same mask.
+Arithmetic: x and scale in fp32 (fp64 for fp64), rounded once to x's dtype. Dropped elements are 0 even where x is infinite or
+nan. Pads draw anything. shard_dim, layout: how x's dim is cut over the ranks of `axis` (`Layout.flat()`); -1 and [] where x is
+whole. Elementwise: any placement but partial sums.
+
+CPU: plain torch in chunks that stay in cache. CUDA, fp64 too: dropout_triton.py.
 Measured: 6 to 8 ns an element on one core of a Xeon with AVX-512 (fp32, p = 0.1, 2026-11-21).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import DRAWN, SEED, declare, real
+from megafx.ir.facts import DRAWN, SEED, real
 from megafx.kernels.common import philox
-from megafx.kernels.common.runs import Run, runs_of
-from megafx.ops import axes
+from megafx.kernels.common.draw import DRAW, Draw, Run, check_draw, runs_here
+from megafx.kernels.common.op import HAVE_TRITON, define_gradient, define_op, new_like
 
 # Philox calls at a time; measured on a Xeon with 2 MiB of L2: 16384 -> 6.4 ns an element, 1024 -> 21, 65536 -> 7.5.
 CPU_CHUNK, CUDA_CHUNK = 1 << 14, 1 << 22
 
-HAVE_TRITON = importlib.util.find_spec("triton") is not None
-
-SCHEMA = "(Tensor x, Tensor seed, float p, int op_id, int shard_dim, SymInt[] layout, str axis) -> Tensor"
-
 
 def reference(x: Tensor, seed: Tensor, p: float, op_id: int, runs: Sequence[Run]) -> Tensor:
-    """Plain torch; the definition on local tensors, and the path of the CPU."""
+    """Plain torch; the definition on local tensors (contiguous), and the path of the CPU."""
     out = torch.empty_like(x)
     key = philox.key_of(seed)
     for run in runs:
@@ -77,49 +77,43 @@ def _drop_rows(
             part.masked_fill_(drop[:, skip : skip + b - a], 0)
 
 
-@torch.library.custom_op("megafx::dropout", mutates_args=(), schema=SCHEMA)
-def dropout(x: Tensor, seed: Tensor, p: float, op_id: int, shard_dim: int, layout: Sequence[int], axis: str) -> Tensor:
-    """x [local shape], seed 0-d int64 -> y like x, contiguous. Elementwise: any placement but partial sums.
-
-    shard_dim, layout: how x's dim is cut over the ranks of `axis` (`Layout.flat()`); -1 and [] where x is whole.
-    """
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
+def dropout(x: Tensor, *drawing: Any) -> Tensor:
+    """The op: x, and the fields of Draw."""
+    draw = Draw(*drawing)
+    check_draw("dropout", draw)
     if not x.is_floating_point():
         raise TypeError(f"dropout needs a floating-point tensor, got {x.dtype} {tuple(x.shape)}")
-    if not 0 <= op_id <= philox.MASK:
-        raise ValueError(f"dropout op_id must be an unsigned 32-bit number, got {op_id}")
-    below = philox.threshold(p)
+    below = philox.threshold(draw.p)
     if below == 0:
         return x.clone(memory_format=torch.contiguous_format)
     if below == philox.DRAWS:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    rank, t = 0, 1
-    if shard_dim >= 0:
-        rank, t = axes.axis_rank(axis), axes.axis_size(axis)
-    runs = runs_of(x.shape, shard_dim, layout, rank, t, axes.batch_rank(axis))
-    x = x.contiguous()
+    x, runs = x.contiguous(), runs_here(x.shape, draw)
     if x.device.type == "cuda" and HAVE_TRITON:
-        from megafx.kernels.dropout.dropout_triton import launch
+        from megafx.kernels.dropout import dropout_triton
 
-        return launch(x, seed.to(x.device), p, op_id, runs)
-    return reference(x, seed, p, op_id, runs)
-
-
-@dropout.register_fake
-def _(x: Tensor, seed: Tensor, p: float, op_id: int, shard_dim: int, layout: Sequence[int], axis: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+        return dropout_triton.dropout(x, draw.seed.to(x.device), draw.p, draw.op_id, runs)
+    return reference(x, draw.seed, draw.p, draw.op_id, runs)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+define_op(
+    f"dropout(Tensor x, {DRAW.replace('Tensor?', 'Tensor', 1)}) -> Tensor",
+    rule="lin: ..., ~ -> ...",
+    samples=[(real(4, 6), SEED, *DRAWN)],
+    reference=dropout,
+    fake=lambda x, *_: new_like(x),
+    launches=True,
+)
+
+
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, seed, *ctx.rest = inputs
     ctx.save_for_backward(seed)
 
 
-def _backward(ctx, grad: Tensor):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (seed,) = ctx.saved_tensors
     return torch.ops.megafx.dropout(grad, seed, *ctx.rest), None, None, None, None, None, None
 
 
-dropout.register_autograd(_backward, setup_context=_setup_context)
-declare("megafx.dropout.default", rule="lin: ..., ~ -> ...", samples=[(real(4, 6), SEED, *DRAWN)])
+define_gradient("dropout", _backward, _saves)

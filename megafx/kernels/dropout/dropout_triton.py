@@ -1,4 +1,4 @@
-"""megafx::dropout on CUDA: one launch for each run of the shard (runs.py); dropout.py has the formula and the op.
+"""megafx::dropout on CUDA: one launch for each run of the shard (draw.py); dropout.py has the formula and the op.
 
 Aligned runs (starts, strides and lengths multiples of 8; or a single row that starts at one) take one Philox call for 8
 elements; the others one call an element, same bits. The seed is read on the device: no synchronisation.
@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.common import philox
+from megafx.kernels.common.draw import Run
+from megafx.kernels.common.op import launch
 from megafx.kernels.common.philox_triton import draw1, draws8, key_of
-from megafx.kernels.common.runs import Run
 
 GROUPS = 512  # Philox calls a program: 4096 elements, the fastest elementwise tile (measured: H200)
 
@@ -25,21 +26,13 @@ def _dropout(
     x,  # [numel] fp16/bf16/fp32/fp64 IN, contiguous
     out,  # [numel] as x, OUT
     seed,  # [] int64 IN
-    threshold,
-    scale,
-    op_id,
+    threshold, scale, op_id,
     total,  # rows * length of this run
-    length,
-    local_start,
-    local_stride,
-    global_start,
-    global_stride,
-    ONE_ROW: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    length, local_start, local_stride, global_start, global_stride,
+    ONE_ROW: tl.constexpr, ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,  # 64-bit division of indices
-    DOUBLE: tl.constexpr,
-    N: tl.constexpr,
-):
+    DOUBLE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     k0, k1 = key_of(seed)
     op = tl.cast(op_id, tl.uint32)
     below = tl.cast(threshold, tl.uint32)
@@ -70,7 +63,7 @@ def _dropout(
     tl.store(out + at, tl.where(keep, scaled, 0.0).to(value.dtype), mask=inside)
 
 
-def launch(x: Tensor, seed: Tensor, p: float, op_id: int, runs: Sequence[Run]) -> Tensor:
+def dropout(x: Tensor, seed: Tensor, p: float, op_id: int, runs: Sequence[Run]) -> Tensor:
     """x contiguous, seed on the same device, 0 < threshold(p) < 65536."""
     out = torch.empty_like(x)
     for run in runs:
@@ -79,24 +72,10 @@ def launch(x: Tensor, seed: Tensor, p: float, op_id: int, runs: Sequence[Run]) -
             one_row or run.length % 8 == run.global_stride % 8 == run.local_stride % 8 == run.local_start % 8 == 0
         )
         total = run.rows * run.length
-        with torch.cuda.device_of(x):
-            _dropout[(triton.cdiv(total, GROUPS * 8),)](
-                x,
-                out,
-                seed,
-                philox.threshold(p),
-                philox.scale(p),
-                op_id,
-                total,
-                run.length,
-                run.local_start,
-                run.local_stride,
-                run.global_start,
-                run.global_stride,
-                ONE_ROW=one_row,
-                ALIGNED=aligned,
-                WIDE=total >= 2**31,
-                DOUBLE=x.dtype == torch.float64,
-                N=GROUPS,
-            )
+        launch(
+            _dropout, (triton.cdiv(total, GROUPS * 8),), x,
+            x, out, seed, philox.threshold(p), philox.scale(p), op_id, total, run.length, run.local_start,
+            run.local_stride, run.global_start, run.global_stride,
+            ONE_ROW=one_row, ALIGNED=aligned, WIDE=total >= 2**31, DOUBLE=x.dtype == torch.float64, N=GROUPS,
+        )  # fmt: skip
     return out

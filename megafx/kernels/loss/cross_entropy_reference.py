@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,25 @@ from megafx.placements.types import Layout, Piece
 
 # Elements of the fp32 chunk. CPU: stays in L2 with the logits; CUDA: 64 MiB, launches cost nothing against that.
 CPU_CHUNK, CUDA_CHUNK = 1 << 18, 1 << 24
+
+
+class Loss(NamedTuple):
+    """What is asked for. pieces: the classes whose logits are here; classes: number of the whole vocabulary."""
+
+    ignore_index: int
+    smoothing: float
+    pieces: list[Piece]
+    classes: int
+
+    @staticmethod
+    def whole(ignore_index: int, smoothing: float, logits: Tensor) -> Loss:
+        return Loss(ignore_index, smoothing, [Piece(0, 0, logits.shape[1])], logits.shape[1])
+
+    @staticmethod
+    def of_rank(ignore_index: int, smoothing: float, layout: Sequence[int], size: int, axis: str) -> Loss:
+        """The classes of this rank; of the only one, where there is no axis to ask."""
+        cut, rank = Layout.from_flat(layout), axes.axis_rank(axis) if size > 1 else 0
+        return Loss(ignore_index, smoothing, list(cut.pieces(rank, size)), cut.size)
 
 
 def statistics_dtype(logits: Tensor) -> torch.dtype:
@@ -33,17 +53,17 @@ def check_shapes(logits: Tensor, target: Tensor, label_smoothing: float) -> None
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
 
 
-def check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
+def check_targets(target: Tensor, how: Loss) -> None:
     """Targets in [0, classes) or ignore_index, as torch: IndexError on CPU, a device-side assertion on CUDA."""
-    bad = ((target < 0) | (target >= classes)) & ~ignored_tokens(target, ignore_index)
+    bad = ((target < 0) | (target >= how.classes)) & ~ignored_tokens(target, how)
     if target.device.type != "cpu":
-        torch._assert_async(~bad.any(), f"cross entropy: a target is out of bounds of {classes} classes")
+        torch._assert_async(~bad.any(), f"cross entropy: a target is out of bounds of {how.classes} classes")
     elif bool(bad.any()):
         raise IndexError(f"Target {int(target[bad][0])} is out of bounds.")
 
 
-def ignored_tokens(target: Tensor, ignore_index: int) -> Tensor:
-    return target.long() == ignore_index  # long: ignore_index need not fit in the dtype of the targets
+def ignored_tokens(target: Tensor, how: Loss) -> Tensor:
+    return target.long() == how.ignore_index  # long: ignore_index need not fit in the dtype of the targets
 
 
 # -- local statistics, combination and gradient: plain torch
@@ -88,13 +108,13 @@ def norm_of(stats: Tensor) -> Tensor:
     return torch.stack([stats[:, 0], stats[:, 1].log()], 1)
 
 
-def loss_of(stats: Tensor, ignored: Tensor, label_smoothing: float, classes: int) -> Tensor:
+def loss_of(stats: Tensor, target: Tensor, how: Loss) -> Tensor:
     """[T, 4] of the whole vocabulary -> loss [T], 0 where ignored."""
     high, total, picked, summed = stats.unbind(1)
-    loss = total.log() + (1 - label_smoothing) * (high - picked)
-    if label_smoothing:  # not added as 0 * (...): classes masked with -inf make the mean -inf
-        loss = loss + label_smoothing * (high - summed / classes)
-    return loss.masked_fill(ignored, 0)
+    loss = total.log() + (1 - how.smoothing) * (high - picked)
+    if how.smoothing:  # not added as 0 * (...): classes masked with -inf make the mean -inf
+        loss = loss + how.smoothing * (high - summed / how.classes)
+    return loss.masked_fill(ignored_tokens(target, how), 0)
 
 
 def plain_gradient(
@@ -102,10 +122,7 @@ def plain_gradient(
     logits: Tensor,
     target: Tensor,
     norm: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    pieces: Sequence[Piece],
-    classes: int,
+    how: Loss,
     out: Tensor | None = None,
     lse_grad: Tensor | None = None,
 ) -> Tensor:
@@ -113,24 +130,24 @@ def plain_gradient(
 
     out: where to write it, possibly `logits` itself. lse_grad [T]: gradient of the log-sum-exp.
     """
-    whole = _covers(pieces, logits.shape[1])
+    whole = _covers(how.pieces, logits.shape[1])
     if out is None:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    ignored = ignored_tokens(target, ignore_index)
-    own, local = _local_target(target, pieces)
+    ignored = ignored_tokens(target, how)
+    own, local = _local_target(target, how.pieces)
     for rows in _row_chunks(logits):
         z = logits[rows].to(norm.dtype, copy=True)
         z.sub_(norm[rows, :1]).sub_(norm[rows, 1:]).exp_()
         share = None if lse_grad is None else z * lse_grad[rows, None]
-        if label_smoothing:
-            z.sub_(label_smoothing / classes)
-        at_target = own[rows].to(z.dtype) * (label_smoothing - 1)
+        if how.smoothing:
+            z.sub_(how.smoothing / how.classes)
+        at_target = own[rows].to(z.dtype) * (how.smoothing - 1)
         z.scatter_add_(1, local[rows, None], at_target[:, None])
         z.mul_(grad[rows, None]).masked_fill_(ignored[rows, None], 0)
         z = z if share is None else z.add_(share)
         if not whole:
             out[rows] = 0
-        for _, start, length in [Piece(0, 0, logits.shape[1])] if whole else pieces:
+        for _, start, length in [Piece(0, 0, logits.shape[1])] if whole else how.pieces:
             out[rows, start : start + length] = z[:, start : start + length]
     return out
 
@@ -156,9 +173,3 @@ def _local_target(target: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tens
         own |= here
         local = torch.where(here, target - global_start + local_start, local)
     return own, local
-
-
-def own_pieces(layout: Sequence[int], axis: str, size: int) -> list[Piece]:
-    """The classes of this rank; of the only one, where there is no axis to ask."""
-    rank = axes.axis_rank(axis) if size > 1 else 0
-    return list(Layout.from_flat(layout).pieces(rank, size))

@@ -10,7 +10,7 @@ before the first and after the last whole group are read apart. Nothing is copie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.tiles_triton import exp
-from megafx.kernels.loss.cross_entropy_reference import local_stats, own_pieces, plain_gradient
-from megafx.placements.types import Layout, Piece
+from megafx.kernels.loss.cross_entropy_reference import Loss, local_stats, plain_gradient
+from megafx.placements.types import Piece
 
 STATISTICS_TILE = (4, 1024)  # DEEP, WIDE; the fastest of those tried on an H200
 FEW_ROWS = 256  # that leave a multiprocessor no more than two: wider tiles then
@@ -92,14 +92,9 @@ def _forward(
     loss,  # [T] fp32 OUT
     norm,  # [T, 2] fp32 OUT
     ok,  # [] int32 OUT: 0 where a target is out of bounds
-    stride,
-    V,
-    ignore_index,
-    smoothing,
-    SUM: tl.constexpr,
-    DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    stride, V, ignore_index, smoothing,
+    SUM: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = row * stride
     high, total, summed = row_statistics(logits, start, V, SUM, DEEP, WIDE)
@@ -121,12 +116,9 @@ def _stats(
     out,  # [T, 4] fp32 OUT: max, sum exp(x - max), x at the target or 0, sum x
     stride,
     class_start,  # this rank's classes: [class_start, class_start + V), in columns from column_start
-    column_start,
-    V,
-    SUM: tl.constexpr,
-    DEEP: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    column_start, V,
+    SUM: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = row * stride + column_start
     high, total, summed = row_statistics(logits, start, V, SUM, DEEP, WIDE)
@@ -145,13 +137,9 @@ def _combine(
     loss,  # [T] fp32 OUT
     norm,  # [T, 2] fp32 OUT
     ok,  # [] int32 OUT
-    T,
-    t,
-    ignore_index,
-    smoothing,
-    classes,
+    T, t, ignore_index, smoothing, classes,
     B: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = rows < T
     high = tl.full([B], -float("inf"), tl.float32)
@@ -184,21 +172,11 @@ def _gradient(
     norm,  # [T, 2] fp32 IN
     lse_grad,  # [T] fp32 IN, `lse_stride` apart; not read unless LSE
     out,  # [T, V_local] as logits, OUT
-    grad_stride,
-    lse_stride,
-    stride,
-    out_stride,
-    class_start,
-    column_start,
-    V,
-    ignore_index,
-    smoothing,
-    classes,
+    grad_stride, lse_stride, stride, out_stride, class_start, column_start, V, ignore_index, smoothing, classes,
     tiles,  # programs a row
     SAME: tl.constexpr,  # rows of logits and out start alike modulo 8
-    LSE: tl.constexpr,
-    N: tl.constexpr,
-):
+    LSE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Whole groups of 8 elements of `out` by tiles; what a row has outside of them, by its first program."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * N
@@ -274,21 +252,10 @@ def forward(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float)
     ok = torch.ones((), dtype=torch.int32, device=logits.device)
     if rows:
         launch(
-            _forward,
-            (rows,),
-            logits,
-            logits,
-            target,
-            loss,
-            norm,
-            ok,
-            logits.stride(0),
-            columns,
-            ignore_index,
-            smoothing,
-            SUM=smoothing != 0,
-            **statistics_config(rows, columns),
-        )
+            _forward, (rows,), logits,
+            logits, target, loss, norm, ok, logits.stride(0), columns, ignore_index, smoothing,
+            SUM=smoothing != 0, **statistics_config(rows, columns),
+        )  # fmt: skip
     check_async(ok, columns)
     return loss, norm
 
@@ -299,25 +266,14 @@ def stats(logits: Tensor, target: Tensor, piece: Piece) -> Tensor:
     out = logits.new_empty(len(target), 4, dtype=torch.float32)
     if len(target):
         launch(
-            _stats,
-            (len(target),),
-            logits,
-            logits,
-            target,
-            out,
-            logits.stride(0),
-            piece.global_start,
-            piece.local_start,
-            piece.length,
-            SUM=True,
-            **statistics_config(len(target), piece.length),
-        )
+            _stats, (len(target),), logits,
+            logits, target, out, logits.stride(0), piece.global_start, piece.local_start, piece.length,
+            SUM=True, **statistics_config(len(target), piece.length),
+        )  # fmt: skip
     return out
 
 
-def combine(
-    all_stats: Tensor, target: Tensor, ignore_index: int, smoothing: float, classes: int, check: bool
-) -> tuple[Tensor, Tensor]:
+def combine(all_stats: Tensor, target: Tensor, how: Loss, check: bool) -> tuple[Tensor, Tensor]:
     """[t, T, 4] -> loss [T], norm [T, 2] of the whole vocabulary. check: that targets are classes."""
     all_stats, target = all_stats.contiguous(), target.contiguous()
     t, rows, _ = all_stats.shape
@@ -326,24 +282,12 @@ def combine(
     ok = torch.ones((), dtype=torch.int32, device=all_stats.device)
     if rows:
         launch(
-            _combine,
-            (triton.cdiv(rows, 128),),
-            all_stats,
-            all_stats,
-            target,
-            loss,
-            norm,
-            ok,
-            rows,
-            t,
-            ignore_index,
-            smoothing,
-            classes,
-            B=128,
-            num_warps=4,
-        )
+            _combine, (triton.cdiv(rows, 128),), all_stats,
+            all_stats, target, loss, norm, ok, rows, t, how.ignore_index, how.smoothing, how.classes,
+            B=128, num_warps=4,
+        )  # fmt: skip
     if check:
-        check_async(ok, classes)
+        check_async(ok, how.classes)
     return loss, norm
 
 
@@ -352,15 +296,13 @@ def gradient(
     logits: Tensor,
     target: Tensor,
     norm: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    piece: Piece,
-    classes: int,
+    how: Loss,
     out: Tensor | None = None,
     lse_grad: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the logits; 0 in columns outside of the piece. out: where to write it, possibly `logits` itself."""
+    """Of one run of classes; 0 in columns outside of it. out: where to write it, possibly `logits` itself."""
     logits, target, norm = _rows_apart(logits), target.contiguous(), norm.contiguous()
+    (piece,) = how.pieces
     rows, columns = logits.shape
     if out is None:
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -372,31 +314,12 @@ def gradient(
         tile = min(GRADIENT_TILE, max(128, triton.next_power_of_2(piece.length)))
         tiles = triton.cdiv(piece.length, tile)
         launch(
-            _gradient,
-            (rows * tiles,),
-            logits,
-            grad,
-            logits,
-            target,
-            norm,
-            grad if lse_grad is None else lse_grad,
-            out,
-            grad.stride(0),
-            0 if lse_grad is None else lse_grad.stride(0),
-            logits.stride(0),
-            out.stride(0),
-            piece.global_start,
-            piece.local_start,
-            piece.length,
-            ignore_index,
-            smoothing,
-            classes,
-            tiles,
-            SAME=same,
-            LSE=lse_grad is not None,
-            N=tile,
-            num_warps=4 if tile >= 1024 else 1,
-        )
+            _gradient, (rows * tiles,), logits,
+            grad, logits, target, norm, grad if lse_grad is None else lse_grad, out, grad.stride(0),
+            0 if lse_grad is None else lse_grad.stride(0), logits.stride(0), out.stride(0), piece.global_start,
+            piece.local_start, piece.length, how.ignore_index, how.smoothing, how.classes, tiles,
+            SAME=same, LSE=lse_grad is not None, N=tile, num_warps=4 if tile >= 1024 else 1,
+        )  # fmt: skip
     return out
 
 
@@ -412,27 +335,19 @@ def backward(
     ignore_index: int,
     smoothing: float,
 ) -> Tensor:
-    columns = logits.shape[1]
-    args = (ignore_index, smoothing, Piece(0, 0, columns), columns, None, lse_grad)
-    return gradient(grad, logits, target, norm, *args)
+    return gradient(grad, logits, target, norm, Loss.whole(ignore_index, smoothing, logits), None, lse_grad)
 
 
-def rank_stats(logits: Tensor, target: Tensor, layout: Sequence[int], size: int, axis: str) -> Tensor:
-    pieces = own_pieces(layout, axis, size)
+def rank_stats(logits: Tensor, target: Tensor, *shard: Any) -> Tensor:
+    pieces = Loss.of_rank(0, 0.0, *shard).pieces
     return stats(logits, target, pieces[0]) if len(pieces) == 1 else local_stats(logits, target, pieces)
 
 
 def ranks_loss(
-    logits: Tensor,
-    target: Tensor,
-    all_stats: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    layout: Sequence[int],
-    size: int,
-    axis: str,
+    logits: Tensor, target: Tensor, all_stats: Tensor, ignore_index: int, smoothing: float, lse: bool, *shard: Any
 ) -> Tensor:
-    return combine(all_stats, target, ignore_index, smoothing, Layout.from_flat(layout).size, True)[0]
+    loss, norm = combine(all_stats, target, Loss.of_rank(ignore_index, smoothing, *shard), True)
+    return torch.stack([loss, norm.sum(1)]) if lse else loss
 
 
 def ranks_backward(
@@ -443,16 +358,12 @@ def ranks_backward(
     lse_grad: Tensor | None,
     ignore_index: int,
     smoothing: float,
-    layout: Sequence[int],
-    size: int,
-    axis: str,
+    *shard: Any,
 ) -> Tensor:
-    pieces, classes = own_pieces(layout, axis, size), Layout.from_flat(layout).size
-    norm = combine(all_stats, target, ignore_index, smoothing, classes, False)[1]
-    options = (ignore_index, smoothing)
-    if len(pieces) == 1:
-        return gradient(grad, logits, target, norm, *options, pieces[0], classes, None, lse_grad)
-    return plain_gradient(grad, logits, target, norm, *options, pieces, classes, None, lse_grad)
+    how = Loss.of_rank(ignore_index, smoothing, *shard)
+    norm = combine(all_stats, target, how, False)[1]
+    make = gradient if len(how.pieces) == 1 else plain_gradient
+    return make(grad, logits, target, norm, how, None, lse_grad)
 
 
 def linear_cross_entropy_backward(x: Tensor, factor: Tensor) -> Tensor:

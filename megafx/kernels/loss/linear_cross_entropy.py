@@ -21,10 +21,9 @@ from torch import Tensor
 
 from megafx.ir.facts import fixed, ids, real
 from megafx.kernels.common.op import InPlace, define_composite, define_gradient, define_op, new_like, wide
-from megafx.kernels.loss import cross_entropy  # noqa: F401  registers the ops
-from megafx.kernels.loss.cross_entropy_parts import logits_gradient, token_losses
+from megafx.kernels.loss.cross_entropy import logits_gradient, token_losses
+from megafx.kernels.loss.cross_entropy_reference import Loss
 from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
-from megafx.placements.types import Piece
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
@@ -57,9 +56,8 @@ def forward(
         losses.append(loss.sum())
         if made is not None:
             each = torch.full((1,), factor, dtype=loss.dtype, device=loss.device).expand(len(loss))
-            pieces = [Piece(0, 0, chunks.classes)]
-            args = (ignore_index, label_smoothing, pieces, chunks.classes, logits)
-            logits_gradient(each, logits, target[rows], norm, *args)
+            how = Loss.whole(ignore_index, label_smoothing, logits)
+            logits_gradient(each, logits, target[rows], norm, how, out=logits)
             made.add(rows)
     bias_dtype = weight.dtype if bias is None else bias.dtype
     if made is None:

@@ -2,8 +2,8 @@
 
     logits = x W^T + b          x [T, K] the same on every rank; weight [V_local, K], bias [V_local] or none of this rank
     linear_ce_stats             this rank's statistics [T, 4] of each token (cross_entropy.py): gathered in the graph, [t, T, 4]
-    linear_ce_loss              loss [T] of the whole vocabulary, from the statistics alone: the same on every rank
-    linear_ce_loss_lse          [2, T]: that, and the log-sum-exp
+    linear_ce_loss              loss [T] of the whole vocabulary, from the statistics alone: the same on every rank; with `lse`
+                                [2, T], that and the log-sum-exp
     linear_ce_loss_backward     dx [T, K], a summand of this rank; dweight, dbias, this rank's; no collective
 
 Logits exist a chunk of tokens at a time (logits_chunks.py): once for the statistics, and again in backward, where they become
@@ -17,49 +17,53 @@ many tokens drives the logits' gradient out of range, and the layer's gradients 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megafx.kernels.common.op import define_gradient, define_op, wide
-from megafx.kernels.loss.cross_entropy import loss_and_lse_of_ranks
-from megafx.kernels.loss.cross_entropy_parts import logits_gradient, loss_of_ranks, norm_of_ranks, rank_statistics
-from megafx.kernels.loss.cross_entropy_reference import own_pieces
+from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
+from megafx.kernels.loss.cross_entropy import (
+    GRADIENT,
+    LOSS,
+    SHARDED,
+    both_gradients,
+    logits_gradient,
+    losses_like,
+    of_all_ranks,
+    rank_statistics,
+    with_lse,
+)
+from megafx.kernels.loss.cross_entropy_reference import Loss
 from megafx.kernels.loss.linear_cross_entropy import check_linear
 from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
-from megafx.placements.types import Layout
 
 
-def statistics(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, layout: Sequence[int], size: int, axis: str
-) -> Tensor:
+def statistics(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *shard: Any) -> Tensor:
     """[T, 4] of this rank's classes."""
     check_linear(x, weight, bias, target)
-    pieces, target = own_pieces(layout, axis, size), target.contiguous()
+    target = target.contiguous()
     stats = x.new_empty(len(x), 4, dtype=wide(x.dtype))
     for rows, logits in LogitsChunks(x, weight, bias):
-        stats[rows] = rank_statistics(logits, target[rows], pieces)
+        stats[rows] = rank_statistics(logits, target[rows], *shard)
     return stats
 
 
+def loss(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, all_stats: Tensor, ignore_index: int,
+    smoothing: float, lse: bool, *shard: Any,
+) -> Tensor:  # fmt: skip
+    how = Loss.of_rank(ignore_index, smoothing, *shard)
+    return with_lse(*of_all_ranks(all_stats, target, how, check=True), lse)
+
+
 def backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    all_stats: Tensor,
-    lse_grad: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    layout: Sequence[int],
-    size: int,
-    axis: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, all_stats: Tensor,
+    lse_grad: Tensor | None, ignore_index: int, smoothing: float, *shard: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """grad [T] of the loss, lse_grad [T] of the log-sum-exp -> dx (this rank's summand), dweight, dbias (empty without one)."""
-    pieces, classes, target = own_pieces(layout, axis, size), Layout.from_flat(layout).size, target.contiguous()
-    norm = norm_of_ranks(target, all_stats, ignore_index, label_smoothing, classes)
+    how, target = Loss.of_rank(ignore_index, smoothing, *shard), target.contiguous()
+    norm = of_all_ranks(all_stats, target, how)[1]
     low, most = x.dtype == torch.float16, None
     if low:
         given = grad if lse_grad is None else torch.cat([grad, lse_grad])
@@ -70,8 +74,8 @@ def backward(
     chunks = LogitsChunks(x, weight, bias)
     made = LayerGradients(chunks, FP16_FACTOR if low else 1.0)
     for rows, logits in chunks:
-        args = (ignore_index, label_smoothing, pieces, classes, logits, None if lse_grad is None else lse_grad[rows])
-        logits_gradient(grad[rows], logits, target[rows], norm[rows], *args)
+        of_lse = None if lse_grad is None else lse_grad[rows]
+        logits_gradient(grad[rows], logits, target[rows], norm[rows], how, logits, of_lse)
         made.add(rows)
     db = weight.new_empty(0, dtype=wide(x.dtype)) if made.bias is None else made.bias
     found = [made.x, made.weight, db]
@@ -80,54 +84,42 @@ def backward(
     return found[0], found[1], found[2].to(weight.dtype if bias is None else bias.dtype)
 
 
+_LAYER = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
+
 define_op(
-    "linear_ce_stats(Tensor x, Tensor weight, Tensor? bias, Tensor target, SymInt[] layout, int size, str axis) -> Tensor",
+    f"linear_ce_stats({_LAYER}, {SHARDED}) -> Tensor",
     types="R, S0, S0, R -> stats",
     reference=statistics,
-    fake=lambda x, weight, bias, target, layout, size, axis: x.new_empty(x.shape[0], 4, dtype=wide(x.dtype)),
+    fake=lambda x, *_: x.new_empty(x.shape[0], 4, dtype=wide(x.dtype)),
 )
 define_op(
-    "linear_ce_loss(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor all_stats, int ignore_index, "
-    "float label_smoothing, SymInt[] layout, int size, str axis) -> Tensor",
+    f"linear_ce_loss({_LAYER}, {LOSS}) -> Tensor",
     types="R, S0, S0, R, stats -> R",
-    reference=lambda x, weight, bias, target, all_stats, ignore_index, label_smoothing, layout, size, axis: (
-        loss_of_ranks(target, all_stats, ignore_index, label_smoothing, Layout.from_flat(layout).size)
-    ),
-    fake=lambda x, weight, bias, target, all_stats, *_: all_stats.new_empty(x.shape[0]),
+    reference=loss,
+    fake=lambda x, w, b, target, all_stats, ignore_index, smoothing, lse, *_: losses_like(all_stats, x.shape[0], lse),
 )
 define_op(
-    "linear_ce_loss_lse(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor all_stats, int ignore_index, "
-    "float label_smoothing, SymInt[] layout, int size, str axis) -> Tensor",
-    types="R, S0, S0, R, stats -> R",
-    reference=lambda x, weight, bias, target, all_stats, ignore_index, label_smoothing, layout, size, axis: (
-        loss_and_lse_of_ranks(target, all_stats, ignore_index, label_smoothing, Layout.from_flat(layout).size)
-    ),
-    fake=lambda x, weight, bias, target, all_stats, *_: all_stats.new_empty(2, x.shape[0]),
-)
-define_op(
-    "linear_ce_loss_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor all_stats, "
-    "Tensor? lse_grad, int ignore_index, float label_smoothing, SymInt[] layout, int size, str axis) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"linear_ce_loss_backward(Tensor grad, {_LAYER}, {GRADIENT}) -> (Tensor, Tensor, Tensor)",
     types="R, R, S0, S0, R, stats, R -> P; S0; S0",
     reference=backward,
     fake=lambda grad, x, weight, bias, *_: (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        torch.empty(weight.shape, dtype=weight.dtype, device=weight.device),
-        weight.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device),
+        new_like(x),
+        new_like(weight),
+        weight.new_empty(0) if bias is None else new_like(bias),
     ),
 )
 
 
-def _saves(ctx, inputs, output) -> None:
-    *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.layout, ctx.size, ctx.axis = inputs
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ignore_index, smoothing, ctx.lse, layout, size, axis = inputs
+    ctx.how = ignore_index, smoothing, layout, size, axis
     ctx.save_for_backward(*tensors)
 
 
-def _gradients(ctx, grad: Tensor, lse_grad: Tensor | None = None):
-    rest = (ctx.ignore_index, ctx.label_smoothing, ctx.layout, ctx.size, ctx.axis)
-    dx, dw, db = torch.ops.megafx.linear_ce_loss_backward(grad, *ctx.saved_tensors, lse_grad, *rest)
-    return dx, dw, None if ctx.saved_tensors[2] is None else db, *[None] * 7
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    grad, lse_grad = both_gradients(grad, ctx.lse)  # type: ignore[assignment]
+    dx, dw, db = torch.ops.megafx.linear_ce_loss_backward(grad, *ctx.saved_tensors, lse_grad, *ctx.how)
+    return dx, dw, None if ctx.saved_tensors[2] is None else db, *[None] * 8
 
 
 define_gradient("linear_ce_loss", _gradients, _saves)
-define_gradient("linear_ce_loss_lse", lambda ctx, grad: _gradients(ctx, grad.select(0, 0), grad.select(0, 1)), _saves)

@@ -17,52 +17,57 @@ empty tensor. CPU and fp64: the plain torch below. CUDA: add_norm_triton.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megafx.ir.facts import DRAWN, SEED, UNDRAWN, real
+from megafx.kernels.common.draw import DRAW, Draw, check_draw, draws
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.dropout.bias_dropout_add import (
     branch_gradients,
-    check_draw,
     check_sum,
-    draws,
     dropped_reference,
     rows_summed,
     sum_reference,
 )
-from megafx.kernels.norm.norms import check_norm, norm_gradients, normalize, vector_like
+from megafx.kernels.norm.norms import Norm, check_norm, norm_gradients, normalize, vector_like
 
 
-def check_add_norm(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    vectors: Sequence[Tensor | None],
-    seed: Tensor | None,
-    p: float,
-    op_id: int,
-) -> None:
+def norm_of(rms: bool, weight: Tensor | None, first: Any, second: Any) -> Norm:
+    """Of the ops' arguments: (norm_bias, eps) of layer_norm, (eps, offset) of rms_norm."""
+    return Norm(weight, None, first, second, True) if rms else Norm(weight, first, second, 0.0, False)
+
+
+def check_add_norm(x: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, draw: Draw) -> None:
     check_sum("add + norm", x, bias, residual)
-    check_norm("add + norm", x, *vectors)
-    check_draw("add + norm", seed, p, op_id)
+    check_norm("add + norm", x, norm.weight, norm.bias)
+    check_draw("add + norm", draw)
 
 
 def add_norm_reference(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    vectors: tuple[Tensor | None, Tensor | None],
-    eps: float,
-    offset: float,
-    rms: bool,
-    drawing: tuple,
+    x: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, draw: Draw
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    check_add_norm(x, bias, residual, vectors, *drawing[:3])
-    h = sum_reference(x, bias, residual, *drawing).to(torch.promote_types(x.dtype, residual.dtype))
-    y, mean, rstd = normalize(h.to(wide(h.dtype)), *vectors, eps, offset, rms)
+    check_add_norm(x, bias, residual, norm, draw)
+    h = sum_reference(x, bias, residual, draw).to(torch.promote_types(x.dtype, residual.dtype))
+    y, mean, rstd = normalize(h.to(wide(h.dtype)), norm)
     return h, y.to(h.dtype), mean, rstd
+
+
+def empty_gradients(
+    h: Tensor,
+    weight: Tensor | None,
+    wanted: Sequence[bool],
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    draw: Draw,
+) -> tuple[Tensor, ...]:
+    """Uninitialised dresidual, dx, dweight, dnorm_bias, dbias; [0] for what is not wanted."""
+    dx = new_like(h, dtype) if draws(draw.p) or dtype != h.dtype else h.new_empty(0, dtype=dtype)
+    dbias = h.new_empty(h.shape[-1:] if bias_dtype is not None else (0,), dtype=bias_dtype or h.dtype)
+    return new_like(h), dx, vector_like(h, weight, wanted[0]), vector_like(h, weight, wanted[1]), dbias
 
 
 def add_norm_backward_reference(
@@ -73,182 +78,135 @@ def add_norm_backward_reference(
     mean: Tensor | None,
     rstd: Tensor,
     offset: float,
-    wanted: tuple[bool, bool],
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    drawing: tuple,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs: tuple[Tensor, ...],
+    draw: Draw,
+) -> tuple[Tensor, ...]:
+    """Fills the outputs of `empty_gradients`."""
     compute = wide(h.dtype)
     d, dweight, dnorm_bias = norm_gradients(grad_y.to(compute), h.to(compute), weight, mean, rstd, offset)
     if grad_h is not None:
         d = d + grad_h.to(compute)
-    dx = dropped_reference(d, *drawing)
-    outputs = empty_gradients(h, weight, wanted, dtype, bias_dtype, drawing[1])
-    values = (d, dx, dweight, dnorm_bias, rows_summed(dx))
-    for output, value in zip(outputs, values, strict=True):
+    dx = dropped_reference(d, draw)
+    for output, value in zip(outputs, (d, dx, dweight, dnorm_bias, rows_summed(dx)), strict=True):
         if output.shape == value.shape:
             output.copy_(value)
     return outputs
 
 
-def empty_gradients(
-    h: Tensor,
-    weight: Tensor | None,
-    wanted: tuple[bool, bool],
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised dresidual, dx, dweight, dnorm_bias, dbias; [0] for what is not wanted."""
-    dx = new_like(h, dtype) if draws(p) or dtype != h.dtype else h.new_empty(0, dtype=dtype)
-    dbias = h.new_empty(h.shape[-1:] if bias_dtype is not None else (0,), dtype=bias_dtype or h.dtype)
-    return new_like(h), dx, vector_like(h, weight, wanted[0]), vector_like(h, weight, wanted[1]), dbias
+# -- the arguments of the two ops, and of their backward, for one function that serves both
+
+Forward = Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor]]
 
 
-_DRAWING = "Tensor? seed, float p, int op_id, int shard_dim, SymInt[] layout, str axis"
+def call_forward(rms: bool, run: Forward, *args: Any) -> tuple[Tensor, ...]:
+    """run: as `add_norm_reference`. args: of the op. -> h, y, mean (of layer_norm), rstd."""
+    x, bias, residual, weight, first, second, *drawing = args
+    found = run(x, bias, residual, norm_of(rms, weight, first, second), Draw(*drawing))
+    return tuple(t for t in found if t is not None)
 
 
-def _fake(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    vectors: Sequence[Tensor | None],
-    drawing: Sequence,
-    statistics: int,
-) -> tuple[Tensor, ...]:
-    check_add_norm(x, bias, residual, vectors, *drawing[:3])
+def call_backward(rms: bool, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
+    """run: as `add_norm_backward_reference`. args: of the op. -> dresidual, dx, dweight, dnorm_bias (of layer_norm), dbias."""
+    if rms:
+        h, grad_y, grad_h, weight, rstd, offset, want_weight, dtype, bias_dtype, *drawing = args
+        mean, wanted = None, (want_weight, False)
+    else:
+        h, grad_y, grad_h, weight, mean, rstd, *wanted, dtype, bias_dtype = args[:10]  # type: ignore[assignment]
+        offset, drawing = 0.0, args[10:]
+    draw = Draw(*drawing)
+    outputs = empty_gradients(h, weight, wanted, dtype, bias_dtype, draw)
+    outputs = run(h, grad_y, grad_h, weight, mean, rstd, offset, outputs, draw)
+    return (*outputs[:3], outputs[4]) if rms else outputs
+
+
+def _fake(rms: bool, *args: Any) -> tuple[Tensor, ...]:
+    x, bias, residual, weight, first, second, *drawing = args
+    check_add_norm(x, bias, residual, norm_of(rms, weight, first, second), Draw(*drawing))
     h = new_like(residual, torch.promote_types(x.dtype, residual.dtype))
-    numbers = (h.new_empty(h.shape[:-1], dtype=wide(h.dtype)) for _ in range(statistics))
-    return h, new_like(h), *numbers
+    return h, new_like(h), *(h.new_empty(h.shape[:-1], dtype=wide(h.dtype)) for _ in range(1 if rms else 2))
 
 
-# -- layer_norm
-
-
-def _layer_norm_reference(x, bias, residual, weight, norm_bias, eps, *drawing):
-    return add_norm_reference(x, bias, residual, (weight, norm_bias), eps, 0.0, False, drawing)
-
-
-def _layer_norm_backward_reference(
-    h, grad_y, grad_h, weight, mean, rstd, want_weight, want_norm_bias, dtype, bias_dtype, *drawing
-):
-    wanted = want_weight, want_norm_bias
-    return add_norm_backward_reference(h, grad_y, grad_h, weight, mean, rstd, 0.0, wanted, dtype, bias_dtype, drawing)
+def _backward_fake(rms: bool, *args: Any) -> tuple[Tensor, ...]:
+    return call_backward(rms, lambda *given: given[7], *args)
 
 
 define_op(
     "bias_dropout_add_layer_norm(Tensor x, Tensor? bias, Tensor residual, Tensor? weight, Tensor? norm_bias, float eps, "
-    f"{_DRAWING}) -> (Tensor h, Tensor y, Tensor mean, Tensor rstd)",
+    f"{DRAW}) -> (Tensor h, Tensor y, Tensor mean, Tensor rstd)",
     rule="nl: ... c!, c!, ... c!, c!, c!, ~ -> ... c!; ... c!; ~...; ~...",
     samples=[(real(4, 6), real(6), real(4, 6), real(6), real(6), 1e-05, SEED, *DRAWN)],
-    reference=_layer_norm_reference,
+    reference=partial(call_forward, False, add_norm_reference),
     triton="norm.add_norm_triton:bias_dropout_add_layer_norm",
-    fake=lambda x, b, r, w, nb, eps, *drawing: _fake(x, b, r, (w, nb), drawing, 2),
+    fake=partial(_fake, False),
 )
 define_op(
     "bias_dropout_add_layer_norm_backward(Tensor h, Tensor grad_y, Tensor? grad_h, Tensor? weight, Tensor mean, Tensor rstd, "
-    f"bool want_weight, bool want_norm_bias, ScalarType dtype, ScalarType? bias_dtype, {_DRAWING})"
+    f"bool want_weight, bool want_norm_bias, ScalarType dtype, ScalarType? bias_dtype, {DRAW})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     rule="nl[1]: ... c!, ... c!, +... c!, c!, ..., ..., ~ -> ... c!; ... c!; c!; c!; c!",
     samples=[(*[real(4, 6)] * 3, real(6), real(4), real(4), True, True, torch.float64, torch.float64, SEED, *DRAWN)],
-    reference=_layer_norm_backward_reference,
+    reference=partial(call_backward, False, add_norm_backward_reference),
     triton="norm.add_norm_triton:bias_dropout_add_layer_norm_backward",
-    fake=lambda h, gy, gh, w, m, r, ww, wb, dtype, bias_dtype, seed, p, *_: empty_gradients(
-        h, w, (ww, wb), dtype, bias_dtype, p
-    ),
+    fake=partial(_backward_fake, False),
 )
-
-# -- rms_norm
-
-
-def _rms_norm_reference(x, bias, residual, weight, eps, offset, *drawing):
-    h, y, _, rstd = add_norm_reference(x, bias, residual, (weight, None), eps, offset, True, drawing)
-    return h, y, rstd
-
-
-def _rms_norm_backward_reference(h, grad_y, grad_h, weight, rstd, offset, want_weight, dtype, bias_dtype, *drawing):
-    wanted = want_weight, False
-    outputs = add_norm_backward_reference(
-        h, grad_y, grad_h, weight, None, rstd, offset, wanted, dtype, bias_dtype, drawing
-    )
-    return (*outputs[:3], outputs[4])
-
-
 define_op(
     "bias_dropout_add_rms_norm(Tensor x, Tensor? bias, Tensor residual, Tensor? weight, float eps, float offset, "
-    f"{_DRAWING}) -> (Tensor h, Tensor y, Tensor rstd)",
+    f"{DRAW}) -> (Tensor h, Tensor y, Tensor rstd)",
     rule="nl: ... c!, c!, ... c!, c!, ~ -> ... c!; ... c!; ~...",
     samples=[(real(4, 6), None, real(4, 6), real(6), 1e-05, 1.0, None, *UNDRAWN)],
-    reference=_rms_norm_reference,
+    reference=partial(call_forward, True, add_norm_reference),
     triton="norm.add_norm_triton:bias_dropout_add_rms_norm",
-    fake=lambda x, b, r, w, eps, offset, *drawing: _fake(x, b, r, (w,), drawing, 1),
+    fake=partial(_fake, True),
 )
 define_op(
     "bias_dropout_add_rms_norm_backward(Tensor h, Tensor grad_y, Tensor? grad_h, Tensor? weight, Tensor rstd, float offset, "
-    f"bool want_weight, ScalarType dtype, ScalarType? bias_dtype, {_DRAWING}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"bool want_weight, ScalarType dtype, ScalarType? bias_dtype, {DRAW}) -> (Tensor, Tensor, Tensor, Tensor)",
     rule="nl[1]: ... c!, ... c!, +... c!, c!, ..., ~ -> ... c!; ... c!; c!; c!",
     samples=[(*[real(4, 6)] * 3, real(6), real(4), 1.0, True, torch.float64, torch.float64, SEED, *DRAWN)],
-    reference=_rms_norm_backward_reference,
+    reference=partial(call_backward, True, add_norm_backward_reference),
     triton="norm.add_norm_triton:bias_dropout_add_rms_norm_backward",
-    fake=lambda h, gy, gh, w, r, offset, ww, dtype, bias_dtype, seed, p, *_: (lambda g: (*g[:3], g[4]))(
-        empty_gradients(h, w, (ww, False), dtype, bias_dtype, p)
-    ),
+    fake=partial(_backward_fake, True),
 )
 
 
-# -- gradients
+def _saves(rms: bool, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, bias, residual, weight, first, second, seed, *ctx.rest = inputs
+    norm = norm_of(rms, weight, first, second)
+    ctx.offset, ctx.dtypes = norm.offset, (x.dtype, residual.dtype)
+    ctx.vector_dtypes = [None if v is None else v.dtype for v in (bias, norm.bias)]
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[0], weight, seed, *output[2:])
 
 
-def _saves(layer: bool) -> Callable[..., None]:
-    def saves(ctx, inputs, output) -> None:
-        x, bias, residual, weight, norm_bias_or_eps, eps_or_offset, seed, *ctx.rest = inputs
-        ctx.offset = 0.0 if layer else eps_or_offset
-        norm_bias = norm_bias_or_eps if layer else None
-        ctx.dtypes = x.dtype, residual.dtype
-        ctx.vector_dtypes = [None if v is None else v.dtype for v in (bias, norm_bias)]
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[0], weight, seed, *output[2:])
-
-    return saves
-
-
-def _gradient(layer: bool) -> Callable[..., tuple[Tensor | None, ...]]:
-    ops = torch.ops.megafx
-
-    def gradient(ctx, grad_h, grad_y, *_):
-        h, weight, seed, *statistics = ctx.saved_tensors
-        dtype, residual_dtype = ctx.dtypes
-        bias_dtype = ctx.vector_dtypes[0] if ctx.needs_input_grad[1] else None
-        want_weight, want_norm_bias = ctx.needs_input_grad[3], layer and ctx.needs_input_grad[4]
-        nothing = [None] * (len(ctx.needs_input_grad) - 5)
-        if grad_y is None:
-            if grad_h is None:
-                return (*[None] * 5, *nothing)
-            dx, dbias = branch_gradients(grad_h, seed, ctx.rest, dtype, bias_dtype)
-            return dx, dbias, grad_h.to(residual_dtype), None, None, *nothing
-        ends = dtype, bias_dtype, seed, *ctx.rest
-        if layer:
-            d, dx, dweight, dnorm_bias, dbias = ops.bias_dropout_add_layer_norm_backward(
-                h, grad_y, grad_h, weight, *statistics, want_weight, want_norm_bias, *ends
-            )
-        else:
-            d, dx, dweight, dbias = ops.bias_dropout_add_rms_norm_backward(
-                h, grad_y, grad_h, weight, *statistics, ctx.offset, want_weight, *ends
-            )
-        if not draws(ctx.rest[0]) and dtype == h.dtype:
-            dx = d
-        return (
-            dx,
-            None if bias_dtype is None else dbias,
-            d.to(residual_dtype),
-            dweight if want_weight else None,
-            dnorm_bias.to(ctx.vector_dtypes[1]) if want_norm_bias else None,
-            *nothing,
-        )
-
-    return gradient
+def _gradient(rms: bool, ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    h, weight, seed, *statistics = ctx.saved_tensors
+    draw, (dtype, residual_dtype) = Draw(seed, *ctx.rest), ctx.dtypes
+    bias_dtype = ctx.vector_dtypes[0] if ctx.needs_input_grad[1] else None
+    want_weight, want_norm_bias = ctx.needs_input_grad[3], not rms and ctx.needs_input_grad[4]
+    nothing = [None] * (len(ctx.needs_input_grad) - 5)
+    if grad_y is None:
+        if grad_h is None:
+            return (*[None] * 5, *nothing)
+        dx, dbias = branch_gradients(grad_h, dtype, bias_dtype, draw)
+        return dx, dbias, grad_h.to(residual_dtype), None, None, *nothing
+    given, ops = (h, grad_y, grad_h, weight, *statistics), torch.ops.megafx
+    dnorm_bias = None
+    if rms:
+        found = ops.bias_dropout_add_rms_norm_backward(*given, ctx.offset, want_weight, dtype, bias_dtype, *draw)
+        d, dx, dweight, dbias = found
+    else:
+        flags = want_weight, want_norm_bias, dtype, bias_dtype
+        d, dx, dweight, dnorm_bias, dbias = ops.bias_dropout_add_layer_norm_backward(*given, *flags, *draw)
+    return (
+        d if not draws(draw.p) and dtype == h.dtype else dx,
+        None if bias_dtype is None else dbias,
+        d.to(residual_dtype),
+        dweight if want_weight else None,
+        dnorm_bias.to(ctx.vector_dtypes[1]) if want_norm_bias else None,
+        *nothing,
+    )
 
 
-for _kind, _layer in (("layer", True), ("rms", False)):
-    define_gradient(f"bias_dropout_add_{_kind}_norm", _gradient(_layer), _saves(_layer))
+define_gradient("bias_dropout_add_layer_norm", partial(_gradient, False), partial(_saves, False))
+define_gradient("bias_dropout_add_rms_norm", partial(_gradient, True), partial(_saves, True))

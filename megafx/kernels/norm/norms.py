@@ -12,11 +12,13 @@ Arithmetic in fp32 (fp64 for fp64), rounded once. Saved: x and one or two number
 wanted is an empty tensor. Sums over rows have a fixed order: the same bits every run.
 
 layer_norm is layer_norm_forward with its statistics left out: the planner sees the one, the joint graph the other.
-CPU and fp64: the plain torch below. CUDA: kernels/norm/norms_launch.py.
+CPU and fp64: the plain torch below. CUDA: norms_launch.py.
 Ba, Kiros, Hinton 2016 (1607.06450); Zhang, Sennrich 2019 (1910.07467).
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +27,15 @@ from megafx.ir.facts import real
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, new_like, wide
 from megafx.kernels.dropout.bias_dropout_add import rows_summed
 
-Statistics = tuple[Tensor | None, Tensor]  # mean (none for rms_norm), rstd; [...]
+
+class Norm(NamedTuple):
+    """A layer_norm, or an rms_norm, which has no bias."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    offset: float
+    rms: bool
 
 
 def check_norm(name: str, x: Tensor, *vectors: Tensor | None) -> None:
@@ -38,20 +48,19 @@ def check_norm(name: str, x: Tensor, *vectors: Tensor | None) -> None:
             raise ValueError(f"{name}: a weight of {tuple(vector.shape)} does not fit the last dim of {tuple(x.shape)}")
 
 
-def normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, rms: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """x in the dtype to compute in -> y in that dtype, mean [...], rstd [...]."""
+def normalize(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x in the dtype to compute in -> y in that dtype, mean [...] (None for rms_norm), rstd [...]."""
     mean = None
-    if not rms:
+    if not norm.rms:
         mean = x.mean(-1)
         x = x - mean[..., None]
-    rstd = (x.square().mean(-1) + eps).rsqrt()
+    rstd = (x.square().mean(-1) + norm.eps).rsqrt()
     y = x * rstd[..., None]
-    if weight is not None:
-        y = y * (weight.to(x.dtype) + offset if offset else weight.to(x.dtype))
-    if bias is not None:
-        y = y + bias.to(x.dtype)
+    if norm.weight is not None:
+        weight = norm.weight.to(x.dtype)
+        y = y * (weight + norm.offset if norm.offset else weight)
+    if norm.bias is not None:
+        y = y + norm.bias.to(x.dtype)
     return y.contiguous(), mean, rstd
 
 
@@ -80,7 +89,7 @@ def layer_norm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_norm("layer_norm", x, weight, bias)
-    y, mean, rstd = normalize(x.to(wide(x.dtype)), weight, bias, eps, 0.0, False)
+    y, mean, rstd = normalize(x.to(wide(x.dtype)), Norm(weight, bias, eps, 0.0, False))
     assert mean is not None
     return y.to(x.dtype), mean, rstd
 
@@ -136,7 +145,7 @@ define_op(
 )
 
 
-def _layer_norm_saves(ctx, inputs, output) -> None:
+def _layer_norm_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, bias, _ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(*output[1:])
@@ -144,7 +153,7 @@ def _layer_norm_saves(ctx, inputs, output) -> None:
     ctx.save_for_backward(x, weight, *output[1:])
 
 
-def _layer_norm_gradient(ctx, grad, *_):
+def _layer_norm_gradient(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
         return None, None, None, None
     want_weight, want_bias = ctx.needs_input_grad[1:3]
@@ -159,7 +168,7 @@ define_gradient("layer_norm_forward", _layer_norm_gradient, _layer_norm_saves)
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     check_norm("rms_norm", x, weight)
-    y, _, rstd = normalize(x.to(wide(x.dtype)), weight, None, eps, offset, True)
+    y, _, rstd = normalize(x.to(wide(x.dtype)), Norm(weight, None, eps, offset, True))
     return y.to(x.dtype), rstd
 
 
@@ -202,14 +211,14 @@ define_op(
 )
 
 
-def _rms_norm_saves(ctx, inputs, output) -> None:
+def _rms_norm_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, _, ctx.offset = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _rms_norm_gradient(ctx, grad, _):
+def _rms_norm_gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
         return None, None, None, None
     want_weight = ctx.needs_input_grad[1]

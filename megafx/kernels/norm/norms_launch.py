@@ -1,6 +1,6 @@
 """layer_norm and rms_norm on CUDA, alone or after bias + dropout + add: how rows are cut, and the launchers.
 
-norms.py and add_norm.py have the formulas, kernels/norm/norms_triton.py the kernels.
+norms.py and add_norm.py have the formulas, norms_triton.py the kernels.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 import triton
 from torch import Tensor
 
+from megafx.kernels.common import philox
+from megafx.kernels.common.draw import Draw, draws, factor_of
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.dropout.bias_dropout_add_triton import column_sums
-from megafx.kernels.norm.norms import check_norm, vector_like
+from megafx.kernels.norm.norms import Norm, check_norm, vector_like
 from megafx.kernels.norm.norms_triton import norm_backward, norm_forward
 
 
@@ -111,68 +113,42 @@ class Rows(NamedTuple):
 WHOLE = Rows(1, 0, 1, True)
 
 
+def _drawing(draw: Draw, where: Rows) -> tuple[Any, ...]:
+    """The kernels' arguments from `threshold` to `row_stride`."""
+    return philox.threshold(draw.p), factor_of(draw.p), draw.op_id, *where[:3]
+
+
 def run_forward(
     x: Tensor,
-    vectors: tuple[Tensor | None, Tensor | None],
-    eps: float,
-    offset: float,
-    rms: bool,
-    *,
+    norm: Norm,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    seed: Tensor | None = None,
-    drawing: tuple[int, float, int] = (0, 1.0, 0),
+    draw: Draw = Draw(),  # noqa: B008  immutable
     where: Rows = WHOLE,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """-> h (x itself without a residual), y, mean, rstd. drawing: threshold, scale, op id."""
+    """-> h (x itself without a residual), y, mean, rstd."""
     add = residual is not None
     x = x.contiguous()
     h = new_like(residual, torch.promote_types(x.dtype, residual.dtype)) if residual is not None else x
     y = new_like(h)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    mean = None if rms else torch.empty_like(rstd)
+    mean = None if norm.rms else torch.empty_like(rstd)
     H = x.shape[-1]
     rows = rstd.numel()
     if rows == 0 or H == 0:
         return h, y, mean, rstd
-    shape = forward_shape(H, rms, add, drawing[0] > 0)
-    weight, norm_bias = (None if v is None else v.contiguous() for v in vectors)
+    drop = draws(draw.p)
+    shape = forward_shape(H, norm.rms, add, drop)
     launch(
-        norm_forward,
-        (triton.cdiv(rows, shape.R),),
-        x,
-        x,
-        x if bias is None else bias.contiguous(),
-        x if residual is None else residual.contiguous(),
-        x if seed is None else seed.to(x.device),
-        x if weight is None else weight,
-        x if norm_bias is None else norm_bias,
-        h,
-        y,
-        rstd if mean is None else mean,
-        rstd,
-        rows,
-        H,
-        eps,
-        offset,
-        *drawing,
-        where.inner,
-        where.first_row,
-        where.row_stride,
-        RMS=rms,
-        ADD=add,
-        BIAS=bias is not None,
-        DROP=drawing[0] > 0,
-        ALIGNED=where.aligned,
-        WEIGHT=weight is not None,
-        NORM_BIAS=norm_bias is not None,
-        RELOAD=shape.reload,
-        EVEN=H == shape.K * shape.C,
-        R=shape.R,
-        K=shape.K,
-        C=shape.C,
-        num_warps=shape.warps,
-    )
+        norm_forward, (triton.cdiv(rows, shape.R),), x,
+        x, x if bias is None else bias.contiguous(), x if residual is None else residual.contiguous(),
+        x if draw.seed is None else draw.seed.to(x.device), x if norm.weight is None else norm.weight.contiguous(),
+        x if norm.bias is None else norm.bias.contiguous(), h, y, rstd if mean is None else mean, rstd,
+        rows, H, norm.eps, norm.offset, *_drawing(draw, where),
+        RMS=norm.rms, ADD=add, BIAS=bias is not None, DROP=drop, ALIGNED=where.aligned,
+        WEIGHT=norm.weight is not None, NORM_BIAS=norm.bias is not None, RELOAD=shape.reload,
+        EVEN=H == shape.K * shape.C, R=shape.R, K=shape.K, C=shape.C, num_warps=shape.warps,
+    )  # fmt: skip
     return h, y, mean, rstd
 
 
@@ -184,10 +160,8 @@ def run_backward(
     rstd: Tensor,
     offset: float,
     outputs: Sequence[Tensor],
-    *,
     grad_h: Tensor | None = None,
-    seed: Tensor | None = None,
-    drawing: tuple[int, float, int] = (0, 1.0, 0),
+    draw: Draw = Draw(),  # noqa: B008  immutable
     where: Rows = WHOLE,
 ) -> None:
     """outputs: dx, dbranch, dweight, dnorm_bias, dbias to be filled; empty ones are left out."""
@@ -205,43 +179,17 @@ def run_backward(
     x, grad = x.contiguous(), grad.contiguous()
     own_bytes = 0 if grad_h is None else grad_h.element_size()
     launch(
-        norm_backward,
-        (programs,),
-        x,
-        grad,
-        x,
-        x if grad_h is None else grad_h.contiguous(),
-        x if seed is None else seed.to(x.device),
-        x if weight is None else weight.contiguous(),
-        rstd if mean is None else mean.contiguous(),
-        rstd.contiguous(),
-        dx,
-        dbranch if dbranch.numel() else dx,
-        partial,
-        rows,
-        H,
-        offset,
-        *drawing,
-        where.inner,
-        where.first_row,
-        where.row_stride,
-        RMS=mean is None,
-        GRAD_H=grad_h is not None,
-        BRANCH=dbranch.numel() > 0,
-        DROP=drawing[0] > 0,
-        ALIGNED=where.aligned,
-        WEIGHT=weight is not None,
-        SUM_WEIGHT=vectors[0].numel() > 0,
-        SUM_NORM_BIAS=vectors[1].numel() > 0,
-        SUM_BIAS=vectors[2].numel() > 0,
-        STAGES=stages_that_fit(shape, x.element_size() + grad.element_size(), own_bytes, x.device),
-        SPLIT=shape.split,
-        EVEN=shape.K * shape.C * shape.split == H,
-        R=shape.R,
-        K=shape.K,
-        C=shape.C,
-        num_warps=shape.warps,
-    )
+        norm_backward, (programs,), x,
+        grad, x, x if grad_h is None else grad_h.contiguous(), x if draw.seed is None else draw.seed.to(x.device),
+        x if weight is None else weight.contiguous(), rstd if mean is None else mean.contiguous(), rstd.contiguous(),
+        dx, dbranch if dbranch.numel() else dx, partial,
+        rows, H, offset, *_drawing(draw, where),
+        RMS=mean is None, GRAD_H=grad_h is not None, BRANCH=dbranch.numel() > 0, DROP=draws(draw.p),
+        ALIGNED=where.aligned, WEIGHT=weight is not None, SUM_WEIGHT=vectors[0].numel() > 0,
+        SUM_NORM_BIAS=vectors[1].numel() > 0, SUM_BIAS=vectors[2].numel() > 0,
+        STAGES=stages_that_fit(shape, x.element_size() + grad.element_size(), own_bytes, x.device), SPLIT=shape.split,
+        EVEN=shape.K * shape.C * shape.split == H, R=shape.R, K=shape.K, C=shape.C, num_warps=shape.warps,
+    )  # fmt: skip
     if sums:
         column_sums(partial, sums)
 
@@ -250,14 +198,14 @@ def layer_norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_norm("layer_norm", x, weight, bias)
-    _, y, mean, rstd = run_forward(x, (weight, bias), eps, 0.0, False)
+    _, y, mean, rstd = run_forward(x, Norm(weight, bias, eps, 0.0, False))
     assert mean is not None
     return y, mean, rstd
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     check_norm("rms_norm", x, weight)
-    _, y, _, rstd = run_forward(x, (weight, None), eps, offset, True)
+    _, y, _, rstd = run_forward(x, Norm(weight, None, eps, offset, True))
     return y, rstd
 
 

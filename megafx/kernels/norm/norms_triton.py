@@ -1,4 +1,4 @@
-"""The kernels of kernels/norm/norms_launch.py: layer_norm and rms_norm, alone or after bias + dropout + add.
+"""The kernels of norms_launch.py: layer_norm and rms_norm, alone or after bias + dropout + add.
 
 A row is cut into K parts of C columns, a tile is R rows. Parts are tuples of tensors in registers, so a row costs the
 registers of its own length, whether or not that is a power of two.
@@ -67,29 +67,14 @@ def norm_forward(
     y,  # [rows, H] OUT
     mean_out,  # [rows] fp32 OUT
     rstd_out,  # [rows] fp32 OUT
-    rows,
-    H,
-    eps,
-    offset,
-    threshold,
-    scale,
-    op_id,
-    inner,
+    rows, H, eps, offset, threshold, scale, op_id, inner,
     first_row,  # row i of the shard is row first_row + (i // inner) * row_stride + i % inner of the whole tensor
     row_stride,
-    RMS: tl.constexpr,
-    ADD: tl.constexpr,
-    BIAS: tl.constexpr,
-    DROP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    NORM_BIAS: tl.constexpr,
-    RELOAD: tl.constexpr,
+    RMS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+    WEIGHT: tl.constexpr, NORM_BIAS: tl.constexpr, RELOAD: tl.constexpr,
     EVEN: tl.constexpr,  # the parts are the row, no more
-    R: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-):
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]
     start = row * H
     if DROP:
@@ -192,31 +177,12 @@ def norm_backward(
     dx,  # [rows, H] OUT
     dbranch,  # [rows, H] OUT: keep(i) dx scale
     partial,  # [J, P, H] fp32 OUT, in the order of the flags
-    rows,
-    H,
-    offset,
-    threshold,
-    scale,
-    op_id,
-    inner,
-    first_row,
-    row_stride,
-    RMS: tl.constexpr,
-    GRAD_H: tl.constexpr,
-    BRANCH: tl.constexpr,
-    DROP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    SUM_WEIGHT: tl.constexpr,
-    SUM_NORM_BIAS: tl.constexpr,
-    SUM_BIAS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EVEN: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
+    rows, H, offset, threshold, scale, op_id, inner, first_row, row_stride,
+    RMS: tl.constexpr, GRAD_H: tl.constexpr, BRANCH: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
+    WEIGHT: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_NORM_BIAS: tl.constexpr, SUM_BIAS: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
     if DROP:
         k0, k1 = key_of(seed)
     own = tl.program_id(0) % SPLIT * (K * C)  # first of this program's columns

@@ -1,0 +1,294 @@
+"""Activations and gated linear units, one pass over memory in each direction.
+
+    bias_act    x [..., H], bias [H] or none -> y [..., H]         y = act(u), u = x + bias
+    glu         gate, up [..., H] -> y [..., H]                    y = act(gate) up, of two weights (Shazeer 2020, 2002.05202)
+    glu_packed  x [..., 2H], bias [2H] or none -> y [..., H]       the same; x + bias = gate | up, of one fused weight
+
+    backward    dx = dy act'(u);  dgate = dy up act'(gate), dup = dy act(gate);  dbias = sums over all rows of these
+
+    gelu        u Phi(u) = u/2 (1 + erf(u / sqrt 2))                                Hendrycks, Gimpel 2016 (1606.08415)
+    gelu_tanh   u/2 (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3)))                       there, section 2
+    gelu_quick  u sigmoid(1.702 u)                                                  there, section 2
+    relu        max(u, 0)          relu2: max(u, 0)^2          silu: u sigmoid(u)
+
+H: features of the result; silu gates make SwiGLU, gelu and gelu_tanh GeGLU, relu ReGLU. Arithmetic in fp32 (fp64 for fp64),
+each result rounded once: y and gradients to the dtype of their operand, dbias summed before it is rounded. A bias of another
+dtype is read as it is. Saved: the operands; u and the activation are computed again. Gate and up may be halves of one tensor:
+rows with a stride are read as they lie.
+
+Backward gives y once more, bit for bit, if `want_output`: then y need not be kept for the weight gradient of the linear that
+reads it (passes/backward/recompute_activations.py). Results that are not wanted, and dbias without a bias, are empty tensors.
+CPU and fp64: the plain torch below. CUDA: activation_triton.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megafx.ir.facts import real
+from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
+from megafx.rules.families import OpCall, RuleText
+
+aten = torch.ops.aten
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_quick", "relu", "silu", "relu2")
+
+
+def activation(u: Tensor, act: str) -> Tensor:
+    """act(u), in u's dtype."""
+    if act == "gelu":
+        return F.gelu(u)
+    if act == "gelu_tanh":
+        return F.gelu(u, approximate="tanh")
+    if act == "gelu_quick":
+        return u * torch.sigmoid(1.702 * u)
+    if act == "silu":
+        return F.silu(u)
+    positive = F.relu(u)
+    return positive * positive if act == "relu2" else positive
+
+
+def activation_gradient(grad: Tensor, u: Tensor, act: str) -> Tensor:
+    """grad * act'(u), in u's dtype. At 0 the derivative of relu is 0."""
+    if act == "gelu":
+        return aten.gelu_backward(grad, u)
+    if act == "gelu_tanh":
+        return aten.gelu_backward(grad, u, approximate="tanh")
+    if act == "gelu_quick":
+        s = torch.sigmoid(1.702 * u)
+        return grad * (s + 1.702 * u * s * (1 - s))
+    if act == "silu":
+        return aten.silu_backward(grad, u)
+    return grad * (2 * F.relu(u) if act == "relu2" else (u > 0).to(u.dtype))
+
+
+# -- checks
+
+
+def _check_activation(act: str) -> None:
+    if act not in ACTIVATIONS:
+        raise ValueError(f"unknown activation '{act}': it must be one of {', '.join(ACTIVATIONS)}")
+
+
+def _check_bias(name: str, x: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and (x.dim() == 0 or bias.dim() != 1 or bias.shape[0] != x.shape[-1]):
+        raise ValueError(f"{name}: bias {tuple(bias.shape)} does not fit the last dim of x {tuple(x.shape)}")
+
+
+def check_bias_act(x: Tensor, bias: Tensor | None, act: str) -> None:
+    _check_activation(act)
+    if not x.is_floating_point():
+        raise TypeError(f"bias_act needs a floating-point tensor, got {x.dtype} {tuple(x.shape)}")
+    _check_bias("bias_act", x, bias)
+
+
+def check_glu(gate: Tensor, up: Tensor, act: str) -> None:
+    _check_activation(act)
+    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
+        raise ValueError(
+            f"glu needs gate and up of one shape and floating dtype, got {gate.dtype} {tuple(gate.shape)} and "
+            f"{up.dtype} {tuple(up.shape)}"
+        )
+
+
+def check_glu_packed(x: Tensor, bias: Tensor | None, act: str) -> None:
+    _check_activation(act)
+    if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(f"glu_packed needs a floating-point x [..., 2h], got {x.dtype} {tuple(x.shape)}")
+    _check_bias("glu_packed", x, bias)
+
+
+# -- plain torch
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """[..., H] -> [H]."""
+    return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
+
+
+def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
+    u = x.to(wide(x.dtype))
+    return u if bias is None else u + bias.to(u.dtype)
+
+
+def _glu_gradients(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    return activation_gradient(grad * up, gate, act), grad * activation(gate, act)
+
+
+def half(x: Tensor) -> Tensor:
+    """An empty contiguous [..., H] for a packed [..., 2H]."""
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def bias_act_reference(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    check_bias_act(x, bias, act)
+    return activation(_sum(x, bias), act).to(x.dtype).contiguous()
+
+
+def glu_reference(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    check_glu(gate, up, act)
+    dtype = wide(gate.dtype)
+    return (activation(gate.to(dtype), act) * up.to(dtype)).to(gate.dtype).contiguous()
+
+
+def glu_packed_reference(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    check_glu_packed(x, bias, act)
+    gate, up = _sum(x, bias).chunk(2, -1)
+    return (activation(gate, act) * up).to(x.dtype).contiguous()
+
+
+def bias_act_backward_reference(
+    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    du = activation_gradient(grad.to(wide(x.dtype)), _sum(x, bias), act)
+    dbias = x.new_empty(0) if bias is None else sum_rows(du).to(bias.dtype)
+    y = bias_act_reference(x, bias, act) if want_output else x.new_empty(0)
+    return du.to(x.dtype).contiguous(), dbias, y
+
+
+def glu_backward_reference(
+    grad: Tensor, gate: Tensor, up: Tensor, act: str, want_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = wide(gate.dtype)
+    dgate, dup = _glu_gradients(grad.to(dtype), gate.to(dtype), up.to(dtype), act)
+    y = glu_reference(gate, up, act) if want_output else gate.new_empty(0)
+    return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous(), y
+
+
+def glu_packed_backward_reference(
+    grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.cat(_glu_gradients(grad.to(wide(x.dtype)), *_sum(x, bias).chunk(2, -1), act), -1)
+    dbias = x.new_empty(0) if bias is None else sum_rows(dx).to(bias.dtype)
+    y = glu_packed_reference(x, bias, act) if want_output else x.new_empty(0)
+    return dx.to(x.dtype), dbias, y
+
+
+# -- ops
+
+
+def _bias_act_fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    check_bias_act(x, bias, act)
+    return new_like(x)
+
+
+def _glu_fake(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    check_glu(gate, up, act)
+    return new_like(gate)
+
+
+def _glu_packed_fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    check_glu_packed(x, bias, act)
+    return half(x)
+
+
+def bias_like(x: Tensor, bias: Tensor | None) -> Tensor:
+    """An empty gradient of the bias; [0] without one."""
+    return x.new_empty(0) if bias is None else new_like(bias)
+
+
+def _backward_rule(call: OpCall) -> RuleText:
+    """Linear in the gradient, on which y does not depend. Results that are not wanted take part in no row."""
+    want, bias = call.get("want_output"), call.get("bias") is not None
+    if call.op == "megafx.glu_backward.default":
+        # dgate alone depends on up, and y on both
+        return RuleText(
+            f"nl[0]: ..., ..., ... -> ...; ...; {'~...' if want else '*'}", partials=(((2,), "PRP" if want else "PRR"),)
+        )
+    wide, why = ("(two h)", {"two": "gate and up are read together"}) if "packed" in call.op else ("h", {})
+    results = f"... {wide}; {wide if bias else '*'}; {'~... h' if want else '*'}"
+    return RuleText(f"nl[0]: ... h, ... {wide}, {wide} -> {results}", why=why)
+
+
+define_op(
+    "bias_act(Tensor x, Tensor? bias, str act) -> Tensor",
+    rule="nl: ... h, h -> ... h",
+    samples=[(real(4, 6, 6), real(6), "gelu"), (real(4, 6), None, "relu2")],
+    reference=bias_act_reference,
+    triton="activation.activation_triton:bias_act",
+    fake=_bias_act_fake,
+)
+define_op(
+    "bias_act_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
+    " -> (Tensor dx, Tensor dbias, Tensor y)",
+    rule=_backward_rule,
+    samples=[
+        (real(4, 6), real(4, 6), None, "silu", False),
+        (real(4, 6), real(4, 6), real(6), "gelu_tanh", True),
+    ],
+    recompute="bias_act",
+    reference=bias_act_backward_reference,
+    triton="activation.activation_triton:bias_act_backward",
+    fake=lambda grad, x, bias, act, want: (new_like(x), bias_like(x, bias), new_like(x) if want else x.new_empty(0)),
+)
+define_op(
+    "glu(Tensor gate, Tensor up, str act) -> Tensor",
+    rule="nl[1]: ..., ... -> ...",
+    samples=[(real(4, 6), real(4, 6), "silu")],
+    reference=glu_reference,
+    triton="activation.activation_triton:glu",
+    fake=_glu_fake,
+)
+define_op(
+    "glu_backward(Tensor grad, Tensor gate, Tensor up, str act, bool want_output)"
+    " -> (Tensor dgate, Tensor dup, Tensor y)",
+    rule=_backward_rule,
+    samples=[(real(4, 6), real(4, 6), real(4, 6), "gelu", True)],
+    recompute="glu",
+    reference=glu_backward_reference,
+    triton="activation.activation_triton:glu_backward",
+    fake=lambda grad, gate, up, act, want: (
+        new_like(gate),
+        new_like(up),
+        new_like(gate) if want else gate.new_empty(0),
+    ),
+)
+define_op(
+    "glu_packed(Tensor x, Tensor? bias, str act) -> Tensor",
+    rule="nl: ... (two h), (two h) -> ... h",
+    samples=[(real(4, 6, 12), real(12), "silu"), (real(4, 12), None, "gelu_tanh")],
+    reference=glu_packed_reference,
+    triton="activation.activation_triton:glu_packed",
+    fake=_glu_packed_fake,
+)
+define_op(
+    "glu_packed_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
+    " -> (Tensor dx, Tensor dbias, Tensor y)",
+    rule=_backward_rule,
+    samples=[
+        (real(4, 6), real(4, 12), None, "silu", False),
+        (real(4, 6), real(4, 12), real(12), "gelu_quick", True),
+    ],
+    recompute="glu_packed",
+    reference=glu_packed_backward_reference,
+    triton="activation.activation_triton:glu_packed_backward",
+    fake=lambda grad, x, bias, act, want: (new_like(x), bias_like(x, bias), half(x) if want else x.new_empty(0)),
+)
+
+
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *operands, ctx.act = inputs
+    ctx.save_for_backward(*operands)
+
+
+def _glu_gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dgate, dup, _ = torch.ops.megafx.glu_backward(grad, *ctx.saved_tensors, ctx.act, False)
+    return dgate, dup, None
+
+
+def _gradient_with_bias(backward: Any) -> Any:
+    def gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, bias = ctx.saved_tensors
+        dx, dbias, _ = backward(grad, x, bias, ctx.act, False)
+        return dx, None if bias is None else dbias, None
+
+    return gradient
+
+
+define_gradient("bias_act", _gradient_with_bias(torch.ops.megafx.bias_act_backward), _saves)
+define_gradient("glu", _glu_gradient, _saves)
+define_gradient("glu_packed", _gradient_with_bias(torch.ops.megafx.glu_packed_backward), _saves)

@@ -1,0 +1,293 @@
+"""Sharded parameters on real gloo ranks: optimizers, norms and clipping as in one process, and no way to take the physical
+order for the logical one."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import check
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from megafx.distributed.parameters import replicate_parameters, shard_like, shard_parameters
+from megafx.distributed.tensor_layout import pads
+from megafx.errors import UsageError
+from megafx.placements.types import I, Layout, S, owned
+from megafx.weights.state import full_gradients, full_state_dict
+
+T = 3
+
+
+@cache
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (T,), mesh_dim_names=("tp",))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.uneven = nn.Linear(5, 7)  # rows 3 + 3 + 1
+        self.blocked = nn.Linear(4, 12)  # three blocks of four rows, each cut into 2 + 1 + 1 (padded to 2) rows
+        self.even = nn.Linear(6, 9)
+        self.empty = nn.Linear(4, 4)  # rows 2 + 2 + 0
+        self.owned = nn.Linear(4, 5)  # all rows on rank 1
+        self.norm = nn.LayerNorm(6)
+
+
+def placements() -> dict:
+    def both(name, layout):
+        return {f"{name}.weight": S(0, layout), f"{name}.bias": S(0, layout)}
+
+    return {
+        **both("uneven", Layout.contiguous(7, T)),
+        **both("blocked", Layout.of([(4, 1)], T, rep=3)),
+        "even.weight": S(1, Layout.contiguous(6, T)),
+        "even.bias": I,
+        **both("empty", Layout.contiguous(4, T)),
+        "owned.weight": owned(5, 1),
+        "owned.bias": owned(5, 1),
+    }
+
+
+def sharded_like(reference: nn.Module, optimizers=()):
+    """(a copy of the reference with parameters sharded, optimizers made of it while they were still whole)."""
+    model = Model().to(next(reference.parameters()).dtype)
+    model.load_state_dict(reference.state_dict())
+    replicate_parameters(model, mesh_of_all())
+    made = [kind(model.parameters(), **options) for kind, options in optimizers]
+    shard_parameters(model, placements())
+    return model, made
+
+
+def set_gradients(model: nn.Module, reference: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        q.grad = torch.randn(q.shape, generator=generator, dtype=q.dtype)
+        p.grad = shard_like(q.grad.clone(), p)
+
+
+def assert_equal_state(model: nn.Module, reference: nn.Module) -> None:
+    whole = full_state_dict(model)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-14)
+    for name, value in full_gradients(model).items():
+        torch.testing.assert_close(value, reference.get_parameter(name).grad, rtol=1e-12, atol=1e-14)
+    assert model.owned.weight._local_tensor.numel() == (20 if dist.get_rank() == 1 else 0)
+    for name, p in model.named_parameters():
+        if name.split(".")[0] in ("uneven", "blocked", "empty"):
+            where = p._spec.placements[0]
+            for start, length in pads(p._spec.mesh, where):
+                assert (p._local_tensor.narrow(where.dim, start, length) == 0).all(), f"padding of {name}"
+
+
+@check(T, seed=0)
+def optimizers_step_as_in_one_process() -> None:
+    decay = {"lr": 0.1, "weight_decay": 0.1}
+    kinds = [
+        (torch.optim.AdamW, {"foreach": True, **decay}),
+        (torch.optim.AdamW, {"foreach": False, **decay}),
+        (torch.optim.AdamW, {"fused": True, **decay}),
+        (torch.optim.AdamW, {"amsgrad": True, **decay}),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": True, **decay}),
+        (torch.optim.SGD, {"momentum": 0.9, **decay}),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True, **decay}),
+    ]
+    for kind, options in kinds:
+        reference = Model().double()
+        model, (optimizer,) = sharded_like(reference, [(kind, options)])
+        plain = kind(reference.parameters(), **options)
+        for step in range(3):
+            set_gradients(model, reference, step)
+            foreach = options.get("foreach")
+            ours = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+            theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, foreach=foreach)
+            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-12, atol=0)
+            assert_equal_state(model, reference)
+            optimizer.step()
+            plain.step()
+            assert_equal_state(model, reference)
+        for key, state in plain.state_dict()["state"].items():
+            for name, value in state.items():
+                mine = optimizer.state_dict()["state"][key][name]
+                mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+                torch.testing.assert_close(mine, value, rtol=1e-12, atol=1e-14)
+
+
+@check(T, seed=0)
+def scalers_averages_and_saved_states_work() -> None:
+    reference = Model().double()
+    model, (optimizer,) = sharded_like(reference, [(torch.optim.AdamW, {"lr": 0.1})])
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for infinite in (False, True):
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        set_gradients(model, reference, 0)
+        if infinite:
+            reference.blocked.weight.grad[11, 0] = float("inf")
+            model.blocked.weight.grad = shard_like(reference.blocked.weight.grad.clone(), model.blocked.weight)
+        for scaler, stepped in zip(scalers, (optimizer, plain), strict=True):
+            scaler.scale(torch.ones(()))
+            scaler.step(stepped)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale() == (4.0 if infinite else 8.0)
+        assert_equal_state(model, reference) if not infinite else None
+    again = torch.optim.AdamW(model.parameters(), lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    averaging = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    averages = [torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=averaging) for m in (model, reference)]
+    for step in range(2):
+        set_gradients(model, reference, step)
+        again.step()
+        plain.step()
+        averages[0].update_parameters(model)
+        averages[1].update_parameters(reference)
+        optimizer.zero_grad(set_to_none=False)
+        assert model.blocked.weight.grad.norm().full_tensor() == 0
+    for mine, theirs in ((averages[0].module, averages[1].module), (model, reference)):
+        whole = get_model_state_dict(mine, options=StateDictOptions(full_state_dict=True))
+        for name, value in theirs.state_dict().items():
+            torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-14)
+
+
+@check(T, seed=0)
+def an_infinity_on_one_rank_has_every_rank_skip_the_step() -> None:
+    """Whatever is the first gradient: a sharded one, a replicated one, one of a plain tensor beside the model's."""
+
+    def whole(p: torch.Tensor) -> torch.Tensor:
+        return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+    for first in ("uneven", "norm", "plain"):  # optimizers take both kinds of tensors one by one
+        for options in ({"foreach": True}, {"fused": True}) if first != "plain" else ({"foreach": False},):
+            reference, head = Model(), nn.Linear(2, 2)
+            model, _ = sharded_like(reference)
+            names = sorted(dict(reference.named_parameters()), key=lambda n, first=first: not n.startswith(first))
+            own = [model.get_parameter(n) for n in names]
+            own = [*head.parameters(), *own] if first == "plain" else own
+            optimizer = torch.optim.SGD(own, lr=0.1, **options)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaler.scale(torch.ones(()))
+            for infinite in (False, True):
+                set_gradients(model, reference, 0)
+                if infinite:
+                    reference.blocked.weight.grad[11, 0] = float("inf")
+                    model.blocked.weight.grad = shard_like(reference.blocked.weight.grad, model.blocked.weight)
+                    ranks = (~model.blocked.weight.grad._local_tensor.isfinite()).any().int()
+                    dist.all_reduce(ranks)
+                    assert ranks == 1, "one rank is to have the infinity"
+                for p in head.parameters():
+                    p.grad = torch.ones_like(p)
+                before = [whole(p).detach().clone() for p in own]
+                scaler.step(optimizer)
+                scaler.update()
+                changed = [not torch.equal(whole(p), old) for p, old in zip(own, before, strict=True)]
+                assert changed == [not infinite] * len(own), f"{first} first, {options}: rank {dist.get_rank()}"
+            assert scaler.get_scale() == 4.0
+
+
+@check(T, seed=0)
+def physical_order_never_shows() -> None:
+    reference = Model()
+    model, _ = sharded_like(reference)
+    p, q = model.blocked.weight, reference.blocked.weight
+    assert isinstance(p, nn.Parameter) and isinstance(p, DTensor) and p.shape == q.shape
+    assert torch.equal(p.full_tensor(), q)
+    assert torch.equal(p.redistribute(placements=[Replicate()]).to_local(), q)
+    assert torch.equal((p * 2 + q).full_tensor(), 3 * q)
+    assert torch.equal(p.half().full_tensor(), q.half())
+    for value, plain in (
+        (p.norm(), q.norm()),
+        (p.sum(), q.sum()),
+        (p.mean(), q.mean()),
+        ((p + 1).norm(), (q + 1).norm()),
+    ):
+        torch.testing.assert_close(value.full_tensor(), plain)
+    misreadings = [
+        lambda: p.view(-1),
+        lambda: p.t(),
+        lambda: p[0],
+        lambda: p.sum(0),
+        lambda: p.max(),
+        lambda: torch.cat([p, p]),
+        lambda: p @ p.new_zeros(4, 2),
+        lambda: nn.functional.linear(torch.ones(1, 4), p),
+        lambda: nn.utils.parameters_to_vector(model.parameters()),
+        lambda: p.redistribute(placements=[Shard(0)]),
+        lambda: p.redistribute(placements=[Shard(1)]),
+        lambda: p * torch.ones(4),
+        lambda: torch.linalg.vector_norm(p, -float("inf")),
+    ]
+    for i, misread in enumerate(misreadings):
+        with pytest.raises(UsageError):
+            misread()
+            print(f"misreading {i} was possible")
+    with pytest.raises(RuntimeError):
+        p.tolist()
+    # a plain DTensor that carries the placement (as torch makes them of gradients) is refused or right, too
+    leaked = DTensor.__new__(DTensor, p._local_tensor, p._spec, requires_grad=False)
+    assert torch.equal(leaked.full_tensor(), q)
+    with pytest.raises(UsageError):
+        torch.distributed.tensor._utils.compute_local_shape_and_global_offset(p.shape, mesh_of_all(), p.placements)
+
+
+@check(T, seed=0)
+def autograd_goes_through_parameters() -> None:
+    reference = Model()
+    model, _ = sharded_like(reference)
+    p, q = model.blocked.weight, reference.blocked.weight
+    weights = torch.arange(48.0).view(12, 4)
+    for loss, plain in (
+        ((p.full_tensor() * weights).sum(), (q * weights).sum()),
+        ((p**2).sum(), (q**2).sum()),
+    ):
+        p.grad = q.grad = None
+        loss.backward()
+        plain.backward()
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    p.grad = None
+    (p.to_local() ** 2).sum().backward()
+    torch.testing.assert_close(p.grad.full_tensor(), 2 * q)
+
+
+@check(T, seed=0)
+def copies_and_files_keep_the_layout(folder: Path) -> None:
+    reference = Model()
+    model, _ = sharded_like(reference)
+    other = copy.deepcopy(model)
+    assert_equal_state(other.double(), reference.double())
+    file = folder / f"{dist.get_rank()}.pt"
+    torch.save(model.state_dict(), file)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded["blocked.weight"].full_tensor().double(), reference.blocked.weight)
+    # torch.distributed.checkpoint writes chunks in logical coordinates: any placement reads them
+    dcp.save(model.state_dict(), checkpoint_id=folder / "dcp")
+    whole = {n: torch.zeros_like(v).float() for n, v in reference.state_dict().items()}
+    dcp.load(whole, checkpoint_id=folder / "dcp", no_dist=True)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(whole[name].double(), value), name
+    fresh, _ = sharded_like(Model())
+    state = fresh.state_dict()
+    dcp.load(state, checkpoint_id=folder / "dcp")
+    assert_equal_state(fresh.double(), reference)
+
+
+@check(T, seed=0)
+def whole_values_can_be_copied_in() -> None:
+    reference, other = Model(), Model()
+    model, _ = sharded_like(reference)
+    assert not model.load_state_dict(other.state_dict()).missing_keys
+    assert_equal_state(model.double(), other.double())
+    with torch.no_grad():
+        nn.init.normal_(model.uneven.weight)
+        nn.init.constant_(model.blocked.weight, 3.0)
+    other.uneven.weight.data, other.blocked.weight.data = (
+        model.uneven.weight.full_tensor(),
+        torch.full((12, 4), 3.0).double(),
+    )
+    assert_equal_state(model, other)

@@ -1,0 +1,83 @@
+"""All checks on real gloo ranks, from the modules that are imported here; each says what it covers.
+
+One process group is started for each number of ranks, as starting one costs about 10 s, and runs those checks that pytest
+selected. Run as a script, this file is one of the ranks; by hand:
+
+torchrun --standalone --nproc-per-node 2 tests/dist/test_on_ranks.py [names of checks]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":  # pytest has them by pyproject.toml
+    sys.path[:0] = [
+        str(HERE),
+        str(HERE.parent / "support"),
+        str(HERE.parent / "models"),
+        str(HERE.parents[1] / "examples"),
+    ]
+
+import ranks  # noqa: E402
+
+MODULES = (
+    "transitions", "parameters", "train_models", "call_forms", "call_structures", "data_parallel", "batches", "experts",
+    "weights", "fsdp_checkpoint", "generation", "pipeline", "accelerated",
+)  # fmt: skip
+for module in MODULES:
+    __import__(module)
+
+
+def cases() -> Iterator[Any]:
+    for name, check in ranks.CHECKS.items():
+        for world in check.worlds:
+            yield pytest.param(world, name, marks=pytest.mark.slow if world in check.slow else [])
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, Any]]:
+    """World -> {check: (PASS or FAIL, text)} of the selected checks."""
+    chosen = [item.callspec.params for item in request.session.items if item.path == Path(__file__)]  # type: ignore[attr-defined]
+
+    @cache
+    def launch(world: int) -> dict[str, Any]:
+        names = [params["name"] for params in chosen if params["world"] == world]
+        folder = tmp_path_factory.mktemp(f"ranks{world}")
+        texts = ranks.run_ranks(__file__, folder, world, *names, timeout=1700)
+        lines = re.findall(r"^(PASS|FAIL) (\w+): (.*)$", texts[0], re.MULTILINE)
+        return {name: (verdict, text.replace(" | ", "\n")) for verdict, name, text in lines}
+
+    return launch
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world", "name"), list(cases()))
+def test_on_ranks(world: int, name: str, results: Callable[[int], dict[str, Any]]) -> None:
+    verdict, text = results(world)[name]
+    assert verdict == "PASS", text
+
+
+def main() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
+        folder, rank, names = Path(os.environ.get("TMPDIR", "/tmp")), int(os.environ["RANK"]), sys.argv[1:]
+        folder = folder / f"megafx_checks_{os.environ['TORCHELASTIC_RUN_ID']}"
+        folder.mkdir(exist_ok=True)
+    else:
+        folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    world = int(os.environ["WORLD_SIZE"])
+    ranks.run_checks(folder, rank, names or [n for n, c in ranks.CHECKS.items() if world in c.worlds])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Comparing kernels with their reference: Triton's in a process of their own, on the GPU where there is one, else in its
+interpreter; what the tests of activations share: eager formulas, errors, numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+def run_as_script(file: str | Path, timeout_s: int, on_gpu: bool = True) -> None:
+    """Run a file, which compares kernels with their reference; it must end well. Skips without Triton.
+
+    on_gpu: whether it runs there if it can; else it gives the kernels tensors on the CPU.
+    """
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    on_gpu = on_gpu and torch.cuda.is_available()
+    if not on_gpu and not _interpreter_runs_loops():
+        pytest.skip("this Triton's interpreter and this numpy do not go together")
+    interpret = {} if on_gpu else {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, str(file)],
+        env=os.environ | interpret | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def _interpreter_runs_loops() -> bool:
+    """Triton 3.6's makes a Python int of an array of one element, which numpy 2.4 forbids."""
+    import numpy
+    import triton
+
+    old = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
+    return not (old and tuple(int(n) for n in numpy.__version__.split(".")[:2]) >= (2, 4))
+
+
+# -- activations
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EAGER = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda u: F.gelu(u, approximate="tanh"),
+    "gelu_quick": lambda u: u * torch.sigmoid(1.702 * u),
+    "relu": F.relu,
+    "silu": F.silu,
+    "relu2": lambda u: F.relu(u) ** 2,
+}
+
+
+def error(value, exact):
+    return float((value.double() - exact).norm() / exact.norm().clamp_min(1e-300))
+
+
+def same(found, right, what):
+    """Equal but for the rounding of the coarsest dtype among them; one tensor or several, contiguous."""
+    found, right = (t if isinstance(t, tuple) else (t,) for t in (found, right))
+    limits = {torch.float32: 2e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}  # the interpreter truncates to bf16
+    tol = max(limits[a.dtype] for a in found)
+    for a, b in zip(found, right, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous(), what
+        torch.testing.assert_close(a.float(), b.float(), rtol=tol, atol=tol, msg=lambda m: f"{what}: {m}")
+
+
+def rand(*shape, dtype):
+    return (2 * torch.randn(shape)).to(DEVICE, dtype)
