@@ -6,11 +6,10 @@ if __name__ != "megafx.patterns":
     )
 
 from megafx.patterns import (  # noqa: F401
+    activation,
     attention,
-    bias_activation,
     bias_dropout_add,
     cross_entropy,
-    glu,
     masked_softmax,
     norms,
     rope,
