@@ -150,18 +150,6 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     return dq, dk, dv, dmask, None, None, *[None] * len(ctx.rest)
 
 
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_results(q, v)
-
-
-def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return heads_inside(q), heads_inside(k), heads_inside(v)
-
-
-def _mask_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *_: Any) -> Tensor:
-    return mask.new_empty(mask.shape)
-
-
 # -- sharding: the dims depend on the mask's and on causality
 
 
@@ -209,12 +197,8 @@ def _row(call: Call, text: str, partials: tuple[tuple[tuple[int, ...], str], ...
 
 # -- the ops
 
-_Q, _K, _V, _G = (
-    real(2, 4, 6, 6),
-    real(2, 4, 4, 6),
-    real(2, 4, 4, 6),
-    real(2, 6, 4, 2),
-)  # _G: each head for four of queries
+_Q, _K, _V = real(2, 4, 6, 6), real(2, 4, 4, 6), real(2, 4, 4, 6)
+_G = real(2, 6, 4, 2)  # each head for four of queries
 _PLAIN = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
 _DROPPED = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
 _CAUSAL = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
@@ -235,18 +219,16 @@ define_op(
     rule=_forward_rule,
     samples=[(_Q, _K, _V, None, None, None, *_PLAIN), (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, *_PLAIN)],
     reference=_forward,
-    fake=_forward_shapes,
+    fake=lambda q, k, v, *_: empty_results(q, v),
     launches=True,
 )
 define_op(
     f"attention_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     rule=_backward_rule,
-    samples=[
-        (_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, _GRADIENT, _LSE, *_PLAIN),
-    ],
+    samples=[(_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_backward,
-    fake=_backward_shapes,
+    fake=lambda grad, q, k, v, *_: (heads_inside(q), heads_inside(k), heads_inside(v)),
     launches=True,
 )
 # Gradients side by side in one tensor, as a fused q, k, v projection reads them: passes/backward/pack_attention_gradients.py
@@ -261,7 +243,7 @@ define_op(
     rule=_backward_rule,
     samples=[(_GRADIENT, _Q, _K, _V, real(2, 4, 6, 4), None, None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_mask_backward,
-    fake=_mask_shape,
+    fake=lambda grad, q, k, v, mask, *_: mask.new_empty(mask.shape),
     launches=True,
 )
 define_gradient("attention_forward", _gradient, _saves)
