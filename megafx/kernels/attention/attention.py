@@ -5,9 +5,9 @@
     w = softmax over keys;  out = (w * keep / (1 - p)) v;  a row that sees no key gives zeros, and zero gradients
 
 q [b, nq, s, e], k [b, n, t, e], v [b, n, t, f], nq a multiple of n: query heads i * nq / n onwards share KV head i, which is
-not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], the same
-beside a mask that the batch shares (a relative bias, ALiBi), so that nothing of [b, nq, s, t] is made; it gets no gradient.
-Causal and window masks are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
+not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], a
+padding mask beside a mask that all of the batch share (a relative bias, ALiBi): to join the two would take [b, nq, s, t]. It
+gets no gradient. Causal and window masks are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
 
 Arithmetic: products of the inputs' dtype accumulated in fp32, softmax in fp32 (fp64 for fp64), results rounded once.
 Saved: q, k, v, out and one number a row; the weights and their dropout are computed again in backward.

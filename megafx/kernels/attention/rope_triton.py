@@ -1,10 +1,10 @@
 """megafx::rope and rope_qk on CUDA; rope.py has formulas and ops.
 
 A program rotates all heads of one position, q's and k's: both are read before either is written (where heads are too many
-for that, q and k have programs of their own). The tables are read once into registers for all of them, and
-where heads lie side by side in memory ([b, s, n, d], also seen as [b, n, s, d]) it reads one run of n * d elements. Any
-strides in the leading dims; the last dim must be dense (else x is copied). Pairs are split and joined in registers. More
-than three leading dims, and tables that broadcast over none of them, take the plain path.
+for that, q and k have programs of their own). The tables are read once into registers for all heads. Where heads lie side by
+side in memory ([b, s, n, d], also seen as [b, n, s, d]), a program reads one run of n * d elements. Any strides in the leading
+dims; the last dim must be dense (else x is copied). Pairs are split and joined in registers. More than three leading dims, and
+tables that broadcast over none of them, take the plain path.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ logits (logits_chunks.py): CHUNK_BYTES, but no less than an eighth of the tokens
 chunks in its own dtype, is rounded 8 times at most. Without gradients (evaluation) forward makes the loss alone. Saved: the
 gradients of x, weight and bias.
 
-It is for whole vocabularies, on one rank's tokens; vocab_linear_cross_entropy.py is for sharded ones.
+For whole vocabularies, on one rank's tokens; vocab_linear_cross_entropy.py is for sharded ones.
 Source of the idea: Liger-Kernel's fused linear cross entropy (Hsu et al. 2024, 2410.10989), which chunks more finely.
 """
 
