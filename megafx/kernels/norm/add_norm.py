@@ -5,7 +5,7 @@
     x [..., H], bias [H] or none, residual [..., H], weight [H] or none, norm_bias [H] or none
     -> h [..., H] in the promoted dtype of x and residual, y [..., H] in h's dtype, mean and rstd [...] fp32
 
-    formulas: bias_dropout_add.py and norms.py; y is the norm of h as rounded, which is what the two ops give one after the other
+    formulas: bias_dropout_add.py and norms.py; y is the norm of h as rounded, as of the two ops one after the other
     backward, one kernel: d = dh + norm'(dy), where dh is what reaches h from elsewhere (the residual stream);
     dresidual = d, dx = keep(i) d scale, dbias = sum over rows of dx, dweight and dnorm_bias as in norms.py
 
