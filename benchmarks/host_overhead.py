@@ -26,13 +26,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from megafx.config import Config
 from megafx.distributed.mesh import Meshes
 from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
 from megafx.ir.program import Input, Output, Program
 from megafx.ir.sizes import Sizes
 from megafx.passes.lower.call_directly import call_directly
 from megafx.placements.types import I, Layout, Placement, S
-from megafx.runtime.runtime import CompiledCall, CompileRequest, make_parallel
+from megafx.planner.hardware import Hardware
+from megafx.runtime.bound_graph import CompiledCall
+from megafx.runtime.module import make_parallel
+from megafx.runtime.runtime import Runtime
 
 
 class Many(nn.Module):
@@ -57,7 +61,7 @@ class Nothing:
 
 
 def compile_nothing(placements: dict[str, Placement]) -> Any:
-    def compile_call(request: CompileRequest) -> CompiledCall:
+    def compile_call(*_: Any) -> CompiledCall:
         names = list(placements)
         gm = torch.fx.GraphModule({}, torch.fx.Graph())
         gm.graph.output(())
@@ -217,7 +221,9 @@ def measure_parameters(count: int) -> dict[str, float]:
     for label, sharded in (("plain parameters (t=1)", None), ("DTensor parameters", True)):
         placements = {n: S(0, Layout.contiguous(8, 1)) if sharded and i % 3 else I for i, n in enumerate(names)}
         model = Many(count)
-        make_parallel(model, compile_nothing(placements), Meshes(mesh if sharded else None), check_inputs_every=0)
+        config, meshes = Config(check_inputs_every=0), Meshes(mesh if sharded else None)
+        runtime = Runtime(model, config, meshes, Hardware.load("cpu-gloo"), compile=compile_nothing(placements))
+        make_parallel(model, runtime)
         for accumulate in (False, True):
             name = f"{label}, {'accumulating' if accumulate else 'grad set to None'}"
             result[name] = measure(model, accumulate) / count * 1e6

@@ -377,7 +377,7 @@ def prepare(name: str, setting: Setting) -> Job:
         wants = (lambda spec: True) if training else None
         planner = Planner(_config(() if fused else case.off), 1, setting.hardware, wants_grad=wants)
         compiled = compile_program(program, planner)
-        run = compiled.executable(None)
+        run = compiled.executable()
         names = [spec.name for spec in compiled.program.inputs]
         place_joined(module, dict(parameter_slots(module)), [[names[i] for i in group] for group in run.parts.joins])
         for way in setting.ways:

@@ -21,8 +21,8 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.report import Report
-from megafx.runtime.compile_call import Parallelizer
-from megafx.runtime.runtime import Runtime, make_parallel
+from megafx.runtime.module import make_parallel
+from megafx.runtime.runtime import Runtime
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -50,19 +50,8 @@ def parallelize(
     config = resolve(config, model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     meshes = make_meshes(config, mesh, device)
-    parallelizer = Parallelizer(config, meshes, hardware_of(config, device), loss_fn)
-    runtime = make_parallel(
-        model,
-        parallelizer.compile_call,
-        meshes,
-        check_inputs_every=config.check_inputs_every,
-        check_numbers=config.check_for_nan_in_loss_and_grad,
-        gather_outputs=config.gather_outputs,
-        loss_in_graph=loss_fn is not None,
-        eager_modules=config.eager_modules,
-    )
-    parallelizer.runtime = runtime
-    runtime.parallelizer = parallelizer
+    runtime = Runtime(model, config, meshes, hardware_of(config, device), loss_fn)
+    make_parallel(model, runtime)
     if example_inputs is not None:
         args, kwargs = example_call(model, example_inputs)
         loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
@@ -104,7 +93,7 @@ def explain(subject: nn.Module | Plan) -> Report:
         raise UsageError(
             f"{type(subject).__name__} is not parallelized", fix="call megafx.parallelize(model, ...) or megafx.plan"
         )
-    return runtime.parallelizer.report()
+    return runtime.report()
 
 
 def verify(

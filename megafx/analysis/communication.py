@@ -1,4 +1,4 @@
-"""The collectives of an expanded graph and the bytes that they move."""
+"""The collectives of an expanded graph: the bytes that they move, and what they may run beside."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ import torch
 from torch import fx
 
 import megafx.ops.gather_region  # noqa: F401  registers the op; collectives, which it imports, gives _c10d_functional its fakes
-from megafx.ir.nodes import in_backward
+from megafx.ir.nodes import aten_ops, in_backward
 from megafx.ir.program import VAL, Program, fqn_of
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, payload
 
-c10d = torch.ops._c10d_functional
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+PRODUCTS = aten_ops("mm addmm bmm baddbmm")
 
-# Starts of collectives: target -> name in placements.TRANSITIONS.
-COLLECTIVES: dict[Any, str] = {
+# Starts of collectives: target -> name in placements.TRANSITIONS. Those that passes move about, and all.
+STARTS: dict[Any, str] = {
     c10d.all_reduce.default: ALL_REDUCE,
-    c10d.all_reduce_.default: ALL_REDUCE,
-    c10d.all_reduce_coalesced.default: ALL_REDUCE,
     c10d.all_gather_into_tensor.default: ALL_GATHER,
-    c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
     c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
-    c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
     c10d.all_to_all_single.default: ALL_TO_ALL,
     torch.ops.megafx.gather_region.default: ALL_GATHER,
+}
+COLLECTIVES = STARTS | {
+    c10d.all_reduce_.default: ALL_REDUCE,
+    c10d.all_reduce_coalesced.default: ALL_REDUCE,
+    c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
+    c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
 }
 
 
@@ -60,12 +63,57 @@ def communication(program: Program, t: int, sizes: Mapping[str, int] = MappingPr
         axis = str(node.args[-1])
         n = sizes.get(axis, t)
         ranks = n if name in (ALL_GATHER, ALL_TO_ALL) else 1  # operands that are a rank's share of the tensor moved
-        bytes_moved = sum(payload(name, ranks * _numel(program, v), n) * v.dtype.itemsize for v in values)
+        bytes_moved = 0
+        for value in values:
+            elements = math.prod(program.sizes.workload(k) for k in program.sizes.shape(value))
+            bytes_moved += payload(name, ranks * elements, n) * value.dtype.itemsize
         direction = "backward" if in_backward(node) else "forward"
         found.append(Communication(name, direction, fqn_of(node), bytes_moved, node.name, axis))
     return found
 
 
-def _numel(program: Program, value: torch.Tensor) -> int:
-    sizes = program.sizes
-    return math.prod(sizes.workload(n) for n in sizes.shape(value))
+# -- what runs at the same time
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether the node starts a collective, which a wait_tensor ends."""
+    return node.target in STARTS
+
+
+def is_region_gather(node: fx.Node) -> bool:
+    """Whether it starts the gather of the parameters of a region (passes/communicate/gather_parameters.py)."""
+    return node.target is torch.ops.megafx.gather_region.default
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.target is c10d.wait_tensor.default
+
+
+def is_product(node: fx.Node) -> bool:
+    return node.target in PRODUCTS
+
+
+def start_earlier(order: list[fx.Node], start: fx.Node) -> list[fx.Node]:
+    """The order with one start, and what it alone waits for, moved before a product, so that it runs while that does.
+
+    Collectives run one after another: where another one is under way at the start's place, the product is the last before
+    that one. Nothing moves where there is no such product. What the start depends on must be made for it alone.
+    """
+    index = {n: i for i, n in enumerate(order)}
+    place = index[start]
+    under_way = [i for i in range(place) if is_start(order[i]) and max(index.get(u, 0) for u in order[i].users) > place]
+    products = [i for i in range(min(under_way, default=place)) if is_product(order[i])]
+    if not products:
+        return order
+    moved: set[fx.Node] = set()
+    todo = [start]
+    while todo:
+        node = todo.pop()
+        if index.get(node, -1) >= products[-1] and node not in moved:
+            moved.add(node)
+            todo += node.all_input_nodes
+    if order[products[-1]] in moved:
+        return order
+    rest = [n for n in order if n not in moved]
+    at = rest.index(order[products[-1]])
+    return [*rest[:at], *sorted(moved, key=index.__getitem__), *rest[at:]]

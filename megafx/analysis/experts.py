@@ -1,13 +1,22 @@
 """Which values of a graph are one expert's alone, of experts that are modules of one list (expert parallelism).
 
-    for lst in expert_lists(program, overrides, {}): # ModuleLists whose experts the user's override says to give to ranks
-        lst.path, lst.experts                        # 'moe.experts', {'0': parameters of experts.0, ...}
-        regions_of(program, lst)                     # node -> key of the expert whose it is; may write sums out (expert_sums)
+    for lst in expert_lists(program, overrides, {}):    # ModuleLists whose experts the user's override says to give to ranks
+        lst.path, lst.experts                           # 'moe.experts', {'0': parameters of experts.0, ...}
+        expert_values(program, lst)                     # node -> key of its expert
 
-An expert's region is what is computed from its parameters, as long as it meets nothing of other experts, together with what
-only that needs: the rows that are its own, what it takes of them, the weights of its results. Outside of the expert's own
-module it ends where it is added to a value of the whole mixture; values that do not have a row for each of its tokens end
-with the module that has the list, too.
+An expert's values are those computed from its parameters, as long as they meet nothing of other experts, together with what
+only they need: the rows that the expert gets, what it takes of them, the weights of its results. Outside of the expert's own
+module they end where they are added to a value of the whole mixture. Values that do not have a row for each of the expert's
+tokens end with the module that has the list, too.
+
+Sums into rows are first rewritten, `out[rows] += y` to `out + scatter(y)`, so that each expert's contribution is a node:
+
+    index_add(%out, 0, %rows, %y)                      ->  add(%out, index_add(%zeros, 0, %rows, %y))
+    index_put(%out, [%rows], %y, True)                 ->  add(%out, index_put(%zeros, [%rows], %y, True))
+    index_put(%out, [%rows], index(%out, [%rows]) + %y) ->  add(%out, index_put(%zeros, [%rows], %y))     # out[rows] += y
+    scatter_add(%out, 0, %index, %y)                   ->  add(%out, scatter_add(%zeros, 0, %index, %y))
+
+Legal because: the ops' definitions; in the third form a row that is named twice gets one of its values, before and after.
 """
 
 from __future__ import annotations
@@ -27,96 +36,9 @@ from megafx.ir.sizes import SizeEmitter, row_sources
 from megafx.placements.types import Owned, Placement
 from megafx.planner.overrides import Overrides
 
-# -- expert sums
-#
-# Sums into rows: what an expert adds to rows of the mixture's result, as a value of its own.
-#
-#     index_add(%out, 0, %rows, %y)                      ->  add(%out, index_add(%zeros, 0, %rows, %y))
-#     index_put(%out, [%rows], %y, True)                 ->  add(%out, index_put(%zeros, [%rows], %y, True))
-#     index_put(%out, [%rows], index(%out, [%rows]) + %y) ->  add(%out, index_put(%zeros, [%rows], %y))     # out[rows] += y
-#     scatter_add(%out, 0, %index, %y)                   ->  add(%out, scatter_add(%zeros, 0, %index, %y))
-#
-# Legal because: the ops' definitions; in the third form a row that is named twice gets one of its values, before and after.
-
-NAME = "own_experts"
+NAME, STYLE = "own_experts", "expert"
 aten = torch.ops.aten
 _Make = Callable[[Builder, fx.Node], fx.Node]
-
-
-def sum_apart(program: Program, node: fx.Node, label: dict[fx.Node, str]) -> fx.Node | None:
-    """Write `node` out where it adds one expert's rows to a value that is not that expert's.
-
-    label: node -> key of the expert whose it is. Returns what the expert adds; None where there is nothing to write out.
-    """
-    found = _rows_added(node)
-    if found is None:
-        return None
-    out, y, make = found
-    if y not in label or label.get(out) == label[y] or is_zero(out):
-        return None
-    emitter, value = SizeEmitter(program.graph, program.sizes), out.meta[VAL]
-    sizes = [emitter(program.sizes.of(n)) for n in value.shape]
-    build = Builder(program, node, node, NAME)
-    own = make(build, build(aten.full.default, sizes, 0, dtype=value.dtype, device=value.device))
-    node.replace_all_uses_with(build(aten.add.Tensor, out, own))
-    _erase(node)
-    return own
-
-
-def _erase(node: fx.Node) -> None:
-    operands = node.all_input_nodes
-    node.graph.erase_node(node)
-    for operand in operands:
-        if operand.op == "call_function" and not operand.users:
-            _erase(operand)
-
-
-def _rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
-    """(what is added to, the rows that are added, the same op on zeros)."""
-    arguments: Any = node.args
-    if node.target in (aten.index_add.default, aten.scatter_add.default):
-        out, dim, index, y = arguments[:4]
-        return out, y, lambda build, zeros: build(node.target, zeros, dim, index, y, *arguments[4:], **node.kwargs)
-    if node.target is not aten.index_put.default or node.kwargs:
-        return None
-    out, indices, values, *accumulate = arguments
-    if accumulate and accumulate[0]:
-        return out, values, lambda build, zeros: build(aten.index_put.default, zeros, indices, values, True)
-    added = _added_to(values, out, indices)
-    if added is None:
-        return None
-    return out, added, lambda build, zeros: build(aten.index_put.default, zeros, indices, added)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two arguments are the same rows: `out[mask] += y` finds them twice."""
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
-        return a is b or (not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and a == b)
-    if a.target is b.target is torch.ops.megafx.rows.default:
-        return a.args[0] is b.args[0]
-    return a.target is b.target is aten.select.int and all(map(_same, a.args, b.args))
-
-
-def _added_to(values: fx.Node, out: fx.Node, indices: Any) -> fx.Node | None:
-    """y of `index(out, indices) + y`."""
-    if values.target is not aten.add.Tensor or values.kwargs:
-        return None
-    a, b = values.args[:2]
-    for rows, y in ((a, b), (b, a)):
-        if (
-            isinstance(rows, fx.Node)
-            and rows.target is aten.index.Tensor
-            and rows.args[0] is out
-            and _same(list(rows.args[1]), list(indices))  # type: ignore[arg-type]  # index takes a list
-            and isinstance(y, fx.Node)
-        ):
-            return y
-    return None
-
-
-STYLE = "expert"
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
@@ -142,12 +64,11 @@ def is_inside(fqn: str, module: str) -> bool:
 
 
 def expert_lists(program: Program, overrides: Overrides, settled: Mapping[str, Placement]) -> list[ExpertList]:
-    """Lists whose experts are to be one rank's each. Raises PlanError where a pattern does not say which modules these are.
+    """Lists whose experts are each to be one rank's. Raises PlanError where a pattern does not say which modules these are.
 
     A pattern names the list ('*.mlp.experts') or all that is in it ('*.mlp.experts.*'). Stacks of experts' weights, which
-    patterns name too, are left out (passes/experts/join_experts.py). settled: how earlier graphs, or a plan that is
-    given, store
-    parameters; experts that are no rank's there are left out, and lists of which they say anything are as they say.
+    patterns name too, are left out (passes/experts/join_experts.py). settled: how earlier graphs, or a given plan, store
+    parameters; experts that are no rank's there are left out, and lists that they know are taken as they are.
     """
     found: dict[str, ExpertList] = {}
     for node, spec in program.input_nodes():
@@ -201,43 +122,36 @@ def _checked(program: Program, overrides: Overrides, lst: ExpertList) -> ExpertL
     return lst
 
 
-def regions_of(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
-    """Node -> key of the expert whose alone it is. Parameters are in no region."""
-    region = _grown(program, lst)
-    for node in reversed(program.graph.nodes):
-        if node.op != "call_function" or node in region or not node.users:
-            continue
-        owners = {region.get(user) for user in node.users}
-        if len(owners) == 1 and None not in owners:
-            region[node] = owners.pop()  # type: ignore[assignment]  # not None
-    _keep_rows(program, region)
-    return region
-
-
-def _grown(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
-    """What is computed from one expert's parameters."""
+def expert_values(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
+    """Node -> key of the expert whose value it is. Parameters are left out. Rewrites sums into rows."""
     label = {parameter: key for key, parameters in lst.experts.items() for parameter in parameters}
-    region: dict[fx.Node, str] = {}
+    found: dict[fx.Node, str] = {}
     for node in list(program.graph.nodes):
         if node._erased:
             continue
         keys = {label[a] for a in node.all_input_nodes if a in label}
         if node.op != "call_function" or not keys:
             continue
-        if (own := sum_apart(program, node, label)) is not None:
+        if (own := _sum_apart(program, node, label)) is not None:
             node = own
             keys = {label[a] for a in node.all_input_nodes if a in label}
         if len(keys) != 1:
             continue
         (key,) = keys
         if is_inside(fqn_of(node), lst.module(key)) or _goes_on(program, lst, node, label):
-            label[node] = region[node] = key
-    return region
+            label[node] = found[node] = key
+    for node in reversed(program.graph.nodes):  # what only these need
+        if node.op == "call_function" and node not in found and node.users:
+            owners = {found.get(user) for user in node.users}
+            if len(owners) == 1 and None not in owners:
+                found[node] = owners.pop()  # type: ignore[assignment]  # not None
+    _keep_rows(program, found)
+    return found
 
 
 def _goes_on(program: Program, lst: ExpertList, node: fx.Node, label: dict[fx.Node, str]) -> bool:
     """Whether a value outside of the expert's module is still the expert's."""
-    if of_rows(program, node):
+    if _of_rows(program, node):
         return True
     if not is_inside(fqn_of(node), lst.mixture):
         return False
@@ -247,26 +161,26 @@ def _goes_on(program: Program, lst: ExpertList, node: fx.Node, label: dict[fx.No
     return all(a in label for a in tensors)
 
 
-def of_rows(program: Program, node: fx.Node) -> bool:
-    """Whether a size of the value is one that data decides: it has a row for each token that the expert gets."""
+def _of_rows(program: Program, node: fx.Node) -> bool:
+    """Whether data decides a size of the value: it has a row for each token that the expert gets."""
     value = node.meta.get(VAL)
     return isinstance(value, torch.Tensor) and any(program.sizes.from_data(n) for n in program.sizes.shape(value))
 
 
-def _keep_rows(program: Program, region: dict[fx.Node, str]) -> None:
-    """Take out of the regions, in place, the rows that say how long what leaves a region is: all ranks have to know."""
+def _keep_rows(program: Program, values: dict[fx.Node, str]) -> None:
+    """Take out, in place, the rows that say how long a value is that others read: all ranks have to know."""
     sources = row_sources(program.graph)
-    for node, key in [*region.items()]:
-        if of_rows(program, node) and any(region.get(user) != key for user in node.users):
+    for node, key in [*values.items()]:
+        if _of_rows(program, node) and any(values.get(user) != key for user in node.users):
             symbols = {s for n in node.meta[VAL].shape if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
             for kept in ancestors([sources[s][0] for s in symbols if s in sources]):
-                region.pop(kept, None)
+                values.pop(kept, None)
 
 
-def refuse_between(lst: ExpertList, node: fx.Node, operands: Iterable[fx.Node], region: dict[fx.Node, str]) -> None:
+def refuse_between(lst: ExpertList, node: fx.Node, operands: Iterable[fx.Node], values: dict[fx.Node, str]) -> None:
     """Raise PlanError where an expert's value is computed inside of another expert's module."""
     for key in lst.experts:
-        other = next((region[a] for a in operands if a in region and region[a] != key), None)
+        other = next((values[a] for a in operands if a in values and values[a] != key), None)
         if other is not None and is_inside(fqn_of(node), lst.module(key)):
             raise PlanError(
                 f"override '{lst.pattern}' is expert, but '{lst.module(key)}' takes what '{lst.module(other)}' computes: "
@@ -275,3 +189,62 @@ def refuse_between(lst: ExpertList, node: fx.Node, operands: Iterable[fx.Node], 
                 module=fqn_of(node),
                 source=source_of(node),
             )
+
+
+# -- sums into rows
+
+
+def _sum_apart(program: Program, node: fx.Node, label: dict[fx.Node, str]) -> fx.Node | None:
+    """Rewrite `node` where it adds one expert's rows to a value that is not that expert's.
+
+    label: node -> key of its expert. Returns what the expert adds; None where there is nothing to rewrite.
+    """
+    found = _rows_added(node)
+    if found is None:
+        return None
+    out, y, make = found
+    if y not in label or label.get(out) == label[y] or is_zero(out):
+        return None
+    emitter, value = SizeEmitter(program.graph, program.sizes), out.meta[VAL]
+    sizes = [emitter(program.sizes.of(n)) for n in value.shape]
+    build = Builder(program, node, node, NAME)
+    own = make(build, build(aten.full.default, sizes, 0, dtype=value.dtype, device=value.device))
+    node.replace_all_uses_with(build(aten.add.Tensor, out, own))
+    todo = [node]
+    while todo:  # with what nothing else needs
+        unused = todo.pop()
+        operands = unused.all_input_nodes
+        unused.graph.erase_node(unused)
+        todo += [n for n in operands if n.op == "call_function" and not n.users]
+    return own
+
+
+def _rows_added(node: fx.Node) -> tuple[fx.Node, fx.Node, _Make] | None:
+    """(what is added to, the rows that are added, the same op on zeros)."""
+    arguments: Any = node.args
+    if node.target in (aten.index_add.default, aten.scatter_add.default):
+        out, dim, index, y = arguments[:4]
+        return out, y, lambda build, zeros: build(node.target, zeros, dim, index, y, *arguments[4:], **node.kwargs)
+    if node.target is not aten.index_put.default or node.kwargs:
+        return None
+    out, indices, values, *accumulate = arguments
+    if accumulate and accumulate[0]:
+        return out, values, lambda build, zeros: build(aten.index_put.default, zeros, indices, values, True)
+    if values.target is not aten.add.Tensor or values.kwargs:
+        return None
+    for rows, y in (values.args[:2], values.args[1::-1]):  # index(out, indices) + y
+        read = isinstance(rows, fx.Node) and rows.target is aten.index.Tensor and rows.args[0] is out
+        if read and isinstance(y, fx.Node) and _same(list(rows.args[1]), list(indices)):
+            return out, y, lambda build, zeros, y=y: build(aten.index_put.default, zeros, indices, y)  # type: ignore[misc]
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arguments are the same rows: `out[mask] += y` computes them twice."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+        return a is b or (not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and a == b)
+    if a.target is b.target is torch.ops.megafx.rows.default:
+        return a.args[0] is b.args[0]
+    return a.target is b.target is aten.select.int and all(map(_same, a.args, b.args))

@@ -1,12 +1,11 @@
-"""Regions of a model: its layers, and what is used before, between and after them. No torch import.
+"""The layers of a model. No torch import.
 
-A layer is a module that has modules of its own and is like a sibling: at least half of the parameters of one have a namesake
-of the same shape in the other. Layers are numbered, as those of a list of modules are, the outermost such list counting (the
-experts of a layer are part of it); only where there is none are other alike siblings layers. A list of one module with modules
-in it is one layer.
+Layers: the outermost group of sibling modules with matching parameter names and shapes. Two siblings match if both have modules
+of their own, and at least half of the parameters of one have a namesake of the same shape in the other. A list of modules goes
+before other siblings (the experts of a layer are part of it); a list of one module that has modules of its own is one layer.
 
-What is used outside of layers belongs to a region by its place: what comes before the first layer, between the last layer of
-one stack and the first of the next, after the last. A model without layers has a region for each module.
+Parameters that are not in layers are grouped by their place: before the first layer, between two stacks of layers, after the
+last layer. Without layers, each module is a group.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Layers:
 
     @staticmethod
     def of(shapes: Mapping[str, Sequence[Any]]) -> Layers:
-        """shapes: of the parameters, by FQN."""
+        """The layers of a model whose parameters have these shapes, by FQN."""
         tree: dict[str, Any] = {}
         for fqn, shape in shapes.items():
             *path, name = fqn.split(".")
@@ -42,7 +41,7 @@ class Layers:
         return next((p for p in paths if p in self.paths), "")
 
     def regions(self, fqns: Iterable[str]) -> Iterator[str]:
-        """The region of each of `fqns`, which come in the order of use."""
+        """The layer of each of `fqns`, which come in the order of use; outside of layers, its place among them."""
         begun: dict[str, None] = {}
         for fqn in fqns:
             layer = self.layer_of(fqn)

@@ -4,15 +4,16 @@ Before:  %y = linear(%h, %w); %l = loss(%y); return %l, %y
 After:   %y = linear(%h, %w); %l = loss(%y); %y2 = linear(%h, %w); return %l, %y2      # %y2 is a lazy output
 Legal because: the copy computes the same value from the same operands.
 
-The loss is then free to do without the logits. A lazy output is an ordinary one in every pass. `postpone_lazy_outputs` puts
-what only lazy outputs need at the end of the joint graph, so that their operands count as used until then; `partition` makes
-of it a graph of its own, which runs when the output is read.
+The loss can then be computed without the logits. In every pass a lazy output is like any other. `postpone_lazy_outputs` puts
+what only lazy outputs need at the end of the joint graph, so that their operands count as used until then; `partition` makes a
+graph of it, which runs when the output is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -38,18 +39,17 @@ def why_not_lazy(program: Program, config: Config, t: int) -> str | None:
 
 def outside_user(program: Program, chain: Sequence[fx.Node], inside: set[fx.Node]) -> fx.Node | None:
     """A node that reads the chain and is neither inside nor a user output that could be lazy."""
-    outputs = _user_outputs(program)
-    for node in chain:
-        for user in node.users:
-            if user in inside or user in chain:
-                continue
-            if user.op != "output" or node not in outputs:
-                return user
-    return None
+    outputs: dict[Any, bool] = {}  # value -> whether it leaves only as floating user outputs that are no loss
+    for value, spec in zip(program.results(), program.outputs, strict=True):
+        if isinstance(value, fx.Node):
+            fits = spec.kind == "user" and not spec.loss and is_floating(value)
+            outputs[value] = outputs.get(value, True) and fits
+    outside = ((node, user) for node in chain for user in node.users if user not in inside and user not in chain)
+    return next((user for node, user in outside if user.op != "output" or not outputs.get(node)), None)
 
 
 def read_outside(chain: Sequence[fx.Node], inside: set[fx.Node]) -> bool:
-    """Whether anything else than the nodes inside reads a value of the chain."""
+    """Whether anything but the nodes inside reads a value of the chain."""
     return any(user not in inside and user not in chain for node in chain for user in node.users)
 
 
@@ -87,13 +87,3 @@ def only_for_lazy(program: Program) -> list[fx.Node]:
 def describe(user: fx.Node) -> str:
     """A user of a value, in words."""
     return "the output" if user.op == "output" else op_text(user)
-
-
-def _user_outputs(program: Program) -> set[fx.Node]:
-    """Values that leave as floating user outputs that are no loss, and as nothing else."""
-    found: dict[fx.Node, bool] = {}
-    for value, spec in zip(program.results(), program.outputs, strict=True):
-        if isinstance(value, fx.Node):
-            fits = spec.kind == "user" and not spec.loss and is_floating(value)
-            found[value] = found.get(value, True) and fits
-    return {node for node, fits in found.items() if fits}

@@ -1,7 +1,7 @@
 """Numbers that a model keeps in buffers, as far as they are a pattern: a triangle, a band, one number.
 
-nanoGPT and GPT-2 keep their causal mask as a buffer, which a graph only sees as an input. Read here, it is known what the
-mask is; a `TableGuard` sees whether the buffer still holds it when the graph is called.
+nanoGPT and GPT-2 keep their causal mask in a buffer, which is only an input of the graph. `read_table` finds out what the mask
+is; a `TableGuard` checks at each call that the buffer still holds it.
 """
 
 from __future__ import annotations

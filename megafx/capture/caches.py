@@ -1,8 +1,8 @@
 """Key-value caches (transformers' `Cache` objects) as inputs and outputs of graphs. Does not import transformers.
 
-A cache in a call becomes a `CacheState`: a pytree of its tensors beside its form (classes, flags, what is a tensor). In
-capture the state becomes a cache again, which the model updates; what it then holds leaves the graph as another state, and
-after the call is written into the user's own object, or into a new one where the model made one.
+A cache in a call becomes a `CacheState`: a pytree of its tensors, beside its form (classes, flags, which attributes are
+tensors). In capture the state becomes a cache again, which the model updates. What that cache then holds leaves the graph as
+another state; after the call it is written into the user's own object, or into a new one where the model made one.
 
 Numbers that grow with every token (`cumulative_length`) would be another graph each if they were baked in: they travel as
 the length of an empty tensor [n, 0], which is a symbol in the graph.
@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megafx.errors import CaptureError
+from megafx.ir.call_spec import leaf_name
 
 Form = tuple[Any, ...]  # ("tensor",), ("same",), ("number",), ("value", x), ("object", class, ((name, form), ...)), ...
 
@@ -58,16 +59,10 @@ pytree.register_pytree_node(
     CacheState,
     lambda s: (list(s.tensors.values()), (s.form, tuple(s.tensors))),
     lambda values, context: CacheState(context[0], dict(zip(context[1], values, strict=True))),
-    flatten_with_keys_fn=lambda s: (
-        [(CacheKey(k), v) for k, v in s.tensors.items()],
-        (s.form, tuple(s.tensors)),
-    ),
+    flatten_with_keys_fn=lambda s: ([(CacheKey(k), v) for k, v in s.tensors.items()], (s.form, tuple(s.tensors))),
 )
 pytree.register_pytree_node(
-    SameCache,
-    lambda s: ([], s.index),
-    lambda _, index: SameCache(index),
-    flatten_with_keys_fn=lambda s: ([], s.index),
+    SameCache, lambda s: ([], s.index), lambda _, index: SameCache(index), flatten_with_keys_fn=lambda s: ([], s.index)
 )
 pytree.register_pytree_node(
     Updated,
@@ -80,24 +75,13 @@ pytree.register_pytree_node(
 )
 
 
-def _is_cache_class(kind: Any) -> bool:
-    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers") for c in kind.__mro__)
+_PARTS = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")  # caches, and their layers
+_ONLY_REPLACE = ("DynamicLayer", "DynamicSlidingWindowLayer")  # updates make new tensors, so that none is copied first
 
 
-def is_cache(value: Any) -> bool:
+def is_cache(value: Any, bases: tuple[str, ...] = ("Cache",)) -> bool:
     """Whether a value is one of transformers' caches."""
-    return _is_cache_class(type(value))
-
-
-def _is_part_class(kind: Any) -> bool:
-    """Layers of caches, and caches inside of caches."""
-    bases = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
-    return any(c.__name__ in bases and c.__module__.startswith("transformers") for c in kind.__mro__)
-
-
-def _only_replaces(kind: Any) -> bool:
-    """Whether updates of a layer give new tensors and leave the old ones alone: then nothing needs to be copied first."""
-    return kind.__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
+    return any(c.__name__ in bases and c.__module__.startswith("transformers") for c in type(value).__mro__)
 
 
 # -- a call's caches
@@ -141,7 +125,7 @@ def _take_apart(value: Any, path: str, tensors: dict[str, torch.Tensor], inputs:
         return (type(value), *(_take_apart(v, f"{path}.{i}", tensors, inputs) for i, v in enumerate(value)))
     if isinstance(value, dict):
         return (dict, *((k, _take_apart(v, f"{path}.{k}", tensors, inputs)) for k, v in value.items()))
-    if _is_part_class(type(value)):
+    if is_cache(value, _PARTS):
         attributes = sorted(vars(value).items())
         prefix = f"{path}." if path else ""
         return ("object", type(value), *((k, _take_apart(v, prefix + k, tensors, inputs)) for k, v in attributes))
@@ -165,18 +149,18 @@ class Revived:
 
     def revive(self, tree: Any) -> Any:
         """Every state in a tree of arguments -> a cache."""
-        return pytree.tree_map(self._one, tree, is_leaf=lambda x: isinstance(x, CacheState))
 
-    def _one(self, value: Any) -> Any:
-        if not isinstance(value, CacheState):
-            return value
-        self.inputs += value.tensors.values()
-        live = _write(value.form, iter(value.tensors.values()), None, copies=True)
-        self.caches.append(live)
-        return live
+        def one(value: Any) -> Any:
+            if not isinstance(value, CacheState):
+                return value
+            self.inputs += value.tensors.values()
+            self.caches.append(_write(value.form, iter(value.tensors.values()), None, copies=True))
+            return self.caches[-1]
+
+        return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, CacheState))
 
     def result(self, returned: Any) -> Any:
-        """What leaves the graph: `returned`, with states for the caches in it, and beside it what the call's caches hold."""
+        """What leaves the graph: `returned` with states for the caches in it, and what the call's own caches hold."""
 
         def one(value: Any) -> Any:
             if not is_cache(value):
@@ -210,8 +194,10 @@ def give_back(result: Any, caches: Sequence[Any]) -> Any:
 
 
 def _write(form: Form, tensors: Iterator[torch.Tensor], old: Any, copies: bool = False) -> Any:
-    """What `form` says, in `old` itself where that is an object or list of this kind. copies: of tensors that layers change
-    in place."""
+    """The value that `form` describes, in `old` itself where that is an object or list of this kind.
+
+    copies: tensors that layers change in place are copied.
+    """
     kind, *rest = form
     if kind == "tensor":
         return next(tensors)
@@ -235,7 +221,7 @@ def _write(form: Form, tensors: Iterator[torch.Tensor], old: Any, copies: bool =
     new = old if type(old) is made else made.__new__(made)
     for name, of in attributes:
         value = _write(of, tensors, vars(new).get(name), copies)
-        if copies and isinstance(value, torch.Tensor) and not _only_replaces(made):
+        if copies and isinstance(value, torch.Tensor) and made.__name__ not in _ONLY_REPLACE:
             value = value.clone()
         vars(new)[name] = value
     return new
@@ -249,8 +235,6 @@ def growing_dims(tree: Any) -> dict[str, tuple[int, ...]]:
 
     Keys and values [batch, heads, sequence, head dim] of layers without a fixed length, and numbers.
     """
-    from megafx.ir.call_spec import leaf_name
-
     dims: dict[str, tuple[int, ...]] = {}
     paths, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, CacheState))
     for path, state in paths:

@@ -1,20 +1,19 @@
 """Checks of data that only raise or warn (`assert mask.all()`, `if labels.max() >= n: raise ...`) stay out of a graph.
 
 What such a check decides depends on values that capture does not have; apart from its error it changes nothing. So it is
-taken to pass, with a note. Any other decision that depends on data stays an error. The statement is found by the instruction of
-the user's frame that asks for the truth of a tensor: only a jump counts, not a call that happens to be in the same statement.
+taken to pass, with a note. Any other decision that depends on data stays an error. The check is found by the instruction of
+the user's frame that asks for the truth of a tensor: only a jump counts, not a call in the same statement.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dis
 import functools
 import linecache
 import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from collections.abc import Callable
+from types import FrameType
 
 from torch.fx.experimental.sym_node import SymNode
 
@@ -22,73 +21,54 @@ from megafx.errors import SourceLine
 from megafx.ir.source_lines import is_user_file
 
 _LOGGERS = ("logger", "logging", "warnings", "_logger", "log")
+_ASKS_IN_COMPARE = 16  # bit of COMPARE_OP's argument, from Python 3.13 on
 Place = tuple[int, int, int, int]  # line, end line, column, end column
 
 
-@contextlib.contextmanager
-def checks_left_out(note: Callable[[str], None]) -> Iterator[None]:
-    """Within: the truth of a traced value that depends on data is what lets such a check pass."""
-    decide = SymNode.guard_bool
+def passing_checks(decide: Callable[..., bool], note: Callable[[str], None]) -> Callable[..., bool]:
+    """A `SymNode.guard_bool` for which the truth of a value that depends on data is what lets such a check pass."""
 
     def guard_bool(self: SymNode, file: str, line: int) -> bool:
-        if not self.has_hint():
-            found = _passing(_asking())
-            if found is not None:
-                value, source = found
-                note(f"a check of values is not in the graph: {source}")
-                return value
-        return decide(self, file, line)
+        found = None if self.has_hint() else _check_asking()
+        if found is None:
+            return decide(self, file, line)
+        value, source = found
+        note(f"a check of values is not in the graph: {source}")
+        return value
 
-    SymNode.guard_bool = guard_bool  # type: ignore[method-assign]  # for the time of a trace
-    try:
-        yield
-    finally:
-        SymNode.guard_bool = decide  # type: ignore[method-assign]  # as it was
+    return guard_bool
 
 
-def _asking() -> tuple[FrameType, Place] | None:
-    """The nearest frame of the user's and where in it the value is made whose truth its current instruction asks for."""
+def _check_asking() -> tuple[bool, SourceLine] | None:
+    """(the truth with which it passes, its line) of the check that the user's code is making; None if it makes none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
-    made = None if frame is None else _makers(frame.f_code).get(frame.f_lasti)
-    if frame is None or made is None or None in made:
+    place = None if frame is None else _asked(frame)
+    if frame is None or place is None:
         return None
-    return frame, made  # type: ignore[return-value]  # no None among them: asked above
-
-
-@functools.lru_cache(maxsize=64)
-def _makers(code: CodeType) -> dict[int, tuple[int | None, ...]]:
-    """Offset of an instruction that asks for the truth of a value -> place of the expression that made the value."""
-    found: dict[int, tuple[int | None, ...]] = {}
-    before = None
-    for instruction in dis.get_instructions(code):
-        name = instruction.opname
-        if name in ("TO_BOOL", "UNARY_NOT") or "JUMP_IF" in name or "JUMP_FORWARD_IF" in name:
-            found[instruction.offset] = tuple(before.positions) if before and before.positions else (None,)
-        elif name == "COMPARE_OP" and "bool" in instruction.argrepr:  # Python 3.13 asks in the same instruction
-            found[instruction.offset] = tuple(instruction.positions or (None,))
-        before = instruction
-    return found
-
-
-def _passing(asking: tuple[FrameType, Place] | None) -> tuple[bool, SourceLine] | None:
-    """(truth of the value that is asked for, line) with which the check passes; None: it is no such check."""
-    if asking is None:
-        return None
-    frame, place = asking
     file, line = frame.f_code.co_filename, place[0]
     for statement in ast.walk(_tree(file)):
-        if isinstance(statement, ast.Assert):
-            wanted = True
-        elif isinstance(statement, ast.If) and _only_complains(statement.body):
-            wanted = False
-        else:
-            continue
-        value = _operand(statement.test, wanted, place)
-        if value is not None:
-            return value, SourceLine(file, line, linecache.getline(file, line).strip())
+        check = isinstance(statement, ast.If) and _only_complains(statement.body)
+        if isinstance(statement, ast.Assert) or check:
+            value = _operand(statement.test, isinstance(statement, ast.Assert), place)  # type: ignore[attr-defined]
+            if value is not None:
+                return value, SourceLine(file, line, linecache.getline(file, line).strip())
     return None
+
+
+def _asked(frame: FrameType) -> Place | None:
+    """Where the expression stands whose truth the frame's current instruction asks for; None if it asks for none."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    name = dis.opname[code[at]]
+    positions = list(frame.f_code.co_positions())
+    if name == "COMPARE_OP" and sys.version_info >= (3, 13) and code[at + 1] & _ASKS_IN_COMPARE:
+        place = positions[at // 2]
+    elif name in ("TO_BOOL", "UNARY_NOT") or "JUMP_IF" in name or "JUMP_FORWARD_IF" in name:
+        place = positions[at // 2 - 1]  # of the instruction before, which made the value
+    else:
+        return None
+    return None if None in place else place  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,20 +80,19 @@ def _tree(file: str) -> ast.Module:
 
 
 def _only_complains(body: list[ast.stmt]) -> bool:
-    """Whether the statements make a message at most, and raise it, warn of it or log it."""
+    """Whether the statements at most make a message, and raise, warn of or log it."""
+
+    def logs(statement: ast.stmt) -> bool:
+        called = getattr(getattr(statement, "value", None), "func", None)
+        owner = getattr(called, "value", None)
+        return isinstance(statement, ast.Expr) and isinstance(owner, ast.Name) and owner.id in _LOGGERS
+
     *before, last = body
-    return all(isinstance(s, ast.Assign) or _logs(s) for s in before) and (isinstance(last, ast.Raise) or _logs(last))
-
-
-def _logs(statement: ast.stmt) -> bool:
-    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
-        return False
-    called = statement.value.func
-    return isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id in _LOGGERS
+    return all(isinstance(s, ast.Assign) or logs(s) for s in before) and (isinstance(last, ast.Raise) or logs(last))
 
 
 def _operand(test: ast.expr, wanted: bool, place: Place) -> bool | None:
-    """What the operand of `not`, `and` and `or` at this place has to be for the test to be as wanted; None: it is not there."""
+    """What the operand of `not`, `and` and `or` at this place must be for the test to be as wanted; None: it is not there."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _operand(test.operand, not wanted, place)
     if isinstance(test, ast.BoolOp):

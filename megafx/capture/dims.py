@@ -12,10 +12,9 @@ import torch
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-# Sizes to trace with where the call does not fix them. Above every tensor-parallel degree times 2, so that no local size is
-# 0 or 1 (which torch.export specialises), and distinct, so that two dims are never taken for one.
-# Primes, so that no degree divides them: a size that holds for a divisible length alone would otherwise trace as if it
-# always held.
+# Sizes to trace with where the call does not fix them. Larger than twice every tensor-parallel degree, so that no local size is
+# 0 or 1 (which torch.export specialises); distinct, so that two dims are never taken for one; primes, so that no degree divides
+# them (what holds for divisible lengths alone would trace as if it always held).
 BATCH_HINT = 19
 SEQ_HINTS = (67, 53, 83, 113)
 
@@ -101,32 +100,34 @@ def name_dims(
     group_of: Callable[[str], str],
     growing: Mapping[str, tuple[int, ...]] | None = None,
 ) -> NamedDims:
-    """Name dims by role: dim 0 'batch', dim 1 of 2-D ids 'seq', and every dim of the same size at those positions.
+    """Name dims by role: dim 0 is 'batch', dim 1 of 2-D ids 'seq', and so is every dim of the same size at those positions.
 
     group_of(leaf name) keeps apart sequences whose lengths may be equal by accident (the two sides of an encoder-decoder).
-    growing: the tensors of a cache, and which of their dims are the tokens that it holds: 'past'. Beside a cache the length of
-    a single token is no symbol, and a mask over the cache and that token is as long as 'past' and one more.
+    growing: the tensors of a cache -> which of their dims count the tokens that it holds: 'past'. Beside a cache the length of
+    a single token is no symbol; a mask over the cache and that token is one longer than 'past'.
     """
     growing = growing or {}
-    cached = [(n, t) for n, t in tensors if n in growing]
     past: dict[int, str] = {}
-    for name, tensor in cached:
-        for d in growing[name]:
+    for name, tensor in tensors:
+        for d in growing.get(name, ()):
             past.setdefault(tensor.shape[d], f"past{len(past) + 1}" if past else "past")
     outside = [(n, t) for n, t in tensors if n not in growing]
-    batch = _batch_size(outside)
+    ids = [(n, t) for n, t in outside if _is_ids(t)]
+    choices = [(n, t) for n, t in outside if _is_choices(t)]
+    embedded = [(n, t) for n, t in outside if t.dim() == 3 and t.is_floating_point()]
+    by_dims = sorted((t for _, t in outside if t.dim()), key=lambda t: t.dim() == 1)  # 1-D ones last
+    batch = next((t.shape[0] for t in (*(t for _, t in ids), *by_dims)), -1)
     sequences: dict[tuple[int, str], str] = {}
-    carriers = _sequence_carriers(outside)
+    carriers = ids or choices or embedded
     if growing and any(t.shape[1] == 1 for _, t in carriers if t.dim() == 2):  # one token after a cache
         carriers = [(n, t) for n, t in carriers if t.shape[1] != 1 and t.shape[1] - 1 not in past]
     if len({group_of(name) for name, _ in carriers}) == 1:
         group_of = lambda name: ""  # noqa: E731  one side only: its length is 'seq'
     for name, tensor in carriers:
-        key = (tensor.shape[2 if _is_choices(tensor) else 1], group_of(name))
-        if key not in sequences:
-            role = key[1] or "seq"
-            number = 1 + sum(g == key[1] for _, g in sequences)
-            sequences[key] = role if number == 1 else f"{role}{number}"
+        size, group = tensor.shape[2 if _is_choices(tensor) else 1], group_of(name)
+        if (size, group) not in sequences:
+            number = 1 + sum(g == group for _, g in sequences)
+            sequences[size, group] = (group or "seq") + (str(number) if number > 1 else "")
 
     def sequence(size: int, group: str) -> str | None:
         return sequences.get((size, group)) or next((n for (s, _), n in sequences.items() if s == size), None)
@@ -147,15 +148,9 @@ def name_dims(
             dims = {0: str(sequence(shape[0], group)), 1: str(sequence(shape[1], group))}
         elif tensor.dim() >= 1 and shape[0] == batch:
             dims[0] = "batch"
-        if (
-            tensor.dim() in (2, 3)
-            and 1 not in dims
-            and not _is_choices(tensor)
-            and (found := sequence(shape[1], group))
-        ):
-            dims[1] = found
-        if _is_choices(tensor) and (found := sequence(shape[2], group)):
-            dims[2] = found
+        along = 2 if _is_choices(tensor) else 1
+        if tensor.dim() in (2, 3) and along not in dims and (found := sequence(shape[along], group)):
+            dims[along] = found
         if tensor.dim() >= 3 and square and (found := sequence(shape[-1], group)):
             dims[tensor.dim() - 1] = dims[tensor.dim() - 2] = found
         result.names.append(dims)
@@ -165,31 +160,18 @@ def name_dims(
     return result
 
 
-def _batch_size(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
-    """Dim 0 of the first 2-D integer tensor, else of the first tensor that has dims."""
-    ids = [t for _, t in tensors if _is_ids(t)]
-    rest = [t for _, t in tensors if t.dim() >= 2] or [t for _, t in tensors if t.dim() == 1]
-    return next((t.shape[0] for t in (*ids, *rest)), -1)
-
-
-def _sequence_carriers(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """2-D integer tensors (ids); without any, ids of several choices, or 3-D floating tensors (embedded tokens)."""
-    ids = [(n, t) for n, t in tensors if _is_ids(t)]
-    choices = [(n, t) for n, t in tensors if _is_choices(t)]
-    return ids or choices or [(n, t) for n, t in tensors if t.dim() == 3 and t.is_floating_point()]
-
-
-def _is_ids(tensor: torch.Tensor) -> bool:
+def _is_ids(tensor: torch.Tensor, dims: int = 2) -> bool:
     """[batch, sequence] of integers (a bool tensor may be a [sequence, sequence] mask)."""
-    return tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
+    return tensor.dim() == dims and tensor.dtype in (torch.int64, torch.int32)
 
 
 def _is_choices(tensor: torch.Tensor) -> bool:
     """[batch, choices, sequence] of ids."""
-    return tensor.dim() == 3 and tensor.dtype in (torch.int64, torch.int32)
+    return _is_ids(tensor, 3)
 
 
 def _choose_hints(dims: NamedDims, longest: int | None) -> None:
+    """The size of each name in the trace: at most the longest sequence that the model takes."""
     taken: set[int] = set()
     lengths = iter(SEQ_HINTS)
     for name, size in dims.user.items():
@@ -233,8 +215,8 @@ def suggested_fixes(message: str) -> Fixes | None:
 
 
 def plain_lists(tree: Any) -> Any:
-    """Lists in the place of states, of transformers' outputs and of every other node that is no list, tuple or dict: how
-    torch.export wants the dims of a node of a tree that it does not know."""
+    """The tree with lists for all nodes that are no list, tuple or dict (cache states, transformers' outputs): torch.export
+    wants the dims of a tree in this form."""
 
     def is_other(value: Any) -> bool:
         return type(value) in pytree.SUPPORTED_NODES and type(value) not in (list, tuple, dict)

@@ -36,7 +36,7 @@ _SELECT = (
 
 
 def translate(error: Exception, model: nn.Module) -> CaptureError:
-    """The CaptureError that stands for an exception raised while exporting."""
+    """The CaptureError for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
     if (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT):
@@ -99,15 +99,13 @@ def _where(error: BaseException, model: nn.Module) -> tuple[str | None, SourceLi
     frames: list[Any] = []
     seen: BaseException | None = error
     while seen is not None and not frames:
-        frames = [f for f in traceback.walk_tb(seen.__traceback__)]
+        frames = [*traceback.walk_tb(seen.__traceback__)]
         seen = seen.__cause__ or seen.__context__
     module: str | None = None
     source: SourceLine | None = None
     for frame, line in frames:
         file = frame.f_code.co_filename
-        owner = paths.get(id(frame.f_locals.get("self")))
-        if owner is not None:
-            module = owner
+        module = paths.get(id(frame.f_locals.get("self")), module)
         if is_user_file(file):
             source = SourceLine(file, line, linecache.getline(file, line).strip())
     return module, source

@@ -5,10 +5,9 @@
         which, rows = torch.where(mask[e].squeeze(0))
         out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, which, None])
 
-How often the loop runs depends on data, which a graph cannot follow. Here it runs over all indices that there may be, and what
-an iteration selects by a mask is selected by `mask & hit[e]`: of an index that was not hit no rows, so that what is computed
-from them and added to rows is nothing. Whatever else an iteration makes would come about without being hit: where it
-outlives the iteration, that is an error.
+How often the loop runs depends on data, which a graph cannot follow. Here it runs over all experts. What an iteration selects
+by a mask is selected by `mask & hit[e]`: for an expert that no token chose, no rows, so that nothing is computed from them and
+nothing added. Other results of an iteration would exist for such experts too: it is an error if the model uses them afterwards.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ FIX = (
 
 
 class _Iteration:
-    """What one iteration makes. rows: sizes of what it selects; made: id -> (tensor, whether only rows were added to it);
-    names: by id, the tensors that hold its index."""
+    """What one iteration makes. rows: the sizes of what it selects; made: id -> (tensor, whether only rows were added to it);
+    names: the tensors that hold its index, by id."""
 
     def __init__(self, index: int, hit: Tensor) -> None:
         self.index, self.hit = index, hit
@@ -52,20 +51,21 @@ class _Iteration:
         self.made: dict[int, tuple[Tensor, bool]] = {}
 
 
-class Hits(TorchFunctionMode):
-    """hits: id -> (indices that nonzero found, the mask that it was asked of); gone: what may not be used any more, by id."""
+class ExpertLoops(TorchFunctionMode):
+    """found: id -> (indices that nonzero found, the mask that it was asked of); gone: what may not be used any more, by id."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
         self.note = note
-        self.hits: dict[int, tuple[Tensor, Tensor]] = {}
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
         self.gone: dict[int, Tensor] = {}
         self.current: _Iteration | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _UNBINDS and self._runs_over_hits(args, kwargs):
-            return self._all_indices(*self.hits[id(args[0])])
+        over_rows = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) == 0 if func in _UNBINDS else False
+        if over_rows and id(args[0]) in self.found:
+            return self._all_indices(*self.found[id(args[0])])
         self.check((args, kwargs))
         if self.current is not None:
             if func in _NUMBERS and id(args[0]) in self.current.names:
@@ -76,9 +76,9 @@ class Hits(TorchFunctionMode):
             args = _with_number(func, _with_hit(func, args, self.current.hit), self.current)
         result = func(*args, **kwargs)
         if func in _FINDS and isinstance(result, Tensor) and args[0].dim() == 1:
-            self.hits[id(result)] = (result, args[0])
-        elif func in _RESHAPES and id(args[0]) in self.hits and result.dim() <= 2:
-            self.hits[id(result)] = (result, self.hits[id(args[0])][1])
+            self.found[id(result)] = (result, args[0])
+        elif func in _RESHAPES and id(args[0]) in self.found and result.dim() <= 2:
+            self.found[id(result)] = (result, self.found[id(args[0])][1])
         if self.current is not None:
             _record(self.current, func, args, result)
         return result
@@ -87,10 +87,6 @@ class Hits(TorchFunctionMode):
         """Raise where something that an iteration made is used after it."""
         if self.gone and any(id(value) in self.gone for value in tree_leaves(values)):
             raise _refused("its results are used after an iteration")
-
-    def _runs_over_hits(self, args: Any, kwargs: Any) -> bool:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        return id(args[0]) in self.hits and dim == 0
 
     def _all_indices(self, found: Tensor, mask: Tensor) -> Iterator[Tensor]:
         """An index after the other, in the shape that an element of `found` has."""
@@ -121,7 +117,7 @@ def _refused(why: str) -> CaptureError:
 
 
 def _check_write(func: Any, args: Any, iteration: _Iteration) -> None:
-    """Raise where a tensor of before the iteration is changed otherwise than in selected rows."""
+    """Raise where an iteration changes an older tensor otherwise than in selected rows."""
     name = getattr(func, "__name__", "")
     writes = func in _ADDS_IN_PLACE or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     if not writes or not args or not isinstance(args[0], Tensor) or id(args[0]) in iteration.made:
@@ -131,7 +127,7 @@ def _check_write(func: Any, args: Any, iteration: _Iteration) -> None:
 
 
 def _with_hit(func: Any, args: Any, hit: Tensor) -> Any:
-    """The arguments with masks that select nothing of an index which was not hit."""
+    """The arguments with masks that select nothing for an index that was not found."""
     if func in _SELECTS and len(args) == 1:
         mask = args[0]
         return ((mask if mask.dtype == torch.bool else mask != 0) & hit,)
@@ -139,14 +135,14 @@ def _with_hit(func: Any, args: Any, hit: Tensor) -> Any:
         return (args[0], args[1] & hit, *args[2:])
     if func in _INDEXES:
         index = args[1]
-        masked = [_and(i, hit) for i in index] if isinstance(index, tuple) else _and(index, hit)
-        return (args[0], tuple(masked) if isinstance(masked, list) else masked, *args[2:])
+        masked = tuple(_and(i, hit) for i in index) if isinstance(index, tuple) else _and(index, hit)
+        return (args[0], masked, *args[2:])
     return args
 
 
 def _with_number(func: Any, args: Any, iteration: _Iteration) -> Any:
-    """A part that the iteration's index selects is selected by number. Beyond the end, where nothing can have been hit (or
-    the model would fail), the last part is as good as any."""
+    """Select by number what the iteration's index selects. Beyond the end nothing can have been found (or the model would
+    fail): the last part is as good as any."""
     if func not in _INDEXES or id(args[1]) not in iteration.names or not isinstance(args[0].shape[0], int):
         return args
     number = min(iteration.index, args[0].shape[0] - 1)
@@ -158,13 +154,13 @@ def _and(index: Any, hit: Tensor) -> Any:
 
 
 def _symbols(value: Any) -> set[Any]:
-    """Sizes of a tensor that data decide: those without a hint."""
+    """The sizes of a tensor that data decides: they have no hint."""
     sizes: list[Any] = [n for n in value.shape if isinstance(n, torch.SymInt)] if isinstance(value, Tensor) else []
     return {s for n in sizes if not n.node.has_hint() for s in n.node.expr.free_symbols}
 
 
 def _selected(args: Any, iteration: _Iteration) -> bool:
-    """Whether there are rows of this iteration among the arguments."""
+    """Whether rows of this iteration are among the arguments."""
     return any(_symbols(a) & iteration.rows for a in tree_leaves(args))
 
 
@@ -179,7 +175,5 @@ def _record(iteration: _Iteration, func: Any, args: Any, result: Any) -> None:
         if id(value) in iteration.made or any(value is a for a in args[:1]):
             continue  # written in place
         into = args[0] if args and func in _ADDS else None
-        before = iteration.made.get(id(into), (into, True))[
-            1
-        ]  # what it adds to is of before the iteration, or was added to
+        _, before = iteration.made.get(id(into), (into, True))  # of before the iteration, or only rows were added to it
         iteration.made[id(value)] = (value, into is not None and before and _selected(args[1:], iteration))

@@ -17,6 +17,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -30,59 +31,18 @@ from torch.utils import _pytree as pytree
 
 from megafx.analysis.tables import read_table
 from megafx.capture.caches import Revived, growing_dims, states_for_caches
-from megafx.capture.checks import checks_left_out
 from megafx.capture.dims import NamedDims, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.errors import translate, unsupported_leaf
-from megafx.capture.expert_loops import Hits
-from megafx.capture.functions import own_gradients
+from megafx.capture.expert_loops import ExpertLoops
 from megafx.capture.huggingface import part_group, sequence_group
-from megafx.capture.prepare import conversions_refused, fake_like, prepared, target_device, without_hooks
+from megafx.capture.prepare import fake_like, prepared, target_device, without_hooks
 from megafx.capture.program import ROOT, drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
-from megafx.ir.data_sizes import naming_row_counts
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.sizes import Sizes
-from megafx.ir.source_lines import current_user_line
-
-# -- capture conditions
-#
-# What export assumed while it traced: of which sizes the graph is valid.
 
 _GREATEST = 2**31 - 1  # a dim without an upper bound
-
-
-def _shape_env(exported: ExportedProgram) -> Any:
-    return next(n.meta[VAL] for n in exported.graph.find_nodes(op="placeholder")).fake_mode.shape_env
-
-
-def conditions(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
-    """What export assumed of the sizes while it traced, over the symbols of the inputs. What it assumed of sizes that data
-    decides, ops check when they run."""
-    shape_env = _shape_env(exported)
-    assumed = [g.expr for g in shape_env.guards]
-    assumed += [a.expr for asserts in shape_env.deferred_runtime_asserts.values() for a in asserts]
-    known = [e for e in map(shape_env.replace, assumed) if not any(map(shape_env.is_unbacked_symint, e.free_symbols))]
-    return tuple(dict.fromkeys(e for e in known if e.free_symbols))
-
-
-def ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
-    """Sizes that the graph is valid for. A least size of 2 is export's assumption, not the model's: 1 is allowed."""
-    found, shape_env = {}, _shape_env(exported)
-    for symbol, bounds in exported.range_constraints.items():
-        if any(map(shape_env.is_unbacked_symint, symbol.free_symbols)):  # it may be a sum with a number, too
-            continue
-        least = int(bounds.lower) if bounds.lower.is_Integer else 0
-        greatest = int(bounds.upper) if bounds.upper.is_Integer else _GREATEST
-        found[symbol] = (least if least > 2 else 0, greatest)
-    return found
-
-
-def taken_for_granted() -> str:
-    """The note on a question whether data selects any rows, asked by the user's line that runs now."""
-    source = current_user_line()
-    where = f"{source}: " if source else ""
-    return f"{where}whether there are any rows is taken for granted; where there are none, the graph computes on none"
 
 
 def capture_call(
@@ -112,14 +72,31 @@ def capture_call(
     graph has no other parameters and buffers than those that it reads, under their names in the model, and no loss.
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
-    tree = call_tree(args, kwargs, loss_inputs)
     if loss_inputs and loss_fn is None:
         raise CaptureError("loss_inputs without a loss_fn", fix="pass loss_fn= to parallelize, or drop loss_inputs")
-    baked = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, frozenset(), eager, part).run()
+    tree = call_tree(args, kwargs, loss_inputs)
+    paths, in_spec = pytree.tree_flatten_with_path(tree)
+    leaves = [(leaf_name(path), value) for path, value in paths]
+    for name, value in leaves:
+        if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))):
+            raise unsupported_leaf(name, value)
+    module = model.get_submodule(part)
+    where = device or target_device(model, [value for _, value in leaves])
+    root = _Call(model, loss_fn, _part_forward(module) if part else forward)
+
+    def captured(varying: frozenset[str]) -> Program:
+        tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
+        dims = NamedDims([{} for _ in tensors])
+        if dynamic:
+            group_of = part_group if part else sequence_group(model)
+            dims = name_dims(tensors, max_length(module) or max_length(model), group_of, growing_dims(tree))
+        return _Capture(root, leaves, in_spec, dims, where, stand_ins or {}, varying, eager, part).run()
+
+    baked = captured(frozenset())
     if not varying:
         return baked
     try:
-        program = _Capture(model, tree, loss_fn, dynamic, device, forward, stand_ins or {}, varying, eager, part).run()
+        program = captured(varying)
     except CaptureError as error:
         reason = error.found
     else:
@@ -132,21 +109,19 @@ def capture_call(
 
 
 def _result_types(program: Program) -> list[Any]:
-    """What tells whether a number given as a tensor was taken for something else (an index, say)."""
+    """Equal for two captures unless a number, given as a tensor, was taken for something else (an index, say)."""
     values = [n.meta[VAL] for n in program.output_node().all_input_nodes]
     return [(str(v.shape), v.dtype) if isinstance(v, torch.Tensor) else str(v) for v in values]
 
 
 class _Call(nn.Module):
-    """What is exported: the user's call, with his loss on top, under the autocast state that he calls it in."""
+    """The exported module: the user's call plus loss_fn, under the caller's autocast state."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any] | None, forward: Callable[..., Any] | None
     ) -> None:
         super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.training = model.training
+        self.model, self.loss_fn, self.training = model, loss_fn, model.training
         self.call = forward if forward is not None else type(model).__call__
         self.autocast = ambient_autocast()
         self.note: Callable[[str], None] = lambda text: None
@@ -155,69 +130,62 @@ class _Call(nn.Module):
         with contextlib.ExitStack() as stack:
             for context in self.autocast:
                 stack.enter_context(torch.autocast(**context))
-            hits = stack.enter_context(Hits(self.note))
+            loops = stack.enter_context(ExpertLoops(self.note))
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             caches = Revived()
             args, kwargs = caches.revive((args, kwargs))
             output = self.call(self.model, *args, **kwargs)
-            _write_back(buffers)
-            _register_outputs(output)
+            for module, name, old in buffers:
+                new = module._buffers.get(name)
+                if new is not None and new is not old:  # `self.mean = ...` is written in place, as graphs record it
+                    with torch.no_grad():
+                        old.copy_(new)
+                    module._buffers[name] = old
+            kind = type(output)
+            if hasattr(kind, "__dataclass_fields__") and kind not in pytree.SUPPORTED_NODES:
+                pytree.register_dataclass(kind)  # so that export can flatten it
             result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
-            hits.check(result)
+            loops.check(result)
             return caches.result(result)
 
 
+def _part_forward(module: nn.Module) -> Callable[..., Any]:
+    """forward(model, ...) that calls this submodule of it."""
+
+    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with without_hooks(module):
+            return module(*args, **kwargs)
+
+    return forward
+
+
+@dataclass
 class _Capture:
-    """One capture: the call's leaves, the attempts at exporting it, and the making of the Program."""
+    """One capture: the call's leaves by name, the attempts at exporting it, and the making of the Program."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tree: Any,
-        loss_fn: Callable[..., Any] | None,
-        dynamic: bool,
-        device: torch.device | None,
-        forward: Callable[..., Any] | None,
-        stand_ins: Mapping[str, torch.Tensor],
-        varying: frozenset[str],
-        eager: Sequence[str],
-        part: str,
-    ) -> None:
-        self.model, self.stand_ins, self.varying, self.eager, self.part = model, stand_ins, varying, eager, part
-        module = model.get_submodule(part)
-        self.eager_notes: dict[str, str] = {}
-        paths, self.in_spec = pytree.tree_flatten_with_path(tree)
-        self.names = [leaf_name(path) for path, _ in paths]
-        self.leaves = [value for _, value in paths]
-        for name, value in zip(self.names, self.leaves, strict=True):
-            if not (
-                value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))
-            ):
-                raise unsupported_leaf(name, value)
-        self.device = device or target_device(model, self.leaves)
-        self.root = _Call(model, loss_fn, _part_forward(module) if part else forward)
-        self.notes: list[str] = []
-        tensors = [(n, v) for n, v in zip(self.names, self.leaves, strict=True) if isinstance(v, torch.Tensor)]
-        if dynamic:
-            group_of = part_group if part else sequence_group(model)
-            self.dims = name_dims(tensors, max_length(module) or max_length(model), group_of, growing_dims(tree))
-        else:
-            self.dims = NamedDims([{} for _ in tensors])
-
-    # -- exporting
+    root: _Call
+    leaves: list[tuple[str, Any]]
+    in_spec: pytree.TreeSpec
+    dims: NamedDims
+    device: torch.device
+    stand_ins: Mapping[str, torch.Tensor]
+    varying: frozenset[str]
+    eager: Sequence[str]
+    part: str
+    notes: list[str] = field(default_factory=list)
+    eager_notes: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Program:
         exported, sizes = self._export()
         program = self._program(exported, sizes)
-        program.table = functools.cache(lambda name: read_table(self.model.get_buffer(name)))
+        program.table = functools.cache(lambda name: read_table(self.root.model.get_buffer(name)))
         for message in dict.fromkeys(self.notes):
             program.note("capture", message)
-        program.notes += [Note("eager", text, fqn) for fqn, text in self.eager_notes.items()]
+        inside = f"{self.part}." if self.part else ""
+        program.notes += [Note("eager", t, fqn) for fqn, t in self.eager_notes.items() if f"{fqn}.".startswith(inside)]
         return program
 
-    def _note_eager(self, text: str, fqn: str) -> None:
-        if not self.part or f"{fqn}.".startswith(f"{self.part}."):
-            self.eager_notes[fqn] = text
+    # -- exporting
 
     def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
         """The first attempt that works and that serves the call at hand.
@@ -226,13 +194,8 @@ class _Capture:
         the conditions on them that export cannot prove left to be checked at each call; at last each dim on its own.
         """
         user = {name: max(size, 2) for name, size in self.dims.user.items()}
-        plan = [
-            (self.dims.hints, "named"),
-            (self.dims.hints, "deferred"),
-            (user, "named"),
-            (user, "deferred"),
-            (user, "automatic"),
-        ]
+        plan = [(self.dims.hints, "named"), (self.dims.hints, "deferred")]
+        plan += [(user, "named"), (user, "deferred"), (user, "automatic")]
         if not self.dims.user:
             plan = [({}, "named")]
         failures: list[Exception] = []
@@ -248,14 +211,14 @@ class _Capture:
                 raise
             except Exception as error:
                 failures.append(error)
-                if _is_about_data(error):
-                    break
+                if "GuardOnDataDependent" in type(error).__name__ or "data-dependent" in str(error):
+                    break  # no other choice of sizes helps
                 continue
             if sizes == user or self._serves(exported):
                 return exported, sizes
         # The model's own error says more than export's complaint about the dims that we asked for.
         telling = [e for e in failures if not _violates_constraints(e)] or failures
-        raise translate(telling[-1], self.model) from None
+        raise translate(telling[-1], self.root.model) from None
 
     def _attempt_with_fixes(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
         """Export; where it tells the bound of a dim (`assert t <= block_size`), or that it is a constant, once more so."""
@@ -272,27 +235,24 @@ class _Capture:
         bound: dict[sympy.Symbol, int] = {}
         users = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
-        for spec, leaf in zip(users, self.leaves, strict=True):
+        for spec, (_, leaf) in zip(users, self.leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 for want, size in zip(nodes[spec.arg.name].meta[VAL].shape, leaf.shape, strict=True):
                     if isinstance(want, torch.SymInt) and isinstance(want.node.expr, sympy.Symbol):
                         bound[want.node.expr] = size
-        return violated(conditions(exported), bound) is None and all(
-            least <= bound.get(s, least) <= greatest for s, (least, greatest) in ranges(exported).items()
+        return violated(_conditions(exported), bound) is None and all(
+            least <= bound.get(s, least) <= greatest for s, (least, greatest) in _ranges(exported).items()
         )
 
     def _attempt(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
         notes: list[str] = []
         self.root.note = notes.append
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+        told = lambda text, fqn: self.eager_notes.update({fqn: text})  # noqa: E731
         with (
             _without_ambient_modes(),
-            prepared(self.model, fake_mode, self.device, self.stand_ins, notes.append, self.eager, self._note_eager),
+            prepared(self.root.model, fake_mode, self.device, self.stand_ins, notes.append, self.eager, told),
             _quiet(notes.append),
-            checks_left_out(notes.append),
-            own_gradients(notes.append),
-            conversions_refused(self.model),
-            naming_row_counts(lambda: notes.append(taken_for_granted())),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)
             exported = torch.export.export(
@@ -305,21 +265,25 @@ class _Capture:
         self.notes += notes
         return exported
 
+    def _enters(self, name: str, value: Any) -> bool:
+        """Whether a leaf is an input of the graph: a tensor, or a number that varies."""
+        return isinstance(value, torch.Tensor) or (name in self.varying and isinstance(value, (int, float)))
+
     def _fake_call(self, fake_mode: FakeTensorMode, sizes: dict[str, int], mode: str) -> tuple[Any, Any]:
         """The call on fakes of these sizes, and its dynamic_shapes."""
-        specs = iter(self.dims.specs(automatic=mode == "automatic"))
+        specs = enumerate(self.dims.specs(automatic=mode == "automatic"))
         leaves: list[Any] = []
         dynamic: list[Any] = []
-        index = 0
-        for name, value in zip(self.names, self.leaves, strict=True):
+        for name, value in self.leaves:
             if isinstance(value, torch.Tensor):
+                index, spec = next(specs)
                 shape = self.dims.shape(index, value, sizes)
                 leaves.append(fake_like(value, fake_mode, self.device, keep=value, shape=shape))
-                dynamic.append(next(specs))
-                index += 1
-            elif name in self.varying and _is_number(value):
+                dynamic.append(spec)
+            elif self._enters(name, value):
+                dtype = {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)
                 with fake_mode:
-                    leaves.append(torch.empty((), dtype=_scalar_dtype(value), device=self.device))
+                    leaves.append(torch.empty((), dtype=dtype, device=self.device))
                 dynamic.append({})
             else:
                 leaves.append(value)
@@ -329,18 +293,18 @@ class _Capture:
     # -- the Program
 
     def _program(self, exported: ExportedProgram, sizes: dict[str, int]) -> Program:
-        gm = exported.graph_module
+        gm, spec = exported.graph_module, exported.call_spec.out_spec
+        assert spec is not None
         fake_mode = next(n.meta[VAL] for n in gm.graph.find_nodes(op="placeholder")).fake_mode
         mark_nodes(gm)
-        inputs, constants = name_inputs(exported, self.model, self._tensor_names())
+        entering = [name for name, value in self.leaves if self._enters(name, value)]
+        inputs, constants = name_inputs(exported, self.root.model, entering)
         outputs, out_leaves = name_outputs(exported, gm.graph)
-        program = Program(gm, inputs, outputs, Sizes(), fake_mode, exported.call_spec.out_spec, constants)
-        self._name_symbols(program, sizes)
-        spec = exported.call_spec.out_spec
-        assert spec is not None
-        program.call = CallSpec(
-            self.in_spec, self._call_leaves(program), spec, out_leaves, ranges(exported), conditions(exported)
-        )
+        program = Program(gm, inputs, outputs, Sizes(), fake_mode, spec, constants)
+        values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}
+        self._name_symbols(program, values, sizes)
+        leaves = tuple(_leaf(name, value, values.get(name)) for name, value in self.leaves)
+        program.call = CallSpec(self.in_spec, leaves, spec, out_leaves, _ranges(exported), _conditions(exported))
         if self.part:
             drop_unread(program)
         else:
@@ -350,17 +314,9 @@ class _Capture:
         gm.recompile()
         return program
 
-    def _tensor_names(self) -> list[str]:
-        pairs = zip(self.names, self.leaves, strict=True)
-        return [n for n, v in pairs if isinstance(v, torch.Tensor) or (n in self.varying and _is_number(v))]
-
-    def _user_values(self, program: Program) -> dict[str, torch.Tensor]:
-        return {spec.name: node.meta[VAL] for node, spec in program.input_nodes() if spec.kind == "user"}
-
-    def _name_symbols(self, program: Program, sizes: dict[str, int]) -> None:
+    def _name_symbols(self, program: Program, values: Mapping[str, torch.Tensor], sizes: dict[str, int]) -> None:
         """Fill `sizes.symbols` and the default workload; note each dim that export made static."""
-        values = self._user_values(program)
-        names = [n for n, v in zip(self.names, self.leaves, strict=True) if isinstance(v, torch.Tensor)]
+        names = [name for name, value in self.leaves if isinstance(value, torch.Tensor)]
         for name, dims in zip(names, self.dims.names, strict=True):
             for dim, dim_name in dims.items():
                 size = values[name].shape[dim]
@@ -373,56 +329,50 @@ class _Capture:
                     program.sizes.symbols.setdefault(dim_name, size.node.expr)
                     program.sizes.workload_of.setdefault(size.node.expr, sizes[dim_name])
 
-    def _call_leaves(self, program: Program) -> tuple[Leaf, ...]:
-        values = self._user_values(program)
-        leaves = []
-        for name, value in zip(self.names, self.leaves, strict=True):
-            if isinstance(value, torch.Tensor):
-                dims = tuple(sympy.sympify(s) if isinstance(s, int) else s.node.expr for s in values[name].shape)
-                leaves.append(Leaf(name, True, value.dtype, dims))
-            elif name in values:
-                leaves.append(Leaf(name, True, values[name].dtype, scalar=True))
-            else:
-                leaves.append(Leaf(name, False, value=value))
-        return tuple(leaves)
+
+def _leaf(name: str, value: Any, traced: torch.Tensor | None) -> Leaf:
+    """How a leaf of the call enters the graph: as a tensor of these dims, a number that varies, or a constant."""
+    if isinstance(value, torch.Tensor):
+        assert traced is not None
+        dims = tuple(sympy.sympify(s) if isinstance(s, int) else s.node.expr for s in traced.shape)
+        return Leaf(name, True, value.dtype, dims)
+    return Leaf(name, False, value=value) if traced is None else Leaf(name, True, traced.dtype, scalar=True)
 
 
-# -- calling the export
+# -- of which sizes the graph is valid
 
 
-def _part_forward(module: nn.Module) -> Callable[..., Any]:
-    """forward(model, ...) that calls this submodule of it."""
-
-    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with without_hooks(module):
-            return module(*args, **kwargs)
-
-    return forward
+def _shape_env(exported: ExportedProgram) -> Any:
+    return next(n.meta[VAL] for n in exported.graph.find_nodes(op="placeholder")).fake_mode.shape_env
 
 
-def _scalar_dtype(value: int | float) -> torch.dtype:
-    return {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)
+def _conditions(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
+    """What export assumed of the sizes of the inputs while it traced. What it assumed of sizes that data decides, ops check
+    when they run."""
+    shape_env = _shape_env(exported)
+    assumed = [g.expr for g in shape_env.guards]
+    assumed += [a.expr for asserts in shape_env.deferred_runtime_asserts.values() for a in asserts]
+    known = [e for e in map(shape_env.replace, assumed) if not any(map(shape_env.is_unbacked_symint, e.free_symbols))]
+    return tuple(dict.fromkeys(e for e in known if e.free_symbols))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
+def _ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
+    """Sizes that the graph is valid for. A least size of 2 is export's assumption, not the model's: 1 is allowed."""
+    found, shape_env = {}, _shape_env(exported)
+    for symbol, bounds in exported.range_constraints.items():
+        if any(map(shape_env.is_unbacked_symint, symbol.free_symbols)):  # it may be a sum with a number, too
+            continue
+        least = int(bounds.lower) if bounds.lower.is_Integer else 0
+        greatest = int(bounds.upper) if bounds.upper.is_Integer else _GREATEST
+        found[symbol] = (least if least > 2 else 0, greatest)
+    return found
 
 
-def _write_back(buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
-    """A buffer that forward replaced (`self.mean = ...`) is written in place instead, which the graph records."""
-    for module, name, old in buffers:
-        new = module._buffers.get(name)
-        if new is not None and new is not old:
-            with torch.no_grad():
-                old.copy_(new)
-            module._buffers[name] = old
+def _violates_constraints(error: Exception) -> bool:
+    return "Constraints violated" in str(error)
 
 
-def _register_outputs(output: Any) -> None:
-    """Dataclass outputs that nobody registered become pytrees, so that export can flatten them."""
-    kind = type(output)
-    if hasattr(kind, "__dataclass_fields__") and kind not in pytree.SUPPORTED_NODES:
-        pytree.register_dataclass(kind)
+# -- while it is exported
 
 
 @contextlib.contextmanager
@@ -462,12 +412,3 @@ def _quiet(note: Callable[[str], None]) -> Iterator[None]:
             note(
                 f"forward stores a tensor in {names}: a captured graph does not (register it as a buffer, or return it)"
             )
-
-
-def _is_about_data(error: Exception) -> bool:
-    """No other choice of sizes helps against code that depends on the data of a tensor."""
-    return "GuardOnDataDependent" in type(error).__name__ or "data-dependent" in str(error)
-
-
-def _violates_constraints(error: Exception) -> bool:
-    return "Constraints violated" in str(error)

@@ -2,16 +2,15 @@
 
 A trace holds the operations of `forward`, and a graph differentiates those. Where `backward` computes the same (a hand-written
 GeLU), nothing is lost: both are run on made-up numbers of all magnitudes and compared. Where it does not (straight-through
-estimators, bounded or scaled gradients), the function stays what it is: each call is one node that runs the function's own
-code, forward and backward, on whole tensors on every rank (`eager_modules`), with a note.
+estimators, bounded or scaled gradients), the function stays as it is: each call is one node that runs the function's own
+code, forward and backward, on whole tensors on every rank (as `eager_modules` do), with a note.
 
-`torch.utils.checkpoint` is such a Function too (use_reentrant=True), or hooks on what autograd keeps: what it is given is
-traced as if called directly, with a note. A graph recomputes nothing because of it.
+`torch.utils.checkpoint` is such a Function too (use_reentrant=True), or hooks on what autograd keeps. The function that it is
+given is traced as if called directly, with a note: a graph recomputes nothing because of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +33,7 @@ KEPT = (
     "(recompute_activation_func). Less memory take sequence_parallel=True, more tensor-parallel ranks, smaller batches of "
     'which gradients are accumulated, and data_parallel="fsdp"'
 )
+_NO_CHECKPOINTING = f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}"
 _modules: dict[type[Function], nn.Module] = {}  # graphs hold weak references
 
 
@@ -48,19 +48,20 @@ class _Applied(nn.Module):
         return self.function.apply(*args)
 
 
-@contextlib.contextmanager
-def own_gradients(note: Callable[[str], None]) -> Iterator[None]:
-    """Within: calls of Functions whose gradient is not that of their forward are nodes of what is traced."""
+def apply_of_capture(note: Callable[[str], None]) -> Any:
+    """A `Function.apply` for which calls whose gradient is not that of their forward are nodes of what is traced."""
     busy = False
 
     def apply(cls: type[Function], *args: Any) -> Any:
         nonlocal busy
         plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]  # as if defined in its class
         if cls is checkpoint.CheckpointFunction:
-            note(f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}")
+            note(_NO_CHECKPOINTING)
             function, _, *given = args
             return function(*given)
-        if busy or cls.__module__.startswith(_OURS) or not _differentiated(args):
+        tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if busy or cls.__module__.startswith(_OURS) or not differentiated:
             return plain(*args)
         busy = True
         try:
@@ -81,23 +82,17 @@ def own_gradients(note: Callable[[str], None]) -> Iterator[None]:
         finally:
             busy = False
 
-    def without_hooks(*args: Any) -> Iterator[None]:
-        note(f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}")
+    return classmethod(apply)
+
+
+def checkpointing_of_capture(note: Callable[[str], None]) -> Callable[..., Iterator[None]]:
+    """What runs round a checkpointed function (use_reentrant=False): nothing."""
+
+    def generator(*args: Any) -> Iterator[None]:
+        note(_NO_CHECKPOINTING)
         yield
 
-    base: Any = _SingleLevelFunction  # below `Function`, whose bound `apply` models may hold
-    base.apply = classmethod(apply)
-    generator = checkpoint._checkpoint_without_reentrant_generator  # what runs round the function if not reentrant
-    checkpoint._checkpoint_without_reentrant_generator = without_hooks  # type: ignore[assignment]  # for the time of a trace
-    try:
-        yield
-    finally:
-        del base.apply
-        checkpoint._checkpoint_without_reentrant_generator = generator
-
-
-def _differentiated(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
+    return generator
 
 
 def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
@@ -117,19 +112,15 @@ def same_gradient(function: type[Function], args: tuple[Any, ...]) -> bool:
                     filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
                     output = call(*pytree.tree_unflatten(filled, spec))
                     found.append(_gradients(output, inputs, [x.requires_grad for x in tensors]))
-                if not all(map(_close, *found)):
-                    return False
+                for a, b in zip(*found, strict=True):  # with some room where a derivative goes through zero
+                    typical = float(b.abs().nanmedian()) if b.numel() else 0.0
+                    if not torch.allclose(a, b, rtol=RTOL, atol=0.1 * RTOL * typical, equal_nan=True):
+                        return False
     except Exception:  # what cannot be run twice like this is left as it is
         return False
     finally:
         torch.set_rng_state(state)
     return True
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Element by element, with some room where a derivative goes through zero."""
-    typical = float(b.abs().nanmedian()) if b.numel() else 0.0
-    return torch.allclose(a, b, rtol=RTOL, atol=0.1 * RTOL * typical, equal_nan=True)
 
 
 def _spread(x: Tensor, spread: float, seed: int) -> Tensor:
@@ -151,7 +142,7 @@ def _forward(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 class _Context(FunctionCtx):
-    """Takes what a forward puts aside."""
+    """Takes what a forward saves for backward."""
 
     needs_input_grad: tuple[bool, ...] = ()
 

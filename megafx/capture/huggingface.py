@@ -1,16 +1,20 @@
-"""Hugging Face attention while a model is captured: masks that are causal, windows or padding are not made.
+"""Hugging Face models: their attention while a model is captured, and inputs so that no example is needed.
 
-    with attention_of_capture(): ...        # transformers' "sdpa" attention and mask functions are ours
+ATTENTION. transformers makes a [b, 1, s, t] mask when it is traced, which shuts out the flash kernels. While a model is
+captured, the mask function returns that same mask with a tag that says what it is (`Shape`). If the model hands it to attention
+untouched, attention is megafx.attention by the tag, and the mask is dead code. A mask that the model has changed, or whose
+function is not known, has no tag: it is captured as transformers has it.
 
-transformers makes a [b, 1, s, t] mask when it is traced, which shuts out the flash kernels. Here the mask function returns
-that same mask with a tag that says what it is (`Shape`); if the model hands it to attention untouched, attention is
-megafx.attention (or torch's, where that does) by the tag, and the mask is dead code. A mask that the model has changed, or
-whose function is not known, has no tag: then all is as transformers has it. Does not import transformers before it is used.
+(Reading the masks from the graph, as describe_masks does for other models, was tried in place of tags: beside any mask
+transformers repeats keys and values for groups of query heads, and it refuses soft-capped scores.)
+
+INPUTS (`synthesize_inputs`) are made from the model's signature and config.
+
+Nothing here imports transformers before it is used.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -20,10 +24,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from megafx.errors import CaptureError, UsageError
+from megafx.errors import CaptureError
 
 _TAG = "_megafx_shape"
-_NAME = "sdpa"
+_SAME_STEPS = ("unsqueeze", "expand", "view", "reshape", "clone", "to", "_to_copy", "detach", "alias", "add")
 
 
 class Shape(NamedTuple):
@@ -34,54 +38,38 @@ class Shape(NamedTuple):
     padding: Tensor | None
 
 
-@contextlib.contextmanager
-def attention_of_capture() -> Iterator[None]:
-    """Replaces the entries "sdpa" of transformers' registries, and puts them back."""
+def attention_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """(object, or registry's dict; name; old -> new) of what transformers has for "sdpa" attention, masks and packing."""
     try:
         from transformers import masking_utils
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attentions
     except ImportError:  # no transformers, or one without these interfaces: its models are captured as they are
-        yield
         return
-    old_mask, old_attention = masks[_NAME], attentions[_NAME]
-    old_packed = getattr(masking_utils, "find_packed_sequence_indices", None)
-    masks[_NAME], attentions[_NAME] = _mask_function(old_mask), _attention_function(old_attention)
-    if old_packed is not None:
-        masking_utils.find_packed_sequence_indices = _packed_function(old_packed)
-    try:
-        yield
-    finally:
-        if old_packed is not None:
-            masking_utils.find_packed_sequence_indices = old_packed
-        for registry, old in ((masks, old_mask), (attentions, old_attention)):
-            del registry[_NAME]  # the local entry: the library's own shows again
-            if registry[_NAME] is not old:
-                registry[_NAME] = old
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    yield masks._local_mapping, "sdpa", lambda old: _tagging(old or masks["sdpa"])
+    yield attentions._local_mapping, "sdpa", lambda old: _attention_by_tag(old or attentions["sdpa"])
+    if hasattr(masking_utils, "find_packed_sequence_indices"):
+        yield masking_utils, "find_packed_sequence_indices", _packing_of_others
 
 
-def _mask_function(original: Callable[..., Any]) -> Callable[..., Any]:
+def _tagging(original: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        if isinstance(made, Tensor) and not args:
-            shape = _shape_of(made, kwargs)
-            if shape is not None:
-                setattr(made, _TAG, shape)
+        shape = _shape_of(made, kwargs) if isinstance(made, Tensor) and not args else None
+        if shape is not None:
+            setattr(made, _TAG, shape)
         return made
 
     return mask
 
 
 def _shape_of(made: Tensor, kwargs: dict[str, Any]) -> Shape | None:
-    """The arguments of transformers' mask functions -> what the mask is; None where that cannot be told."""
-    seen = _seen_by(kwargs.get("mask_function"))
-    padding = kwargs.get("attention_mask")
+    """What a mask is, by the arguments of the function that made it; None where that cannot be told."""
+    seen, padding = _seen_by(kwargs.get("mask_function")), kwargs.get("attention_mask")
     at_zero = all(isinstance(kwargs.get(k, 0), int) and kwargs.get(k, 0) == 0 for k in ("q_offset", "kv_offset"))
     if seen is None or not at_zero or made.dim() != 4:
         return None
-    if padding is not None and (padding.dim() != 2 or padding.dtype != torch.bool):
-        return None
-    if padding is not None and padding.shape[1] != made.shape[3]:
+    if padding is not None and (padding.dim() != 2 or padding.dtype != torch.bool or padding.shape[1] != made.shape[3]):
         return None
     return Shape(*seen, padding)
 
@@ -107,16 +95,17 @@ def _seen_by(function: Any) -> tuple[bool, int] | None:
     return None
 
 
-_SAME_STEPS = ("unsqueeze", "expand", "view", "reshape", "clone", "to", "_to_copy", "detach", "alias", "add")
+def _cell(function: Any, maker: str, variable: str) -> Any:
+    """A variable that a function which `maker` returned has closed over."""
+    if not getattr(function, "__qualname__", "").startswith(f"{maker}.<locals>"):
+        return None
+    names = function.__code__.co_freevars
+    return function.__closure__[names.index(variable)].cell_contents if variable in names else None
 
 
-def _packed_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Positions 0, 1, 2, ... are one sequence a row. transformers sees that by their values, which a trace has not."""
-
-    def packed(position_ids: Tensor) -> Any:
-        return None if _counts(position_ids) else original(position_ids)
-
-    return packed
+def _packing_of_others(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Positions 0, 1, 2, ... are one sequence a row. transformers sees that by their values, which a trace does not have."""
+    return lambda position_ids: None if _counts(position_ids) else original(position_ids)
 
 
 def _counts(position_ids: Tensor) -> bool:
@@ -133,28 +122,12 @@ def _counts(position_ids: Tensor) -> bool:
     return False
 
 
-def _cell(function: Any, maker: str, variable: str) -> Any:
-    """A variable that a function which `maker` returned has closed over."""
-    if not getattr(function, "__qualname__", "").startswith(f"{maker}.<locals>"):
-        return None
-    names = function.__code__.co_freevars
-    return function.__closure__[names.index(variable)].cell_contents if variable in names else None
-
-
-def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
+def _attention_by_tag(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        position_bias: Tensor | None = None,
-        softcap: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+        scaling: float | None = None, is_causal: bool | None = None, position_bias: Tensor | None = None,
+        softcap: float | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         shape: Shape | None = getattr(attention_mask, _TAG, None)
         if shape is None and attention_mask is None and (position_bias is not None or softcap):
             given = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -170,33 +143,19 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
         if position_bias is not None:
             mask = position_bias
             if shape.padding is not None:
-                hidden = torch.finfo(position_bias.dtype).min
-                key_mask = torch.zeros_like(shape.padding, dtype=position_bias.dtype).masked_fill(
-                    ~shape.padding, hidden
-                )
-        scale = scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1])
-        rest: tuple[Any, ...] = (
-            key_mask,
-            None,
-            float(scale),
-            shape.causal,
-            shape.window,
-            float(softcap or 0.0),
-            float(dropout),
-            -1,
-            -1,
-            [],
-            "tp",
+                zeros = torch.zeros_like(shape.padding, dtype=position_bias.dtype)
+                key_mask = zeros.masked_fill(~shape.padding, torch.finfo(position_bias.dtype).min)
+        scale = float(scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1]))
+        drawn = (float(dropout), -1, -1, [], "tp")
+        out = torch.ops.megafx.attention(
+            query, key, value, mask, key_mask, None, scale, shape.causal, shape.window, float(softcap or 0.0), *drawn
         )
-        out = torch.ops.megafx.attention(query, key, value, mask, *rest)
         return out.transpose(1, 2).contiguous(), None
 
     return attention
 
 
-# -- hf
-#
-# Hugging Face models: inputs made from signature and config, so that no example is needed. Does not import transformers.
+# -- inputs
 
 BATCH, SEQ, TARGET_SEQ = 2, 64, 48  # trace sizes, never the workload; the two sides of an encoder-decoder differ
 
@@ -218,30 +177,8 @@ def sequence_group(model: nn.Module) -> Callable[[str], str]:
 
 
 def part_group(name: str) -> str:
-    """As `sequence_group`'s, for a direct call of a submodule: what a decoder gets of the encoder is apart."""
+    """The same for a direct call of a submodule: 'memory' for what a decoder gets of the encoder, '' otherwise."""
     return "memory" if "encoder_" in name and "decoder_" not in name else ""
-
-
-def check_generation(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a `generate()` that transformers gets wrong: chunks of a decoder's prompt beside a mask of the encoder's tokens.
-
-    It cuts `attention_mask` to the length of each chunk, whichever side that mask is of.
-    """
-    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-    size = kwargs.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
-    if size is None or not is_encoder_decoder(model) or getattr(model, "main_input_name", "") != "input_ids":
-        return
-    pad = kwargs.get("pad_token_id", getattr(config, "pad_token_id", None))
-    ids = next(
-        (x for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if isinstance(x, torch.Tensor)), None
-    )
-    padded = isinstance(pad, int) and ids is not None and bool((ids == pad).any())  # generate makes a mask of it
-    if kwargs.get("attention_mask") is not None or padded:
-        raise UsageError(
-            f"generate(prefill_chunk_size={size}) of a model with an encoder, with padding or an attention_mask: transformers "
-            f"cuts that mask, which is of the encoder's tokens, to the length of each chunk of the decoder's",
-            fix="leave out prefill_chunk_size: only the decoder's prompt would be split",
-        )
 
 
 def synthesize_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
@@ -270,9 +207,14 @@ class _Inputs:
     def make(self) -> dict[str, torch.Tensor]:
         main = getattr(self.model, "main_input_name", "input_ids")
         if main == "pixel_values" or (self.takes("pixel_values") and self.takes("input_ids")):
-            self.pixels()
-        if main == "input_features":
-            self.features()
+            size = getattr(self.vision, "image_size", 224)
+            height, width = (size, size) if isinstance(size, int) else tuple(size)
+            self.kwargs["pixel_values"] = _floats(BATCH, getattr(self.vision, "num_channels", 3), height, width)
+        if (
+            main == "input_features"
+        ):  # log-mel frames; the encoder halves their number by its second convolution's stride
+            frames = 2 * getattr(self.config, "max_source_positions", 1500)
+            self.kwargs["input_features"] = _floats(BATCH, getattr(self.config, "num_mel_bins", 80), frames)
         if main == "input_values":
             self.kwargs["input_values"] = _floats(BATCH, 16000)
         length = self.length(SEQ)
@@ -290,24 +232,12 @@ class _Inputs:
 
     def length(self, wanted: int) -> int:
         """At most the model's maximum."""
-        known = (
-            getattr(self.text, k, None)
-            for k in ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
-        )
+        keys = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+        known = (getattr(self.text, key, None) for key in keys)
         limits = [n for n in known if isinstance(n, int) and n > 1]
         # RoBERTa-like position tables start after the padding index.
         limit = min(limits) - (2 if getattr(self.text, "pad_token_id", None) == 1 else 0) if limits else wanted
         return max(2, min(wanted, limit if wanted != TARGET_SEQ else min(limit, TARGET_SEQ * limit // max(limit, SEQ))))
-
-    def pixels(self) -> None:
-        size = getattr(self.vision, "image_size", 224)
-        height, width = (size, size) if isinstance(size, int) else tuple(size)
-        self.kwargs["pixel_values"] = _floats(BATCH, getattr(self.vision, "num_channels", 3), height, width)
-
-    def features(self) -> None:
-        """Log-mel frames; the encoder halves their number by its second convolution's stride."""
-        frames = 2 * getattr(self.config, "max_source_positions", 1500)
-        self.kwargs["input_features"] = _floats(BATCH, getattr(self.config, "num_mel_bins", 80), frames)
 
     def labels(self, length: int, target: int) -> None:
         head = type(self.model).__name__
@@ -334,9 +264,8 @@ class _Inputs:
     def class_labels(self) -> torch.Tensor:
         """Labels by `problem_type`, or by the number of classes as transformers itself decides."""
         count = getattr(self.config, "num_labels", 2)
-        kind = getattr(self.config, "problem_type", None) or (
-            "regression" if count == 1 else "single_label_classification"
-        )
+        default = "regression" if count == 1 else "single_label_classification"
+        kind = getattr(self.config, "problem_type", None) or default
         if kind == "single_label_classification":
             return _ids(BATCH)
         return _floats(BATCH, count) if kind == "multi_label_classification" or count > 1 else _floats(BATCH)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,9 +35,7 @@ def names_of(module: nn.Module) -> set[str]:
     found: set[str] = set()
     function: Any = type(module).forward
     while function is not None:
-        code = getattr(function, "__code__", None)
-        if isinstance(code, CodeType):
-            found.update(code.co_names)
+        found.update(getattr(getattr(function, "__code__", None), "co_names", ()))
         function = getattr(function, "__wrapped__", None)
     return found
 
@@ -48,7 +46,7 @@ def draws_in_torch(module: nn.Module) -> bool:
     return "rand" in names and any(name.endswith(_NAME) for name in names)
 
 
-class _Draws(TorchFunctionMode):
+class LayerDraws(TorchFunctionMode):
     """Follows draws that are compared with a layerdrop. pending: the comparison whose layer has not been called yet."""
 
     def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
@@ -66,16 +64,16 @@ class _Draws(TorchFunctionMode):
                 self.drawn.append(value)
             return value
         if func in _BELOW and any(args[0] is x for x in self.drawn):
-            value = func(*args, **kwargs)
-            self.compared.append(value)
-            return value
+            self.compared.append(func(*args, **kwargs))
+            return self.compared[-1]
         if func is torch.Tensor.__bool__ and any(args[0] is x for x in self.compared):
-            self.finish()
+            self.check()
             self.pending = args[0]
             return False
         return func(*args, **kwargs)
 
-    def finish(self) -> None:
+    def check(self) -> None:
+        """Raise where a draw has decided about something else than a layer."""
         if self.pending is not None:
             raise CaptureError(
                 "a draw was compared with layerdrop, and no layer of a ModuleList was called after it",
@@ -83,17 +81,18 @@ class _Draws(TorchFunctionMode):
                 fix="set layerdrop to 0, or let the draw decide whether one layer of a ModuleList is called",
             )
 
-    def layer(self, fqn: str, layers: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a layer of the list `layers` that may be dropped."""
+    def forward_for(self, fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a layer that may be dropped."""
 
-        def dropped(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             drop, self.pending = self.pending, None
-            output = forward(*args, **kwargs)
+            output = original(*args, **kwargs)
             if drop is None:
                 return output
-            given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            first = output[0] if isinstance(output, (tuple, list)) else output
-            if not given or not isinstance(first, Tensor) or given[0].shape != first.shape:
+            several = isinstance(output, (tuple, list))
+            given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            first = output[0] if several else output
+            if given is None or not isinstance(first, Tensor) or given.shape != first.shape:
                 raise CaptureError(
                     "a layer that layerdrop may leave out does not return a tensor like its first argument",
                     module=fqn,
@@ -101,15 +100,13 @@ class _Draws(TorchFunctionMode):
                     fix="set layerdrop to 0",
                 )
             self.note(
-                f"layerdrop: layers of '{layers}' are dropped at random in every call; a dropped one is computed all the same, "
-                f"and its parameters get gradients of zero, where eager leaves none"
+                f"layerdrop: layers of '{fqn.rpartition('.')[0]}' are dropped at random in every call; a dropped one is "
+                f"computed all the same, and its parameters get gradients of zero, where eager leaves none"
             )
-            kept = torch.where(drop, given[0], first)
-            if isinstance(output, (tuple, list)):
-                return type(output)((kept, *output[1:]))
-            return kept
+            kept = torch.where(drop, given, first)
+            return type(output)((kept, *output[1:])) if several else kept
 
-        return dropped
+        return forward
 
 
 def _called_for_layerdrop() -> bool:
@@ -120,20 +117,18 @@ def _called_for_layerdrop() -> bool:
     return frame is not None and any(name.endswith(_NAME) for name in frame.f_code.co_names)
 
 
+def droppable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(FQN, layer) of the lists of modules whose forward drops layers by a draw of torch's."""
+    for path, owner in model.named_modules():
+        if owner.training and draws_in_torch(owner):
+            for name, layers in owner.named_children():
+                if isinstance(layers, nn.ModuleList):
+                    yield from ((f"{path}.{name}.{i}".lstrip("."), layer) for i, layer in layers.named_children())
+
+
 @contextlib.contextmanager
-def layers_dropped(model: nn.Module, device: torch.device, note: Callable[[str], None]) -> Iterator[None]:
-    """Within, what is traced drops layers by the draws of the model's own code. Undone by whoever restores the modules."""
-    owners = [m for m in model.modules() if m.training and draws_in_torch(m)]
-    if not owners:
+def following(draws: LayerDraws) -> Iterator[None]:
+    """Within, what is traced drops layers by the draws of the model's own code."""
+    with draws:
         yield
-        return
-    mode = _Draws(device, note)
-    names = {m: name for name, m in model.named_modules()}
-    for owner in owners:
-        for layers in owner.children():
-            if isinstance(layers, nn.ModuleList):
-                for layer in layers:
-                    vars(layer)["forward"] = mode.layer(names[layer], names[layers], layer.forward)
-    with mode:
-        yield
-        mode.finish()
+        draws.check()

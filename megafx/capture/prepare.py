@@ -1,29 +1,160 @@
-"""Make a model ready for export without changing it: fake parameters, switched options, all undone afterwards."""
+"""Make a model ready for export without changing it: all that is changed or replaced for a trace is undone afterwards.
+
+    with prepared(model, fake_mode, device, ...): export(...)
+
+The model's parameters become fakes, caches and checkpointing are switched off, and some functions of torch and transformers
+are replaced. What is replaced, and why, is the table of `replacements`: nothing of it is active outside of a capture, nor
+while another thread captures.
+
+Two replacements are not of a capture and stand elsewhere: `torch.utils.swap_tensors` while constructors run whose initial
+values are recorded (weights/constructor_log.py), and DTensor's `_custom_op_handlers`, for good, so that operations on sharded
+parameters work (distributed/tensor_dispatch.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.sym_node import SymNode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megafx.capture.functions import KEPT
-from megafx.capture.huggingface import attention_of_capture, is_hf_model
-from megafx.capture.layerdrop import draws_in_torch, layers_dropped, names_of
+from megafx.capture.checks import passing_checks
+from megafx.capture.functions import KEPT, apply_of_capture, checkpointing_of_capture
+from megafx.capture.huggingface import attention_replacements, is_hf_model
+from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.errors import CaptureError
+from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line
-from megafx.ops.eager_call import left_eager
+from megafx.ops.eager_call import LeftEager, matching
 
 Note = Callable[[str], None]
 
 # Attention implementations of transformers that export can trace; the others call kernels that have no fake.
 _TRACEABLE_ATTENTION = ("eager", "sdpa")
+_LOCK = threading.RLock()  # what is replaced is replaced for the whole process: one capture at a time
+_ABSENT = object()
+
+
+# -- what is replaced while a model is traced, and why
+
+
+class Replacement(NamedTuple):
+    """An attribute of `owner` (an item, where that is a dict). new: what stands there before -> what stands there meanwhile."""
+
+    owner: Any
+    name: str
+    new: Callable[[Any], Any]
+    why: str
+
+    def now(self) -> Any:
+        """What stands there: the very object, not what the class's protocol makes of it."""
+        return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name, _ABSENT)
+
+
+def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws: LayerDraws) -> list[Replacement]:
+    """The table. A later line may replace what an earlier one has put in place."""
+    from torch._export import non_strict_utils  # importing megafx need not import it
+
+    def asked() -> None:
+        source = current_user_line()
+        text = "whether there are any rows is taken for granted; where there are none, the graph computes on none"
+        note(f"{source}: {text}" if source else text)
+
+    why = "checks of data that only raise or warn are taken to pass"
+    table = [Replacement(SymNode, "guard_bool", lambda old: passing_checks(old, note), why)]
+
+    why = "a Function whose backward is not the derivative of its forward becomes one node"
+    own = _SingleLevelFunction  # below `Function`, whose bound `apply` models may hold
+    table += [Replacement(own, "apply", lambda old: apply_of_capture(note), why)]
+
+    why = "the hooks of checkpointing cannot be traced, and a graph recomputes nothing because of them"
+    new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note)  # noqa: E731
+    table += [Replacement(checkpoint, "_checkpoint_without_reentrant_generator", new, why)]
+
+    why = "a graph computes with parameters as they are: code that converts a module is an error"
+    table += [Replacement(nn.Module, "_apply", lambda old: _refusing_conversions(model), why)]
+
+    why = "export makes its own, whatever the inputs have; ours names the sizes that data decides"
+    table += [Replacement(non_strict_utils, "ShapeEnv", lambda old: functools.partial(DataShapeEnv, asked), why)]
+
+    if is_hf_model(model):
+        why = "masks that are causal, windows or padding are told to attention, not made"
+        table += [Replacement(*found, why) for found in attention_replacements()]
+
+    why = "Config.eager_modules: a call is one node"
+    table += [Replacement(each.module, "forward", each.forward_for, why) for each in eager]
+
+    why = "layerdrop: the draw chooses between the layer's input and its output"
+    for fqn, layer in droppable_layers(model):
+        table += [Replacement(layer, "forward", functools.partial(draws.forward_for, fqn), why)]
+    return table
+
+
+@contextlib.contextmanager
+def replaced(table: Sequence[Replacement]) -> Iterator[None]:
+    """Within, the table holds; afterwards, also where an exception passes, the very objects of before are back."""
+    done: list[tuple[Replacement, Any]] = []
+    with _LOCK:
+        try:
+            for line in table:
+                before = line.now()
+                if isinstance(line.owner, dict):
+                    line.owner[line.name] = line.new(line.owner.get(line.name))
+                else:
+                    setattr(line.owner, line.name, line.new(getattr(line.owner, line.name)))
+                done.append((line, before))
+            yield
+        finally:
+            for line, before in reversed(done):
+                if isinstance(line.owner, dict):
+                    line.owner.pop(line.name) if before is _ABSENT else line.owner.update({line.name: before})
+                elif before is _ABSENT:
+                    delattr(line.owner, line.name)
+                else:
+                    setattr(line.owner, line.name, before)
+
+
+def _refusing_conversions(model: nn.Module) -> Callable[..., Any]:
+    """A `Module._apply` (`.to()`, `.float()`, `.cuda()`) that does nothing where nothing would change, and else raises: eager
+    code would change the model's parameters in its first call, for good."""
+
+    def apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for module in self.modules() if recurse else [self]:
+            for key, before in (*module._parameters.items(), *module._buffers.items()):
+                if before is None:
+                    continue
+                with _disable_current_modes(), FakeTensorMode():  # the trace would take the result for the parameter
+                    after = function(torch.empty([1] * before.dim(), dtype=before.dtype, device=before.device))
+                if (after.dtype, after.device) == (before.dtype, before.device):
+                    continue
+                names = {m: name for name, m in model.named_modules()}
+                name = f"{names.get(module, '')}.{key}".lstrip(".")
+                was, made = str(before.dtype), str(after.dtype)
+                if was == made:
+                    was, made = repr(str(before.device)), repr(str(after.device))
+                raise CaptureError(
+                    f"forward converts a module: {name} is {was}, and would be {made} from the first call on",
+                    module=names.get(self, ""),
+                    source=current_user_line(),
+                    fix=f'convert it before: model.get_submodule("{names.get(self, "")}").to({made})',
+                )
+        return self
+
+    return apply
+
+
+# -- the model
 
 
 @contextlib.contextmanager
@@ -36,43 +167,39 @@ def prepared(
     eager: Sequence[str] = (),
     note_eager: Callable[[str, str], None] = lambda text, fqn: None,
 ) -> Iterator[None]:
-    """Within: parameters and buffers are fakes on `device`, caches and checkpointing are off. After: all as before.
+    """Within: parameters and buffers are fakes on `device`, and the table of `replacements` holds. After: all as before.
 
-    eager, note_eager: as `left_eager` has them.
+    eager: globs of submodules that are one node each. note_eager(text, fqn): told what they are, once the trace is done.
     """
-    configs = _configs(model)
-    modules = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
-    saved_configs = [(c, dict(vars(c))) for c in configs]
-    try:
-        for config in configs:
-            _prepare_config(config, model, note)
-        _prepare_modules(model, note)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(left_eager(model, eager, note_eager))
+    with _LOCK:
+        configs = _configs(model)
+        saved = [(x, dict(vars(x))) for x in (*model.modules(), *configs)]
+        # The modules' own containers: parameters, buffers, hooks (transformers installs some in forward), lists.
+        containers = [c for m in model.modules() for c in vars(m).values() if isinstance(c, (dict, set, list))]
+        contents = [copy.copy(container) for container in containers]
+        try:
+            for config in configs:
+                _prepare_config(config, model, note)
+            _prepare_modules(model, note)
+            left = [LeftEager(module, fqn) for fqn, module in matching(model, eager).items()]
             _make_fake(model, fake_mode, device, stand_ins)
-            if is_hf_model(model):
-                stack.enter_context(attention_of_capture())
-            stack.enter_context(layers_dropped(model, device, note))
-            yield
-    finally:
-        for module, attributes, contents in modules:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for key, content in contents.items():
-                _refill(vars(module)[key], content)
-        for config, attributes in saved_configs:
-            vars(config).clear()
-            vars(config).update(attributes)
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """Copies of the module's own containers: parameters, buffers, hooks (transformers installs some in forward), lists."""
-    return {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, (dict, set, list))}
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    container.extend(content) if isinstance(container, list) else container.update(content)
+            draws = LayerDraws(device, note)
+            dropping = any(True for _ in droppable_layers(model))
+            with (
+                replaced(replacements(model, note, left, draws)),
+                following(draws) if dropping else contextlib.nullcontext(),
+            ):
+                yield
+            whole = sum(p.numel() for p in model.parameters())
+            for each in left:
+                note_eager(each.note(whole), each.fqn)
+        finally:
+            for owner, attributes in saved:
+                vars(owner).clear()
+                vars(owner).update(attributes)
+            for container, content in zip(containers, contents, strict=True):
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -165,57 +292,6 @@ def target_device(model: nn.Module, leaves: list[Any]) -> torch.device:
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-# -- capture casts
-#
-# Modules that forward converts (`self.classifier = self.classifier.to(torch.float32)`), while they are captured.
-#
-# Where parameters and buffers are already as they are to be, nothing happens. Where they are not, eager code changes the dtype
-# or device of the model's parameters in its first call, for good: a graph computes with parameters, it does not change
-# what they
-# are, so that this is an error.
-
-
-@contextlib.contextmanager
-def conversions_refused(model: nn.Module) -> Iterator[None]:
-    """Within: `.to()`, `.float()`, `.cuda()` of a module that changes it raise CaptureError."""
-    names = {module: name for name, module in model.named_modules()}
-    apply = nn.Module._apply
-
-    def refusing(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        for module in self.modules() if recurse else [self]:
-            for key, before in (*module._parameters.items(), *module._buffers.items()):
-                if before is None:
-                    continue
-                after = _converted(before, function)
-                if (after.dtype, after.device) != (before.dtype, before.device):
-                    raise _refused(names.get(self, ""), f"{names.get(module, '')}.{key}".lstrip("."), before, after)
-        return self
-
-    nn.Module._apply = refusing  # type: ignore[method-assign]  # for the time of a trace
-    try:
-        yield
-    finally:
-        nn.Module._apply = apply  # type: ignore[method-assign]  # as it was
-
-
-def _converted(before: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """What becomes of a tensor like this one. (The trace sees nothing of it: it would take the result for the parameter.)"""
-    with _disable_current_modes(), FakeTensorMode():
-        return function(torch.empty([1] * before.dim(), dtype=before.dtype, device=before.device))
-
-
-def _refused(module: str, name: str, before: Tensor, after: Tensor) -> CaptureError:
-    was, made = str(before.dtype), str(after.dtype)
-    if was == made:
-        was, made = repr(str(before.device)), repr(str(after.device))
-    return CaptureError(
-        f"forward converts a module: {name} is {was}, and would be {made} from the first call on",
-        module=module,
-        source=current_user_line(),
-        fix=f'convert it before: model.get_submodule("{module}").to({made})',
-    )
 
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -21,7 +21,7 @@ ROOT = "model"  # the user's model within what is exported
 
 
 def mark_nodes(gm: fx.GraphModule) -> None:
-    """Set source, fqn and made_by on every node, those of nested regions included."""
+    """Set source, fqn and made_by on every node, those in bodies of higher-order ops included."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
@@ -119,7 +119,7 @@ def _output_path(path: Sequence[Any]) -> str:
 
 
 def drop_unread(program: Program) -> None:
-    """Without the parameters and buffers that the graph does not read: those of the rest of the model."""
+    """Take out the parameters and buffers that the graph does not read: those of the rest of the model."""
     kept = []
     for node, spec in program.input_nodes():
         if spec.kind in ("param", "buffer") and not node.users:
@@ -132,13 +132,8 @@ def drop_unread(program: Program) -> None:
 def mark_losses(program: Program) -> None:
     """A field called `loss`; else the first element of what loss_fn made a pair; else every 0-d floating active output."""
     active = active_nodes(program)
-    nodes = program.results()
-
-    def is_scalar(node: Any) -> bool:
-        value = node.meta.get(VAL)
-        return isinstance(value, torch.Tensor) and value.dim() == 0 and node in active
-
-    scalars = [i for i, node in enumerate(nodes) if is_scalar(node)]
+    values = [(node, node.meta.get(VAL)) for node in program.results()]
+    scalars = [i for i, (n, v) in enumerate(values) if isinstance(v, torch.Tensor) and v.dim() == 0 and n in active]
     named = [i for i in scalars if program.outputs[i].name == "loss"]
     for i in named or scalars:
         program.outputs[i] = Output("user", program.outputs[i].name, loss=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megafx.analysis.overlap import is_region_gather
+from megafx.analysis.communication import is_region_gather
 from megafx.checks.simulate import TOLERANCE, Logical, local_inputs, logical_of, relative_error, run_logical, simulate
 from megafx.errors import MegafxError, PlacementError
 from megafx.ir.program import PLACEMENT, VAL, Input, Phase, Program

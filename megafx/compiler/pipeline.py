@@ -18,8 +18,8 @@ from megafx.compiler.runner import Pass, PassFunction, Runner, insert_user_passe
 from megafx.config import Config
 from megafx.debugging import current
 from megafx.errors import PlacementError
-from megafx.ir.program import RECOMPUTE, Input, Note, Program
-from megafx.ops.axes import AxisContext, on_mesh
+from megafx.ir.program import RECOMPUTE, Note, Program
+from megafx.ops.axes import on_mesh
 from megafx.passes.backward.accumulate_products import accumulate_products
 from megafx.passes.backward.build_joint_graph import build_joint_graph
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
@@ -145,14 +145,17 @@ class Compiled:
         names = [spec.name for spec in self.program.outputs]
         return [names.index(spec.name) for spec in self.program.inputs if spec.kind == "tangent"]
 
-    def executable(
-        self, axes: Mapping[str, AxisContext] | None, gathered: GatheredParameters | None = None
-    ) -> Executable:
-        """What this rank runs. axes: this rank's place on each axis; None without a process group (one rank). gathered:
-        parameters of the model that its graphs have gathered and keep."""
+    def executable(self, gathered: GatheredParameters | None = None) -> Executable:
+        """What this rank runs. gathered: parameters of the model that its graphs have gathered and keep."""
+        return self._executable(self.program, gathered)
+
+    def _executable(self, program: Program, gathered: GatheredParameters | None = None) -> Executable:
+        axes = self.planner.axes
         if axes is None:
-            return Executable.of(self.program)
-        return Executable.of(bind_mesh(self.program, axes), lambda: on_mesh(axes), gathered)
+            made = Executable.of(program)
+        else:
+            made = Executable.of(bind_mesh(program, axes), lambda: on_mesh(axes), gathered)
+        return made.compiled() if self.planner.config.compile else made
 
     def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
         """Every collective of one step, those that backward repeats included. sizes: of the axes besides the plan's."""
@@ -166,14 +169,16 @@ class Compiled:
                 found += [replace(c, direction=direction) for c in made]
         return found
 
-    def held_back(self, gradients: Gradients, axes: Mapping[str, AxisContext]) -> tuple[Executable, list[Input]]:
-        """The same with another backward, which takes what this one's forward keeps (`data_parallel`); its pending inputs."""
+    def held_back(self, gradients: Gradients) -> tuple[Executable, list[str]]:
+        """The same with another backward, which takes what this one's forward keeps (`data_parallel`).
+
+        The names are those of the gradients that it takes besides.
+        """
         assert self.program.unreduced is not None
         program, planner = self.program.unreduced.copy(), replace(self.planner, gradients=gradients)
         data_parallel(program, planner)
         schedule_collectives(program, planner)
-        made = Executable.of(bind_mesh(program, axes), lambda: on_mesh(axes))
-        return made, [spec for spec in program.inputs if spec.kind == "pending"]
+        return self._executable(program), [spec.name for spec in program.inputs if spec.kind == "pending"]
 
 
 def compile_program(program: Program, planner: Planner) -> Compiled:

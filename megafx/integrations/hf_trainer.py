@@ -38,7 +38,7 @@ def attach(trainer: Any) -> Any:
     """
     runtime = getattr(trainer.model, RUNTIME, None)
     if runtime is not None and runtime.meshes.data is not None:
-        _whole_batch_losses(trainer, runtime.meshes.data.ranks, runtime.parallelizer.config.data_parallel_loss)
+        _whole_batch_losses(trainer, runtime.meshes.data.ranks, runtime.config.data_parallel_loss)
     trainer.add_callback(TrainerCheckpoints())
     gather_once(trainer.accelerator, trainer.get_tp_size())
     if not trainer.args.eval_use_gather_object:

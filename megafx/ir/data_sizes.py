@@ -8,9 +8,7 @@ same size. Hints are primes above those of capture/dims.py. As with every size, 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import networkx as nx
@@ -72,19 +70,6 @@ def same_rows(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Symbol]:
         first, *others = sorted(group, key=lambda s: (len(s.name), s.name))
         found |= dict.fromkeys(others, first)
     return found
-
-
-@contextlib.contextmanager
-def naming_row_counts(asked: Callable[[], None]) -> Iterator[None]:
-    """Within: torch.export traces with a `DataShapeEnv`. It makes its own ShapeEnv, whatever the inputs have."""
-    from torch._export import non_strict_utils
-
-    before = non_strict_utils.ShapeEnv
-    non_strict_utils.ShapeEnv = functools.partial(DataShapeEnv, asked)  # type: ignore[assignment,misc]  # its constructor
-    try:
-        yield
-    finally:
-        non_strict_utils.ShapeEnv = before  # type: ignore[misc]  # a module's name for a class
 
 
 def if_there_are_rows(question: Any, from_data: Callable[[sympy.Symbol], bool]) -> bool | None:

@@ -17,17 +17,23 @@ from megafx.ir.program import PHASE, VAL
 aten = torch.ops.aten
 BACKWARD = "backward"  # node.meta[PHASE] of a backward node
 
+
+def aten_ops(names: str) -> frozenset[Any]:
+    """ATen's operators of these names: 'view to.dtype' are aten.view.default and aten.to.dtype."""
+    overloads = (name if "." in name else f"{name}.default" for name in names.split())
+    return frozenset(
+        getattr(getattr(aten, packet), overload) for packet, _, overload in (n.partition(".") for n in overloads)
+    )
+
+
 # Ops that give the elements of their first operand in the same order (`detach` does too, but stops its gradient).
-RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.alias.default})
-CASTS = frozenset({aten.to.dtype, aten._to_copy.default})
+RESHAPES = aten_ops("view _unsafe_view reshape")
+COPIES = aten_ops("clone contiguous alias")
+CASTS = aten_ops("to.dtype _to_copy")
 # Checks of a value that the program does not need.
-ASSERTS = frozenset(
-    {
-        *(aten._assert_tensor_metadata.default, aten._assert_async.default, aten._assert_async.msg),
-        *(aten._assert_scalar.default, aten._functional_assert_async.msg, torch._check),
-        *(aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default),
-    }
+ASSERTS = {torch._check}.union(
+    aten_ops("_assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar _functional_assert_async.msg"),
+    aten_ops("sym_constrain_range sym_constrain_range_for_size"),
 )
 
 

@@ -46,7 +46,7 @@ _library.define(
 
 
 @dataclass(frozen=True)
-class Size:
+class ResultSize:
     """A dim of a result: factor times the product of these (input, dim)."""
 
     factor: sympy.Rational
@@ -71,7 +71,7 @@ class EagerCall:
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     autocast: tuple[dict[str, Any], ...]
-    results: tuple[tuple[torch.dtype, tuple[Size, ...]], ...] = ()
+    results: tuple[tuple[torch.dtype, tuple[ResultSize, ...]], ...] = ()
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
     random: bool = False
@@ -123,41 +123,34 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
 
 
-@contextlib.contextmanager
-def left_eager(model: nn.Module, patterns: Sequence[str], note: Callable[[str, str], None]) -> Iterator[None]:
-    """Within: calls of the modules are nodes of what is traced. Undone by whoever restores the modules' attributes.
+class LeftEager:
+    """A submodule whose calls are nodes of what is traced. calls: how many there were."""
 
-    note(text, fqn): told what was left eager, once the trace is done.
-    """
-    wrapped = matching(model, patterns) if patterns else {}
-    whole = sum(p.numel() for p in model.parameters())
-    counts = dict.fromkeys(wrapped, 0)
-    for fqn, module in wrapped.items():
-        buffers = dict(module.named_buffers())
-        module.forward = _recorder(module, fqn, buffers, counts)
-    yield
-    for fqn, module in wrapped.items():
-        own = sum(p.numel() for p in module.parameters())
-        note(
-            f"left eager: {counts[fqn]} calls run its own code on every rank, on whole tensors; {own} parameters "
-            f"({own / max(whole, 1):.1%} of the model's) are stored whole",
-            fqn,
+    def __init__(self, module: nn.Module, fqn: str) -> None:
+        self.module, self.fqn, self.calls = module, fqn, 0
+        self.buffers = dict(module.named_buffers())  # as they are before capture makes fakes of them
+
+    def forward_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What the module's forward is while a model is traced."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            vars(self.module)["forward"] = original
+            try:
+                call, tensors = _probed_call(self.module, self.fqn, self.buffers, args, kwargs)
+            finally:
+                vars(self.module)["forward"] = forward
+            self.calls += 1
+            return as_node(call, tensors)
+
+        return forward
+
+    def note(self, whole: int) -> str:
+        """What was left eager. whole: the number of the model's parameters."""
+        own = sum(p.numel() for p in self.module.parameters())
+        return (
+            f"left eager: {self.calls} calls run its own code on every rank, on whole tensors; {own} parameters "
+            f"({own / max(whole, 1):.1%} of the model's) are stored whole"
         )
-
-
-def _recorder(module: nn.Module, fqn: str, buffers: dict[str, Tensor], counts: dict[str, int]) -> Callable[..., Any]:
-    original = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        vars(module)["forward"] = original
-        try:
-            call, tensors = _probed_call(module, fqn, buffers, args, kwargs)
-        finally:
-            vars(module)["forward"] = forward
-        counts[fqn] += 1
-        return as_node(call, tensors)
-
-    return forward
 
 
 def _probed_call(
@@ -220,7 +213,7 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
             "a module that is left eager returns another structure for other inputs", module=call.fqn,
             fix="return as many tensors in every case",
         )  # fmt: skip
-    results: list[tuple[torch.dtype, tuple[Size, ...]]] = []
+    results: list[tuple[torch.dtype, tuple[ResultSize, ...]]] = []
     out_leaves: list[Constant | None] = []
     for a, b in zip(leaves, others, strict=True):
         if isinstance(a, Tensor):
@@ -266,10 +259,10 @@ def _real(buffer: Tensor) -> Tensor:
         return torch.ones_like(buffer, device="cpu") if buffer.device.type == "meta" else buffer.clone()
 
 
-def _size(call: EagerCall, a: int, b: int, first: list[Tensor], second: list[Tensor]) -> Size:
+def _size(call: EagerCall, a: int, b: int, first: list[Tensor], second: list[Tensor]) -> ResultSize:
     """What dim is a for the first tensors and b for the second."""
     if a == b:
-        return Size(sympy.Rational(a), ())
+        return ResultSize(sympy.Rational(a), ())
     varying: dict[tuple[int, int], tuple[int, int]] = {}
     for i, (x, y) in enumerate(zip(first, second, strict=True)):
         for d, pair in enumerate(zip(x.shape, y.shape, strict=True)):
@@ -279,7 +272,7 @@ def _size(call: EagerCall, a: int, b: int, first: list[Tensor], second: list[Ten
         for dims in itertools.combinations(varying, count):
             one, two = (math.prod(varying[k][j] for k in dims) for j in (0, 1))
             if a * two == b * one:
-                return Size(sympy.Rational(a, one), dims)
+                return ResultSize(sympy.Rational(a, one), dims)
     raise CaptureError(
         f"the size of a result depends on data: {a} and {b} for made-up inputs",
         module=call.fqn,

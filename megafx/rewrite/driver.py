@@ -1,4 +1,4 @@
-"""Finds patterns in a program and replaces them: larger ones first, then by name, each in graph order; deterministic.
+"""Finds patterns in a program and replaces them, in a fixed order: larger ones first, then by name, each in graph order.
 
 Traces are made (and cached for the process) only for patterns whose `needs` are in the graph, and for the dtypes and ranks
 that the graph has. What a pattern makes can be part of another: the sweep is repeated for those while something changes.
@@ -19,6 +19,7 @@ from torch import fx
 from megafx.config import Config
 from megafx.debugging import current, say
 from megafx.errors import SourceLine
+from megafx.ir.nodes import behind
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.rewrite.match import Match, Matcher, Refusal
 from megafx.rewrite.pattern import Pattern, Variant, needs_of, specs_of, variants_of
@@ -50,7 +51,7 @@ class NearMiss:
 
 @dataclass
 class Rewritten:
-    """What one run did. counts: matches by pattern; declined: matches that were left as they are, by pattern and root."""
+    """The result of one run. counts: matches by pattern; declined: matches that were left as they are, by pattern and root."""
 
     counts: Counter[str] = field(default_factory=Counter)
     near_misses: list[NearMiss] = field(default_factory=list)
@@ -124,7 +125,7 @@ class _Run:
 
     def _traces(self, patterns: list[type[Pattern]]) -> list[Trace]:
         """Largest first; equal ones once."""
-        have = {_short(target) for target, nodes in self.nodes.items() if nodes}
+        have = {str(target).split(".")[1] for target, nodes in self.nodes.items() if nodes and "." in str(target)}
         dtypes = self._dtypes()
         found: dict[Any, Trace] = {}
         for pattern in patterns:
@@ -163,7 +164,7 @@ class _Run:
 
         What differs between the traces is dtypes, and which casts there are.
         """
-        root = _uncast(first.anchor)
+        root = behind(first.anchor, _CASTS)
         if root.op != "call_function":
             return True
         old, new, have = set(first.dtypes.values()), set(dtypes.values()), root.meta[VAL].dtype
@@ -204,34 +205,29 @@ class _Run:
         for trace in traces:
             if any(not self.nodes.get(target) for target in trace.targets):
                 continue
+            name = trace.pattern.name
             for root in self.candidates(trace.anchor.target):
                 if root._erased or self.maker.get(root) is trace.pattern:
                     continue
                 found = self.matcher.at(trace, root)
                 if isinstance(found, Match):
                     if self.declines is not None and (reason := self.declines(found)):
-                        self._decline(found, root, reason)
+                        miss = NearMiss(name, reason, True, root, fqn_of(root), source_of(root))
+                        self.done.declined.setdefault((name, root), miss)
                         continue
-                    outcome = self.replacer.replace(found)
-                    if not isinstance(outcome, str):
-                        self.done.counts[trace.pattern.name] += 1
-                        made |= self._enter(outcome, trace.pattern)
+                    new = self.replacer.replace(found)
+                    if not isinstance(new, str):
+                        self.done.counts[name] += 1
+                        self.matcher.forget(new)
+                        for node in new:
+                            self.maker[node] = trace.pattern
+                            self.nodes[node.target].append(node)
+                        self.unsorted |= {n.target for n in new}
+                        made |= {n.target for n in new}
                         continue
-                    found = Refusal(outcome, root, trace.size, True)
+                    found = Refusal(new, root, trace.size, True)
                 self._remember(trace, root, found)
         return made
-
-    def _decline(self, match: Match, root: fx.Node, reason: str) -> None:
-        miss = NearMiss(match.pattern.name, reason, True, root, fqn_of(root), source_of(root))
-        self.done.declined.setdefault((match.pattern.name, root), miss)
-
-    def _enter(self, nodes: list[fx.Node], pattern: type[Pattern]) -> set[Any]:
-        self.matcher.forget(nodes)
-        for node in nodes:
-            self.maker[node] = pattern
-            self.nodes[node.target].append(node)
-            self.unsorted.add(node.target)
-        return {n.target for n in nodes}
 
     def _remember(self, trace: Trace, root: fx.Node, refusal: Refusal) -> None:
         """The refusal of the variant that came furthest."""
@@ -244,30 +240,18 @@ class _Run:
             self.refusals[key] = (refusal, rank)
 
 
-def _uncast(node: fx.Node) -> fx.Node:
-    while node.target in _CASTS:
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _targets(node: fx.Node) -> Counter[Any]:
     """Ops of a node's operands, under casts."""
-    operands = map(_uncast, node.all_input_nodes)
+    operands = (behind(n, _CASTS) for n in node.all_input_nodes)
     return Counter(n.target for n in operands if n.op == "call_function")
 
 
-def _short(target: Any) -> str:
-    """'aten.gelu.default' -> 'gelu'."""
-    name = str(target)
-    return name.split(".")[1] if name.count(".") >= 1 else name
-
-
-# -- what is told
+# -- notes
 
 
 def _report(program: Program, done: Rewritten, by: str) -> None:
-    """Whole near misses and declined matches become notes, those of like layers one; MEGAFX_DEBUG=2 prints counts, 3 every
-    near miss."""
+    """Whole near misses and declined matches become notes, one for like layers. MEGAFX_DEBUG=2 prints counts, 3 all near
+    misses."""
     groups: dict[Any, list[NearMiss]] = defaultdict(list)
     said = [("does not match", miss) for miss in done.near_misses if miss.whole]
     said += [("not fused", miss) for miss in done.declined.values() if not miss.root._erased]

@@ -1,10 +1,12 @@
-"""Does a trace match the graph at this node? Unification with backtracking over the operands of commutative ops."""
+"""Does a trace match the graph at this node? Unification with backtracking over the operands of commutative ops.
+
+The answer is a `Match`, or a `Refusal` that says why not.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +16,7 @@ from megafx.ir.dump import dtype_text, op_text, target_text
 from megafx.ir.nodes import Draw, draw_of
 from megafx.ir.program import VAL, Program, active_nodes, fqn_of, source_of
 from megafx.rewrite.pattern import DimSpec, Pattern, parameters
-from megafx.rewrite.trace import DTYPE_OF, Number, Size, Trace, arguments_of
-
-# -- rewrite found
-#
-# What matching comes to: a `Match`, or a `Refusal` that says why not; and the words for nodes and values in reasons.
+from megafx.rewrite.trace import DTYPE_OF, Trace, TraceNumber, TraceSize, arguments_of
 
 
 class Refusal(NamedTuple):
@@ -106,9 +104,9 @@ def user_text(node: fx.Node) -> str:
 def value_text(value: Any) -> str:
     if isinstance(value, fx.Node):
         return op_text(value)
-    if isinstance(value, Size):
+    if isinstance(value, TraceSize):
         return "*".join([str(value.coefficient), *value.letters]) if value.coefficient != 1 else "*".join(value.letters)
-    if isinstance(value, Number):
+    if isinstance(value, TraceNumber):
         return f"the number '{value.name}'"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(value_text, value))}]"
@@ -144,11 +142,13 @@ class Matcher:
 
 
 class _Attempt:
+    """One trace at one node. Every binding is in `trail`, so that a failure undoes what was bound since."""
+
     def __init__(self, matcher: Matcher, trace: Trace, root: fx.Node) -> None:
         self.matcher, self.trace, self.root = matcher, trace, root
         self.sizes = matcher.program.sizes
         self.match = Match(trace, matcher.program)
-        self.equations: list[tuple[Size, int]] = []
+        self.equations: list[tuple[TraceSize, int]] = []
         self.trail: list[tuple[dict[Any, Any], Any]] = []
         self.count = 0
         self.best: tuple[int, Callable[[], str], fx.Node] = (0, lambda: "", root)
@@ -190,9 +190,10 @@ class _Attempt:
         self.count = count
         return False
 
-    def _bind(self, table: dict[Any, Any], key: Any, value: Any) -> None:
+    def _bind(self, table: dict[Any, Any], key: Any, value: Any) -> Any:
         table[key] = value
         self.trail.append((table, key))
+        return value
 
     def _fail(self, node: Any, reason: Callable[[], str]) -> bool:
         if self.count > self.best[0]:
@@ -222,29 +223,24 @@ class _Attempt:
             if pattern.op == "placeholder":
                 return todo if self._operand(pattern, found) else False
             return self._call(pattern, found, todo)
-        if isinstance(pattern, Size):
+        if isinstance(pattern, TraceSize):
             size = self._structural(found)
             if size is None:
                 return self._fail(found, lambda: f"{value_text(found)} stands where the pattern has a size")
             self.equations.append((pattern, size))
             return todo
-        if isinstance(pattern, Number):
+        if isinstance(pattern, TraceNumber):
             return todo if self._number(pattern.name, found) else False
         if isinstance(pattern, tuple):
-            if not isinstance(found, (list, tuple)) or len(found) != len(pattern):
-                return self._fail(
-                    found, lambda: f"{value_text(found)} stands where the pattern has {value_text(pattern)}"
-                )
-            for pair in reversed(list(zip(pattern, found, strict=True))):
+            same = isinstance(found, (list, tuple)) and len(found) == len(pattern)
+            for pair in reversed(list(zip(pattern, found, strict=True)) if same else []):
                 todo = (pair, todo)
+        else:
+            literal = self._structural(found) if isinstance(found, fx.Node) else found
+            same = _same(pattern, literal) and (literal is not None or found is None)
+        if same:
             return todo
-        literal = self._structural(found) if isinstance(found, fx.Node) else found
-        same = _same(pattern, literal) and (literal is not None or found is None)
-        return (
-            todo
-            if same
-            else self._fail(found, lambda: f"{value_text(found)} stands where the pattern has {value_text(pattern)}")
-        )
+        return self._fail(found, lambda: f"{value_text(found)} stands where the pattern has {value_text(pattern)}")
 
     def _call(self, pattern: fx.Node, found: fx.Node, todo: Todo) -> Any:
         call = self.trace.calls[pattern]
@@ -279,7 +275,7 @@ class _Attempt:
         spec = self.trace.specs[name]
         if not isinstance(value, torch.Tensor):
             return self._fail(found, lambda: f"'{name}' is no tensor")
-        wanted = self.trace.dtypes[spec.dtype] if spec.free_dtype else DTYPE_OF[spec.dtype]
+        wanted = (DTYPE_OF | self.trace.dtypes)[spec.dtype]
         if value.dtype != wanted:
             return self._fail(found, lambda: f"'{name}' is {dtype_text(value.dtype)}, not {dtype_text(wanted)}")
         lead = self.trace.lead if spec.dots else 0
@@ -288,7 +284,8 @@ class _Attempt:
         dims = [DimSpec(1, (f"_{lead - i}",)) for i in range(lead)] + list(spec.dims)
         for dim, size in zip(dims, self.sizes.shape(value), strict=True):
             if not self._dim(dim, size):
-                return self._fail(found, partial(_no_dim, name, value, dim))
+                shape, text = tuple(value.shape), value_text(TraceSize(dim.coefficient, dim.letters))
+                return self._fail(found, lambda: f"'{name}' of shape {shape} has no dim '{text}' there")  # noqa: B023  left at once
         self._bind(self.match.nodes, pattern, found)
         self._bind(self.match.operands, name, found)
         return True
@@ -299,15 +296,10 @@ class _Attempt:
         if not dim.letters:
             return size == dim.coefficient
         if len(dim.letters) == 1 and dim.coefficient == 1:
-            return self._letter(dim.letters[0], size)
-        self.equations.append((Size(dim.coefficient, dim.letters), size))
+            letters, letter = self.match.letters, dim.letters[0]
+            return (letters[letter] if letter in letters else self._bind(letters, letter, size)) == size
+        self.equations.append((TraceSize(dim.coefficient, dim.letters), size))
         return True
-
-    def _letter(self, letter: str, size: int) -> bool:
-        letters = self.match.letters
-        if letter not in letters:
-            self._bind(letters, letter, size)
-        return letters[letter] == size
 
     def _number(self, name: str, found: Any) -> bool:
         if found is not None and (isinstance(found, bool) or not isinstance(found, (int, float))):
@@ -390,10 +382,6 @@ class _Attempt:
             for name, value in self.trace.markers.items():
                 if value == marker and name not in self.match.numbers:
                     self._bind(self.match.numbers, name, draw_of(self.match.nodes[node]).p)
-
-
-def _no_dim(name: str, value: torch.Tensor, dim: DimSpec) -> str:
-    return f"'{name}' of shape {tuple(value.shape)} has no dim '{value_text(Size(dim.coefficient, dim.letters))}' there"
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,7 +1,7 @@
 """What a pattern's `make` computes, put in the place of a match.
 
-`make` is traced on the fake tensors of a match. Matches alike (shapes, dtypes, numbers) share one trace, the Template; only
-the dropouts' numbers and layouts are each match's own.
+`make` is traced on the fake tensors of a match. Matches that are alike (shapes, dtypes, numbers) share one `MakeTrace`; only
+the numbers and layouts of their dropouts are their own.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megafx.ir.dump import dtype_text
-from megafx.ir.nodes import Draw, draw_of, is_draw, set_arguments
+from megafx.ir.nodes import Draw, argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import PatternError, parameters
 from megafx.rewrite.trace import canonical_form, plain_modes
 
-aten = torch.ops.aten
+_LINEAR = torch.ops.aten.linear.default
 Refuse = Callable[[list[fx.Node], list[tuple[fx.Node, fx.Node]]], str]  # (new ops, (new, replaced) of each result)
 
 
-class Template(NamedTuple):
+class MakeTrace(NamedTuple):
     """make as a graph. seeds: placeholder -> number of the drop; refusal: why its results do not fit, or ''."""
 
     graph: fx.Graph
@@ -41,39 +41,39 @@ class Replacer:
     def __init__(self, program: Program, by: str, refuse: Refuse | None = None) -> None:
         self.program, self.by, self.refuse = program, by, refuse
         self.sizes = SizeEmitter(program.graph, program.sizes)
-        self.templates: dict[Any, Template] = {}
+        self.made: dict[Any, MakeTrace] = {}
 
     def replace(self, match: Match) -> list[fx.Node] | str:
         """The new nodes in the graph, or why the match cannot be replaced."""
-        template = self._template(match)
-        if template.refusal:
-            return template.refusal
+        traced = self._made_for(match)
+        if traced.refusal:
+            return traced.refusal
         where = self._place(match)
         if where is None:
             return "its results are used before all of its operands are there"
-        made = self._instantiate(match, template, where)
-        new = [made[n] for n in template.graph.nodes if n.op == "call_function" and not _is_size(n)]
+        made = self._instantiate(match, traced, where)
+        new = [made[n] for n in traced.graph.nodes if n.op == "call_function" and not _is_size(n)]
         if self.refuse is not None:
-            pairs = zip((made[n] for n in template.results), match.roots, strict=True)
+            pairs = zip((made[n] for n in traced.results), match.roots, strict=True)
             reason = self.refuse(new, list(pairs))
             if reason:
                 for node in reversed(new):
                     self.program.graph.erase_node(node)
                 return reason
-        self._finish(match, template, made)
+        self._finish(match, traced, made)
         return [n for n in new if not n._erased]
 
-    # -- templates
+    # -- tracing make
 
-    def _template(self, match: Match) -> Template:
+    def _made_for(self, match: Match) -> MakeTrace:
         operands = tuple((n, self._type(match.operands[n])) for n in match.operands)
         drops = tuple((d.p, d.seed is None) for d in match.drops)
         letters = tuple(sorted(match.letters.items()))
         roots = tuple(self._type(r) for r in match.roots)
         key = (id(match.trace), operands, drops, tuple(sorted(match.numbers.items())), letters, roots)
-        if key not in self.templates:
-            self.templates[key] = self._make(match)
-        return self.templates[key]
+        if key not in self.made:
+            self.made[key] = self._make(match)
+        return self.made[key]
 
     def _type(self, node: fx.Node) -> Any:
         value = node.meta[VAL]
@@ -82,7 +82,7 @@ class Replacer:
         of = self.program.sizes.of
         return (tuple(map(of, value.shape)), tuple(map(of, value.stride())), value.dtype, value.device)
 
-    def _make(self, match: Match) -> Template:
+    def _make(self, match: Match) -> MakeTrace:
         """Trace make on the match's values."""
         pattern = match.pattern
         names = list(match.operands)
@@ -121,7 +121,7 @@ class Replacer:
         operands = dict(zip(placeholders, names, strict=False))
         seed_nodes = dict(zip(placeholders[len(names) :], given, strict=True))
         self._check(match, gm.graph)
-        return Template(gm.graph, operands, seed_nodes, results, self._misfit(match, results))
+        return MakeTrace(gm.graph, operands, seed_nodes, results, self._misfit(match, results))
 
     def _check(self, match: Match, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="get_attr"):
@@ -134,7 +134,8 @@ class Replacer:
                 continue
             if target._schema.is_mutable:
                 raise PatternError(f"{match.trace}: make writes in place ({target})", fix="use the functional operator")
-            if torch.Tag.nondeterministic_seeded in target.tags and not is_draw(target) and not _is_off(node):
+            seeded = torch.Tag.nondeterministic_seeded in target.tags and not is_draw(target)
+            if seeded and argument(node, "dropout_p") != 0:
                 raise PatternError(
                     f"{match.trace}: make draws random numbers by {target}",
                     fix="pass *drop.args to an op that takes them",
@@ -189,12 +190,12 @@ class Replacer:
             behind = moved
         return next(iter(dependent))
 
-    def _instantiate(self, match: Match, template: Template, where: fx.Node) -> dict[fx.Node, Any]:
-        made: dict[fx.Node, Any] = {n: match.operands[name] for n, name in template.operands.items()}
+    def _instantiate(self, match: Match, traced: MakeTrace, where: fx.Node) -> dict[fx.Node, Any]:
+        made: dict[fx.Node, Any] = {n: match.operands[name] for n, name in traced.operands.items()}
         drops = match.drops
-        made |= {n: drops[k].seed for n, k in template.seeds.items()}
+        made |= {n: drops[k].seed for n, k in traced.seeds.items()}
         free = list(match.matched)
-        for node in template.graph.nodes:
+        for node in traced.graph.nodes:
             if node.op != "call_function":
                 continue
             value = node.meta[VAL]
@@ -208,14 +209,17 @@ class Replacer:
             if origin in free:
                 free.remove(origin)
             inherit(new, origin, self.by)
-            if is_draw(new):
-                self._number(node, new, template, drops)
+            seed = draw_of(node).seed if is_draw(new) else None
+            if seed is not None:  # the number and the layout of the dropout that it replaces
+                drop = drops[traced.seeds[seed]]
+                layout = list(drop.layout)
+                set_arguments(new, op_id=drop.op_id, shard_dim=drop.shard_dim, layout=layout, axis=drop.axis)
             new.meta[VAL] = self._like(value)
             made[node] = new
         return made
 
     def _like(self, value: Any) -> Any:
-        """The value of a template's node once more: matches of one template have the same types."""
+        """A new value like that of a node of the trace: matches of one trace have the same types."""
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._like, value))
         if not isinstance(value, torch.Tensor):
@@ -223,18 +227,10 @@ class Replacer:
         with self.program.fake_mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
-    def _number(self, node: fx.Node, new: fx.Node, template: Template, drops: tuple[Draw, ...]) -> None:
-        """Give an op that draws the number and the layout of the dropout that it replaces."""
-        seed = draw_of(node).seed
-        if seed is not None:
-            drop = drops[template.seeds[seed]]
-            layout = list(drop.layout)
-            set_arguments(new, op_id=drop.op_id, shard_dim=drop.shard_dim, layout=layout, axis=drop.axis)
-
-    def _finish(self, match: Match, template: Template, made: dict[fx.Node, Any]) -> None:
+    def _finish(self, match: Match, traced: MakeTrace, made: dict[fx.Node, Any]) -> None:
         """Users read the new results; what nobody reads any more leaves the graph."""
         program = self.program
-        for node, root in zip(template.results, match.roots, strict=True):
+        for node, root in zip(traced.results, match.roots, strict=True):
             new = made[node]
             if new not in match.operands.values():
                 inherit(new, root, self.by)
@@ -248,18 +244,10 @@ class Replacer:
         for node in sorted(matched, reverse=True):
             if not node.users:
                 program.graph.erase_node(node)
-        nodes = (n for n in template.graph.nodes if n.op == "call_function" and not _is_size(n))
-        odd = [made[n] for n in nodes if not _canonical(n.target)]
+        nodes = (n for n in traced.graph.nodes if n.op == "call_function" and not _is_size(n))
+        odd = [made[n] for n in nodes if getattr(n.target, "namespace", "") == "aten" and n.target is not _LINEAR]
         if odd:
             canonical_form().nodes(program, odd)
-
-
-def _is_off(node: fx.Node) -> bool:
-    """Whether the op's dropout is off. Tracing leaves out arguments that are at their defaults."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    defaults = {a.name: a.default_value for a in schema}
-    given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
-    return (defaults | given).get("dropout_p") == 0
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -271,9 +259,3 @@ def _origin(new: fx.Node, free: list[fx.Node]) -> fx.Node | None:
     alike = [n for n in free if n.target == new.target]
     operands = set(new.all_input_nodes)
     return next((n for n in alike if operands & set(n.all_input_nodes)), alike[0] if alike else None)
-
-
-def _canonical(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    return target is aten.linear.default or target.namespace != "aten"

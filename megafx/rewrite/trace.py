@@ -1,4 +1,4 @@
-"""A pattern's `match` as a small canonical graph: traced once a process for each variant, dtypes and number of leading dims.
+"""A pattern's `match` as a small canonical graph, traced once a process for each variant, dtypes and number of leading dims.
 
 Letters of sizes are distinct primes while tracing, so that a size in the trace (3 * 1009) tells which product of letters it
 is; declared numbers are distinct markers. `Trace.calls` has every node's arguments by schema name, with sizes and numbers
@@ -8,6 +8,8 @@ recognised.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,31 +21,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_structure
 
-from megafx.ir.nodes import Draw, is_draw
-from megafx.ir.program import VAL, Input, Output, Program
+from megafx.ir.dump import dtype_text
+from megafx.ir.nodes import Draw, argument, argument_places, aten_ops, is_draw
+from megafx.ir.program import VAL, Input, Output, Program, ancestors
 from megafx.ir.sizes import Sizes
 from megafx.rewrite.pattern import Pattern, PatternError, TensorSpec, Variant, parameters, specs_of
 
-# -- rewrite arguments
-#
-# The arguments of a node by schema name, in the form in which pattern and graph are compared.
-
-aten = torch.ops.aten
-
 # Ops whose first two operands may be exchanged (`add` where alpha is 1).
-COMMUTES = frozenset(
-    {
-        aten.add.Tensor,
-        aten.mul.Tensor,
-        aten.maximum.default,
-        aten.minimum.default,
-        aten.eq.Tensor,
-        aten.ne.Tensor,
-        aten.bitwise_and.Tensor,
-        aten.bitwise_or.Tensor,
-        aten.logical_and.default,
-        aten.logical_or.default,
-    }
+COMMUTES = aten_ops(
+    "add.Tensor mul.Tensor maximum minimum eq.Tensor ne.Tensor bitwise_and.Tensor bitwise_or.Tensor logical_and logical_or"
 )
 # Arguments of ATen ops that do not say what is computed.
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "copy"})
@@ -51,25 +37,18 @@ _DIMS = frozenset({"dim", "dims", "dim0", "dim1"})
 
 
 def arguments_of(node: fx.Node) -> list[tuple[str, Any]]:
-    """(schema name, value) of what says what the node computes: defaults filled in, dims counted from the front, numbers
-    of where and how a tensor lies left out, as are the six arguments of ops that draw."""
+    """(schema name, value) of the arguments that say what a node computes, in the form in which pattern and graph are compared.
+
+    Defaults are filled in, and dims counted from the front. Device and memory format are left out, and the six arguments of ops
+    that draw.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return [(str(i), a) for i, a in enumerate(node.args)] + sorted(node.kwargs.items())
     ignored = _IGNORED if target.namespace == "aten" else Draw._fields if is_draw(target) else ()
-    found = []
-    for i, argument in enumerate(target._schema.arguments):
-        name = argument.name
-        if name in ignored:
-            continue
-        if i < len(node.args):
-            value = node.args[i]
-        elif name in node.kwargs:
-            value = node.kwargs[name]
-        else:
-            value = argument.default_value if argument.has_default_value() else None
-        found.append((name, _from_front(node, value) if name in _DIMS else value))
-    return found
+    names = [name for name in argument_places(target) if name not in ignored]
+    values = [argument(node, name) for name in names]
+    return [(name, _from_front(node, v) if name in _DIMS else v) for name, v in zip(names, values, strict=True)]
 
 
 def _from_front(node: fx.Node, dim: Any) -> Any:
@@ -80,6 +59,10 @@ def _from_front(node: fx.Node, dim: Any) -> Any:
     if isinstance(dim, int) and not isinstance(dim, bool):
         return dim + rank if dim < 0 else dim
     return [_from_front(node, d) for d in dim] if isinstance(dim, (list, tuple)) else dim
+
+
+_FLOATS, _INTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16), (torch.int64, torch.int32, torch.int16)
+DTYPE_OF = {dtype_text(dtype): dtype for dtype in (*_FLOATS, *_INTS, torch.int8, torch.uint8, torch.bool)}
 
 
 class CanonicalForm(NamedTuple):
@@ -106,34 +89,33 @@ def canonical_form() -> CanonicalForm:
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
 
 
-class Size(NamedTuple):
+class TraceSize(NamedTuple):
     """A size in a pattern: coefficient times letters."""
 
     coefficient: int
     letters: tuple[str, ...]
 
 
-class Number(NamedTuple):
+class TraceNumber(NamedTuple):
     """A number that is captured."""
 
     name: str
 
 
-class Call(NamedTuple):
-    """A node of a trace. arguments: (schema name, value), without what is not compared."""
+class TraceCall(NamedTuple):
+    """A node of a trace. arguments: (schema name, value) of those that are compared."""
 
     target: Any
     arguments: tuple[tuple[str, Any], ...]
     commutes: bool
-    draws: bool
 
 
 @dataclass
 class Trace:
-    """match of one variant as a graph. inputs: node -> name of a parameter; seeds are no inputs but parts of drops.
+    """match of one variant as a graph. inputs: node -> name of a parameter (seeds are parts of drops instead).
 
-    search: the roots, those made of most nodes first.
-    drops: its nodes that draw. markers: what the declared numbers were while tracing.
+    search: the roots, those made of most nodes first; matching starts from the first. drops: the nodes that draw.
+    markers: what the declared numbers were while tracing.
     """
 
     pattern: type[Pattern]
@@ -145,7 +127,7 @@ class Trace:
     inputs: dict[fx.Node, str]
     roots: tuple[fx.Node, ...]
     search: tuple[fx.Node, ...]
-    calls: dict[fx.Node, Call]
+    calls: dict[fx.Node, TraceCall]
     drops: tuple[fx.Node, ...]
     markers: dict[str, float]
     targets: Counter[Any] = field(default_factory=Counter)
@@ -156,7 +138,6 @@ class Trace:
 
     @property
     def anchor(self) -> fx.Node:
-        """The root that matching starts from."""
         return self.search[0]
 
     def __str__(self) -> str:
@@ -170,7 +151,7 @@ class Trace:
         def plain(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return ("node", numbers[value])
-            if isinstance(value, (list, tuple)) and not isinstance(value, (Size, Number)):
+            if isinstance(value, (list, tuple)) and not isinstance(value, (TraceSize, TraceNumber)):
                 return tuple(map(plain, value))
             return (type(value).__name__, value)
 
@@ -183,12 +164,7 @@ class Trace:
 _cache: dict[Any, Trace | None] = {}
 
 
-def trace_of(
-    pattern: type[Pattern],
-    variant: Variant,
-    dtypes: Mapping[str, torch.dtype],
-    lead: int,
-) -> Trace | None:
+def trace_of(pattern: type[Pattern], variant: Variant, dtypes: Mapping[str, torch.dtype], lead: int) -> Trace | None:
     """The trace, made at the first call; None where match cannot compute with these dtypes mixed."""
     key = (pattern, variant, tuple(sorted(dtypes.items())), lead)
     if key not in _cache:
@@ -198,18 +174,15 @@ def trace_of(
             raise
         except Exception as error:
             if len(set(dtypes.values())) < 2:
-                raise _untraceable(pattern, variant, "match", error) from error
+                which = f" ({variant})" if str(variant) else ""
+                text = str(error).strip().split("\n")[0]
+                raise PatternError(
+                    f"pattern '{pattern.name}'{which}: match cannot be traced: {type(error).__name__}: {text}",
+                    fix="run it on tensors of the declared shapes; what depends on data, or on sizes by branching, cannot be a "
+                    "pattern",
+                ) from error
             _cache[key] = None
     return _cache[key]
-
-
-def _untraceable(pattern: type[Pattern], variant: Variant, part: str, error: Exception) -> PatternError:
-    which = f" ({variant})" if str(variant) else ""
-    text = str(error).strip().split("\n")[0]
-    return PatternError(
-        f"pattern '{pattern.name}'{which}: {part} cannot be traced: {type(error).__name__}: {text}",
-        fix="run it on tensors of the declared shapes; what depends on data, or on sizes by branching, cannot be a pattern",
-    )
 
 
 @contextlib.contextmanager
@@ -226,13 +199,9 @@ def plain_modes() -> Iterator[None]:
         yield
 
 
-_mode: list[FakeTensorMode] = []
-
-
+@functools.cache
 def _fake_mode() -> FakeTensorMode:
-    if not _mode:
-        _mode.append(FakeTensorMode(allow_non_fake_inputs=True))
-    return _mode[0]
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class _Tracing:
@@ -249,7 +218,8 @@ class _Tracing:
         mode = _fake_mode()
         names = [n for n in self.specs if n not in self.variant.absent]
         with mode:
-            values = {n: torch.empty(self._shape(self.specs[n]), dtype=self._dtype(self.specs[n])) for n in names}
+            dtypes = DTYPE_OF | self.dtypes
+            values = {n: torch.empty(self._shape(self.specs[n]), dtype=dtypes[self.specs[n].dtype]) for n in names}
             seed = torch.empty((), dtype=torch.int64)
         takes = parameters(self.pattern.match)
         inputs = [Input("param" if self.specs[n].param else "user", n) for n in names]
@@ -281,13 +251,8 @@ class _Tracing:
         return self._finish(program)
 
     def _shape(self, spec: TensorSpec) -> list[int]:
-        shape = [self._prime(f"_{self.lead - i}") for i in range(self.lead)] if spec.dots else []
-        for dim in spec.dims:
-            size = dim.coefficient
-            for letter in dim.letters:
-                size *= self._prime(letter)
-            shape.append(size)
-        return shape
+        lead = [self._prime(f"_{self.lead - i}") for i in range(self.lead)] if spec.dots else []
+        return lead + [dim.coefficient * math.prod(map(self._prime, dim.letters)) for dim in spec.dims]
 
     def _prime(self, letter: str) -> int:
         if letter not in self.prime_of:
@@ -295,9 +260,6 @@ class _Tracing:
                 raise PatternError(f"pattern '{self.pattern.name}' has more than {len(PRIMES)} sizes")
             self.prime_of[letter] = PRIMES[len(self.prime_of)]
         return self.prime_of[letter]
-
-    def _dtype(self, spec: TensorSpec) -> torch.dtype:
-        return self.dtypes[spec.dtype] if spec.free_dtype else DTYPE_OF[spec.dtype]
 
     def _marker(self, name: str, kind: type) -> Any:
         if kind is int:
@@ -321,7 +283,11 @@ class _Tracing:
         if any(r.op != "call_function" for r in results):
             raise PatternError(f"pattern '{self.pattern.name}' ({self.variant}): match computes nothing")
         nodes = [n for n in program.graph.nodes if n.op == "call_function"]
-        calls = {n: self._call(n) for n in nodes}
+        calls = {}
+        for node in nodes:
+            arguments = {name: self._value(value) for name, value in arguments_of(node)}
+            commutes = node.target in COMMUTES and arguments.get("alpha", 1) == 1
+            calls[node] = TraceCall(node.target, tuple(arguments.items()), commutes)
         return Trace(
             self.pattern,
             self.variant,
@@ -331,17 +297,12 @@ class _Tracing:
             program.graph,
             inputs,
             results,
-            tuple(sorted(results, key=lambda r: -_size_below(r))),
+            tuple(sorted(results, key=lambda r: -len(ancestors([r])))),
             calls,
-            tuple(n for n in nodes if is_draw(n)),
+            tuple(filter(is_draw, nodes)),
             {name: float(marker) for name, marker in self.marker_of.items()},
             Counter(n.target for n in nodes),
         )
-
-    def _call(self, node: fx.Node) -> Call:
-        arguments = tuple((name, self._value(value)) for name, value in arguments_of(node))
-        alpha = dict(arguments).get("alpha", 1)
-        return Call(node.target, arguments, node.target in COMMUTES and alpha == 1, is_draw(node))
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -349,26 +310,15 @@ class _Tracing:
         if isinstance(value, bool):
             return value
         if isinstance(value, float):
-            return next((Number(n) for n, marker in self.marker_of.items() if marker == value), value)
+            return next((TraceNumber(n) for n, marker in self.marker_of.items() if marker == value), value)
         if isinstance(value, int):
             rest, letters = value, []
             for letter, prime in self.prime_of.items():
                 while rest and rest % prime == 0:
                     rest //= prime
                     letters.append(letter)
-            return Size(rest, tuple(letters)) if letters else value
+            return TraceSize(rest, tuple(letters)) if letters else value
         return value
-
-
-def _size_below(root: fx.Node) -> int:
-    """Nodes that a value is made of."""
-    seen, stack = {root}, [root]
-    while stack:
-        for n in stack.pop().all_input_nodes:
-            if n not in seen:
-                seen.add(n)
-                stack.append(n)
-    return len(seen)
 
 
 class _Marker(float):
@@ -384,17 +334,3 @@ class _Marker(float):
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __pow__ = __rpow__ = __neg__ = __abs__ = _refuse  # type: ignore
-
-
-DTYPE_OF = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "i64": torch.int64,
-    "i32": torch.int32,
-    "i16": torch.int16,
-    "i8": torch.int8,
-    "u8": torch.uint8,
-    "bool": torch.bool,
-}

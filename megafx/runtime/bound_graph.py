@@ -6,33 +6,35 @@ tensors without DTensor dispatch; each gradient is wrapped once with the paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import sympy
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megafx.analysis.tables import TableGuard
 from megafx.capture.caches import give_back
-from megafx.compiler.executable import Later, LazyOutput
+from megafx.compiler.executable import Kept, Later, LazyOutput
+from megafx.config import Config
+from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others
+from megafx.distributed.finite import check_finite
+from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import Slot, shard_like
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.errors import UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program
+from megafx.passes.lower.partition import Saved
 from megafx.placements.types import Placement
 from megafx.runtime.cache_shard import CacheShard
-from megafx.runtime.held_gradients import HeldBack
+from megafx.runtime.held_gradients import HeldBack, HeldGradients
 from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
-
-if TYPE_CHECKING:
-    from megafx.compiler.executable import Kept
-    from megafx.passes.lower.partition import Saved
-    from megafx.runtime.runtime import Runtime
 
 
 class Runs(Protocol):
@@ -72,22 +74,65 @@ class CompiledCall:
         self.shards = output_shards(self.program) if self.shards is None else self.shards
 
 
+@dataclass
+class ModelState:
+    """What the graphs of one model share. slots: FQN -> where the parameter is; step: calls so far."""
+
+    model: nn.Module
+    config: Config
+    meshes: Meshes
+    slots: dict[str, Slot] = field(default_factory=dict)
+    held: HeldGradients = field(default_factory=HeldGradients)
+    step: int = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self.meshes.tensor is None else self.meshes.tensor.get_group()
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel and data-parallel ranks together."""
+        return self.meshes.everyone or self.group
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def plain_parameter(self, name: str, param: torch.Tensor | None) -> torch.Tensor:
+        """What graphs take of a parameter that is no TPTensor: there may be such on one rank only."""
+        if self.meshes.tensor is not None or param is None:
+            raise UsageError(
+                f"parameter '{name}' was replaced after megafx.parallelize by a {type(param).__name__}",
+                fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
+            )
+        return param.detach()
+
+    def seed(self, *, one_mask: bool) -> torch.Tensor:
+        """The seed of this step. one_mask: the ranks of data parallelism draw parts of one mask."""
+        return agreement.draw_seed(self.device, self.meshes.everyone if one_mask else self.group)
+
+    def check_finite(self, what: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Raise on every rank where `Config.check_for_nan_in_loss_and_grad` is set and something is not finite."""
+        if self.config.check_for_nan_in_loss_and_grad:
+            check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
+
+
 class BoundGraph:
     """A compiled call, bound to the parameters and buffers of a model."""
 
-    def __init__(self, runtime: Runtime, compiled: CompiledCall) -> None:
-        self.runtime, self.compiled = runtime, compiled
+    def __init__(self, state: ModelState, compiled: CompiledCall) -> None:
+        self.state, self.compiled = state, compiled
         self.executable = compiled.executable
         program = compiled.program
         batch = program.batch
         self.equal_batches = batch is not None and batch.equal
         self.one_mask = batch is not None and batch.whole
-        self.tables = TableGuard(runtime.model, program.assumed)
+        self.tables = TableGuard(state.model, program.assumed)
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.outputs = [o for o in program.outputs if o.kind != "gradient"]
         self.user_outputs = [i for i, o in enumerate(self.outputs) if o.kind == "user"]
         self.mutations = [(i, o.name) for i, o in enumerate(self.outputs) if o.kind == "mutation"]
-        slots = runtime.slots
+        slots = state.slots
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
         self.wrt_slots = [slots[self.inputs[i].name] if self.inputs[i].kind == "param" else i for i in compiled.wrt]
         self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
@@ -115,7 +160,7 @@ class BoundGraph:
 
     def _inputs(self, call: Call) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """(local tensors in placeholder order, position -> the user's own tensor)."""
-        runtime, see = self.runtime, self.executable.see
+        state, see = self.state, self.executable.see
         given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs))
         slots = iter(self.slots)
         inputs: list[Any] = []
@@ -127,17 +172,17 @@ class BoundGraph:
                 if see is not None and isinstance(param, TPTensor):
                     see(param)
                 inputs.append(
-                    param._local_tensor if isinstance(param, TPTensor) else runtime.plain_parameter(spec.name, param)
+                    param._local_tensor if isinstance(param, TPTensor) else state.plain_parameter(spec.name, param)
                 )
             elif spec.kind == "user":
                 value = user[len(inputs)] = next(given)
                 inputs.append(value.local.contiguous() if isinstance(value, CacheShard) else value.detach())
             elif spec.kind == "buffer":
-                inputs.append(runtime.model.get_buffer(spec.name))
+                inputs.append(state.model.get_buffer(spec.name))
             elif spec.kind == "constant":
                 inputs.append(self.compiled.program.constants[spec.name])
             else:
-                inputs.append(runtime.seed(one_mask=self.one_mask))
+                inputs.append(state.seed(one_mask=self.one_mask))
         return inputs, user
 
     def finish(self, outputs: list[Any], call: Call) -> list[Any]:
@@ -152,15 +197,15 @@ class BoundGraph:
 
     def _stored(self, name: str) -> torch.Tensor:
         """The buffer, or the local tensor of the parameter, that the graph changes."""
-        slot = self.runtime.slots.get(name)
+        slot = self.state.slots.get(name)
         if slot is None:
-            return self.runtime.model.get_buffer(name)
+            return self.state.model.get_buffer(name)
         param = slot.module._parameters[slot.key]
         assert param is not None
         return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
     def _wrap(self, outputs: list[Any], later: list[int], sizes: Mapping[sympy.Symbol, int]) -> None:
-        shards, mesh, program = self.compiled.shards, self.runtime.mesh, self.compiled.program
+        shards, mesh, program = self.compiled.shards, self.state.meshes.tensor, self.compiled.program
         assert shards is not None
         self._watch({id(outputs[i].later): outputs[i].later for i in later})
         for index in later:
@@ -171,15 +216,15 @@ class BoundGraph:
         for index in self.sharded:
             shard = shards[index]
             assert shard is not None and mesh is not None
-            make: Callable[..., Any] = make_lazy if self.runtime.gather_outputs else make_dtensor
+            make: Callable[..., Any] = make_lazy if self.state.config.gather_outputs else make_dtensor
             make = CacheShard if self.outputs[index].cache else make
             outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
 
     def backward(self, kept: Any, tangents: list[Any], retain: bool) -> list[Any]:
         """Gradients, one for each of `wrt`."""
-        holding, held = self.compiled.holding, self.runtime.held
+        holding, held = self.compiled.holding, self.state.held
         if holding is not None and (held.now or held.sums):
-            parameters = {n: p for n, slot in self.runtime.slots.items() if (p := slot.get()) is not None}
+            parameters = {n: p for n, slot in self.state.slots.items() if (p := slot.get()) is not None}
             found = holding.backward(held, parameters, self.wrt_names, kept, tangents, retain)
             if found is not None:
                 return found
@@ -189,7 +234,7 @@ class BoundGraph:
         """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
         names = [self.inputs[i].name for i in self.compiled.wrt]
         pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
-        self.runtime.check_finite("gradients are", pairs)
+        self.state.check_finite("gradients are", pairs)
 
     def watch_parameters(self, kept: Kept) -> None:
         """Parameters that backward reads and that are DTensors."""
@@ -226,7 +271,7 @@ class _Run(torch.autograd.Function):
         graph.watch_parameters(ctx.kept)
         step.inputs = []
         step.outputs = graph.finish(outputs, step.call)
-        graph.runtime.check_finite("the loss is", [(graph.outputs[i].name, step.outputs[i]) for i in graph.losses])
+        graph.state.check_finite("the loss is", [(graph.outputs[i].name, step.outputs[i]) for i in graph.losses])
         results = tuple(step.outputs[i] for i in graph.compiled.differentiated)
         ctx.graph = graph
         ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]

@@ -5,38 +5,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
 
+from megafx.distributed import agreement
 from megafx.distributed.failures import meet
+from megafx.distributed.parameters import RUNTIME, refuse_stale_optimizers, replicate_parameters
 from megafx.errors import UsageError
+from megafx.ops.eager_call import matching
+from megafx.runtime.guards import data_parallel_error, guard_modules, remove_guards
+from megafx.runtime.runtime import Runtime
 from megafx.weights.save import save_whole
-
-if TYPE_CHECKING:
-    from megafx.runtime.runtime import Runtime
-import contextlib
-import copy
-import functools
-import sys
-from typing import TYPE_CHECKING, cast
-
-from megafx.capture.huggingface import check_generation
-from megafx.distributed.parameters import RUNTIME
-from megafx.runtime.guards import data_parallel_error, remove_guards
 from megafx.weights.state import full_state_dict, prepare_loading
 
-# -- save method
+# -- `save_pretrained` of a sharded Hugging Face model, written as `megafx.save_pretrained` writes
 #
-# `model.save_pretrained(folder)` of a sharded Hugging Face model, written as `megafx.save_pretrained` writes.
-#
-# What the method's arguments mean here: `max_shard_size`, `variant` and `save_original_format` what they mean there;
-# `is_main_process` is true on some rank, or nothing is written (the Trainer gives each rank its own); a `state_dict` of whole
-# tensors, adapters and quantized models are left to the method itself.
+# `max_shard_size`, `variant` and `save_original_format` mean what they mean to the class's own method. `is_main_process` is
+# true on some rank, or nothing is written (the Trainer gives each rank its own). A `state_dict` of whole tensors, adapters
+# and quantized models are left to the method itself.
 
 CALLER = "model.save_pretrained"
 
@@ -111,7 +106,7 @@ class Parallel:
     @property
     def megafx(self) -> Runtime:
         """The runtime: plan, graphs, `captures`, notes."""
-        return cast("Runtime", vars(self)[RUNTIME])
+        return cast(Runtime, vars(self)[RUNTIME])
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -137,13 +132,13 @@ class Parallel:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module's; gradients that `no_sync` holds are dropped too."""
-        for name in [*self.megafx.held.sums]:
-            self.megafx.held.drop(name, self.megafx.slots[name].get())
+        for name in [*self.megafx.state.held.sums]:
+            self.megafx.state.held.drop(name, self.megafx.state.slots[name].get())
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the user's class
 
     def print_readable(self, fqn: str = "") -> str:
         """Print (and return) the graph that runs under module path `fqn` as Python, with shapes, placements and origins."""
-        text: str = self.megafx.parallelizer.readable(fqn)
+        text: str = self.megafx.readable(fqn)
         print(text)
         return text
 
@@ -171,7 +166,8 @@ class Parallel:
             if name != RUNTIME:
                 vars(new)[name] = copy.deepcopy(value, memo)
         remove_guards(new)
-        return runtime.copy_for(new)
+        _install(runtime.copy_for(new))
+        return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -185,7 +181,6 @@ class _Pretrained:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's own. Tokens are drawn on every rank: from rank 0's generator state, so that they are the same."""
-        check_generation(cast(nn.Module, self), args, kwargs)
         cast(Parallel, self).megafx.same_generators()
         return super().generate(*args, **kwargs)  # type: ignore[misc]  # of the user's class
 
@@ -211,6 +206,35 @@ class _Pretrained:
         if cast(Parallel, self).megafx.mesh is None:
             return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]  # of the user's class
         raise no_upload("push_to_hub")
+
+
+def make_parallel(model: nn.Module, runtime: Runtime) -> None:
+    """Turn the model into its parallel subclass, in place; parameters become replicated DTensors on several ranks.
+
+    Collective over all ranks of the runtime's meshes.
+    """
+    if RUNTIME in vars(model):
+        raise UsageError("the model is parallelized already", fix="call megafx.parallelize once a model")
+    if runtime.mesh is not None:
+        refuse_stale_optimizers(model)
+        replicate_parameters(model, runtime.mesh)
+        for name in agreement.agree_on_weights(model, runtime.everyone):
+            runtime.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")
+    _install(runtime)
+
+
+def _install(runtime: Runtime) -> None:
+    model, data = runtime.model, runtime.meshes.data
+    eager = matching(model, runtime.config.eager_modules)
+    run = runtime.call_part if runtime.mesh is not None else None
+    for fqn in guard_modules(model, lambda: runtime.capturing, run, eager):
+        text = "hooks that were on this module run at capture only: what they compute is part of the graph"
+        runtime.note("hooks", text, fqn)
+    vars(model)[RUNTIME] = runtime
+    model.__class__ = parallel_class(runtime.original)
+    announce(model, runtime.t, 1 if data is None else data.ranks)
+    runtime.parameters_changed()
+    runtime.known = frozenset(runtime.state.slots)
 
 
 def announce(model: nn.Module, t: int, replicas: int) -> None:

@@ -1,9 +1,8 @@
 """The layer between a user's calls and compiled graphs.
 
-`make_parallel` turns a model, in place, into an instance of a subclass of its class; `Runtime.call` finds or compiles the graph
-of a call, runs it under one autograd.Function, and gives outputs back in the user's structure.
-
-benchmarks/host_overhead.py measures what this layer and bound_graph.py cost (at most 10 us a parameter and step).
+`Runtime.call` finds or compiles the graph of a call, runs it under one autograd.Function, and gives outputs back in the
+user's structure. benchmarks/host_overhead.py measures what this layer and bound_graph.py cost (at most 10 us a parameter and
+step).
 """
 
 from __future__ import annotations
@@ -12,138 +11,79 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megafx.analysis.communication import Communication
+from megafx.capture.export import capture_call
+from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.finite import check_finite
 from megafx.distributed.mesh import Meshes
-from megafx.distributed.parameters import (
-    RUNTIME,
-    Slot,
-    parameter_slots,
-    place_joined,
-    refuse_stale_optimizers,
-    replicate_parameters,
-    shard_over_data,
-    shard_parameters,
-)
+from megafx.distributed.parameters import parameter_slots, place_joined, shard_over_data, shard_parameters
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, UsageError
-from megafx.ir.program import Note
-from megafx.ops.eager_call import matching
+from megafx.ir import dump
+from megafx.ir.program import Note, Program
+from megafx.ops.axes import AxisContext
+from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import Placement
-from megafx.runtime.bound_graph import BoundGraph, CompiledCall
-from megafx.runtime.guards import guard_modules
-from megafx.runtime.held_gradients import HeldGradients
+from megafx.planner.context import Planner
+from megafx.planner.hardware import Hardware
+from megafx.planner.plan import Plan
+from megafx.report import Report, fused, refresh_notes
+from megafx.runtime.bound_graph import BoundGraph, CompiledCall, ModelState
+from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.keys import Call, KeyMaker, Normalizer, module_state, parameter_state
-from megafx.runtime.module import announce, parallel_class
-
-
-@dataclass(frozen=True)
-class CompileRequest:
-    """What `compile_call` is asked for.
-
-    varying: names of Python numbers that enter as 0-d tensors. wants_grad: names of the inputs (FQNs and user inputs) whose
-    gradients are wanted; None: no backward. fixed: storage of the parameters, where an earlier graph settled it.
-    """
-
-    model: nn.Module
-    call: Call
-    varying: frozenset[str]
-    wants_grad: frozenset[str] | None
-    fixed: Mapping[str, Placement] | None
-
-
-CompileCall = Callable[[CompileRequest], CompiledCall]
 
 
 class Runtime:
     """Graphs and parameters of one parallelized model. `model.megafx` is it.
 
-    captures: graphs captured so far. notes: what the user should know. params: FQN -> storage, once that is settled.
-    parallelizer: what compiles (set by api).
+    state: what graphs share while they run. settled: what the first calls decided. captures: graphs captured so far. notes:
+    what the user should know. params: FQN -> storage, once that is settled.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        compile_call: CompileCall,
+        config: Config,
         meshes: Meshes,
-        *,
-        check_inputs_every: int = 100,
-        check_numbers: bool = False,
-        gather_outputs: bool = True,
-        loss_in_graph: bool = False,
-        eager_modules: Sequence[str] = (),
+        hardware: Hardware,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        compile: Callable[..., CompiledCall] = compile_call,
     ) -> None:
-        """loss_in_graph: `loss_fn=` was given, and calls may bring `loss_inputs=`. eager_modules: of the Config."""
-        self.model, self.compile_call, self.meshes = model, compile_call, meshes
+        """loss_fn: calls may bring `loss_inputs=` for it. compile: as `compile_call`."""
+        self.model, self.config, self.meshes, self.hardware = model, config, meshes, hardware
+        self.loss_fn, self.compile = loss_fn, compile
         self.mesh = mesh = meshes.tensor
         self.group = mesh.get_group() if mesh is not None else None
         self.rank = mesh.get_local_rank() if mesh is not None else 0
         self.t = mesh.size() if mesh is not None else 1
         self.original: type[nn.Module] = type(model)
-        self.check_inputs_every, self.gather_outputs = check_inputs_every, gather_outputs
-        self.check_numbers = check_numbers
-        self.loss_in_graph = loss_in_graph
-        self.eager_modules = eager_modules
+        self.state = ModelState(model, config, meshes)
+        self.settled = Settled()
         self.captures = 0
-        self.step = 0
         self.capturing = False
         self.notes: list[Note] = []
         self.params: Mapping[str, Placement] | None = None
-        self.parallelizer: Any = None
-        self.held = HeldGradients()
         self.graphs: dict[Hashable, list[BoundGraph]] = {}
         self.keys = KeyMaker(model)
         self.normalizers: dict[str, Normalizer] = {}
         self.modules: list[nn.Module] = []
-        self.slots: dict[str, Slot] = {}
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
-        self.trees = 0  # how often submodules were replaced
+        self.replacements = 0  # how often submodules were replaced
         self.unplaced: list[list[str]] = []
 
     # -- setting up
 
-    def take_over(self) -> nn.Module:
-        """Turn the model into its parallel subclass; parameters become replicated DTensors where there are several ranks."""
-        model = self.model
-        if RUNTIME in vars(model):
-            raise UsageError("the model is parallelized already", fix="call megafx.parallelize once a model")
-        if self.mesh is not None:
-            refuse_stale_optimizers(model)
-            replicate_parameters(model, self.mesh)
-            for name in agreement.agree_on_weights(model, self.meshes.everyone or self.group):
-                self.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")
-        self._install()
-        return model
-
-    def _install(self) -> None:
-        model = self.model
-        eager = matching(model, self.eager_modules)
-        run = self.call_part if self.mesh is not None else None
-        for fqn in guard_modules(model, lambda: self.capturing, run, eager):
-            self.note(
-                "hooks",
-                "hooks that were on this module run at capture only: what they compute is part of the graph",
-                fqn,
-            )
-        vars(model)[RUNTIME] = self
-        model.__class__ = parallel_class(self.original)
-        announce(model, self.t, 1 if self.meshes.data is None else self.meshes.data.ranks)
-        self.parameters_changed()
-        self.known = frozenset(self.slots)
-
     def parameters_changed(self) -> None:
         """Look up modules and parameters again (keys say whether a graph still fits)."""
         self.modules = list(self.model.modules())
-        self.slots = dict(parameter_slots(self.model))
+        self.state.slots = dict(parameter_slots(self.model))
         self.children = [(m._modules, k, c) for m in self.modules for k, c in m._modules.items()]
 
     def _check_tree(self) -> None:
@@ -158,23 +98,14 @@ class Runtime:
                 fix="put adapters and other modules into the model first (peft.get_peft_model), then parallelize it",
             )
         self.parameters_changed()
-        self.trees += 1
+        self.replacements += 1
 
-    def copy_for(self, model: nn.Module) -> nn.Module:
-        """A parallel model made of a deep copy of this one's modules."""
-        new = Runtime(
-            model,
-            self.compile_call,
-            self.meshes,
-            check_inputs_every=self.check_inputs_every,
-            check_numbers=self.check_numbers,
-            gather_outputs=self.gather_outputs,
-            loss_in_graph=self.loss_in_graph,
-            eager_modules=self.eager_modules,
-        )
-        new.params, new.notes, new.parallelizer = self.params, list(self.notes), self.parallelizer
-        new._install()
-        return model
+    def copy_for(self, model: nn.Module) -> Runtime:
+        """The runtime of a deep copy of this one's model."""
+        new = Runtime(model, self.config, self.meshes, self.hardware, self.loss_fn, self.compile)
+        new.params, new.notes = self.params, list(self.notes)
+        new.settled = Settled(self.settled.plan, dict(self.settled.caches), self.settled.last)
+        return new
 
     def note(self, topic: str, message: str, fqn: str = "") -> None:
         note = Note(topic, message, fqn)
@@ -192,15 +123,17 @@ class Runtime:
     def settle(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plan the training form of a call and shard the parameters by it, without compiling the call."""
         call = self._call_of(tuple(args), dict(kwargs), None)
+        planner = self._planner(call, True)
         with self._capturing(True):
-            params = self.parallelizer.settle(self._request(call, frozenset(), True))
-        self._adopt(params)
+            settle(lambda _: self._capture(call, frozenset(), training=True), planner, self.settled)
+        assert self.settled.plan is not None
+        self._adopt(self.settled.plan.params)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the root forward does."""
         if self.capturing:
             return self.original.forward(self.model, *args, **kwargs)
-        with stopping_with_others(f"the forward of call {self.step}"):
+        with stopping_with_others(f"the forward of call {self.state.step}"):
             return self._call(args, kwargs)
 
     def call_part(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -212,18 +145,18 @@ class Runtime:
                 module=part,
                 fix="call the whole model first, or pass example_inputs= to megafx.parallelize",
             )
-        with stopping_with_others(f"the forward of call {self.step}, of '{part}'"):
+        with stopping_with_others(f"the forward of call {self.state.step}, of '{part}'"):
             return self._call(args, kwargs, part)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
-        loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_in_graph and not part else None
+        loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None and not part else None
         call = self._call_of(args, kwargs, loss_inputs, part)
         if self.mesh is not None and self._checks_inputs():
-            agreement.check_inputs(call.tensors(), str(self._describe(call)), self.step, self.group)
+            agreement.check_inputs(call.tensors(), str(self._describe(call)), self.state.step, self.group)
         graph = self._graph(call)
         if graph.equal_batches and self._checks_inputs():
-            agreement.check_shapes(call.tensors(), self.step, self.meshes.batch)
-        self.step += 1
+            agreement.check_shapes(call.tensors(), self.state.step, self.meshes.batch)
+        self.state.step += 1
         return graph.run(call)
 
     def _call_of(
@@ -237,8 +170,8 @@ class Runtime:
         return Call.of(args, kwargs, loss_inputs, part)
 
     def _checks_inputs(self) -> bool:
-        every = self.check_inputs_every
-        return self.step < agreement.CHECKED_FIRST or (every > 0 and self.step % every == 0)
+        every, step = self.config.check_inputs_every, self.state.step
+        return step < agreement.CHECKED_FIRST or (every > 0 and step % every == 0)
 
     def _describe(self, call: Call) -> str:
         """What ranks have to agree on besides tensors: structure, Python values, mode."""
@@ -251,7 +184,7 @@ class Runtime:
         self._check_tree()
         present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
-        state = (self.trees, module_state(self.modules), parameter_state(present))
+        state = (self.replacements, module_state(self.modules), parameter_state(present))
         skeleton = self.keys.skeleton(call, state, grad)
         while True:
             key, varying = self.keys.key(skeleton, call)
@@ -272,20 +205,26 @@ class Runtime:
     def _parameters(self) -> list[torch.Tensor]:
         """Parameters as they are now, in the order of `slots`."""
         try:
-            found = [slot.module._parameters[slot.key] for slot in self.slots.values()]
+            found = [slot.module._parameters[slot.key] for slot in self.state.slots.values()]
         except KeyError:
             self.parameters_changed()
-            found = [slot.module._parameters[slot.key] for slot in self.slots.values()]
+            found = [slot.module._parameters[slot.key] for slot in self.state.slots.values()]
         return [p for p in found if p is not None]
 
     def _compile(self, call: Call, varying: frozenset[int], params: Sequence[torch.Tensor], grad: bool) -> BoundGraph:
         if self.mesh is not None:
-            for name, param in zip(self.slots, params, strict=True):
+            for name, param in zip(self.state.slots, params, strict=True):
                 if not isinstance(param, TPTensor):
-                    self.plain_parameter(name, param)
+                    self.state.plain_parameter(name, param)
             agreement.check_same("the call that is to be captured", self._describe(call), self.group)
+        planner = self._planner(call, grad)
+        is_training = planner.training and all(m.training for m in self.modules)
+
+        def capture(training: bool) -> Program:
+            return self._capture(call, varying, training=training, grad=planner.training)
+
         with self._capturing(grad):
-            compiled = self.compile_call(self._request(call, varying, grad))
+            compiled = self.compile(call, is_training, capture, planner, self.settled)
         self.captures += 1
         if self.mesh is not None:
             # Each rank has its own device, and its own numbers of calls that stay eager (ops/eager_call.py).
@@ -296,17 +235,17 @@ class Runtime:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
-        return BoundGraph(self, compiled)
+        return BoundGraph(self.state, compiled)
 
     def _place_joined(self, groups: Sequence[list[str]]) -> None:
         """Put parameters that a graph reads as one tensor side by side; those without memory wait for `memory_given`."""
 
         def waits(name: str) -> bool:
-            return (parameter := self.slots[name].get()) is not None and parameter.is_meta
+            return (parameter := self.state.slots[name].get()) is not None and parameter.is_meta
 
         self.unplaced += [names for names in groups if any(map(waits, names))]
         with torch.inference_mode(False):
-            apart = place_joined(self.model, self.slots, [g for g in groups if not any(map(waits, g))])
+            apart = place_joined(self.model, self.state.slots, [g for g in groups if not any(map(waits, g))])
         for names in apart:
             text = "their memory is shared or of a kind of its own, so they are copied together at each call"
             self.note("merge", f"{', '.join(names)}: {text}")
@@ -317,14 +256,66 @@ class Runtime:
         groups, self.unplaced = self.unplaced, []
         self._place_joined(groups)
 
-    def _request(self, call: Call, varying: frozenset[int], grad: bool) -> CompileRequest:
-        names = call.names()
-        wanted = {n for n, slot in self.slots.items() if (p := slot.get()) is not None and p.requires_grad}
-        wanted |= {
-            n for n, v in zip(names, call.leaves, strict=True) if isinstance(v, torch.Tensor) and v.requires_grad
+    def _planner(self, call: Call, grad: bool) -> Planner:
+        """The record of one compile. Gradients are wanted of what requires them, where any does."""
+        tensors = [(n, v) for n, v in zip(call.names(), call.leaves, strict=True) if isinstance(v, torch.Tensor)]
+        stored = [(n, p) for n, slot in self.state.slots.items() if (p := slot.get()) is not None]
+        wanted = {n for n, x in (*stored, *tensors) if x.requires_grad} if grad else set()
+        return Planner(
+            self.config,
+            self.t,
+            self.hardware,
+            self.meshes.data,
+            wants_grad=(lambda spec: bool(wanted & {spec.name, *spec.aliases})) if wanted else None,
+            agree=self._plan_of_rank_0,
+            caches=dict(self.settled.caches),
+            axes=self._axes(),
+        )
+
+    def _plan_of_rank_0(self, plan: Plan) -> Plan:
+        """Rank 0's plan on every rank, in the sizes of this rank's graph."""
+        if self.mesh is None:
+            return plan
+        text = agreement.broadcast_object(plan.to_json() if self.rank == 0 else None, self.group)
+        return Plan.from_json(text, plan.sizes)
+
+    def _axes(self) -> dict[str, AxisContext] | None:
+        if self.group is None:
+            return None
+        return {TENSOR_AXIS: AxisContext(self.rank, self.t, self.group.group_name), **self.meshes.axes}
+
+    def _capture(self, call: Call, varying: frozenset[int], *, training: bool, grad: bool = True) -> Program:
+        """The call as it is, or with every module in training mode and with gradients (training).
+
+        Graphs are captured on logical shapes. varying: positions of Python numbers that enter as 0-d tensors.
+        """
+        model, names = self.model, call.names()
+        modes = {m: m.training for m in model.modules()}
+        tensors = [*model.parameters(), *(x for x in call.leaves if isinstance(x, torch.Tensor))]
+        whole = {
+            name: torch.empty(p.shape, dtype=p.dtype, device="meta")
+            for name, p in model.named_parameters(remove_duplicate=False)
         }
-        wants_grad = frozenset(wanted) if grad and wanted else None
-        return CompileRequest(self.model, call, frozenset(names[i] for i in varying), wants_grad, self.params)
+        try:
+            for module in modes:
+                module.training = training or module.training
+            with torch.set_grad_enabled(training or grad):
+                return capture_call(
+                    model,
+                    call.args,
+                    call.kwargs,
+                    loss_fn=self.loss_fn if call.loss_inputs else None,
+                    loss_inputs=call.loss_inputs or None,
+                    device=next((x.device for x in tensors if x.device.type != "meta"), None),
+                    forward=self.original.forward,
+                    stand_ins=whole,
+                    varying=frozenset(names[i] for i in varying),
+                    eager=self.config.eager_modules,
+                    part=call.part,
+                )
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
 
     @contextlib.contextmanager
     def _capturing(self, grad: bool) -> Iterator[None]:
@@ -348,60 +339,54 @@ class Runtime:
                     if (shards := self.meshes.shards) is not None:
                         shard_over_data(self.model, shards, shards.size() // self.t)
 
-    def plain_parameter(self, name: str, param: torch.Tensor | None) -> torch.Tensor:
-        """What graphs take of a parameter that is no TPTensor: there may be such on one rank only."""
-        if self.mesh is not None or param is None:
-            raise UsageError(
-                f"parameter '{name}' was replaced after megafx.parallelize by a {type(param).__name__}",
-                fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
-            )
-        return param.detach()
-
-    def seed(self, *, one_mask: bool) -> torch.Tensor:
-        """The seed of this step. one_mask: the ranks of data parallelism draw parts of one mask."""
-        return agreement.draw_seed(self._device(), self.meshes.everyone if one_mask else self.group)
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward in here keeps gradients to this rank; the first one outside reduces the sums over data-parallel ranks."""
-        before, self.held.now = self.held.now, True
+        held = self.state.held
+        before, held.now = held.now, True
         try:
             yield
         finally:
-            self.held.now = before
+            held.now = before
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that writes files: the first of all tensor- and data-parallel ranks."""
         return self.rank == 0 and all(place.rank == 0 for place in self.meshes.axes.values())
 
-    def check_finite(self, what: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Raise on every rank where `Config.check_for_nan_in_loss_and_grad` is set and something is not finite."""
-        if self.check_numbers:
-            check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
-
     @property
     def everyone(self) -> dist.ProcessGroup | None:
         """The tensor-parallel and data-parallel ranks together."""
-        return self.meshes.everyone or self.group
+        return self.state.everyone
 
     def same_generators(self, everywhere: bool = False) -> None:
         """Rank 0's state of torch's default generators on every tensor-parallel rank; everywhere: on every rank."""
         group = self.everyone if everywhere else self.group
         if group is not None:
-            agreement.same_generators(self._device(), group)
+            agreement.same_generators(self.state.device, group)
 
-    def _device(self) -> torch.device:
-        for param in self.model.parameters():
-            return param.device
-        return torch.device("cpu")
+    # -- what users ask for
 
+    def readable(self, fqn: str = "") -> str:
+        """The graph of the last compiled call (a training one, where there is one) under one module path, as Python."""
+        if self.settled.last is None:
+            raise UsageError("no call is compiled yet", fix="call the model once, or pass example_inputs=")
+        return dump.readable(self.settled.last.program, fqn, t=self.t)
 
-def make_parallel(model: nn.Module, compile_call: CompileCall, meshes: Meshes, **options: Any) -> Runtime:
-    """The same model object, its forward now running compiled graphs; returns its Runtime (`model.megafx`).
+    def communication(self) -> list[Communication]:
+        """Collectives of one step of the same call, with the bytes that a rank sends."""
+        if self.settled.last is None:
+            return []
+        return self.settled.last.communication({name: place.size for name, place in self.meshes.axes.items()})
 
-    options: of `Runtime`. Collective over all ranks of `meshes`.
-    """
-    runtime = Runtime(model, compile_call, meshes, **options)
-    runtime.take_over()
-    return runtime
+    def report(self) -> Report:
+        """Of the training plan, with the notes of everything since."""
+        plan, last = self.settled.plan, self.settled.last
+        if plan is None or plan.report is None:
+            raise UsageError("no call is planned yet", fix="call the model once, or pass example_inputs=")
+        refresh_notes(plan.report, self.notes)
+        plan.report.header["graphs captured"] = self.captures
+        plan.report.emitted = None if last is None else self.communication()
+        if last is not None:
+            plan.report.fusions = fused(last.program.fusions)
+        return plan.report

@@ -1,40 +1,31 @@
 """One spelling for each thing: CAPTURED -> CANONICAL.
 
-A canonical graph is functional; its views are reshape, slice, select, transpose, permute, unsqueeze and expand with explicit
+A canonical graph is functional. Its views are reshape, slice, select, transpose, permute, unsqueeze and expand with explicit
 sizes; products with weights are aten.linear; cross entropy is megafx.cross_entropy with a reduction; dropout is megafx.dropout
-with a seed; sizes are computed from graph inputs at the top; what computes nothing is gone. The order of the steps matters:
+with a seed. Sizes are computed from graph inputs at the top, and what computes nothing is gone. The order of the steps matters:
 views before in-place ops (they tell what shares memory), in-place ops before copies (a copy is nothing only in a functional
 graph).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from megafx.ir.program import VAL, Phase, Program, active_nodes
-from megafx.passes.canonicalize import data_rows as rows_of_data
-from megafx.passes.canonicalize import inplace, linear, loss, names, random, regions, sizes, views
-from megafx.passes.canonicalize import inplace as norms
-from megafx.passes.canonicalize import linear as rows
-from megafx.passes.canonicalize import names as fills
-from megafx.passes.canonicalize import names as noops
-from megafx.passes.canonicalize import random as draws
-from megafx.passes.canonicalize.editor import Editor
+from megafx.passes.canonicalize import bodies, data_rows, inplace, linear, loss, names, random, sizes, views
+from megafx.passes.canonicalize.editor import Editor, Rewrite
 from megafx.planner.context import Planner
 from megafx.rewrite.trace import CanonicalForm, register_canonical_form
 
 REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
 
-_Each = Callable[[Editor, fx.Node], bool]
-
-VIEWS: tuple[_Each, ...] = (
+VIEWS: tuple[Rewrite, ...] = (
     names.one_name,
-    noops.resolve_getitem,
-    noops.expand_of_broadcast,
+    names.resolve_getitem,
+    names.expand_of_broadcast,
     views.split_to_slices,
     views.one_spelling_of_reshape,
     views.one_spelling_of_expand,
@@ -44,21 +35,21 @@ VIEWS: tuple[_Each, ...] = (
     views.one_spelling_of_select,
     views.one_spelling_of_slice,
     random.native_dropout_to_dropout,
-    noops.erase_idle_dropout,
-    norms.write_out_running_statistics,
+    names.erase_idle_dropout,
+    inplace.write_out_running_statistics,
 )
-VALUES: tuple[_Each, ...] = (
-    noops.one_spelling_of_casts,
-    noops.one_spelling_of_padding,
-    noops.erase_identity,
-    noops.cat_of_what_is_there,
-    fills.like_to_full,
-    fills.dtype_of_the_capture,
+VALUES: tuple[Rewrite, ...] = (
+    names.one_spelling_of_casts,
+    names.one_spelling_of_padding,
+    names.erase_identity,
+    names.erase_empty_operands,
+    names.like_to_full,
+    names.dtype_of_the_capture,
     random.attention_dropout,
-    draws.uniform_from_bits,
-    draws.normal_from_bits,
-    draws.bernoulli_from_bits,
-    draws.channel_dropout,
+    random.uniform_from_bits,
+    random.normal_from_bits,
+    random.bernoulli_from_bits,
+    random.channel_dropout,
     loss.cross_entropy_to_tokens,
     loss.nll_of_log_softmax,
 )
@@ -71,14 +62,15 @@ def canonicalize(program: Program, planner: Planner) -> int:
 
 def canonicalize_program(program: Program) -> int:
     editor = Editor(program)
-    changes = regions.inline_regions(editor)
-    changes += noops.erase_asserts(editor)
-    changes += rows_of_data.name_rows_of_data(editor)
+    changes = bodies.inline_bodies(editor)
+    changes += names.erase_asserts(editor)
+    changes += data_rows.name_rows_of_data(editor)
     changes += inplace.take_views_for_reshapes(editor)
     changes += _each(editor, VIEWS)
     changes += inplace.functionalize(editor)
     changes += _each(editor, VALUES)
-    changes += _erase_inactive_detaches(editor)
+    active = active_nodes(program)
+    changes += sum(names.erase_inactive_detach(editor, n, active) for n in list(editor.graph.nodes))
     changes += _rewrite_linears(editor)
     changes += random.number_dropouts(editor)
     random.refuse_other_randomness(editor)
@@ -112,7 +104,7 @@ def canonicalize_nodes(program: Program, nodes: list[fx.Node]) -> None:
 register_canonical_form(CanonicalForm(canonicalize_program, canonicalize_nodes))
 
 
-def _each(editor: Editor, rewrites: tuple[_Each, ...], nodes: list[fx.Node] | None = None) -> int:
+def _each(editor: Editor, rewrites: tuple[Rewrite, ...], nodes: list[fx.Node] | None = None) -> int:
     """Every rewrite once on every node, in graph order; a rewrite that took the node out ends its turn."""
     count = 0
     for node in list(editor.graph.nodes) if nodes is None else nodes:
@@ -123,19 +115,13 @@ def _each(editor: Editor, rewrites: tuple[_Each, ...], nodes: list[fx.Node] | No
     return count
 
 
-def _erase_inactive_detaches(editor: Editor) -> int:
-    active = active_nodes(editor.program)
-    nodes = [n for n in editor.graph.nodes if n.op == "call_function"]
-    return sum(noops.erase_inactive_detach(editor, n, active) for n in nodes)
-
-
 def _rewrite_linears(editor: Editor) -> int:
     """Products, then biases, then the reshapes round them and round what else works on rows."""
     count = 0
     for rewrite in (linear.product_to_linear, linear.add_bias_to_linear):
         weights = linear.weight_nodes(editor)
-        count += sum(rewrite(editor, n, weights) for n in list(editor.graph.nodes) if n.op == "call_function")
-    return count + _each(editor, (linear.unflatten_linear, rows.unflatten_rows, linear.merge_reshapes))
+        count += sum(rewrite(editor, n, weights) for n in list(editor.graph.nodes))
+    return count + _each(editor, (linear.unflatten_linear, linear.unflatten_rows, linear.merge_reshapes))
 
 
 def _merge_duplicates(editor: Editor) -> int:

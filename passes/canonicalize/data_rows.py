@@ -1,4 +1,4 @@
-"""Selecting by data is indexing with `megafx.rows`, whose number of rows is a size like others from here on.
+"""Selecting by data becomes indexing with `megafx.rows`, whose number of rows is a size like others from here on.
 
 Before:  %n = nonzero(%mask)                              # [u0 1]
          %y = index(%x, [%m])                             # %m a mask: [u1 h]
@@ -6,8 +6,8 @@ Before:  %n = nonzero(%mask)                              # [u0 1]
 After:   %n = rows(%mask, 'u0')                           # [s9 1]
          %r = rows(%m, 'u1'); %c = select(%r, 1, 0); %y = index(%x, [%c])
          %w[i] = select(%r, 1, i)
-Legal because: that is how these ops are defined. A write to rows that a mask selects (`y[mask] = rows`) is one to their
-indices in the same way; where one number is written it stays as it is, for nothing has the size of the rows.
+Legal because: that is how these ops are defined. A write to rows that a mask selects (`y[mask] = rows`) becomes one to their
+indices in the same way. Where one number is written it stays as it is, since nothing has the size of the rows.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from torch import fx
 
 import megafx.kernels.nonzero  # noqa: F401  registers the op
 from megafx.ir.data_sizes import DataShapeEnv, same_rows
-from megafx.ir.nodes import argument
+from megafx.ir.nodes import argument, aten_ops
 from megafx.ir.program import VAL, recompute_val
 from megafx.ir.sizes import RowCount, row_sources
 from megafx.passes.canonicalize.editor import Editor, replace, respell
 
 aten = torch.ops.aten
 rows = torch.ops.megafx.rows.default
-_CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim)  # of several results
-_ORDERS = (aten.argmax.default, aten.argsort.default, aten.argsort.stable)
+_CHOICES = aten_ops("topk sort sort.stable max.dim")  # of several results
+_ORDERS = aten_ops("argmax argsort argsort.stable")
 _FAR = 64  # values looked at behind a mask: it is an estimate
-_NUMBERS = (aten.item.default, aten._local_scalar_dense.default)  # refused later
-_PARTS = (aten.where.default, aten.nonzero_numpy.default)
-_WHOLES = (aten.nonzero.default, aten.argwhere.default)
-_WRITES = (aten.index_put.default, aten.index_put_.default)
+_NUMBERS = aten_ops("item _local_scalar_dense")  # refused later
+_PARTS = aten_ops("where nonzero_numpy")
+_WHOLES = aten_ops("nonzero argwhere")
+_WRITES = aten_ops("index_put index_put_")
+_MASKS = (torch.bool, torch.uint8)
 
 
 def name_rows_of_data(editor: Editor) -> int:
-    """Rewrite every op that selects by data, and give all values that follow their sizes again."""
+    """Rewrite every op that selects by data, and compute the sizes of all values that follow once more."""
     env = editor.program.fake_mode.shape_env
     if not isinstance(env, DataShapeEnv):
         return 0
@@ -61,15 +62,22 @@ class _Selecting:
         if node.target in _WHOLES:
             return replace(node, self._rows(node, node.args[0], node.meta[VAL].shape[0]))
         if node.target in _PARTS:
-            return self._parts(node)
+            if any(user.target is not operator.getitem for user in node.users):
+                return False
+            parts = self._columns(node, node.args[0], node.meta[VAL][0].shape[0], range(len(node.meta[VAL])))
+            for user in list(node.users):
+                replace(user, parts[user.args[1]])  # type: ignore[index]
+            node.graph.erase_node(node)
+            return True
         if node.target is aten.masked_select.default:
             return self._masked_select(node)
         if node.target is aten.index.Tensor:
-            at, masks = self._masks(node)
-            if masks:
-                size = node.meta[VAL].shape[at] if self._together(node.args[1]) else node.meta[VAL].shape[0]
+            at = [i for i, a in enumerate(node.args[1]) if a is not None]  # type: ignore[arg-type]
+            if self._has_mask(node):
+                together = at == [*range(at[0], at[-1] + 1)]  # else what is selected comes first
+                size = node.meta[VAL].shape[at[0] if together else 0]
                 return respell(node, node.target, (node.args[0], self._indices(node, size)))
-        if node.target in _WRITES and self._masks(node)[1]:
+        if node.target in _WRITES and self._has_mask(node):
             size = next((n for n in argument(node, "values").meta[VAL].shape if self._name(n)), None)
             if size is not None:
                 return respell(node, node.target, (node.args[0], self._indices(node, size), *node.args[2:]))
@@ -84,7 +92,7 @@ class _Selecting:
         return str(expr) if expr.is_Symbol and self.env.is_unbacked_symint(expr) else ""
 
     def _rows(self, where: fx.Node, mask: Any, size: Any) -> fx.Node:
-        """The rows of a mask, made once, before `where`. A name that is no single symbol is told of as its size is used."""
+        """The rows of a mask, made once, before `where`. (A name that is no single symbol is refused when its size is used.)"""
         key = (mask, self._name(size) or str(size))
         if mask.meta[VAL].dtype != torch.bool:
             mask = self.editor.at(where)(aten.ne.Scalar, mask, 0)
@@ -92,19 +100,9 @@ class _Selecting:
             self.found[key] = self.editor.at(where)(rows, mask, key[1])
         return self.found[key]
 
-    def _column(self, where: fx.Node, found: fx.Node, i: int) -> fx.Node:
-        return self.editor.at(where)(aten.select.int, found, 1, i)
-
-    def _parts(self, node: fx.Node) -> bool:
-        size = node.meta[VAL][0].shape[0]
-        found = self._rows(node, node.args[0], size)
-        for user in list(node.users):
-            if user.target is not operator.getitem:
-                return False
-            part: Any = user.args[1]
-            replace(user, self._column(user, found, part))
-        node.graph.erase_node(node)
-        return True
+    def _columns(self, where: fx.Node, mask: Any, size: Any, indices: range) -> list[fx.Node]:
+        found = self._rows(where, mask, size)
+        return [self.editor.at(where)(aten.select.int, found, 1, i) for i in indices]
 
     def _masked_select(self, node: fx.Node) -> bool:
         operands: Any = node.args
@@ -113,31 +111,22 @@ class _Selecting:
         both: Any = torch.broadcast_shapes(x.meta[VAL].shape, mask.meta[VAL].shape)
         shape = [self.editor.arg(n) for n in both]
         x, mask = (emit(aten.expand.default, v, shape) for v in (x, mask))
-        found = self._rows(node, mask, node.meta[VAL].shape[0])
-        columns = [self._column(node, found, i) for i in range(len(both))]
+        columns = self._columns(node, mask, node.meta[VAL].shape[0], range(len(both)))
         return respell(node, aten.index.Tensor, (x, columns))
 
-    def _masks(self, node: fx.Node) -> tuple[int, bool]:
-        """(the first dim of the operand that is indexed, whether some index is a mask)."""
+    def _has_mask(self, node: fx.Node) -> bool:
         indices: Any = node.args[1]
-        at = next(i for i, a in enumerate(indices) if a is not None)
-        return at, any(a is not None and a.meta[VAL].dtype in (torch.bool, torch.uint8) for a in indices)
-
-    def _together(self, indices: Any) -> bool:
-        """Whether no dim that is left whole lies between two that are indexed."""
-        at = [i for i, a in enumerate(indices) if a is not None]
-        return at == list(range(at[0], at[-1] + 1))
+        return any(a is not None and a.meta[VAL].dtype in _MASKS for a in indices)
 
     def _indices(self, node: fx.Node, size: Any) -> list[Any]:
         """The indices with a column of rows for each dim of each mask."""
         made: list[Any] = []
         indices: Any = node.args[1]
         for a in indices:
-            if a is None or a.meta[VAL].dtype not in (torch.bool, torch.uint8):
+            if a is None or a.meta[VAL].dtype not in _MASKS:
                 made.append(a)
                 continue
-            found = self._rows(node, a, size)
-            made += [self._column(node, found, i) for i in range(a.meta[VAL].dim())]
+            made += self._columns(node, a, size, range(a.meta[VAL].dim()))
         return made
 
 
@@ -160,7 +149,7 @@ def _refresh(editor: Editor, env: DataShapeEnv) -> None:
 
 
 def _price(editor: Editor) -> None:
-    """Say of each number of rows what it is an equal share of. Masks made of the same choice share its elements."""
+    """Note for each number of rows what it is an equal share of: masks made of the same choice share its elements."""
     sizes, sources = editor.program.sizes, row_sources(editor.graph)
     masks: dict[Any, Any] = {symbol: node.args[0] for symbol, (node, _) in sources.items()}
     choices = {symbol: _choice(mask) for symbol, mask in masks.items()}

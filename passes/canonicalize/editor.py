@@ -1,20 +1,41 @@
-"""What the rewrites of `canonicalize` share: emitting nodes, sizes as arguments, replacing a node in place."""
+"""What the rewrites of `canonicalize` share: which ops they look at, emitting nodes, sizes as arguments, replacing a node.
+
+@on("expand expand_as broadcast_to")                             # called for these ops of ATen alone
+def one_spelling_of_expand(editor: Editor, node: fx.Node) -> bool:
+    return respell(node, aten.expand.default, (node.args[0], editor.shape(node.meta[VAL])))
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from megafx.errors import CaptureError, or_leave_eager
-from megafx.ir.nodes import argument
-from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Builder, Program, fqn_of, source_of
+from megafx.ir.nodes import argument, aten_ops
+from megafx.ir.program import MADE_BY, VAL, Builder, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter, size_sources
 
 BY = "canonicalize"
-Rewrite = Callable[["Editor", fx.Node], bool]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A function that may rewrite a node of these ops; it returns whether it has."""
+
+    ops: frozenset[Any]
+    function: Callable[..., bool]
+
+    def __call__(self, editor: Editor, node: fx.Node, *more: Any) -> bool:
+        return node.target in self.ops and self.function(editor, node, *more)
+
+
+def on(names: str, *others: Any) -> Callable[[Callable[..., bool]], Rewrite]:
+    """A decorator: the function rewrites ATen's ops of these names (`aten_ops`), and others."""
+    return lambda function: Rewrite(aten_ops(names).union(others), function)
 
 
 class Editor:
@@ -26,7 +47,7 @@ class Editor:
         self.without_grad: set[fx.Node] = set()  # nodes that the model computes under no_grad
 
     def know_sizes(self) -> None:
-        """Learn what sizes the graph has: those of its inputs, and those of `megafx.rows`."""
+        """Learn which sizes the graph has: those of its inputs, and those of `megafx.rows`."""
         self.size_node = SizeEmitter(self.program.graph, self.program.sizes)
         self.known_symbols = set(size_sources(self.program.graph))
 
@@ -44,8 +65,14 @@ class Editor:
             raise self._of_data(size.node.expr.free_symbols - self.known_symbols) from None
 
     def _of_data(self, symbols: set[Any]) -> CaptureError:
-        """These are sizes of no input. Names the first node that makes one, by its shape or as a number."""
-        maker = next((n for n in self.graph.nodes if n.op == "call_function" and symbols & _symbols(n)), None)
+        """The error for sizes of no input. Names the first node that makes one, by its shape or as a number."""
+
+        def makes_one(node: fx.Node) -> bool:
+            value = node.meta.get(VAL)
+            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+            return any(isinstance(n, torch.SymInt) and symbols & n.node.expr.free_symbols for n in sizes)
+
+        maker = next((n for n in self.graph.nodes if n.op == "call_function" and makes_one(n)), None)
         shape = maker is None or isinstance(maker.meta[VAL], torch.Tensor)
         what = f"the {'shape of the result' if shape else 'size that is the result'} of {maker.target if maker else 'an op'}"
         return CaptureError(
@@ -71,15 +98,8 @@ class Editor:
         return a.dim() == b.dim() and all(self.same(m, n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
-def _symbols(node: fx.Node) -> set[Any]:
-    """The symbols in a node's value: those of a number, or of a tensor's shape."""
-    value = node.meta.get(VAL)
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return {s for n in sizes if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
-
-
 def respell(node: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:
-    """Another op that computes the same value: `val` stays. False where the node is spelled so already."""
+    """Give the node another op that computes the same value: `val` stays. False if the node is spelled so already."""
     new_args, new_kwargs = tuple(args), kwargs or {}
     if node.target is target and _equal(node.args, new_args) and node.kwargs == new_kwargs:
         return False
@@ -105,18 +125,5 @@ def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
     return tuple(argument(node, name) for name in names)
 
 
-def value_of(node: Any) -> Any:
-    """The fake value of an argument: a node's `val`, a constant itself."""
-    return node.meta[VAL] if isinstance(node, fx.Node) else node
-
-
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get(VAL), torch.Tensor)
-
-
-def copy_place(new: fx.Node, origin: fx.Node) -> None:
-    """Source line and module of `origin`, unless the node has its own."""
-    for key in (SOURCE, FQN):
-        if key not in new.meta and key in origin.meta:
-            new.meta[key] = origin.meta[key]
-    new.meta[MADE_BY] = (*new.meta.get(MADE_BY, ()), BY)

@@ -3,7 +3,12 @@
 Before:  %v = select(%x, 1, 0); copy_(%v, %y); %z = relu(%x)
 After:   %n = select_scatter(%x, %y, 1, 0); %z = relu(%n)
 Legal because: the walk knows of every view which tensor it is a view of, and each use of a tensor or view after a write reads
-its memory as the last write left it. Needs views in one spelling (`canonicalize_views`), but not yet erased copies.
+its memory as the last write left it. Needs views in one spelling (views.py), but copies that are not yet erased.
+
+batch_norm in training updates its running statistics without saying so in its schema; these writes are written out before.
+Before:  %y = batch_norm(%x, %w, %b, %mean, %var, True, 0.1, 1e-5)        # changes %mean and %var
+After:   %y = batch_norm(%x, %w, %b, None, None, True, 0.1, 1e-5); copy_(%mean, 0.9 * %mean + 0.1 * mean(%x)); ...
+Legal because: in training the batch's own statistics normalise the result.
 """
 
 from __future__ import annotations
@@ -16,43 +21,28 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from megafx.errors import CaptureError
-from megafx.ir.nodes import argument, op_name
+from megafx.ir.nodes import argument, aten_ops, op_name
 from megafx.ir.program import VAL, Output, active_nodes, fake_args, fqn_of, inherit, source_of
-from megafx.passes.canonicalize.editor import BY, Editor, arguments, respell
+from megafx.passes.canonicalize.editor import BY, Editor, arguments, on, respell
 
 aten = torch.ops.aten
 
 # Views that show the whole of their operand, in order, where the shape is the same (casts and copies that are none too).
-_WHOLE = frozenset(
-    {
-        aten.slice.Tensor,
-        aten.reshape.default,
-        aten.expand.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.contiguous.default,
-        aten.type_as.default,
-        aten.to.dtype,
-        aten.to.device,
-        aten.to.other,
-        aten.to.dtype_layout,
-        aten.lift_fresh.default,
-    }
+_WHOLE = aten_ops(
+    "slice.Tensor reshape expand alias detach contiguous type_as to.dtype to.device to.other to.dtype_layout lift_fresh"
 )
-
-
 # Ops that give a tensor another shape in place, and write nothing into its memory.
-_RESHAPES = frozenset(
-    {
-        aten.unsqueeze_.default,
-        aten.squeeze_.default,
-        aten.squeeze_.dim,
-        aten.squeeze_.dims,
-        aten.transpose_.default,
-        aten.t_.default,
-    }
-)
-_PLAIN = {aten.transpose_.default: aten.transpose.int}
+_RESHAPES = aten_ops("unsqueeze_ squeeze_ squeeze_.dim squeeze_.dims transpose_ t_")
+_IRREGULAR: dict[Any, Callable[..., Any]] = {
+    aten.transpose_.default: aten.transpose.int,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.normal_.default: aten.normal_functional.default,
+}
+_SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
 
 
 def take_views_for_reshapes(editor: Editor) -> int:
@@ -64,15 +54,13 @@ def take_views_for_reshapes(editor: Editor) -> int:
             operand: Any = node.args[0]
             if any(order[user] > order[node] for user in operand.users):
                 raise _refuse(node, f"{node.target} changes the shape of a tensor that is used under another name, too")
-            count += respell(node, _PLAIN.get(node.target) or functional_form(node), node.args, dict(node.kwargs))
+            count += respell(node, functional_form(node), node.args, dict(node.kwargs))
     return count
 
 
 def functionalize(editor: Editor) -> int:
     """Rewrite every in-place op; no work where the graph has none."""
-    if not any(_writes(n) for n in editor.graph.nodes):
-        return 0
-    return _Functionalizer(editor).run()
+    return _Functionalizer(editor).run() if any(map(_writes, editor.graph.nodes)) else 0
 
 
 def _writes(node: fx.Node) -> bool:
@@ -84,10 +72,10 @@ def _writes(node: fx.Node) -> bool:
 
 
 class _Functionalizer:
-    """A node of the captured graph is the name of a piece of memory; `current` is the node that holds what is in it now.
+    """A node of the captured graph is the name of a piece of memory; `current` is the node whose value is in it now.
 
-    parent: the tensor that a view was taken of. same: an in-place op's result is its operand. version: writes to a base so far.
-    seen: the base's version when current was computed.
+    parent: view -> the tensor that it shows. same: in-place op -> its operand, which is its result. version: base -> how often
+    it was written. seen: name -> the base's version when `current` was computed.
     """
 
     def __init__(self, editor: Editor) -> None:
@@ -131,7 +119,7 @@ class _Functionalizer:
         return node
 
     def _viewed_operand(self, node: fx.Node) -> fx.Node | None:
-        """The tensor that shares its memory with the node's result: found by running an op that may return a view."""
+        """The tensor whose memory the node's result shows: found by running an op that may return a view."""
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
             return None
@@ -157,13 +145,9 @@ class _Functionalizer:
         version = self.version.get(self._base(node), 0)
         if node in self.parent and self.seen.get(node, 0) != version:
             operand = self._read(self.parent[node], where)
-            again = self._emit(where, node, node.target, operand, *node.args[1:], **node.kwargs)
-            self.current[node], self.seen[node] = again, version
+            again = self.editor.at(where)(node.target, operand, *node.args[1:], **node.kwargs)
+            self.current[node], self.seen[node] = inherit(again, node, BY), version
         return self.current.get(node, node)
-
-    def _emit(self, where: fx.Node, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self.editor.at(where)(target, *args, **kwargs)
-        return inherit(new, origin, BY)
 
     # -- writes
 
@@ -175,18 +159,13 @@ class _Functionalizer:
             raise _refuse(node, f"{node.target} writes into {', '.join(written)}")
         name = self._name(target)
         base = self._base(name)
-        if base.op == "placeholder" and self._kind(base) in ("user", "constant"):
+        if base.op == "placeholder" and dict(self.editor.program.input_nodes())[base].kind in ("user", "constant"):
             raise _refuse(node, "the model writes into one of its inputs")
         if node in self.editor.without_grad and base in self.active and base not in self.editor.without_grad:
             raise _refuse(node, "the model writes under no_grad into a tensor that has a gradient")
-        value = self._new_value(node, name)
         version = self.version.get(base, 0) + 1
-        self._store(name, value, node, version)
-        self.version[base] = version
-        self.same[node] = name
-
-    def _kind(self, placeholder: fx.Node) -> str:
-        return dict(self.editor.program.input_nodes())[placeholder].kind
+        self._store(name, self._new_value(node, name), node, version)
+        self.version[base], self.same[node] = version, name
 
     def _new_value(self, node: fx.Node, name: fx.Node) -> fx.Node:
         """What the op leaves in its first operand, in that operand's dtype."""
@@ -195,13 +174,11 @@ class _Functionalizer:
         rest = fx.node.map_arg(node.args[1:], lambda n: self._read(n, node))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: self._read(n, node))
         value = old.meta[VAL]
-        if node.target is aten.copy_.default:
-            new: fx.Node = rest[0]  # type: ignore[assignment]
-        elif node.target in (aten.fill_.Scalar, aten.zero_.default):
+        if node.target in (aten.fill_.Scalar, aten.zero_.default):
             fill = rest[0] if node.target is aten.fill_.Scalar else 0
             return emit(aten.full.default, self.editor.shape(value), fill, dtype=value.dtype, device=value.device)
-        elif node.target is aten.fill_.Tensor:
-            new = rest[0]  # type: ignore[assignment,index]
+        if node.target in (aten.copy_.default, aten.fill_.Tensor):
+            new: fx.Node = rest[0]  # type: ignore[assignment]
         else:
             new = emit(functional_form(node), old, *rest, **kwargs)  # type: ignore[misc,arg-type]
         if new.meta[VAL].dtype != value.dtype:
@@ -211,7 +188,7 @@ class _Functionalizer:
         return new
 
     def _store(self, name: fx.Node, value: fx.Node, where: fx.Node, version: int) -> None:
-        """`value` is now in the memory that `name` names, and so in that of every tensor that it is a view of."""
+        """`value` is now in the memory of `name`, and so in that of every tensor that it is a view of."""
         if name in self.parent:
             whole = self.parent[name]
             self._store(whole, self._scatter(name, self._read(whole, where), value, where), where, version)
@@ -220,15 +197,12 @@ class _Functionalizer:
     def _scatter(self, view: fx.Node, whole: fx.Node, part: fx.Node, where: fx.Node) -> fx.Node:
         """`whole` with the elements that `view` shows replaced by `part`: the inverse of the view."""
         emit = self.editor.at(where)
-        target, rest = view.target, view.args[1:]
+        target: Any = view.target
+        rest = view.args[1:]
         if self.editor.same_shape(whole.meta[VAL], part.meta[VAL]) and target in _WHOLE:
             return part
-        if target is aten.slice.Tensor:
-            return emit(aten.slice_scatter.default, whole, part, *rest)
-        if target is aten.select.int:
-            return emit(aten.select_scatter.default, whole, part, *rest)
-        if target is aten.diagonal.default:
-            return emit(aten.diagonal_scatter.default, whole, part, *rest)
+        if target in _SCATTERS:
+            return emit(_SCATTERS[target], whole, part, *rest)
         if target is aten.transpose.int:
             return emit(aten.transpose.int, part, *rest)
         if target is aten.permute.default:
@@ -249,12 +223,6 @@ class _Functionalizer:
                 values.append(self.current[node])
                 program.outputs.append(Output("mutation", spec.name))
         output.args = (tuple(values),)
-
-
-_IRREGULAR: dict[Any, Callable[..., Any]] = {
-    aten.bernoulli_.float: aten.bernoulli.p,
-    aten.normal_.default: aten.normal_functional.default,
-}
 
 
 def functional_form(node: fx.Node) -> Callable[..., Any]:
@@ -279,20 +247,21 @@ def _refuse(node: fx.Node, found: str) -> CaptureError:
     )
 
 
-# -- canonicalize norms
-#
-# batch_norm in training, which updates its running statistics without saying so in its schema.
-#
-# Before:  %y = batch_norm(%x, %w, %b, %mean, %var, True, 0.1, 1e-5)        # changes %mean and %var
-# After:   %y = batch_norm(%x, %w, %b, None, None, True, 0.1, 1e-5); copy_(%mean, 0.9 * %mean + 0.1 * mean(%x)); ...
-# Legal because: in training the batch's own statistics normalise the result. The copies become outputs, as other writes do.
+# -- writes that no schema tells
 
 
+@on("batch_norm instance_norm")
 def write_out_running_statistics(editor: Editor, node: fx.Node) -> bool:
     """batch_norm that trains with running statistics -> one without, and their updates."""
     if node.target is aten.instance_norm.default:
-        return _check_instance_norm(node)
-    if node.target is not aten.batch_norm.default:
+        mean, use_input_stats = arguments(node, "running_mean", "use_input_stats")
+        if use_input_stats and mean is not None:
+            raise CaptureError(
+                "instance_norm updates running statistics in training",
+                fix="use track_running_stats=False",
+                module=fqn_of(node),
+                source=source_of(node),
+            )
         return False
     x, weight, bias, mean, var, training, momentum, eps, cudnn = arguments(
         node, "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"
@@ -309,15 +278,3 @@ def write_out_running_statistics(editor: Editor, node: fx.Node) -> bool:
         kept = emit(aten.mul.Tensor, running, 1.0 - momentum)
         emit(aten.copy_.default, running, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, now, momentum)))
     return respell(node, aten.batch_norm.default, (x, weight, bias, None, None, True, momentum, eps, cudnn))
-
-
-def _check_instance_norm(node: fx.Node) -> bool:
-    mean, use_input_stats = arguments(node, "running_mean", "use_input_stats")
-    if use_input_stats and mean is not None:
-        raise CaptureError(
-            "instance_norm updates running statistics in training",
-            fix="use track_running_stats=False",
-            module=fqn_of(node),
-            source=source_of(node),
-        )
-    return False

@@ -1,8 +1,11 @@
-"""Products with a weight become aten.linear, on the operand as it was before its leading dims were flattened.
+"""Products with a weight become aten.linear. Leading dims that were flattened come back.
 
 Before:  %f = reshape(%x, [b*s, c]); %a = addmm(%bias, %f, %w); %y = reshape(%a, [b, s, n])        # GPT-2's Conv1D
 After:   %t = transpose(%w, 0, 1); %y = linear(%x, %t, %bias)
-Legal because: a linear map acts on the last dim only, each row for itself.
+Before:  %f = reshape(%x, [b*s, h]); %n = layer_norm(%f, ...); %z = add(%f, %y)              # OPT, mixtures of experts
+After:   %n = layer_norm(%x, ...); users see reshape(%n, [b*s, h]), and %z likewise where %y was flattened the same way
+Legal because: these ops treat each row for itself (dropout by the element's linear index, which a reshape keeps). So what works
+on rows sees the shapes of the residual stream.
 """
 
 from __future__ import annotations
@@ -13,15 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import argument
+from megafx.ir.nodes import argument, aten_ops
 from megafx.ir.program import VAL
-from megafx.passes.canonicalize.editor import Editor, is_tensor, replace, respell
+from megafx.passes.canonicalize.editor import Editor, is_tensor, on, replace, respell
 
 aten = torch.ops.aten
 
-_UNARY = frozenset({aten.to.dtype, aten.transpose.int, aten.detach.default, aten.alias.default})
+_UNARY = aten_ops("to.dtype transpose.int detach alias")  # of a weight, they give a weight
+_NORMS = aten_ops("layer_norm rms_norm")  # of one tensor, and vectors of the last dim
 
 
+@on("mm matmul addmm")
 def product_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> bool:
     """mm, matmul, addmm with a 2-D weight on the right -> linear(x, weight transposed, bias)."""
     if node.target is aten.addmm.default:
@@ -30,20 +35,21 @@ def product_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> b
             return False
         if not editor.same(bias.meta[VAL].shape[0], node.meta[VAL].shape[-1]):  # type: ignore[union-attr]
             return False
-    elif node.target in (aten.mm.default, aten.matmul.default):
-        (x, weight), bias = node.args, None
     else:
-        return False
+        (x, weight), bias = node.args, None
     if weight not in weights or weight.meta[VAL].dim() != 2 or not is_tensor(x) or x.meta[VAL].dim() < 2:  # type: ignore[union-attr]
         return False
-    return respell(
-        node, aten.linear.default, (x, _transposed(editor, node, weight), *([bias] if bias is not None else []))
+    turned: Any = weight  # linear wants [out, in]; a transpose of a transpose is left out
+    turned = (
+        turned.args[0] if turned.target is aten.transpose.int else editor.at(node)(aten.transpose.int, turned, 0, 1)
     )
+    return respell(node, aten.linear.default, (x, turned) if bias is None else (x, turned, bias))
 
 
+@on("add.Tensor")
 def add_bias_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> bool:
     """linear without bias, plus a 1-D parameter -> linear with bias."""
-    if node.target is not aten.add.Tensor or argument(node, "alpha") != 1:
+    if argument(node, "alpha") != 1:
         return False
     for product, bias in (node.args[:2], node.args[1::-1]):
         if not (is_tensor(product) and product.target is aten.linear.default and len(product.users) == 1):  # type: ignore[union-attr]
@@ -57,13 +63,12 @@ def add_bias_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> 
     return False
 
 
+@on("linear")
 def unflatten_linear(editor: Editor, node: fx.Node) -> bool:
     """linear of a reshape that flattened leading dims -> linear of the operand; its users see the flat form by a reshape.
 
     The reshape may have joined heads as well: [b, s, n, d] -> [b*s, n*d] leaves [b, s, n*d].
     """
-    if node.target is not aten.linear.default:
-        return False
     flat = node.args[0]
     if not (is_tensor(flat) and flat.target is aten.reshape.default):  # type: ignore[union-attr]
         return False
@@ -83,7 +88,7 @@ def unflatten_linear(editor: Editor, node: fx.Node) -> bool:
 
 
 def _lead_of(editor: Editor, before: torch.Tensor, after: torch.Tensor) -> int | None:
-    """How many leading dims of `before` are the rows of `after`, its columns being the others: [b, s, n, d] -> [b*s, n*d]."""
+    """How many leading dims of `before` are the rows of `after`; the others are its columns: [b, s, n, d] -> [b*s, n*d]."""
     shape = editor.program.sizes.shape(before)
     rows, columns = editor.program.sizes.shape(after)
     for lead in range(2, len(shape) - 1):
@@ -92,12 +97,11 @@ def _lead_of(editor: Editor, before: torch.Tensor, after: torch.Tensor) -> int |
     return None
 
 
+@on("reshape")
 def merge_reshapes(editor: Editor, node: fx.Node) -> bool:
     """reshape of a reshape -> one reshape; back to the first shape -> nothing."""
-    if node.target is not aten.reshape.default or not is_tensor(node.args[0]):
-        return False
     inner: Any = node.args[0]
-    if inner.target is not aten.reshape.default:
+    if not is_tensor(inner) or inner.target is not aten.reshape.default:
         return False
     if editor.same_shape(inner.args[0].meta[VAL], node.meta[VAL]):
         return replace(node, inner.args[0])
@@ -106,61 +110,24 @@ def merge_reshapes(editor: Editor, node: fx.Node) -> bool:
 
 def weight_nodes(editor: Editor) -> set[fx.Node]:
     """Parameters, and their casts and transposes."""
-    weights: set[fx.Node] = set()
-    for node, spec in editor.program.input_nodes():
-        if spec.kind == "param":
-            weights.add(node)
+    weights = {node for node, spec in editor.program.input_nodes() if spec.kind == "param"}
     for node in editor.graph.nodes:
         if node.op == "call_function" and node.target in _UNARY and node.args[0] in weights:
             weights.add(node)
     return weights
 
 
-def _transposed(editor: Editor, node: fx.Node, weight: Any) -> fx.Node:
-    """The weight as linear wants it, [out, in]; a transpose of a transpose is left out."""
-    if weight.target is aten.transpose.int:
-        return weight.args[0]
-    return editor.at(node)(aten.transpose.int, weight, 0, 1)
-
-
 def _is_vector(node: Any) -> bool:
-    return is_tensor(node) and isinstance(node.meta[VAL], torch.Tensor) and node.meta[VAL].dim() == 1
+    return is_tensor(node) and node.meta[VAL].dim() == 1
 
 
-# -- canonicalize rows
-#
-# Leading dims that were flattened come back, so that what works on rows sees the shapes of the residual stream.
-#
-# Before:  %f = reshape(%x, [b*s, h]); %n = layer_norm(%f, ...); %z = add(%f, %y)              # OPT, mixtures of experts
-# After:   %n = layer_norm(%x, ...); users see reshape(%n, [b*s, h]), and %z likewise where %y was flattened the same way
-# Legal because: these ops treat each row for itself (dropout by the element's linear index, which a reshape keeps).
-
-
-# Of one tensor, and vectors of the last dim.
-_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
-_ELEMENTWISE = frozenset(
-    {
-        aten.add.Tensor,
-        aten.mul.Tensor,
-        aten.relu.default,
-        aten.gelu.default,
-        aten.silu.default,
-        aten.sigmoid.default,
-        aten.tanh.default,
-        aten.dropout.default,
-    }
-)
-
-
+@on("layer_norm rms_norm add.Tensor mul.Tensor relu gelu silu sigmoid tanh dropout")
 def unflatten_rows(editor: Editor, node: fx.Node) -> bool:
     """op(reshape(x), vectors) -> reshape(op(x, vectors))."""
-    if node.target in _NORMS:
-        if len(node.args[1]) != 1:  # type: ignore[arg-type]
-            return False
-    elif node.target not in _ELEMENTWISE:
-        return False
     flat = node.meta[VAL]
     if not isinstance(flat, torch.Tensor) or flat.dim() != 2:
+        return False
+    if node.target in _NORMS and len(node.args[1]) != 1:  # type: ignore[arg-type]
         return False
     sources: dict[fx.Node, fx.Node] = {}
     for operand in node.all_input_nodes:

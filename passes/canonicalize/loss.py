@@ -10,29 +10,24 @@ import torch
 from torch import fx
 
 import megafx.kernels.loss.cross_entropy  # noqa: F401  registers megafx::cross_entropy
+from megafx.ir.nodes import argument
 from megafx.ir.program import VAL
-from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, replace
+from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on, replace
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
-_NLL = (aten.nll_loss_nd.default, aten.nll_loss.default)
 
 
+@on("cross_entropy_loss")
 def cross_entropy_to_tokens(editor: Editor, node: fx.Node) -> bool:
     """cross_entropy_loss -> a loss per token and its reduction: for 2-D logits and class indices, without class weights."""
-    if node.target is not aten.cross_entropy_loss.default:
-        return False
-    logits, target, weight, reduction, ignore, smoothing = arguments(
-        node, "self", "target", "weight", "reduction", "ignore_index", "label_smoothing"
-    )
-    return _rewrite(editor, node, logits, target, weight, reduction, ignore, smoothing)
+    return _rewrite(editor, node, argument(node, "self"), argument(node, "label_smoothing"))
 
 
+@on("nll_loss_nd nll_loss")
 def nll_of_log_softmax(editor: Editor, node: fx.Node) -> bool:
     """nll_loss(log_softmax(x, last dim)) is the cross entropy of x."""
-    if node.target not in _NLL:
-        return False
-    logs, target, weight, reduction, ignore = arguments(node, "self", "target", "weight", "reduction", "ignore_index")
+    logs = argument(node, "self")
     if not (is_tensor(logs) and logs.target is aten.log_softmax.int and logs.meta[VAL].dim() == 2):
         return False
     logits, dim, dtype = arguments(logs, "self", "dim", "dtype")
@@ -40,31 +35,23 @@ def nll_of_log_softmax(editor: Editor, node: fx.Node) -> bool:
         return False
     if dtype is not None and dtype != logits.meta[VAL].dtype:
         logits = editor.at(node)(aten.to.dtype, logits, dtype)
-    return _rewrite(editor, node, logits, target, weight, reduction, ignore, 0.0)
+    return _rewrite(editor, node, logits, 0.0)
 
 
-def _rewrite(
-    editor: Editor,
-    node: fx.Node,
-    logits: fx.Node,
-    target: fx.Node,
-    weight: fx.Node | None,
-    reduction: int,
-    ignore: int,
-    smoothing: float,
-) -> bool:
+def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -> bool:
+    target, weight, reduction, ignore = arguments(node, "target", "weight", "reduction", "ignore_index")
     reasons = {
         "class weights": weight is not None,
         "class probabilities as targets": target.meta[VAL].dtype.is_floating_point,
         "an ignore_index that is a size": not isinstance(ignore, int),
         f"logits of {logits.meta[VAL].dim()} dims": logits.meta[VAL].dim() != 2,
     }
-    for reason, present in reasons.items():
-        if present:
-            editor.program.note(
-                "canonicalize", f"cross entropy with {reason} is left as captured (no vocab sharding)", node
-            )
-            return False
+    reason = next((reason for reason, present in reasons.items() if present), None)
+    if reason is not None:
+        editor.program.note(
+            "canonicalize", f"cross entropy with {reason} is left as captured (no vocab sharding)", node
+        )
+        return False
     emit = editor.at(node)
     dtype = node.meta[VAL].dtype
     loss = emit(torch.ops.megafx.cross_entropy.default, logits, target, ignore, float(smoothing), False)

@@ -4,6 +4,12 @@ Before:  %y = dropout(%x, 0.1, True)
 After:   %y = megafx.dropout(%x, %seed, 0.1, <number of this dropout in the graph>, -1, [], "tp")
 Legal because: the distribution is the same; the bits are a function of (seed, op id, element), so that any rank, and a
 recomputation, draws the same ones.
+
+Other random tensors are drawn with dropout's bits, to the resolution that torch draws with (24 bits; fp16 11, bf16 8).
+Before:  %u = rand([b, 1, 1])
+After:   %o = ones([24, b, 1, 1]); %d = dropout(%o, 0.5, True); %b = ne(%d, 0)
+         %u = sum(%b * [1/2, 1/4, 1/8, ...], 0)            # 24 fair bits of a binary fraction
+That is 24 draws an element: meant for small tensors such as the masks of stochastic depth.
 """
 
 from __future__ import annotations
@@ -20,15 +26,16 @@ import megafx.ops.eager_call  # noqa: F401  registers the ops
 from megafx.errors import CaptureError
 from megafx.ir.nodes import argument, argument_places, set_arguments
 from megafx.ir.program import VAL, Input, fqn_of, source_of
-from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, replace
+from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on, replace
 
 aten = torch.ops.aten
 AXIS = "tp"
 
 
+@on("scaled_dot_product_attention")
 def attention_dropout(editor: Editor, node: fx.Node) -> bool:
     """scaled_dot_product_attention with dropout -> megafx.attention, whose bits depend on (seed, op id, element) alone."""
-    if node.target is not aten.scaled_dot_product_attention.default or not argument(node, "dropout_p"):
+    if not argument(node, "dropout_p"):
         return False
     emit = editor.at(node)
     q, k, v, mask = arguments(node, "query", "key", "value", "attn_mask")
@@ -40,9 +47,8 @@ def attention_dropout(editor: Editor, node: fx.Node) -> bool:
     if mask is not None:
         mask = _with_leading_ones(editor, node, mask)
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])
-    out = emit(
-        torch.ops.megafx.attention.default, q, k, v, mask, None, None, factor, causal, 0, 0.0, p, -1, -1, [], AXIS
-    )
+    drawn = (p, -1, -1, [], AXIS)
+    out = emit(torch.ops.megafx.attention.default, q, k, v, mask, None, None, factor, causal, 0, 0.0, *drawn)
     for _ in range(4 - rank):
         out = emit(aten.select.int, out, 0, 0)
     return replace(node, out)
@@ -61,9 +67,7 @@ def _of_many_dims(editor: Editor, node: fx.Node) -> bool:
         if x is None or x.meta[VAL].dim() < 3:
             return x
         shape = x.meta[VAL].shape
-        if x.meta[VAL].dim() < rank:
-            for _ in range(rank - x.meta[VAL].dim()):
-                x = emit(aten.unsqueeze.default, x, 0)
+        x = _with_leading_ones(editor, node, x, rank)
         if not all(map(editor.same, x.meta[VAL].shape[:-3], whole_lead)):
             x = emit(aten.expand.default, x, [*lead, *editor.shape(x.meta[VAL])[-3:]])
         return emit(aten.reshape.default, x, [editor.arg(math.prod(whole_lead)), *map(editor.arg, shape[-3:])])
@@ -76,9 +80,9 @@ def _of_many_dims(editor: Editor, node: fx.Node) -> bool:
     return attention_dropout(editor, made)
 
 
-def _with_leading_ones(editor: Editor, node: fx.Node, x: fx.Node) -> fx.Node:
-    """Four dims: what lacks is a batch, or heads, of one."""
-    for _ in range(4 - x.meta[VAL].dim()):
+def _with_leading_ones(editor: Editor, node: fx.Node, x: fx.Node, rank: int = 4) -> fx.Node:
+    """As many dims: those that lack are a batch, or heads, of one."""
+    for _ in range(rank - x.meta[VAL].dim()):
         x = editor.at(node)(aten.unsqueeze.default, x, 0)
     return x
 
@@ -90,17 +94,16 @@ def number_dropouts(editor: Editor) -> int:
         return 0
     seed = _seed_input(editor)
     for op_id, node in enumerate(nodes):
-        if node.target in (torch.ops.megafx.attention.default, torch.ops.megafx.eager_call.default):
+        if node.target is not aten.dropout.default:
             set_arguments(node, seed=seed, op_id=op_id)
             continue
-        x, p = node.args[0], argument(node, "p")
-        new = editor.at(node)(torch.ops.megafx.dropout.default, x, seed, float(p), op_id, -1, [], AXIS)
-        replace(node, new)
+        drawn = (seed, float(argument(node, "p")), op_id, -1, [], AXIS)
+        replace(node, editor.at(node)(torch.ops.megafx.dropout.default, node.args[0], *drawn))
     return len(nodes)
 
 
 def _awaits_number(node: fx.Node) -> bool:
-    """Dropout as torch has it; attention that drops, and modules left eager that draw, which were given no seed."""
+    """Torch's dropout; attention that drops and modules left eager that draw, as long as they have no seed."""
     if node.target is torch.ops.megafx.eager_call.default:
         return argument(node, "op_id") >= 0 and argument(node, "seed") is None
     if node.target is torch.ops.megafx.attention.default:
@@ -113,9 +116,8 @@ def _seed_input(editor: Editor) -> fx.Node:
     placeholders = program.placeholders()
     with editor.graph.inserting_after(placeholders[-1]):
         seed = editor.graph.placeholder("seed")
-    device = next(
-        (v.device for v in (n.meta[VAL] for n in placeholders) if isinstance(v, torch.Tensor)), torch.device("cpu")
-    )
+    devices = (n.meta[VAL].device for n in placeholders if is_tensor(n))
+    device = next(devices, torch.device("cpu"))
     with program.fake_mode:
         seed.meta[VAL] = torch.empty((), dtype=torch.int64, device=device)
     program.inputs.append(Input("seed", "seed"))
@@ -123,7 +125,7 @@ def _seed_input(editor: Editor) -> fx.Node:
 
 
 def refuse_other_randomness(editor: Editor) -> None:
-    """An op that draws from torch's generator would draw different bits on each rank, and others again when recomputed."""
+    """An op that draws from torch's generator would draw different bits on each rank, and other bits when recomputed."""
     for node in editor.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -148,11 +150,12 @@ def _draws(node: fx.Node) -> bool:
     return True
 
 
+@on("native_dropout")
 def native_dropout_to_dropout(editor: Editor, node: fx.Node) -> bool:
     """native_dropout whose mask nobody reads -> dropout."""
-    if node.target is not aten.native_dropout.default or any(u.args[1] != 0 for u in node.users):
+    if any(u.args[1] != 0 for u in node.users):
         return False
-    x, p, train = (argument(node, k) for k in ("input", "p", "train"))
+    x, p, train = arguments(node, "input", "p", "train")
     new: Any = editor.at(node)(aten.dropout.default, x, p, train is not False) if is_tensor(x) else x
     for user in list(node.users):
         replace(user, new)
@@ -160,38 +163,22 @@ def native_dropout_to_dropout(editor: Editor, node: fx.Node) -> bool:
     return True
 
 
-# -- canonicalize draws
-#
-# Random tensors other than dropout, drawn with dropout's bits: so they too depend on (seed, op id, element) alone.
-#
-# Before:  %u = rand([b, 1, 1])
-# After:   %o = ones([24, b, 1, 1]); %d = dropout(%o, 0.5, True); %b = ne(%d, 0)
-#          %u = sum(%b * [1/2, 1/4, 1/8, ...], 0)            # 24 fair bits of a binary fraction
-# Legal because: the distribution is the one asked for, to the resolution that torch draws with (24 bits; fp16 11, bf16 8).
-# Costs 24 draws an element: meant for small tensors such as the masks of stochastic depth.
+# -- random tensors of other kinds
 
 
-_BITS = {torch.float16: 11, torch.bfloat16: 8}
-_UNIFORM = frozenset({aten.rand.default, aten.rand_like.default, aten.uniform.default})
-_NORMAL = frozenset({aten.randn.default, aten.randn_like.default, aten.normal_functional.default})
-_BERNOULLI = frozenset({aten.bernoulli.default, aten.bernoulli.p})
-
-
+@on("rand rand_like uniform")
 def uniform_from_bits(editor: Editor, node: fx.Node) -> bool:
     """rand, rand_like, uniform_ -> a binary fraction of fair bits, scaled to the range."""
-    if node.target not in _UNIFORM:
-        return False
     value = _uniform(editor, node)
     if node.target is aten.uniform.default:
-        low, high = argument(node, "from"), argument(node, "to")
+        low, high = arguments(node, "from", "to")
         value = _affine(editor, node, value, high - low, low)
     return replace(node, value)
 
 
+@on("randn randn_like normal_functional")
 def normal_from_bits(editor: Editor, node: fx.Node) -> bool:
     """randn, randn_like, normal_ -> Box and Muller's transform of two uniform values."""
-    if node.target not in _NORMAL:
-        return False
     emit = editor.at(node)
     radius = emit(aten.rsub.Scalar, _uniform(editor, node), 1.0)  # in (0, 1]: its logarithm is finite
     radius = emit(aten.sqrt.default, emit(aten.mul.Tensor, emit(aten.log.default, radius), -2.0))
@@ -202,22 +189,20 @@ def normal_from_bits(editor: Editor, node: fx.Node) -> bool:
     return replace(node, value)
 
 
+@on("bernoulli bernoulli.p")
 def bernoulli_from_bits(editor: Editor, node: fx.Node) -> bool:
     """bernoulli -> whether a uniform value is below the probability."""
-    if node.target not in _BERNOULLI:
-        return False
     emit = editor.at(node)
     value = _uniform(editor, node)
-    if node.target is aten.bernoulli.p:
-        hit = emit(aten.lt.Scalar, value, argument(node, "p"))
-    else:
-        hit = emit(aten.lt.Tensor, value, node.args[0])
+    p: Any = argument(node, "p") if node.target is aten.bernoulli.p else node.args[0]
+    hit = emit(aten.lt.Scalar if node.target is aten.bernoulli.p else aten.lt.Tensor, value, p)
     return replace(node, emit(aten.to.dtype, hit, node.meta[VAL].dtype))
 
 
+@on("feature_dropout")
 def channel_dropout(editor: Editor, node: fx.Node) -> bool:
     """feature_dropout (Dropout2d) -> a product with the dropout of a one for each channel."""
-    if node.target is not aten.feature_dropout.default or not argument(node, "train"):
+    if not argument(node, "train"):
         return False
     emit = editor.at(node)
     x: Any = node.args[0]
@@ -231,7 +216,7 @@ def _uniform(editor: Editor, node: fx.Node) -> fx.Node:
     """A tensor like the node's value, uniform in [0, 1)."""
     emit = editor.at(node)
     value = node.meta[VAL]
-    bits = _BITS.get(value.dtype, 24)
+    bits = {torch.float16: 11, torch.bfloat16: 8}.get(value.dtype, 24)
     shape = [bits, *editor.shape(value)]
     ones = emit(aten.ones.default, shape, dtype=value.dtype, device=value.device)
     bit = emit(aten.ne.Scalar, emit(aten.dropout.default, ones, 0.5, True), 0)

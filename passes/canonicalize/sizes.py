@@ -29,7 +29,9 @@ def root_sizes(editor: Editor) -> int:
         if not isinstance(size.meta.get(VAL), (torch.SymInt, int)) or isinstance(size.meta[VAL], bool):
             return size
         if size not in rooted:
-            rooted[size] = _rooted(editor, size)
+            value = size.meta[VAL]
+            constant = isinstance(value, torch.SymInt) and value.node.expr.is_Integer
+            rooted[size] = editor.arg(int(value.node.expr) if constant else value)
         return rooted[size]
 
     for node in list(editor.graph.nodes):
@@ -39,7 +41,7 @@ def root_sizes(editor: Editor) -> int:
             continue  # left without users
         if any(not isinstance(n.meta.get(VAL), torch.Tensor) for n in node.all_input_nodes):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), root)
-            if _differ(node, args, kwargs):
+            if pytree.tree_leaves((node.args, dict(node.kwargs))) != pytree.tree_leaves((args, dict(kwargs))):
                 node.args, node.kwargs = args, kwargs
                 count += 1
     return count
@@ -55,16 +57,3 @@ def refuse_numbers_from_data(editor: Editor) -> None:
                 module=fqn_of(node),
                 source=source_of(node),
             )
-
-
-def _differ(node: fx.Node, args: Any, kwargs: Any) -> bool:
-    return _leaves(node.args, node.kwargs) != _leaves(args, kwargs)
-
-
-def _leaves(args: Any, kwargs: Any) -> list[Any]:
-    return pytree.tree_leaves((list(args), dict(kwargs)))
-
-
-def _rooted(editor: Editor, size: fx.Node) -> Any:
-    value = size.meta[VAL]
-    return editor.arg(value if isinstance(value, int) or not value.node.expr.is_Integer else int(value.node.expr))

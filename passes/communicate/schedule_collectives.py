@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import fx
 
-from megafx.analysis.overlap import STARTS, is_product, is_region_gather, is_start, is_wait
+from megafx.analysis.communication import STARTS, is_product, is_region_gather, is_start, is_wait
 from megafx.ir.nodes import in_backward, shows_operand, storage_of
 from megafx.ir.program import VAL, Phase, Program, ancestors
 from megafx.placements.data_axis import DATA_AXES

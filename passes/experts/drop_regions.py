@@ -1,10 +1,10 @@
-"""Leave out of one rank's graph what other ranks compute for all (owners.py). Part of `bind_mesh`.
+"""Leave out of one rank's graph the expert values that other ranks compute for all (ops/owners.py).
 
 Before:  %1 = for_rank(%x, 1); %w1 = of_rank(%w, 1); %2 = linear(%1, %w1); %3 = rank_only(%2, 1); %4 = add(%y, %3)
          %5 = rank_part(%g, 1); %6 = add(%h, %5);    %7 = to_rank(%dw, 1)
 After:   rank 1: %2 = linear(%x, %w); %4 = add(%y, %2); %6 = add(%h, %g); %7 = %dw
          others: %4 = %y; %6 = %h; %7 = empty, of no rows; what only computes %2, %g and %dw is gone
-Legal because: the ops' definitions with the rank filled in; adding zeros is nothing.
+Legal because: these are the ops' definitions, with the rank filled in; adding zeros changes nothing.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ def drop_regions(program: Program, axes: Mapping[str, AxisContext]) -> int:
         if axes[axis].rank == owner or node.target is FOR_RANK:
             _give(node, _strided(program, node, x))
         elif node.target is TO_RANK:
-            _give(node, _no_rows(program, node))
+            _give(node, _zeros(program, node, [0, *node.meta[VAL].shape[1:]]))
         elif node.target is not OF_RANK:
             zeros.append(node)
     for node in zeros:
         _add_nothing(program, node)
     used = [node for node in zeros if node.users]
     if used:
-        _make_sizes_early(program)
+        # Backward may have been the first to ask for sizes that data decides: they move right behind what they are sizes of.
+        for node in [*program.graph.nodes]:
+            if node.op == "call_function" and isinstance(node.meta[VAL], torch.SymInt):
+                max(node.all_input_nodes).append(node)
         emitter = SizeEmitter(program.graph, program.sizes)
         for node in used:
-            _give(node, _zeros(program, node, emitter))
+            _give(node, _zeros(program, node, [emitter(program.sizes.of(n)) for n in node.meta[VAL].shape]))
     program.graph.eliminate_dead_code()
     for node in program.graph.find_nodes(op="call_function", target=OF_RANK):
         raise fail(node, f"rank {node.args[1]} holds it, and another computes with it")
@@ -68,11 +71,8 @@ def _add_nothing(program: Program, node: fx.Node) -> None:
             continue
         a, b = user.args[:2]
         other = a if b is node else b
-        if (
-            not isinstance(other, fx.Node)
-            or other.op == "placeholder"
-            or (user.target is aten.sub.Tensor and a is node)
-        ):
+        negated = user.target is aten.sub.Tensor and a is node
+        if not isinstance(other, fx.Node) or other.op == "placeholder" or negated:
             continue
         have, wanted = other.meta[VAL], user.meta[VAL]
         if have.dtype != wanted.dtype or not same_sizes(have.shape, wanted.shape) or (a is node and len(user.kwargs)):
@@ -82,27 +82,12 @@ def _add_nothing(program: Program, node: fx.Node) -> None:
 
 def _strided(program: Program, node: fx.Node, value: Any) -> fx.Node:
     """`value` with the strides that users of `node` were traced with; results may have any."""
-    result: fx.Node = value
     only_results = all(user.op == "output" for user in node.users)
-    if only_results or same_sizes(result.meta[VAL].stride(), node.meta[VAL].stride()):
-        return result
-    return Builder(program, node, node, NAME)(aten.clone.default, result, memory_format=torch.contiguous_format)
+    if only_results or same_sizes(value.meta[VAL].stride(), node.meta[VAL].stride()):
+        return value
+    return Builder(program, node, node, NAME)(aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
-def _no_rows(program: Program, node: fx.Node) -> fx.Node:
+def _zeros(program: Program, node: fx.Node, sizes: list[Any]) -> fx.Node:
     value = node.meta[VAL]
-    build = Builder(program, node, node, NAME)
-    return build(aten.full.default, [0, *value.shape[1:]], 0, dtype=value.dtype, device=value.device)
-
-
-def _make_sizes_early(program: Program) -> None:
-    """Sizes that data decides move right behind what they are sizes of: backward may have been the first to ask for them."""
-    for node in [*program.graph.nodes]:
-        if node.op == "call_function" and isinstance(node.meta[VAL], torch.SymInt):
-            max(node.all_input_nodes).append(node)
-
-
-def _zeros(program: Program, node: fx.Node, emitter: SizeEmitter) -> fx.Node:
-    value = node.meta[VAL]
-    sizes = [emitter(program.sizes.of(n)) for n in value.shape]
     return Builder(program, node, node, NAME)(aten.full.default, sizes, 0, dtype=value.dtype, device=value.device)

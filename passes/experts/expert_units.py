@@ -1,15 +1,32 @@
-"""What stands between the products of a mixture's experts, where it computes each row by itself.
+"""The MLPs of a mixture's experts in a graph: products with one weight for each row's expert, and what stands between them.
+
+PRODUCTS of rows that are sorted by expert, or with weights that are looked up for each row:
+
+    %y = grouped_mm(%x, %w, %ends)                                                 # sorted: `by` is %ends
+    %g = index(%w, [%ids]); %b = bmm(unsqueeze(%x, 1), %g); %y = reshape(%b, ..)   # looked up: `by` is %ids
+    %b = bmm(%g, unsqueeze(%x, -1)), with the weights [E, N, K], is the same: `turned`
+
+UNITS. What stands between products becomes the text of a row-wise unit (kernels/experts/row_units.py):
 
     %h = grouped_mm(%x, %up, %ends)
     %b = index(%up_bias, [%ids]); %s = add(%h, %b); %a = relu(%s)      # ids: the expert of each row
     %y = grouped_mm(%a, %down, %ends)
 
-gives the unit "v0 = add.Tensor(h0, e0); v1 = relu(v0); v1" of %h and the stack %up_bias. An op computes
-each row by itself where its sharding rule says that the dim of the rows can be cut.
+gives the unit "v0 = add.Tensor(h0, e0); v1 = relu(v0); v1" of %h and the stack %up_bias. An op computes each row by itself if
+its sharding rule says that the dim of the rows can be cut.
+
+IDS say which expert a row belongs to:
+
+    %order = argsort(%chosen); %ids = index(%chosen, [%order])      # or the first result of sort(%chosen)
+    %ends = cumsum(one_hot(%chosen, 5).sum(0), 0)                   # or histc(%ids, 5, 0, 4)
+
+Then ids[s] = e for ends[e-1] <= s < ends[e]: `ids` is ascending, `ends` counts the same numbers, and none is negative (which
+both would take for something else).
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,15 +34,102 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir.nodes import RESHAPES, is_draw
-from megafx.ir.program import VAL, Program, is_floating
+from megafx.ir.nodes import CASTS, COPIES, RESHAPES, argument, aten_ops, behind, is_draw
+from megafx.ir.program import VAL, Program, fqn_of, is_floating
+from megafx.ir.sizes import Sizes
 from megafx.kernels.experts.row_units import write
-from megafx.passes.experts.expert_rows import Product, why_not_expert_of_row
+from megafx.rules.families import VIEWS
 from megafx.rules.grammar import names
 from megafx.rules.strategies import Operand, OpRule, rule_for
 
 aten = torch.ops.aten
+GROUPED = torch.ops.megafx.grouped_mm.default
+_PRODUCTS = aten_ops("bmm matmul")
+_DROPS = {*VIEWS, "aten.select.int"}  # of a dim of 1
+_SORTS = aten_ops("sort sort.stable")
+_ORDERS = aten_ops("argsort argsort.stable")
+_INDICES = _SORTS | aten_ops("topk max.dim min.dim")  # their second result
+_TAKES = aten_ops("index.Tensor index_select gather")
+_MOVES = _TAKES | aten_ops("slice.Tensor select.int transpose.int permute")
+_SAME = COPIES | {aten.detach.default}
 _SIZED = RESHAPES | {aten.expand.default}
+
+# -- products
+
+
+@dataclass(frozen=True)
+class Product:
+    """node: the result [S, N] of x [S, K] and weight [E, K, N] (`turned`: [E, N, K]). inner: the nodes from x to the result."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    by: fx.Node
+    inner: tuple[fx.Node, ...]
+    looked_up: bool = False
+    turned: bool = False
+
+    @property
+    def experts(self) -> int:
+        return int(self.weight.meta[VAL].shape[0])
+
+    @property
+    def terms(self) -> int:
+        """K: what each element of the result is a sum of."""
+        return int(self.weight.meta[VAL].shape[2 if self.turned else 1])
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return int(self.weight.meta[VAL].shape[1 if self.turned else 2])
+
+    def __str__(self) -> str:
+        return f"{self.node.target} of '{fqn_of(self.node)}'"
+
+
+def find_products(program: Program) -> list[Product]:
+    """In graph order."""
+    found = []
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args: Any = node.args
+        if node.target is GROUPED:
+            x, weight, ends = args
+            found.append(Product(node, x, weight, ends, (node,)))
+        elif node.target in _PRODUCTS and (product := _looked_up(node, args, program.sizes)):
+            found.append(product)
+    return found
+
+
+def _looked_up(node: fx.Node, args: tuple[Any, ...], sizes: Sizes) -> Product | None:
+    turned = _is_lookup(args[0])
+    lookup, side = (args[0], args[1]) if turned else (args[1], args[0])
+    if not _is_lookup(lookup) or str(side.target) not in VIEWS or len(node.users) != 1 or len(side.users) != 1:
+        return None
+    x, out = side.args[0], next(iter(node.users))
+    rows = sizes.shape(lookup.meta[VAL])[0]
+    column = sizes.shape(side.meta[VAL])[1:]
+    one = column[1] if turned else column[0]
+    if one != 1 or str(out.target) not in _DROPS or sizes.shape(x.meta[VAL]) != (rows, column[0] * column[1]):
+        return None
+    weight, (ids,) = lookup.args
+    width = weight.meta[VAL].shape[1 if turned else 2]
+    if sizes.shape(out.meta[VAL]) != (rows, width):
+        return None
+    return Product(out, x, weight, ids, (side, node, out), True, turned)
+
+
+def _is_lookup(node: Any) -> bool:
+    """weight[ids] of a stack [E, .., ..], a weight for each row."""
+    if not isinstance(node, fx.Node) or node.target is not aten.index.Tensor:
+        return False
+    weight, indices = node.args
+    value = weight.meta[VAL]  # type: ignore[union-attr]
+    return value.dim() == 3 and len(indices) == 1 and indices[0].meta[VAL].dim() == 1  # type: ignore[arg-type,index,union-attr]
+
+
+# -- units
 
 
 class NotByRow(Exception):
@@ -36,8 +140,8 @@ class NotByRow(Exception):
         super().__init__(found)
 
 
-class Rows(NamedTuple):
-    """A value of each row. dims: 0, or those of a value that all rows share and that is to be repeated for each."""
+class RowValue(NamedTuple):
+    """A value of each row. dims: 0; or, of a value that all rows share, its dims once it is repeated for each row."""
 
     value: fx.Node
     dims: int = 0
@@ -45,13 +149,13 @@ class Rows(NamedTuple):
 
 @dataclass
 class Found:
-    """firsts: the products before, nodes: what stands between, in order; stacks, rows: as grouped_mlp takes them."""
+    """What grouped_mlp takes. firsts: the products before; nodes: what stands between, in order; unit: the same as text."""
 
     firsts: list[Product]
     nodes: list[fx.Node]
     unit: str
     stacks: list[fx.Node] = field(default_factory=list)
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[RowValue] = field(default_factory=list)
     cut: bool = True  # whether the result could be cut along the elements of a row (the experts' ffn)
 
 
@@ -155,7 +259,7 @@ class _Reader:
             key = value, node.meta[VAL].dim()
             if key not in self.repeated:
                 self.repeated[key] = f"r{len(self.found.rows)}"
-                self.found.rows.append(Rows(*key))
+                self.found.rows.append(RowValue(*key))
         else:
             raise NotByRow(f"{node.target} with {self._said(value)}, which has no row for each row", node)
 
@@ -164,7 +268,7 @@ class _Reader:
         stack, why = stack_of(value, self.last)
         if stack is None:
             self.names[value] = f"r{len(self.found.rows)}"
-            self.found.rows.append(Rows(value))
+            self.found.rows.append(RowValue(value))
             return
         if why:
             raise NotByRow(f"a lookup in {self._said(stack)} by {why}", value)
@@ -202,3 +306,94 @@ def stack_of(value: Any, product: Product) -> tuple[fx.Node | None, str]:
     if product.looked_up:
         return stack, "" if ids is product.by else "other ids than those of the weights"
     return stack, why_not_expert_of_row(ids, product.by, product.experts)
+
+
+# -- ids
+
+
+def why_not_expert_of_row(ids: Any, ends: Any, experts: int) -> str:
+    """Why `ids` [S] may not be the expert of each row that `ends` [E] says; '' if they are."""
+    unsorted = _sorted_from(ids)
+    if unsorted is None:
+        return "ids that are not sorted as the rows are"
+    if not any(_same(_counted(ends, experts), each) for each in (ids, unsorted)):
+        return "ids that are not those whose counts end the groups"
+    if not never_negative(unsorted):
+        return "ids that are not indices of topk, sort or argmax, so that they may be negative"
+    return ""
+
+
+def _sorted_from(ids: Any) -> Any:
+    """The ids that these are in ascending order, or None."""
+    ids = _plain(ids)
+    first, order = _operand(ids, 0), _operand(ids, 1)
+    if ids.target is operator.getitem and order == 0 and _ascending(first, _SORTS):
+        return first.args[0]
+    if ids.target not in _TAKES:
+        return None
+    order = _plain(order[0] if ids.target is aten.index.Tensor and len(order) == 1 else _operand(ids, 2))
+    if not isinstance(order, fx.Node) or first.meta[VAL].dim() != 1:
+        return None
+    source, which = _operand(order, 0), _operand(order, 1)
+    if order.target is operator.getitem and which == 1 and _ascending(source, _SORTS):
+        source = source.args[0]
+    elif not _ascending(order, _ORDERS):
+        return None
+    return first if _same(source, first) else None
+
+
+def _ascending(node: Any, sorts: frozenset[Any]) -> bool:
+    """A sort of one dim, not descending."""
+    one = isinstance(node, fx.Node) and node.target in sorts and _operand(node, 0).meta[VAL].dim() == 1
+    return one and not argument(node, "descending", False)
+
+
+def _counted(ends: Any, experts: int) -> Any:
+    """The ids whose counts `ends` adds up, or None."""
+    ends = _plain(ends, casts=True)
+    counts = _plain(_operand(ends, 0), casts=True) if ends.target is aten.cumsum.default else None
+    if counts is None:
+        return None
+    if counts.target is aten.histc.default and tuple(counts.args[1:]) == (experts, 0, experts - 1):
+        return _plain(counts.args[0], casts=True)
+    hot = _plain(counts.args[0], casts=True) if counts.target is aten.sum.dim_IntList else None
+    if hot is not None and hot.target is aten.one_hot.default and hot.args[1] == experts:
+        dims = {int(d) % hot.meta[VAL].dim() for d in counts.args[1]}
+        return hot.args[0] if dims == set(range(hot.meta[VAL].dim() - 1)) else None
+    return None
+
+
+def never_negative(ids: Any) -> bool:
+    """Whether ids are indices that topk, sort or argmax gave, in any order."""
+    ids = _plain(ids, casts=True)
+    if not isinstance(ids, fx.Node) or ids.op != "call_function":
+        return False
+    if ids.target is operator.getitem:
+        source, which = _operand(ids, 0), _operand(ids, 1)
+        if which == 0:
+            return source.target in _SORTS and never_negative(source.args[0])
+        return source.target in _INDICES
+    if ids.target in (aten.argmax.default, aten.argmin.default, *_ORDERS):
+        return True
+    return (str(ids.target) in VIEWS or ids.target in _MOVES) and never_negative(ids.args[0])
+
+
+def _plain(node: Any, casts: bool = False) -> Any:
+    """What the value is a copy of; with casts, also a cast of."""
+    return behind(node, _SAME | CASTS if casts else _SAME)
+
+
+def _operand(node: Any, i: int) -> Any:
+    return node.args[i] if isinstance(node, fx.Node) and len(node.args) > i else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two nodes hold the same elements in the same order, up to their shape."""
+
+    def root(node: Any) -> Any:
+        node = _plain(node, casts=True)
+        while isinstance(node, fx.Node) and str(node.target) in VIEWS:
+            node = _plain(node.args[0], casts=True)
+        return node
+
+    return a is not None and root(a) is root(b)

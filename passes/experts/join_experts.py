@@ -6,9 +6,8 @@ After:   %z = grouped_mlp(%x, %starts, %ends, [%up], %down, %down_bias, [%up_bia
                           "v0 = add.Tensor(h0, e0); v1 = relu(v0); v1")
          # starts: the ends of the experts before
 Legal because: it is the same formula. The planner then shards weights and biases over experts, and %z is partial.
-What may stand between the products: whatever computes each row by itself (passes/experts/expert_units.py). Products
-with weights that
-are looked up for each row (passes/experts/expert_rows.py) become the same, on rows that are sorted first.
+Between the products may stand whatever computes each row by itself (expert_units.py). Products with weights that are looked up
+for each row become the same, on rows that are sorted first.
 
 Where: the user's override says 'expert' of the weights, or no weight has an override and splitting experts gives the busiest
 rank less to do than splitting every expert's ffn does: ceil(E/t)/E of the products against ceil(F/t)/F, or against all of
@@ -28,8 +27,17 @@ from megafx.errors import PlanError
 from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import grouped_mlp as _defines_the_op  # noqa: F401
-from megafx.passes.experts.expert_rows import Product, find_products, never_negative
-from megafx.passes.experts.expert_units import Found, NotByRow, Rows, find_unit, products_before, stack_of
+from megafx.passes.experts.expert_units import (
+    Found,
+    NotByRow,
+    Product,
+    RowValue,
+    find_products,
+    find_unit,
+    never_negative,
+    products_before,
+    stack_of,
+)
 from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides
 from megafx.planner.policy import weight_values
@@ -105,7 +113,7 @@ class _Joining:
         for product in (*before, last):
             self.reasons.setdefault(product.node, reason)
         if self._wanted([*before, last], cut=True) and self._style(last) != "expert":
-            what = f"whole experts on each rank would be less work, but {_between(reason)}"
+            what = f"whole experts on each rank would be less work, but between their products stands {reason.found}"
             self.program.note("experts", what, reason.node)
 
     def refuse(self, product: Product) -> None:
@@ -114,14 +122,13 @@ class _Joining:
             return
         name = self._names(product)[0]
         reason = self.reasons.get(product.node)
-        others = [
-            self._names(p)[0] for p in self.products if p.by is product.by and p is not product and self._names(p)
-        ]
-        what = (
-            f"the override does not hold for {', '.join(others) or 'another weight of the mixture'}, which goes with it"
-        )
+        others = [p for p in self.products if p.by is product.by and p is not product and self._names(p)]
+        missing = ", ".join(self._names(p)[0] for p in others) or "another weight of the mixture"
+        what = f"the override does not hold for {missing}, which goes with it"
+        if reason is not None:
+            what = f"between their products stands {reason.found}"
         raise PlanError(
-            f"override: {name} is split over experts, but {_between(reason) if reason else what}",
+            f"override: {name} is split over experts, but {what}",
             fix="experts are split where each computes its rows by itself between its products, and all of their weights have "
             "the override; else leave it out: experts are then split in their ffn where they can be",
             module=fqn_of(reason.node if reason else product.node),
@@ -160,7 +167,7 @@ class _Joining:
             self._erase(operand)
 
     def _bias(self, last: Product) -> tuple[fx.Node | None, fx.Node | None]:
-        """(the sum of the last product and a bias of each expert, the stack of biases) where that is what reads it."""
+        """(the sum of the last product and a bias of each expert, the stack of biases) if only that sum reads it."""
         add: Any = next(iter(last.node.users)) if len(last.node.users) == 1 else None
         if add is None or add.target is not aten.add.Tensor or add.kwargs or last.node not in add.args:
             return None, None
@@ -172,7 +179,7 @@ class _Joining:
         alike = bias.shape == (last.experts, last.width) and bias.dtype == weight.dtype
         return (add, stack) if alike else (None, None)
 
-    def _each_row(self, emit: Builder, given: Rows, like: fx.Node) -> fx.Node:
+    def _each_row(self, emit: Builder, given: RowValue, like: fx.Node) -> fx.Node:
         value, dims = given
         if not dims:
             return value
@@ -181,10 +188,6 @@ class _Joining:
             value = emit(aten.reshape.default, value, [*[1] * (dims - len(shape)), *shape])
         rows = SizeEmitter(self.program.graph, self.program.sizes)(self.program.sizes.of(like.meta[VAL].shape[0]))
         return emit(aten.expand.default, value, [rows, *[-1] * (dims - 1)])
-
-
-def _between(reason: NotByRow) -> str:
-    return f"between their products stands {reason.found}"
 
 
 def _cheaper(products: list[Product], t: int, cut: bool) -> bool:

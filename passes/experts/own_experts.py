@@ -4,15 +4,14 @@ Before:  %1 = index(%x, [%rows]); %2 = linear(%1, %w); %3 = index_add(%out, 0, %
 After:   %x1 = for_rank(%x, 1); %w1 = of_rank(%w, 1)
          %1 = index(%x1, [%rows]); %2 = linear(%1, %w1); %3 = index_add(%zeros, 0, %rows, %2)
          %4 = add(%out, rank_only(%3, 1))
-Legal because: on one rank the new ops are identities; on several, the planner computes what lies between them whole, and the
-sum of what the ranks then add is what all experts add (owners.py).
+Legal because: on one rank the new ops are identities. On several, the planner computes what lies between them whole, and the
+sum of what the ranks then add is what all experts add (ops/owners.py).
 
-What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_regions`), routing by index or by a
-mask alike. Sums into rows are first written out as sums of values (analysis/experts.py). Expert number j of E is rank
-j t // E's:
-at most ceil(E / t) are one rank's.
+What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_regions`), whether tokens are routed
+by index or by a mask. Sums into rows are first rewritten as sums of values (analysis/experts.py). Expert number j of E belongs
+to rank j t // E, so that a rank has at most ceil(E / t).
 
-Where: the user's override says 'expert' of the list. Plans that a user gives, and graphs after a model's first one, have the
+Where: the user's override says 'expert' of the list. Plans that a user gives, and graphs after a model's first one, keep the
 owners that they have.
 """
 
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.analysis.experts import ExpertList, expert_lists, refuse_between, regions_of
+from megafx.analysis.experts import ExpertList, expert_lists, expert_values, refuse_between
 from megafx.errors import PlanError
 from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
@@ -74,7 +73,7 @@ def _owners(program: Program, settled: Mapping[str, Placement], lst: ExpertList,
 class _Owning:
     def __init__(self, program: Program, lst: ExpertList, owners: dict[str, int]) -> None:
         self.program, self.lst, self.owners = program, lst, owners
-        self.region = regions_of(program, lst)
+        self.values = expert_values(program, lst)
         self.active = active_nodes(program)
         self.key_of = {p: key for key, parameters in lst.experts.items() for p in parameters}
         self.top = SizeEmitter(program.graph, program.sizes).anchor
@@ -83,11 +82,11 @@ class _Owning:
     def run(self) -> None:
         for node in self.program.graph.nodes:
             if node.op == "call_function":
-                refuse_between(self.lst, node, node.all_input_nodes, self.region)
+                refuse_between(self.lst, node, node.all_input_nodes, self.values)
         held = {p: self._hold(p, key) for p, key in self.key_of.items() if p.users}
-        for node, key in [*self.region.items()]:
+        for node, key in [*self.values.items()]:
             for operand in node.all_input_nodes:
-                if self.region.get(operand) != key and operand in self.active and operand not in held.values():
+                if self.values.get(operand) != key and operand in self.active and operand not in held.values():
                     node.replace_input_with(operand, self._enter(operand, key))
             self._leave(node, key)
         for parameter, whole in held.items():
@@ -108,15 +107,15 @@ class _Owning:
         return whole
 
     def _enter(self, value: fx.Node, key: str) -> fx.Node:
-        """`value` for the owner to compute with, made before its first use in the region."""
+        """`value` for the owner to compute with, made before the expert's first use of it."""
         if (value, key) not in self.entered:
-            first = min(user for user in value.users if self.region.get(user) == key)
+            first = min(user for user in value.users if self.values.get(user) == key)
             self.entered[value, key] = self._emit(FOR_RANK, value, key, first, first)
         return self.entered[value, key]
 
     def _leave(self, node: fx.Node, key: str) -> None:
-        """What others take of the expert's values are summands."""
-        users = [u for u in node.users if self.region.get(u) != key]
+        """What others read of the expert's values is a summand."""
+        users = [u for u in node.users if self.values.get(u) != key]
         if not users:
             return
         value = node.meta[VAL]

@@ -2,7 +2,7 @@
 
 Before:  %c = le(%keys, %queries); %m = where(%c, 0, finfo.min); %o = megafx.attention(%q, %k, %v, %m, None, ..., False, 0, ...)
 After:   %o = megafx.attention(%q, %k, %v, None, None, ..., True, 0, ...)
-Legal because: mask_reader.py reads what the mask is from the ops that make it; anything that it does not know stays a tensor.
+Legal because: analysis/masks.py reads what the mask is from the ops that make it; what it does not know stays a tensor.
 
 Of attention, scale_mask_softmax and scaled_dot_product_attention. A bias (T5's, ALiBi) that was added to a causal mask is
 what is left of it; padding beside it is attention's key_mask. Rows that see no key: where the mask's fill is finite,
@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from megafx.analysis.mask_algebra import Choice, Cond, Index, Leaf, Sum, condition_of, conjuncts, hides
-from megafx.analysis.mask_reader import MaskReader
+from megafx.analysis.masks import Choice, Cond, Index, Leaf, MaskReader, Sum, condition_of, conjuncts, hides
 from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
 from megafx.kernels.attention.masked_softmax import mask_floor

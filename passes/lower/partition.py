@@ -33,8 +33,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from megafx.analysis.communication import is_region_gather, is_start, start_earlier
 from megafx.analysis.lazy import only_for_lazy
-from megafx.analysis.overlap import is_region_gather, is_start, start_earlier
 from megafx.errors import SourceLine
 from megafx.ir.nodes import in_backward, shows_operand, storage_of
 from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Phase, Program, ancestors, fqn_of, source_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.analysis.overlap import is_region_gather, is_wait
+from megafx.analysis.communication import is_region_gather, is_wait
 from megafx.ir.program import FQN, VAL
 from megafx.ops.gather_region import starts
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.analysis.overlap import is_wait
+from megafx.analysis.communication import is_wait
 from megafx.ir.facts import declare, facts_of
 from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import VAL

@@ -187,7 +187,7 @@ def test_nodes_know_line_and_module() -> None:
     program = capture_call(nn.Sequential(nn.Linear(D, D), Lambda(_dataclass_output)), *_x(2, 6))
     linears = [n for n in program.graph.nodes if n.target is torch.ops.aten.linear.default]
     assert [n.meta[FQN] for n in linears] == ["0", "1.lin"]
-    assert linears[1].meta[SOURCE].file == __file__
+    assert linears[1].meta[SOURCE].file.endswith("support/functions.py")
     assert linears[1].meta[SOURCE].code == "return self.fn(self, *args, **kwargs)"
     assert all(n.meta[MADE_BY] == () and n.meta.get(VAL) is not None for n in linears)
 

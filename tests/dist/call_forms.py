@@ -149,7 +149,7 @@ def other_inputs_on_one_rank_are_refused() -> str:
     raises(AgreementError, "differ in the model: 'up.weight", lambda: megafx.parallelize(other, config()))
     for _ in range(4):
         pair.model(**inputs)
-    step = pair.model.megafx.step
+    step = pair.model.megafx.state.step
     while step % 5:
         pair.model(**inputs)
         step += 1

@@ -170,7 +170,7 @@ def optimizer_sharded() -> None:
 def optimizer_shards_are_gathered_once_a_step() -> None:
     """Also over micro-batches and evaluation; again after whatever changes a parameter."""
     model = parallel(base(), **DDP, data_parallel="zero1")
-    gathered = model.megafx.parallelizer.gathered
+    gathered = model.megafx.settled.gathered
     ids, labels = (mine(x, 2, 2) for x in batch(0, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(ids, labels).backward()
@@ -224,7 +224,7 @@ def linears_of_gathered_parameters_are_merged() -> None:
         ids, labels = batch(0, 2)
         loss = model(mine(ids, 2, 2), mine(labels, 2, 2))
         loss.backward()
-        fusions = model.megafx.parallelizer.last.program.fusions
+        fusions = model.megafx.settled.last.program.fusions
         assert [f.fqn for f in fusions if f.stage == "merge_linears"] == ["blocks.0.a", "blocks.1.a"]
         one.check(loss.detach(), megafx.full_gradients(model), [(ids, labels)], 0)
 

@@ -56,7 +56,7 @@ def experts_split_over_ranks(kind: str) -> str:
     config = megafx.Config(overrides={"*up*": "expert", "*down*": "expert"})
     batches = [torch.randn(3, n, HIDDEN, dtype=dtype).to(device) for n in (9, 4, 13)]  # seeded by Mixture()
     model = megafx.parallelize(copy.deepcopy(plain), config, example_inputs=(batches[0],))
-    assert model.megafx.parallelizer.plan.params["up"].tag == "S0"
+    assert model.megafx.settled.plan.params["up"].tag == "S0"
     rows = [len(p.to_local()) for n, p in model.named_parameters() if n in ("up", "up_bias", "down", "down_bias")]
     assert len({*rows}) == 1 and rows[0] < EXPERTS, rows
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, plain)]

@@ -64,7 +64,7 @@ def nanogpt_made_at_the_first_call() -> str:
 def nanogpt_sequence_parallel() -> str:
     """Example inputs given; AdamW fused, then SGD; odd sequences, gradients accumulated, one graph."""
     pair = Pair("nanogpt", example=True, sequence_parallel=True).parallelize()
-    assert pair.model.megafx.parallelizer.plan.sequence_parallel
+    assert pair.model.megafx.settled.plan.sequence_parallel
     seen = pair.train(torch.optim.AdamW, fused=True, **ADAMW)
     pair.zero()
     for batch, seq in ((2, 9), (1, 16), (4, 3), (1, 1), (2, 1)):

@@ -12,8 +12,7 @@ from data_mesh import compile_on, run_on, seeded
 from harness import Case, errors
 from torch import fx
 
-from megafx.analysis.communication import communication
-from megafx.analysis.overlap import is_product, is_start, is_wait
+from megafx.analysis.communication import communication, is_product, is_start, is_wait
 from megafx.checks.simulate import Logical
 from megafx.ir.program import PHASE, VAL
 from megafx.placements.data_axis import BATCH_AXIS, DataAxis

@@ -17,7 +17,7 @@ from harness import Case, errors
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from megafx.analysis.overlap import is_region_gather, is_start
+from megafx.analysis.communication import is_region_gather, is_start
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical, simulate
 from megafx.compiler.pipeline import Compiled

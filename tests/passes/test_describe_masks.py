@@ -1,4 +1,4 @@
-"""Covers: passes/fuse/describe_masks.py, megafx/analysis/mask_reader.py, megafx/analysis/mask_algebra.py,
+"""Covers: passes/fuse/describe_masks.py, megafx/analysis/masks.py,
 megafx/analysis/tables.py."""
 
 import math
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import zoo
 
 import megafx
-from megafx.analysis.mask_reader import MaskReader
+from megafx.analysis.masks import MaskReader
 from megafx.analysis.tables import Band, TableGuard, read_table
 from megafx.capture.export import capture_call
 from megafx.ir.dump import target_text

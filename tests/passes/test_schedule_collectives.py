@@ -10,7 +10,7 @@ from local_programs import local_program
 from torch import nn
 from torch.nn import functional as F
 
-from megafx.analysis.overlap import is_product, is_start, is_wait
+from megafx.analysis.communication import is_product, is_start, is_wait
 from megafx.checks.simulate import local_inputs, run_logical, simulate
 from megafx.ir.program import PHASE, Program
 from megafx.passes.backward.build_joint_graph import differentiate

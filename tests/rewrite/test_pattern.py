@@ -23,7 +23,7 @@ from megafx.rewrite.pattern import (
     unregister,
     variants_of,
 )
-from megafx.rewrite.trace import Number, Size, trace_of
+from megafx.rewrite.trace import TraceNumber, TraceSize, trace_of
 
 toy = torch.ops.toy
 BF16 = {"D": torch.bfloat16}
@@ -121,7 +121,7 @@ def test_sizes_and_numbers_are_recognised():
 
     arguments = {name: value for call in trace(Heads).calls.values() for name, value in call.arguments}
     assert [(s.coefficient, "".join(sorted(s.letters))) for s in arguments["shape"]] == [(1, "bs"), (1, "dn")]
-    assert arguments["other"] == Number("factor")
+    assert arguments["other"] == TraceNumber("factor")
     assert arguments["size"][0] == 3
 
 
@@ -137,7 +137,7 @@ def test_products_in_dims():
             return x
 
     ends = [dict(c.arguments)["end"] for c in trace(Half).calls.values() if "end" in dict(c.arguments)]
-    assert ends == [Size(1, ("h",)), Size(2, ("h",))]
+    assert ends == [TraceSize(1, ("h",)), TraceSize(2, ("h",))]
 
 
 def test_dropout_of_any_probability_and_number():

@@ -116,7 +116,7 @@ def test_a_hugging_face_model_without_inputs() -> None:
     plain, inputs = zoo.build("gpt2")
     plain.float()
     model = megafx.parallelize(copy.deepcopy(plain), ONE)
-    assert model.megafx.parallelizer.plan is not None, "planned before any call"
+    assert model.megafx.settled.plan is not None, "planned before any call"
     assert (model.tp_size, model.config.n_layer, model.get_input_embeddings() is model.transformer.wte) == (1, 1, True)
     call = inputs(3, 11)
     mine, theirs = model(**call), plain(**call)
@@ -376,7 +376,7 @@ def test_a_pass_beside_one_that_does_not_exist() -> None:
 
 
 def test_a_users_pass_on_the_joint_graph() -> None:
-    """It runs where there is a joint graph; planner, and graphs without gradients, go without."""
+    """It runs where there is a joint graph; planning, and graphs without gradients, go without."""
     plain, inputs = zoo.build("nanogpt")
     seen = []
 

@@ -68,7 +68,7 @@ class Model(nn.Module):
 
 def turn_off(model: nn.Module, experts: Sequence[int]) -> None:
     with torch.no_grad():
-        model.router.bias[list(experts)] = -1e3  # type: ignore[union-attr,index,operator]
+        model.moe.router.bias[list(experts)] = -1e3  # type: ignore[union-attr,index,operator]
 
 
 def where_add_in_place(out, x, weights, chosen, e, expert):
@@ -175,7 +175,7 @@ def assert_as_eager(model: nn.Module, program: Program, made: Compiled, x: Tenso
     wanted, tangents = eager(model, program, {"x": x}, names)
     found = simulated(made, model, {"x": x}, tangents)
     off = errors(found, wanted)
-    assert {"output loss", "output hidden", "router.weight"} <= off.keys()
+    assert {"output loss", "output hidden", "moe.router.weight"} <= off.keys()
     worst = max(off, key=lambda name: off[name])
     assert off[worst] <= RTOL, f"{worst} is off by {off[worst]:.1e}"
     none = found.gradients.keys() - wanted.gradients.keys()

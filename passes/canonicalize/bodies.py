@@ -1,9 +1,9 @@
-"""Inline the regions that export makes of grad-mode and autocast contexts.
+"""Inline the bodies of the higher-order ops that export makes of grad-mode and autocast contexts.
 
-Before:  %y = wrap_with_set_grad_enabled(False, %region, %x)
-After:   the region's nodes; detach where a value computed without gradient is used by one computed with gradient
-Before:  %y = wrap_with_autocast('cpu', bfloat16, True, None, %region, %x)
-After:   the region's nodes, with the casts that autocast does as aten.to nodes
+Before:  %y = wrap_with_set_grad_enabled(False, %body, %x)
+After:   the body's nodes; detach where a value computed without gradient is used by one computed with gradient
+Before:  %y = wrap_with_autocast('cpu', bfloat16, True, None, %body, %x)
+After:   the body's nodes, with the casts that autocast does as aten.to nodes
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import CaptureError
-from megafx.ir.program import FQN, MADE_BY, VAL, fake_args, fqn_of, source_of
+from megafx.ir.program import FQN, MADE_BY, VAL, fake_args, fqn_of, is_floating, source_of
 from megafx.passes.canonicalize.editor import BY, Editor
 
 aten = torch.ops.aten
-_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST_REGION = torch.ops.higher_order.wrap_with_autocast
+_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 @dataclass
 class _Mode:
-    """The state that a region's nodes run under. casts: (value, dtype) -> the cast of it that the region has already."""
+    """The state that a body's nodes run under. casts: (value, dtype) -> the cast of it that the body has already."""
 
     grad: bool = True
     autocast: dict[str, Any] | None = None
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
 
 
-def inline_regions(editor: Editor) -> int:
-    """Inline every region, nested ones too."""
+def inline_bodies(editor: Editor) -> int:
+    """Inline every body, nested ones too; return their number."""
     count = 0
     for node in list(editor.graph.nodes):
-        if node.op == "call_function" and node.target in (_GRAD_REGION, _AUTOCAST_REGION):
+        if node.op == "call_function" and node.target in (_GRAD, _AUTOCAST):
             _inline(editor, node, _Mode())
             count += 1
     return count
 
 
 def _inline(editor: Editor, call: fx.Node, outer: _Mode) -> Any:
-    """Copy the region's nodes before `call` and give its users the results."""
-    if call.target is _GRAD_REGION:
-        enabled, region, *operands = call.args
+    """Copy the body's nodes before `call` and give its users the results."""
+    if call.target is _GRAD:
+        enabled, inner, *operands = call.args
         mode = _Mode(bool(enabled), outer.autocast, outer.casts)
     else:
-        device_type, dtype, enabled, cache_enabled, region, *operands = call.args
+        device_type, dtype, enabled, cache_enabled, inner, *operands = call.args
         settings = {"device_type": device_type, "dtype": dtype, "enabled": enabled, "cache_enabled": cache_enabled}
         mode = _Mode(outer.grad, settings)
-    body = getattr(editor.program.gm, str(region.target))  # type: ignore[union-attr]
+    body = getattr(editor.program.gm, str(inner.target))  # type: ignore[union-attr]
     made: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     results = _copy_body(editor, call, body, made, mode)
     if outer.grad and not mode.grad:
-        own = {n for n in made.values() if isinstance(n, fx.Node)} - {n for n in operands if isinstance(n, fx.Node)}
-        results = fx.node.map_arg(results, lambda n: _detached(editor, call, n) if n in own else n)
+        own = {n for n in made.values() if isinstance(n, fx.Node) and is_floating(n)}.difference(operands)
+        results = fx.node.map_arg(results, lambda n: editor.at(call)(aten.detach.default, n) if n in own else n)
     _substitute(call, results)
     return results
 
@@ -70,8 +70,11 @@ def _copy_body(editor: Editor, call: fx.Node, body: fx.GraphModule, made: dict[f
             return fx.node.map_arg(inner.args[0], lambda n: made[n])
         if inner.op == "placeholder":
             continue
-        if inner.op == "get_attr":
-            made[inner] = _lift_attribute(editor, call, body, inner)
+        if inner.op == "get_attr":  # the module of a nested body: reachable from the root under a name of its own
+            name = f"{call.name}_{inner.target}".replace(".", "_")
+            setattr(editor.program.gm, name, getattr(body, str(inner.target)))
+            with editor.graph.inserting_before(call):
+                made[inner] = editor.graph.get_attr(name)
             continue
         with editor.graph.inserting_before(call):
             new = editor.graph.node_copy(inner, lambda n: made[n])
@@ -80,25 +83,17 @@ def _copy_body(editor: Editor, call: fx.Node, body: fx.GraphModule, made: dict[f
             editor.without_grad.add(new)
         if not new.meta.get(FQN):
             new.meta[FQN] = fqn_of(call)
-        if new.target in (_GRAD_REGION, _AUTOCAST_REGION):
+        if new.target in (_GRAD, _AUTOCAST):
             made[inner] = _inline(editor, new, mode)
         else:
             made[inner] = new
             if mode.autocast is not None and mode.autocast["enabled"]:
                 _cast_operands(editor, new, mode)
-    raise AssertionError("a region without an output")
-
-
-def _lift_attribute(editor: Editor, call: fx.Node, body: fx.GraphModule, inner: fx.Node) -> fx.Node:
-    """A nested region's own module: make it reachable from the root under a name of its own."""
-    name = f"{call.name}_{inner.target}".replace(".", "_")
-    setattr(editor.program.gm, name, getattr(body, str(inner.target)))
-    with editor.graph.inserting_before(call):
-        return editor.graph.get_attr(name)
+    raise AssertionError("a body without an output")
 
 
 def _substitute(call: fx.Node, results: Any) -> None:
-    """The users of a region are getitems of its tuple of results."""
+    """Give the users of a call, which are getitems of its tuple of results, these results."""
     for user in list(call.users):
         if user.target is operator.getitem and isinstance(results, (tuple, list)):
             value = results[user.args[1]]  # type: ignore[index]
@@ -108,50 +103,34 @@ def _substitute(call: fx.Node, results: Any) -> None:
     if call.users:
         single = results[0] if isinstance(results, (tuple, list)) and len(results) == 1 else results
         if not isinstance(single, fx.Node):
-            raise CaptureError("a grad-mode or autocast region returns something that is no tensor")
+            raise CaptureError("a grad-mode or autocast context returns something that is no tensor")
         call.replace_all_uses_with(single)
     call.graph.erase_node(call)
-
-
-def _detached(editor: Editor, call: fx.Node, value: fx.Node) -> fx.Node:
-    tensor = value.meta.get(VAL)
-    if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
-        return value
-    return editor.at(call)(aten.detach.default, value)
 
 
 # -- autocast
 
 
 class _SeeCasts(TorchDispatchMode):
-    """Which of the watched tensors are cast, and to what, while an op runs."""
+    """Sees which of the watched tensors are cast, and to what, while an op runs."""
 
     def __init__(self, watched: dict[int, fx.Node]) -> None:
         super().__init__()
-        self.watched, self.found, self.others = watched, {}, 0  # type: ignore[var-annotated]
+        self.watched = watched
+        self.found: dict[fx.Node, torch.dtype] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._to_copy.default:
-            node = self.watched.get(id(args[0]))
-            dtype = (kwargs or {}).get("dtype")
-            if node is not None and dtype is not None:
-                self.found[node] = dtype
-            else:
-                self.others += 1
+        dtype = (kwargs or {}).get("dtype")
+        if func is aten._to_copy.default and id(args[0]) in self.watched and dtype is not None:
+            self.found[self.watched[id(args[0])]] = dtype
         return func(*args, **(kwargs or {}))
 
 
 def _cast_operands(editor: Editor, node: fx.Node, mode: _Mode) -> None:
     """Make explicit what autocast does to this op's operands, and check that the op then computes the dtype it had."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(
-        node.meta.get(VAL), (torch.Tensor, tuple, list)
-    ):
-        return
-    operands = [n for n in node.all_input_nodes if _is_float(n)]
-    if not operands:
-        return
-    wanted = _dtype(node.meta[VAL])
-    if wanted is None:
+    operands = [n for n in node.all_input_nodes if is_floating(n)]
+    wanted = _dtype(node.meta.get(VAL))
+    if not isinstance(node.target, torch._ops.OpOverload) or not operands or wanted is None:
         return
     casts = _observed_casts(editor, node, operands, mode)
     for attempt in (casts, dict.fromkeys(operands, wanted), dict.fromkeys(operands, torch.float32)):
@@ -165,8 +144,11 @@ def _cast_operands(editor: Editor, node: fx.Node, mode: _Mode) -> None:
             source=source_of(node),
         )
     attempt = {n: d for n, d in attempt.items() if n.meta[VAL].dtype != d}
-    node.args = fx.node.map_arg(node.args, lambda n: _cast(editor, node, n, attempt.get(n), mode))
-    node.kwargs = fx.node.map_arg(node.kwargs, lambda n: _cast(editor, node, n, attempt.get(n), mode))
+    for n in operands:
+        if n in attempt and (n, attempt[n]) not in mode.casts:
+            mode.casts[n, attempt[n]] = editor.at(node)(aten.to.dtype, n, attempt[n])
+    cast = lambda n: mode.casts[n, attempt[n]] if n in attempt else n  # noqa: E731
+    node.args, node.kwargs = fx.node.map_arg(node.args, cast), fx.node.map_arg(node.kwargs, cast)
 
 
 def _observed_casts(editor: Editor, node: fx.Node, operands: list[fx.Node], mode: _Mode) -> dict[fx.Node, torch.dtype]:
@@ -187,19 +169,6 @@ def _run(editor: Editor, node: fx.Node, casts: dict[fx.Node, torch.dtype]) -> An
             return node.target(*args, **kwargs)  # type: ignore[operator]
         except RuntimeError:  # the operands' dtypes do not go together: this is no way to cast them
             return None
-
-
-def _cast(editor: Editor, node: fx.Node, operand: fx.Node, dtype: torch.dtype | None, mode: _Mode) -> fx.Node:
-    if dtype is None:
-        return operand
-    if (operand, dtype) not in mode.casts:
-        mode.casts[operand, dtype] = editor.at(node)(aten.to.dtype, operand, dtype)
-    return mode.casts[operand, dtype]
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get(VAL)
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _dtype(value: Any) -> torch.dtype | None:
