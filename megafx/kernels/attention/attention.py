@@ -121,7 +121,8 @@ def _packed_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Ten
 def _backward_packed(grad: Tensor, *args: Any) -> Tensor:
     """args: operands, out, lse, order, options."""
     packed = _packed_shape(grad, *args)
-    _backward(grad, *args[:8], *args[9:], into=_packed_views(packed, *args[:3], args[8]))
+    q, k, v = args[:3]
+    _backward(grad, *args[:8], *args[9:], into=_packed_views(packed, q, k, v, args[8]))
     return packed
 
 
@@ -199,9 +200,9 @@ def _row(call: Call, text: str, partials: tuple[tuple[tuple[int, ...], str], ...
 
 _Q, _K, _V = real(2, 4, 6, 6), real(2, 4, 4, 6), real(2, 4, 4, 6)
 _G = real(2, 6, 4, 2)  # each head for four of queries
-_PLAIN = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
-_DROPPED = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
-_CAUSAL = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
+_PLAIN: Any = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
+_DROPPED: Any = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
+_CAUSAL: Any = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
 _GRADIENT, _LSE = real(2, 4, 6, 6), fixed(2, 4, 6)
 
 define_composite(

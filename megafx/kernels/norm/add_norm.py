@@ -112,7 +112,7 @@ def call_backward(rms: bool, run: Callable[..., tuple[Tensor, ...]], *args: Any)
         mean, wanted = None, (want_weight, False)
     else:
         h, grad_y, grad_h, weight, mean, rstd, *wanted, dtype, bias_dtype = args[:10]  # type: ignore[assignment]
-        offset, drawing = 0.0, args[10:]
+        offset, drawing = 0.0, list(args[10:])
     draw = Draw(*drawing)
     outputs = empty_gradients(h, weight, wanted, dtype, bias_dtype, draw)
     outputs = run(h, grad_y, grad_h, weight, mean, rstd, offset, outputs, draw)
@@ -191,7 +191,7 @@ def _gradient(rms: bool, ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None,
         dx, dbias = branch_gradients(grad_h, dtype, bias_dtype, draw)
         return dx, dbias, grad_h.to(residual_dtype), None, None, *nothing
     given, ops = (h, grad_y, grad_h, weight, *statistics), torch.ops.megafx
-    dnorm_bias = None
+    dnorm_bias: Any = None
     if rms:
         found = ops.bias_dropout_add_rms_norm_backward(*given, ctx.offset, want_weight, dtype, bias_dtype, *draw)
         d, dx, dweight, dbias = found
