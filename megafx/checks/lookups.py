@@ -54,7 +54,7 @@ class Lookups:
 
         Of several results there is one reading: a tuple of them.
         """
-        step = _typed if facts_of(node.target).types else _STEPS.get(str(node.target))
+        step = _typed if "stats" in facts_of(node.target).types else _STEPS.get(str(node.target))
         starts = step in (_typed, _rank) or any(a in self.traits for a in node.all_input_nodes)
         if step is None or not starts:
             return None

@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import SEED, fixed, mask, real
+from megafx.ir.facts import ATTENTION, SEED, fixed, mask, real
 from megafx.kernels.attention import attention_reference as reference
 from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside
 from megafx.kernels.common.draw import DRAW
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
-from megafx.rules.families import Arg, Call, Row
+from megafx.rules.families import Arg, OpCall, RuleText
 
 _SEED, _, _REST = DRAW.partition(", ")
 _OPERANDS = f"Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, {_SEED}"
@@ -154,14 +154,14 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
 # -- sharding: the dims depend on the mask's and on causality
 
 
-def _forward_rule(call: Call) -> Row:
+def _forward_rule(call: OpCall) -> RuleText:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
     text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, ~ -> b (n g) t f{statistics}"
     return _row(call, text)
 
 
-def _backward_rule(call: Call) -> Row:
+def _backward_rule(call: OpCall) -> RuleText:
     """Linear in the gradient; also where v is partial, and with it the output: so are the gradients of q and k.
 
     They are sums over v's width f: of the products of gradient and v, and of gradient and output.
@@ -174,7 +174,7 @@ def _backward_rule(call: Call) -> Row:
     return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 7), "PPR"),))
 
 
-def _operand_dims(call: Call, e: str, f: str) -> str:
+def _operand_dims(call: OpCall, e: str, f: str) -> str:
     return f"b (n g) t {e}, b n s! {e}, b n s! {f}, {_mask_dims(call.get('mask'))}"
 
 
@@ -188,12 +188,14 @@ def _mask_gradient_dims(mask: Arg) -> str:
     return " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
 
 
-def _row(call: Call, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> Row:
+def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> RuleText:
     if not (call.get("causal") or call.get("window")):
-        return Row(text, partials=partials)
+        return RuleText(text, partials=partials)
     text = text.replace(" t ", " t! ").replace(" t,", " t!,").replace(" t;", " t!;")
     text = text + "!" if text.endswith(" t") else text
-    return Row(text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials)
+    return RuleText(
+        text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials
+    )
 
 
 # -- the ops
@@ -208,6 +210,7 @@ _GRADIENT, _LSE = real(2, 4, 6, 6), fixed(2, 4, 6)
 define_composite(
     f"attention({_OPERANDS}, {_OPTIONS}) -> Tensor",
     rule=_forward_rule,
+    cost=ATTENTION,
     samples=[
         (_Q, _K, _V, real(1, 4, 6, 4), None, None, *_PLAIN),
         (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, SEED, *_DROPPED),
@@ -218,6 +221,7 @@ define_composite(
 define_op(
     f"attention_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     rule=_forward_rule,
+    cost=ATTENTION,
     samples=[(_Q, _K, _V, None, None, None, *_PLAIN), (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, *_PLAIN)],
     reference=_forward,
     fake=lambda q, k, v, *_: empty_results(q, v),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megafx.ir.facts import fixed, real
 from megafx.kernels.common.op import define_gradient, define_op, wide
-from megafx.rules.families import Call
+from megafx.rules.families import OpCall
 
 
 class Tables(NamedTuple):
@@ -89,7 +89,7 @@ def rope_qk_backward_reference(dq: Tensor, dk: Tensor, *given: Any) -> tuple[Ten
     return rope_backward_reference(dq, *given), rope_backward_reference(dk, *given)
 
 
-def _rule_of_both(call: Call) -> str | None:
+def _rule_of_both(call: OpCall) -> str | None:
     """(n g) heads of q on n heads of k; the head dim is the one in which they differ, else where the tables broadcast."""
     q, k, cos = (v.shape for v in call.values[:3])
     if len(q) != len(k):
