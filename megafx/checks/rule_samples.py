@@ -15,7 +15,7 @@ import torch
 
 from megafx.ir.facts import SampleTensor, facts_of, fixed, ids, mask, real
 from megafx.rules.aten import RULES
-from megafx.rules.grammar import Dim, Pattern, parse
+from megafx.rules.grammar import Dim, Factors, parse
 from megafx.rules.strategies import schema_of
 
 
@@ -242,7 +242,7 @@ def _from_rule(op: str, text: str) -> Sample | None:
     for name, default, tensor, keyword in schema_of(op):
         value: Any
         if tensor:
-            pattern = patterns.pop(0) if patterns else Pattern("*")
+            pattern = patterns.pop(0) if patterns else Factors("*")
             shape = _shape(pattern, lengths, sizes)
             value = SampleTensor(shape, "n" if pattern.role == "~" else "x", high, low)
         elif name in SCALARS and default is None:
@@ -261,7 +261,7 @@ def _from_rule(op: str, text: str) -> Sample | None:
 _OPTIONAL = ("memory_format", "layout", "device", "pin_memory", "decimals", "generator", "nan", "posinf", "neginf")
 
 
-def _shape(pattern: Pattern, lengths: dict[str, int], sizes: Any) -> tuple[int, ...]:
+def _shape(pattern: Factors, lengths: dict[str, int], sizes: Any) -> tuple[int, ...]:
     def length(d: Dim) -> int:
         product = 1
         for f in d.factors:

@@ -4,8 +4,8 @@
     simulate(program, inputs, mesh={"dp": 2, "tp": 3})             ranks in row-major order: the last axis varies fastest
 
 Ops run rank by rank (as that rank: axes.on_mesh); a transition or a collective sees the values of all ranks at once,
-by definitions that share nothing with the code that runs on real ranks (`stacking`): transitions are put together and cut by
-placements.Layout.pieces. What a joint graph computes is what its nodes say, so a wrong backward shows.
+by definitions that share nothing with the code of real ranks (placements/moves.py): transitions are put together and cut
+by placements.Layout.pieces. What a joint graph computes is what its nodes say, so a wrong backward shows.
 
     run_logical(program, values, placements, t)   logical tensors in, logical outputs and gradients out
     first_divergence(program, ..., reference)     the first node at which t ranks part from one
@@ -136,7 +136,7 @@ class _Lockstep:
         results: Values = [None] * self.t
         for group in self.groups[axis] if axis is not None else [list(range(self.t))]:
             theirs = [args[r] for r in group]
-            if node.target is not mfx.of_rank.default:  # which the others hold nothing of
+            if node.target is not mfx.owner_parameter.default:  # which the others hold nothing of
                 self._check_agreement(node, theirs)
             made = CROSS_RANK[node.target]([a[0] for a in theirs], *theirs[0][1:], **kwargs[group[0]])
             for rank, value in zip(group, made, strict=True):
@@ -225,7 +225,7 @@ def _all_to_all(xs: Values, received: Sequence[int], sent: Sequence[int], group:
     return [torch.cat([parts[q][r] for q in range(len(xs))]) for r in range(len(xs))]
 
 
-def _of_rank(xs: Values, owner: int, axis: str, size: int) -> Values:
+def _owner_parameter(xs: Values, owner: int, axis: str, size: int) -> Values:
     """The owner's value. Real ranks do not send it, because no other computes with it; here all do, to the same effect."""
     return [xs[owner if size > 1 else r].clone() for r in range(len(xs))]
 
@@ -250,7 +250,7 @@ def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
 CROSS_RANK: dict[Any, Callable[..., Values]] = {
     mfx.transition.default: move_reference,
     mfx.batch_sum.default: _batch_sum,
-    mfx.of_rank.default: _of_rank,
+    mfx.owner_parameter.default: _owner_parameter,
     mfx.gather_region.default: _gather_region,
     c10d.wait_tensor.default: lambda xs: xs,
     c10d.all_reduce.default: _all_reduce,

@@ -174,8 +174,8 @@ class Compiled:
 
         The names are those of the gradients that it takes besides.
         """
-        assert self.program.unreduced is not None
-        program, planner = self.program.unreduced.copy(), replace(self.planner, gradients=gradients)
+        assert self.program.before_reduction is not None
+        program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
         data_parallel(program, planner)
         schedule_collectives(program, planner)
         return self._executable(program), [spec.name for spec in program.inputs if spec.kind == "pending"]

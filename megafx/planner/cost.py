@@ -7,10 +7,10 @@ Seconds are model numbers for choosing between plans, not predictions of a step 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megafx.ir.facts import ATTENTION, FREE, MATMUL, facts_of
-from megafx.placements.types import ALL_REDUCE, LOCAL, Placement, payload, transition
+from megafx.placements.types import ALL_REDUCE, LOCAL, Placement, collectives, payload
 from megafx.planner.hardware import Hardware
 
 # Tie-breaks (seconds): small enough to decide only between plans of equal cost. Without them the all-reduce slides past
@@ -95,7 +95,7 @@ def transition_cost(
     is_param: bool = False,
 ) -> Cost:
     """src -> dst of one value, by the transition table. is_param: its gradient all-reduce is coalesced with others."""
-    row = transition(src, dst)
+    row = collectives(src, dst)
     backward = row.backward if needs_grad else LOCAL
     coalesced = COALESCED_ALPHA if is_param and backward == ALL_REDUCE else 1.0
     return Cost(
@@ -106,21 +106,9 @@ def transition_cost(
     )
 
 
-def transition_seconds(
-    src: Placement,
-    dst: Placement,
-    numel: int,
-    itemsize: int,
-    hardware: Hardware,
-    t: int,
-    needs_grad: bool = True,
-    is_param: bool = False,
-) -> float:
-    """What the planner minimises: forward plus backward, plus the tie-break against needless transitions."""
-    if src == dst:
-        return 0.0
-    cost = transition_cost(src, dst, numel, itemsize, hardware, t, needs_grad, is_param)
-    return cost.seconds + TRANSITION_TIE_SECONDS
+def transition_seconds(src: Placement, dst: Placement, *sizes: Any, **options: Any) -> float:
+    """What the planner minimises: `transition_cost`, and the tie-break against needless transitions."""
+    return 0.0 if src == dst else transition_cost(src, dst, *sizes, **options).seconds + TRANSITION_TIE_SECONDS
 
 
 # -- computation

@@ -275,7 +275,7 @@ class Policy:
             return prefer(left, [*on_shard, *(s for s in left if s.out == P)], SEQUENCE_WANTED, gone)
         return left
 
-    def allows_conversion(self, node: fx.Node, src: Placement, dst: Placement) -> bool:
+    def allows_transition(self, node: fx.Node, src: Placement, dst: Placement) -> bool:
         """Weights are neither gathered nor stored whole and used in slices."""
         if self.free or node not in self.weights or src == dst:
             return True

@@ -55,7 +55,7 @@ class _Plans:
         plan = self.draw(seed)
         compiled = self.case.compile(self.t, given=plan)
         harness.assert_equal(self.case.run(compiled, self.inputs), self.wanted)
-        return Counter((c.src.kind, c.dst.kind) for moves in plan.conversions.values() for c in moves)
+        return Counter((c.src.kind, c.dst.kind) for moves in plan.transitions.values() for c in moves)
 
 
 @cache

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megafx.ir.facts import real
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
-from megafx.rules.families import Call, Row
+from megafx.rules.families import OpCall, RuleText
 
 aten = torch.ops.aten
 
@@ -191,17 +191,17 @@ def bias_like(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(0) if bias is None else new_like(bias)
 
 
-def _backward_rule(call: Call) -> Row:
+def _backward_rule(call: OpCall) -> RuleText:
     """Linear in the gradient, on which y does not depend. Results that are not wanted take part in no row."""
     want, bias = call.get("want_output"), call.get("bias") is not None
     if call.op == "megafx.glu_backward.default":
         # dgate alone depends on up, and y on both
-        return Row(
+        return RuleText(
             f"nl[0]: ..., ..., ... -> ...; ...; {'~...' if want else '*'}", partials=(((2,), "PRP" if want else "PRR"),)
         )
     wide, why = ("(two h)", {"two": "gate and up are read together"}) if "packed" in call.op else ("h", {})
     results = f"... {wide}; {wide if bias else '*'}; {'~... h' if want else '*'}"
-    return Row(f"nl[0]: ... h, ... {wide}, {wide} -> {results}", why=why)
+    return RuleText(f"nl[0]: ... h, ... {wide}, {wide} -> {results}", why=why)
 
 
 define_op(

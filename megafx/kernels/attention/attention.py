@@ -33,7 +33,7 @@ from megafx.kernels.attention import attention_reference as reference
 from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside
 from megafx.kernels.common.draw import DRAW
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
-from megafx.rules.families import Arg, Call, Row
+from megafx.rules.families import Arg, OpCall, RuleText
 
 _SEED, _, _REST = DRAW.partition(", ")
 _OPERANDS = f"Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, {_SEED}"
@@ -165,14 +165,14 @@ def _mask_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *_:
 # -- sharding: the dims depend on the mask's and on causality
 
 
-def _forward_rule(call: Call) -> Row:
+def _forward_rule(call: OpCall) -> RuleText:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
     text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, ~ -> b (n g) t f{statistics}"
     return _row(call, text)
 
 
-def _backward_rule(call: Call) -> Row:
+def _backward_rule(call: OpCall) -> RuleText:
     """Linear in the gradient; also where v is partial, and with it the output: so are the gradients of q and k.
 
     They are sums over v's width f: of the products of gradient and v, and of gradient and output.
@@ -185,7 +185,7 @@ def _backward_rule(call: Call) -> Row:
     return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 7), "PPR"),))
 
 
-def _operand_dims(call: Call, e: str, f: str) -> str:
+def _operand_dims(call: OpCall, e: str, f: str) -> str:
     return f"b (n g) t {e}, b n s! {e}, b n s! {f}, {_mask_dims(call.get('mask'))}"
 
 
@@ -199,12 +199,14 @@ def _mask_gradient_dims(mask: Arg) -> str:
     return " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
 
 
-def _row(call: Call, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> Row:
+def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> RuleText:
     if not (call.get("causal") or call.get("window")):
-        return Row(text, partials=partials)
+        return RuleText(text, partials=partials)
     text = text.replace(" t ", " t! ").replace(" t,", " t!,").replace(" t;", " t!;")
     text = text + "!" if text.endswith(" t") else text
-    return Row(text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials)
+    return RuleText(
+        text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials
+    )
 
 
 # -- the ops

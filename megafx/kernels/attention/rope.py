@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megafx.ir.facts import fixed, real
 from megafx.kernels.common.op import define_gradient, define_op, wide
-from megafx.rules.families import Call
+from megafx.rules.families import OpCall
 
 
 def check_rope(x: Tensor, cos: Tensor, sin: Tensor, per_pair: bool) -> None:
@@ -92,7 +92,7 @@ def _fake_qk(
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _rule_of_both(call: Call) -> str | None:
+def _rule_of_both(call: OpCall) -> str | None:
     """(n g) heads of q on n heads of k; the head dim is the one in which they differ, else where the tables broadcast."""
     q, k, cos = (v.shape for v in call.values[:3])
     if len(q) != len(k):
