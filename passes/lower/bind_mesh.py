@@ -2,7 +2,7 @@
 
 Before:  %1 = all_reduce(%0, 'sum', 'tp')   %2 = rank_select(%1, 'tp')    %3 = rank0_only(%2, 'tp')
 After:   %1 = all_reduce(%0, 'sum', '7')    %2 = select.int(%1, 0, 1)     %3 = zeros_like(%2)
-What other ranks compute goes (`drop_regions`).
+What other ranks compute goes (`drop_expert_values`).
 Legal because: the ops' definitions with the rank filled in. Works on a copy: the program stays that of all ranks. Inductor
 then sees plain ATen. Dropout and cross entropy keep their axis; they ask `axes.axis_rank` when they run.
 """
@@ -18,7 +18,7 @@ from torch import fx
 from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import MADE_BY, VAL, Builder, Phase, Program
 from megafx.ops.axes import AxisContext
-from megafx.passes.experts.drop_regions import drop_regions
+from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.placements.moves import same_sizes
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
@@ -29,7 +29,7 @@ aten, mfx = torch.ops.aten, torch.ops.megafx
 def bind_mesh(program: Program, axes: Mapping[str, AxisContext]) -> Program:
     """The LOWERED program of all ranks -> a copy for the rank that `axes` describes."""
     bound = program.copy()
-    drop_regions(bound, axes)
+    drop_expert_values(bound, axes)
     for node in list(bound.graph.nodes):
         if node.op != "call_function":
             continue

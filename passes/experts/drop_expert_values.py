@@ -22,11 +22,11 @@ from megafx.ops.axes import AxisContext
 from megafx.ops.owners import OWNER_INPUT, OWNER_OPS, OWNER_PARAMETER, OWNER_PARAMETER_GRADIENT
 from megafx.placements.moves import same_sizes
 
-NAME = "drop_regions"
+NAME = "drop_expert_values"
 aten = torch.ops.aten
 
 
-def drop_regions(program: Program, axes: Mapping[str, AxisContext]) -> int:
+def drop_expert_values(program: Program, axes: Mapping[str, AxisContext]) -> int:
     """Rewrite the program in place for the rank that `axes` describes; the number of ops of owners.py that are gone."""
     found = [n for n in program.graph.nodes if n.op == "call_function" and n.target in OWNER_OPS]
     if not found:
