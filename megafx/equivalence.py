@@ -11,15 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from megafx.capture.export import capture_call
-from megafx.checks.simulate import TOLERANCE, Divergence, first_divergence, local_inputs, relative_error, run_logical
+from megafx.checks.simulate import (
+    TOLERANCE,
+    Divergence,
+    Logical,
+    first_divergence,
+    local_inputs,
+    relative_errors,
+    run_logical,
+)
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import UsageError
+from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
-
-GRADIENT_FLOOR = 1e-6  # a gradient this much smaller than all of them together is zero but for rounding
 
 
 @dataclass
@@ -82,7 +89,9 @@ def verify_call(
     sharded, single = compiled(t), compiled(1)
     plain = _plain(model)
     eager = _eager_outputs(plain, single.program, args, kwargs, loss_fn, loss_inputs)
-    values = _values(sharded, model, args, kwargs, loss_inputs)
+    seed = torch.initial_seed() % 2**62
+    values = input_values(sharded.program, model, args, kwargs, loss_inputs=loss_inputs, seed=seed)
+    values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
     tangents = {name: torch.ones_like(eager[name]) for name in _differentiated(single)}
     values |= tangents
     found = run_logical(sharded.program, values, sharded.plan.params, t)
@@ -96,13 +105,7 @@ def verify_call(
         gradients = {name: p.grad for name, p in plain.named_parameters()}
     limit = _rounding(single) if tolerance is None else tolerance
     verdict = Verdict(t, "megafx at t=1" if random else "eager", limit)
-    for name, wanted in outputs.items():
-        verdict.outputs[name] = _error(found.outputs[name], wanted, 0.0)
-    scale = sum(float(g.double().norm()) ** 2 for g in gradients.values() if g is not None) ** 0.5
-    for name, gradient in gradients.items():
-        got = found.gradients.get(name)
-        if gradient is not None:
-            verdict.gradients[name] = _error(got if got is not None else torch.zeros_like(gradient), gradient, scale)
+    verdict.outputs, verdict.gradients = relative_errors(found, Logical(outputs, gradients))
     if not verdict.ok:
         placements = sharded.plan.params
         verdict.divergence = first_divergence(
@@ -113,26 +116,6 @@ def verify_call(
             tolerance=limit,
         )
     return verdict
-
-
-def _values(compiled: Compiled, model: nn.Module, args: Any, kwargs: Any, loss_inputs: Any) -> dict[str, Any]:
-    """Logical values of the graph's inputs, by name."""
-    call = compiled.program.call
-    assert call is not None
-    state = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    user = iter(call.flatten(args, kwargs, loss_inputs))
-    values: dict[str, Any] = {}
-    for spec in compiled.program.inputs:
-        if spec.kind in ("param", "buffer"):
-            values[spec.name] = state[spec.name].detach()
-        elif spec.kind == "user":
-            values[spec.name] = next(user).detach()
-        elif spec.kind == "seed":
-            values[spec.name] = torch.tensor(torch.initial_seed() % 2**62, dtype=torch.int64)
-    return values
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -169,7 +152,3 @@ def _rounding(compiled: Compiled) -> float:
     nodes = [n for n in compiled.program.graph.nodes if n.op == "placeholder" or "_to_copy" in str(n.target)]
     dtypes = {n.meta[VAL].dtype for n in nodes if isinstance(n.meta[VAL], Tensor)}
     return max((TOLERANCE[d] for d in dtypes if d in TOLERANCE), default=TOLERANCE[torch.float32])
-
-
-def _error(found: Tensor, wanted: Tensor, scale: float) -> float:
-    return relative_error(found, wanted, max(GRADIENT_FLOOR * scale, torch.finfo(torch.float64).tiny))

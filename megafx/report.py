@@ -22,20 +22,20 @@ from rich.table import Table
 from torch import fx
 
 from megafx.analysis.communication import Communication
-from megafx.ir.facts import facts_of
+from megafx.ir.facts import MATMUL, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
-from megafx.ops.owners import OF_RANK
+from megafx.ops.owners import OWNER_PARAMETER
 from megafx.placements.data_axis import DATA_AXES
-from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, payload, transition
+from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
 from megafx.planner.context import Planner
-from megafx.planner.cost import MATMULS, collective_seconds
+from megafx.planner.cost import collective_seconds, cost_kind, transition_cost
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
 
 @dataclass(frozen=True)
-class Move:
+class PricedTransition:
     """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward."""
 
     src: str
@@ -56,7 +56,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Row:
+class Line:
     """One op worth a line: it has a weight, or it communicates, or it stayed whole."""
 
     fqn: str
@@ -64,7 +64,7 @@ class Row:
     style: str
     placements: str
     weight: str
-    moves: tuple[Move, ...]
+    transitions: tuple[PricedTransition, ...]
     source: str
 
 
@@ -83,7 +83,7 @@ class Report:
     """str(report), .table(), .html(path), .to_json()."""
 
     header: dict[str, Any]
-    rows: list[Row]
+    rows: list[Line]
     params: dict[str, tuple[str, str, str]]  # FQN -> (global shape, placement, why whole)
     removed: dict[str, int]  # reason -> strategies taken away
     notes: list[str] = field(default_factory=list)
@@ -108,15 +108,15 @@ class Report:
         for name in ("module", "op", "style", "placements", "weight", "collectives (bytes a rank sends)", "times"):
             table.add_column(name, overflow="fold")
         for row, times in self.folded():
-            moves = "\n".join(str(m) for m in row.moves)
-            table.add_row(row.fqn, row.op, row.style, row.placements, row.weight, moves, str(times))
+            transitions = "\n".join(str(m) for m in row.transitions)
+            table.add_row(row.fqn, row.op, row.style, row.placements, row.weight, transitions, str(times))
         return table
 
-    def folded(self) -> list[tuple[Row, int]]:
+    def folded(self) -> list[tuple[Line, int]]:
         """Rows of layers that differ in their index alone become one row, with how many they are."""
-        groups: dict[Any, list[Row]] = defaultdict(list)
+        groups: dict[Any, list[Line]] = defaultdict(list)
         for row in self.rows:
-            groups[_INDEX.sub(".*", row.fqn), row.op, row.style, row.weight, row.moves].append(row)
+            groups[_INDEX.sub(".*", row.fqn), row.op, row.style, row.weight, row.transitions].append(row)
         return [(_named(key[0], rows), len(rows)) for key, rows in groups.items()]
 
     def collectives(self) -> dict[str, tuple[int, int]]:
@@ -136,11 +136,11 @@ class Report:
             for c in self.emitted:
                 yield f"{c.direction} {c.collective}" + (f" on {c.axis}" if c.axis in DATA_AXES else ""), c.bytes_moved
             return
-        for move in (move for row in self.rows for move in row.moves):
-            if move.forward != LOCAL:
-                yield f"forward {move.forward}", move.forward_bytes
-            if move.backward != LOCAL:
-                yield f"backward {move.backward}", move.backward_bytes
+        for t in (t for row in self.rows for t in row.transitions):
+            if t.forward != LOCAL:
+                yield f"forward {t.forward}", t.forward_bytes
+            if t.backward != LOCAL:
+                yield f"backward {t.backward}", t.backward_bytes
 
     def to_json(self) -> str:
         data = {"header": self.header, "rows": [asdict(r) for r in self.rows], "params": self.params}
@@ -185,9 +185,11 @@ def describe(program: Program, planner: Planner) -> Report:
             placement = plan.params[spec.name]
             shape = "x".join(str(n) for n in node.meta[VAL].shape)
             params[spec.name] = (shape, str(placement), plan.replicated.get(spec.name, ""))
-            moves = _moves(program, planner, node)
-            if any(m.forward != LOCAL or m.backward != LOCAL for m in moves):
-                entering.append(Row(spec.name, "parameter", "gradient all-reduce", str(placement), shape, moves, ""))
+            transitions = _transitions(program, planner, node)
+            if any(m.forward != LOCAL or m.backward != LOCAL for m in transitions):
+                entering.append(
+                    Line(spec.name, "parameter", "gradient all-reduce", str(placement), shape, transitions, "")
+                )
     removed: dict[str, int] = defaultdict(int)
     for removal in plan.removals:
         removed[removal.reason] += removal.count
@@ -253,11 +255,11 @@ def refresh_notes(report: Report, notes: Iterable[Note]) -> None:
     report.notes = list(dict.fromkeys([*report.notes, *(str(n) for n in notes)]))
 
 
-def _row(program: Program, planner: Planner, node: fx.Node) -> Row | None:
+def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
     choice = planner.solved.ops[node.name]
     rule = planner.rules[node]
-    moves = _moves(program, planner, node)
-    communicates = any(m.forward != LOCAL or m.backward != LOCAL for m in moves)
+    transitions = _transitions(program, planner, node)
+    communicates = any(m.forward != LOCAL or m.backward != LOCAL for m in transitions)
     weights = [
         (o, p)
         for o, p in zip(rule.operands, choice.ins, strict=True)
@@ -269,13 +271,13 @@ def _row(program: Program, planner: Planner, node: fx.Node) -> Row | None:
         return None
     ins = ", ".join(text_of(p, program) for p in choice.ins)
     shape = "x".join(str(n) for n in weights[0][0].node.meta[VAL].shape) if weights else ""
-    return Row(
+    return Line(
         fqn_of(node) or "<root>",
         str(node.target).removeprefix("aten.").removesuffix(".default"),
         _style(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if no_rule else ""),
         f"{ins} -> {text_of(choice.out, program)}",
         shape,
-        moves,
+        transitions,
         str(source_of(node) or ""),
     )
 
@@ -294,58 +296,59 @@ def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
     lookup = "embedding" in str(node.target)
     if not sharded:
         return "on a shard of the sequence" if out.is_shard else "replicated"
-    if node.target is OF_RANK:
+    if node.target is OWNER_PARAMETER:
         return "expert-parallel"
     if any(p.is_shard and p.dim == 0 for p in weights) and facts_of(node.target).experts:
         return "expert-parallel"
     if out.kind == "P":
         return "vocab-parallel" if lookup else "row-parallel"
-    return "hidden-parallel" if lookup or op_name(node) not in MATMULS else "column-parallel"
+    return "hidden-parallel" if lookup or cost_kind(op_name(node)) != MATMUL else "column-parallel"
 
 
-def _moves(program: Program, planner: Planner, node: fx.Node) -> tuple[Move, ...]:
+def _transitions(program: Program, planner: Planner, node: fx.Node) -> tuple[PricedTransition, ...]:
     """The transitions made of this value, found in the graph."""
-    moves, stack = [], [node]
+    transitions, stack = [], [node]
     while stack:
         value = stack.pop()
         for user in value.users:
             if user.target is torch.ops.megafx.transition.default and PLACEMENT in value.meta:
-                moves.append(_move(program, planner, value, user))
+                transitions.append(_transition(program, planner, value, user))
                 stack.append(user)
     choice = planner.solved.ops.get(node.name)
     localized = facts_of(node.target).localize
     if choice is not None and choice.out == I and localized is not None and choice.factor == localized.factor:
-        moves.append(_statistics(program, planner, node))
-    return tuple(moves)
+        transitions.append(_statistics(program, planner, node))
+    return tuple(transitions)
 
 
-def _statistics(program: Program, planner: Planner, node: fx.Node) -> Move:
+def _statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition:
     """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward."""
     value, t = node.meta[VAL], planner.t
     itemsize = max(value.dtype.itemsize, 4)
     numel = 4 * t * math.prod(program.sizes.workload(n) for n in program.sizes.shape(value))
     cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
-    return Move("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us)
+    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us)
 
 
-def _move(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> Move:
+def _transition(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
     src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
-    row = transition(src, dst)
-    sizes, t = program.sizes, planner.t
-    numel = 1
-    for n in sizes.shape(value.meta[VAL]):
-        numel *= sizes.workload(n)
-    itemsize = value.meta[VAL].dtype.itemsize
-    backward = row.backward if planner.training and is_floating(value) else LOCAL
-    seconds = sum(collective_seconds(c, numel, itemsize, planner.hardware, t) for c in (row.forward, backward))
-    sent, sent_back = (payload(c, numel, t) * itemsize for c in (row.forward, backward))
-    cost_us = round(seconds * 1e6, 3)
-    return Move(text_of(src, program), text_of(dst, program), row.forward, backward, sent, sent_back, cost_us)
+    row, val, needs_grad = collectives(src, dst), value.meta[VAL], planner.training and is_floating(value)
+    numel = math.prod(program.sizes.workload(n) for n in program.sizes.shape(val))
+    cost = transition_cost(src, dst, numel, val.dtype.itemsize, planner.hardware, planner.t, needs_grad=needs_grad)
+    return PricedTransition(
+        text_of(src, program),
+        text_of(dst, program),
+        row.forward,
+        row.backward if needs_grad else LOCAL,
+        cost.forward_bytes,
+        cost.backward_bytes,
+        round(cost.cost_us, 3),
+    )
 
 
-def _named(pattern: str, rows: list[Row]) -> Row:
+def _named(pattern: str, rows: list[Line]) -> Line:
     """The first row under the name of all of them."""
-    return Row(_range(pattern, [row.fqn for row in rows]), *list(vars(rows[0]).values())[1:])
+    return Line(_range(pattern, [row.fqn for row in rows]), *list(vars(rows[0]).values())[1:])
 
 
 def _range(pattern: str, fqns: list[str]) -> str:

@@ -132,7 +132,7 @@ def expert_values(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
         keys = {label[a] for a in node.all_input_nodes if a in label}
         if node.op != "call_function" or not keys:
             continue
-        if (own := _sum_apart(program, node, label)) is not None:
+        if (own := _separate_sum(program, node, label)) is not None:
             node = own
             keys = {label[a] for a in node.all_input_nodes if a in label}
         if len(keys) != 1:
@@ -194,7 +194,7 @@ def refuse_between(lst: ExpertList, node: fx.Node, operands: Iterable[fx.Node], 
 # -- sums into rows
 
 
-def _sum_apart(program: Program, node: fx.Node, label: dict[fx.Node, str]) -> fx.Node | None:
+def _separate_sum(program: Program, node: fx.Node, label: dict[fx.Node, str]) -> fx.Node | None:
     """Rewrite `node` where it adds one expert's rows to a value that is not that expert's.
 
     label: node -> key of its expert. Returns what the expert adds; None where there is nothing to rewrite.

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from megafx.checks.rule_samples import Sample
-from megafx.ir.facts import SampleTensor
+from megafx.checks.simulate import simulate
+from megafx.errors import PlacementError
+from megafx.ir.facts import SampleTensor, facts_of
 from megafx.ir.nodes import is_draw
-from megafx.ir.program import VAL
+from megafx.ir.program import PLACEMENT, VAL, Phase, Program
 from megafx.ir.sizes import Sizes
 from megafx.ops import axes
+from megafx.passes.localize.localize_shapes import FAMILIES, localize_shapes
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
-from megafx.placements.views import local_offset
+from megafx.planner.plan import OpChoice
 from megafx.rules.candidates import find_candidates
 from megafx.rules.families import VIEWS
+from megafx.rules.grammar import names
 from megafx.rules.strategies import OpRule, place, row, rule_of
 
 TOLERANCE = 1e-9  # fp64, values of order 1
 MAX_TRIED = 3000  # combinations of placements that are tried for missing rows of one call
 
-Row = tuple[tuple[Placement, ...], tuple[Placement | None, ...]]
+Ins, Outs = tuple[Placement, ...], tuple[Placement | None, ...]
+Row = tuple[Ins, Outs]
 
 
 class Trial:
@@ -39,17 +49,21 @@ class Trial:
         self._last: Any = None
         namespace, name, overload = sample.op.split(".")
         self.target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        leaves_of_call = _leaves((sample.args, sample.kwargs))
-        self.specs: list[SampleTensor] = [a for a in leaves_of_call if isinstance(a, SampleTensor)]
+        self.rewritten = (
+            str(CANONICAL.get(sample.op, sample.op)) in FAMILIES or facts_of(sample.op).localize is not None
+        )
+        leaves_of_call = tree_leaves((sample.args, sample.kwargs), is_leaf=_is_spec)
+        self.specs: list[SampleTensor] = [a for a in leaves_of_call if _is_spec(a)]
         self.whole = [make_tensor(spec, self.generator) for spec in self.specs]
         leaves = [v.requires_grad_() if s.kind == "x" else v for s, v in zip(self.specs, self.whole, strict=True)]
         self.outputs = _tuple(self.run(leaves))
         self.rule = self._rule(own)
         index = {n: i for i, n in enumerate(self.placeholders)}
         self.operands = [index[o.node] for o in self.rule.operands]
+        differentiable = [isinstance(y, Tensor) and y.is_floating_point() and y.requires_grad for y in self.outputs]
         self.cotangents = [
-            torch.randn(y.shape, generator=self.generator, dtype=y.dtype) if _differentiable(y) else None
-            for y in self.outputs
+            torch.randn(y.shape, generator=self.generator, dtype=y.dtype) if d else None
+            for y, d in zip(self.outputs, differentiable, strict=True)
         ]
         self.gradients: list[Tensor | None] = [None] * len(leaves)
         try:
@@ -79,10 +93,10 @@ class Trial:
         self.candidates = find_candidates({node: rule}, inputs, Sizes(), self.t)
         return rule
 
-    def run(self, tensors: list[Tensor], **patch: Any) -> Any:
+    def run(self, tensors: list[Tensor]) -> Any:
         given = iter(tensors)
         args, kwargs = _map((self.sample.args, self.sample.kwargs), lambda _: next(given))
-        return self.target(*args, **{**kwargs, **patch})
+        return self.target(*args, **kwargs)
 
     # -- rows
 
@@ -138,7 +152,7 @@ class Trial:
 
     # -- truth
 
-    def fault(self, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...]) -> str:
+    def fault(self, ins: Ins, outs: Outs) -> str:
         """Why the row is wrong; '' if it is right."""
         placements = dict(zip(self.operands, ins, strict=True))
         ranks, results, error = self._forward(ins, outs)
@@ -167,32 +181,29 @@ class Trial:
                 return f"the gradient of operand {at} is not {dual(placement)}"
         return ""
 
-    def _forward(
-        self, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...]
-    ) -> tuple[list[list[Tensor]], list[tuple[Tensor, ...]], str]:
-        """Operands and results of every rank, or why the op does not run. The last ones are kept: most ops do not ask how
-        the result is placed."""
-        summed = self._summed(ins, outs)
+    def _forward(self, ins: Ins, outs: Outs) -> tuple[list[list[Tensor]], list[tuple[Tensor, ...]], str]:
+        """Operands and results of every rank, or why the op does not run.
+
+        A row that sums over a sharded dim has zeros in its pads, as localize_shapes sees to. The last results are kept: most
+        ops do not ask how the result is placed.
+        """
+        summed = P in outs and any(p.is_shard for p in ins)
         key = (ins, summed and any(p.is_shard and p.cut.padded(self.t) for p in ins))
-        if self._last and self._last[0] == key and self.sample.op not in _LOCAL and not is_draw(self.target):
+        if self._last and self._last[0] == key and not self.rewritten and not is_draw(self.target):
             return self._last[1]
         ranks: list[list[Tensor]] = [[] for _ in range(self.t)]
         placements = dict(zip(self.operands, ins, strict=True))
         for i, value in enumerate(self.whole):
-            pieces = self.shards(value, placements.get(i, I), zero_pads=summed)
+            pieces = self.shards(value, placements.get(i, I), zero_pads=summed and not self.rewritten)
             for rank, piece in enumerate(pieces):
                 ranks[rank].append(piece.requires_grad_() if self.specs[i].kind == "x" else piece)
         made: tuple[list[list[Tensor]], list[tuple[Tensor, ...]], str]
         try:
             made = ranks, self._execute(ranks, ins, outs), ""
-        except (RuntimeError, IndexError, ValueError) as e:
+        except (RuntimeError, IndexError, ValueError, PlacementError) as e:
             made = ranks, [], f"does not run: {str(e).splitlines()[0][:60]}"
         self._last = (key, made)
         return made
-
-    def _summed(self, ins: tuple[Placement, ...], outs: tuple[Placement | None, ...]) -> bool:
-        """Whether the row sums over a sharded dim: pads must then be 0 (localize_shapes masks them)."""
-        return P in outs and any(p.is_shard for p in ins)
 
     def shards(self, value: Tensor, placement: Placement, *, zero_pads: bool) -> list[Tensor]:
         """What each rank holds of a value; pads hold anything, unless zeros are asked for."""
@@ -230,107 +241,87 @@ class Trial:
                     return False
         return True
 
-    # -- ops on single ranks, as localize_shapes leaves them
+    # -- the op on all ranks
 
-    def _execute(
-        self, ranks: list[list[Tensor]], ins: tuple[Placement, ...], outs: tuple[Placement | None, ...]
-    ) -> list[tuple[Tensor, ...]]:
-        local = _LOCAL.get(self.sample.op, _drawing if is_draw(self.target) else _as_is)
+    def _execute(self, ranks: list[list[Tensor]], ins: Ins, outs: Outs) -> list[tuple[Tensor, ...]]:
+        if self.rewritten and any(p is not None and p.is_shard for p in (*ins, *outs)):
+            return self._localized(ranks, ins, outs)
         results = []
         for rank in range(self.t):
             with self.on_rank(rank):
-                results.append(_tuple(local(self, ranks, rank, ins, outs)))
+                results.append(_tuple(self._call(ranks[rank], outs)))
         return results
+
+    def _call(self, tensors: list[Tensor], outs: Outs) -> Any:
+        """The op itself. One that draws is told how its result is cut, the gradient of a part how long the whole is."""
+        if is_draw(self.target):
+            out, template = outs[0], self.rule.template
+            assert out is not None
+            cut = out.is_shard and template.entries(-1)[out.dim] not in template.forbidden
+            given, where = iter(tensors), (out.dim, list(out.flat_layout)) if cut else (-1, [])
+            return self.target(*_map(self.sample.args[:-3], lambda _: next(given)), *where, "tp")
+        if self.sample.op in PART_GRADIENTS and outs[0] is not None and outs[0].is_shard:
+            shape = list(self.outputs[0].shape)
+            shape[outs[0].dim] = outs[0].cut.local_size(self.t)
+            return self.target(tensors[0], shape, *self.sample.args[2:])
+        return self.run(tensors)
+
+    def _localized(self, ranks: list[list[Tensor]], ins: Ins, outs: Outs) -> list[tuple[Tensor, ...]]:
+        """What localize_shapes makes of the op for this row, in the simulator."""
+        graph, mode = fx.Graph(), FakeTensorMode()
+        inputs = []
+        for i, value in enumerate(self.whole):
+            inputs.append(graph.placeholder(f"x{i}"))
+            inputs[i].meta[VAL] = mode.from_tensor(value)
+        for i, placement in zip(self.operands, ins, strict=True):
+            inputs[i].meta[PLACEMENT] = placement
+        given = iter(inputs)
+        target, args, kwargs = self._canonical(*_map((self.sample.args, self.sample.kwargs), lambda _: next(given)))
+        node = graph.call_function(target, args, kwargs)
+        node.meta |= {VAL: mode.from_tensor(self.outputs[0].detach()), PLACEMENT: outs[0]}
+        graph.output((node,))
+        program = Program(
+            fx.GraphModule(torch.nn.Module(), graph), [], [], Sizes(), mode, tree_structure(()), phase=Phase.PLACED
+        )
+        operands = [replace(o, node=inputs[i]) for o, i in zip(self.rule.operands, self.operands, strict=True)]
+        factor = next(
+            (f for o, p in zip(operands, ins, strict=True) if p.is_shard for f in names(o.factors[p.dim])), ""
+        )
+        choice = OpChoice(ins, outs[0] or I, factor)
+        planner: Any = SimpleNamespace(
+            solved=SimpleNamespace(t=self.t, axis="tp", ops={node.name: choice}),
+            rules={node: replace(self.rule, node=node, operands=tuple(operands))},
+            weights=set(),
+        )
+        fake_errors = logging.getLogger("torch._subclasses.fake_tensor")
+        fake_errors.disabled = True  # what does not run is no row, and is told as that
+        try:
+            localize_shapes(program, planner)
+        finally:
+            fake_errors.disabled = False
+        return [tuple(found) for found in simulate(program, ranks, gradients=True)]
+
+    def _canonical(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The call in the spelling that canonicalize leaves, for the ops that localize_shapes knows in one spelling only."""
+        form, shape = CANONICAL.get(self.sample.op, self.target), list(self.outputs[0].shape)
+        if form in (aten.reshape.default, aten.expand.default):
+            return form, (args[0], shape), {}
+        if form is aten.slice.Tensor and self.sample.op == "aten.narrow.default":
+            return form, (*args[:3], args[2] + args[3]), {}
+        return form, args, kwargs
 
     def on_rank(self, rank: int) -> AbstractContextManager[None]:
         return axes.on_mesh({"tp": axes.AxisContext(rank, self.t, "check_rules")})
 
-    def local_shape(self, k: int, out: Placement | None) -> list[int]:
-        shape = list(self.outputs[k].shape)
-        if out is not None and out.is_shard:
-            shape[out.dim] = out.cut.local_size(self.t)
-        return shape
 
-
-Local = Callable[[Trial, list[list[Tensor]], int, tuple[Placement, ...], tuple[Placement | None, ...]], Any]
-
-
-def _as_is(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    return trial.run(ranks[rank])
-
-
-def _view(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    return ranks[rank][0].reshape(trial.local_shape(0, outs[0]))
-
-
-def _expand(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    return ranks[rank][0].expand(trial.local_shape(0, outs[0]))
-
-
-def _slice(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    part = trial.rule.template.parts.get(-1)
-    if part is None or not ins[0].is_shard or trial.rule.operands[0].factors[ins[0].dim] != part.factor:
-        return trial.run(ranks[rank])
-    start, end = (local_offset(ins[0].cut, x, trial.t) for x in (part.start, part.end))
-    if start is None or end is None:
-        raise ValueError("the slice cuts a block")
-    return ranks[rank][0].narrow(ins[0].dim, start, end - start)
-
-
-def _mean(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    """localize_shapes: the local sum over the whole count."""
-    local, whole = ranks[rank][0], trial.whole[0]
-    share = local.numel() / whole.numel() if outs[0] == P and ins[0].is_shard else 1.0
-    return trial.run(ranks[rank]) * share
-
-
-def _part_backward(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    return trial.target(ranks[rank][0], trial.local_shape(0, outs[0]), *trial.sample.args[2:])
-
-
-def _embedding(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    if not (ins[0].is_shard and ins[0].dim == 0):
-        return trial.run(ranks[rank])
-    table, index = ranks[rank]
-    index = index - rank * table.shape[0]
-    mine = (index >= 0) & (index < table.shape[0])
-    return torch.where(mine[..., None], trial.run([table, torch.where(mine, index, 0)]), 0.0)
-
-
-def _cross_entropy(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    if not (ins[0].is_shard and ins[0].dim == 1):
-        return trial.run(ranks[rank])
-    stats = []
-    for other in range(trial.t):
-        with trial.on_rank(other):
-            local = torch.ops.megafx.ce_stats(*(x.detach() for x in ranks[other]), ins[0].flat_layout, trial.t, "tp")
-            stats.append(local)
-    rest = (*trial.sample.args[2:], ins[0].flat_layout, trial.t, "tp")
-    return torch.ops.megafx.ce_loss(*ranks[rank], torch.stack(stats), *rest)
-
-
-def _drawing(trial: Trial, ranks: list[list[Tensor]], rank: int, ins: Any, outs: Any) -> Any:
-    """localize_shapes: an op that draws is told how its result is cut (its last arguments: shard_dim, layout, axis)."""
-    out, template = outs[0], trial.rule.template
-    cut = out.is_shard and template.entries(-1)[out.dim] not in template.forbidden
-    where = (out.dim, list(out.flat_layout)) if cut else (-1, [])
-    given = iter(ranks[rank])
-    args = _map(trial.sample.args[:-3], lambda _: next(given))
-    return trial.target(*args, *where, "tp")
-
-
-_LOCAL: dict[str, Local] = {
-    **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(
-        ("aten.expand.default", "aten.broadcast_to.default", "aten.expand_copy.default", "aten.expand_as.default"),
-        _expand,
-    ),
-    **dict.fromkeys(("aten.slice.Tensor", "aten.narrow.default", "aten.slice_copy.Tensor"), _slice),
-    **dict.fromkeys(("aten.mean.dim", "aten.mean.default"), _mean),
-    **dict.fromkeys(("aten.slice_backward.default", "aten.select_backward.default"), _part_backward),
-    "aten.embedding.default": _embedding,
-    "megafx.cross_entropy.default": _cross_entropy,
+aten = torch.ops.aten
+_EXPANDS = ("aten.expand.default", "aten.broadcast_to.default", "aten.expand_copy.default", "aten.expand_as.default")
+CANONICAL: dict[str, Any] = {
+    **dict.fromkeys(VIEWS, aten.reshape.default),
+    **dict.fromkeys(_EXPANDS, aten.expand.default),
+    **dict.fromkeys(("aten.narrow.default", "aten.slice_copy.Tensor"), aten.slice.Tensor),
 }
+PART_GRADIENTS = ("aten.slice_backward.default", "aten.select_backward.default")
 
 
 # -- trees and numbers
@@ -345,32 +336,16 @@ def make_tensor(spec: SampleTensor, generator: torch.Generator) -> Tensor:
     return spread * (spec.high - spec.low) + spec.low
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    if isinstance(tree, (tuple, list)) and not isinstance(tree, SampleTensor):
-        for a in tree:
-            yield from _leaves(a)
-    else:
-        yield tree
+def _is_spec(a: Any) -> bool:
+    return isinstance(a, SampleTensor)
 
 
 def _map(tree: Any, of_tensor: Callable[[SampleTensor], Any]) -> Any:
-    if isinstance(tree, SampleTensor):
-        return of_tensor(tree)
-    if isinstance(tree, dict):
-        return {k: _map(v, of_tensor) for k, v in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_map(v, of_tensor) for v in tree)
-    return tree
+    return tree_map(lambda a: of_tensor(a) if _is_spec(a) else a, tree, is_leaf=_is_spec)
 
 
 def _tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
-def _differentiable(y: Tensor) -> bool:
-    return isinstance(y, Tensor) and y.is_floating_point() and y.requires_grad
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -4,8 +4,8 @@
     simulate(program, inputs, mesh={"dp": 2, "tp": 3})             ranks in row-major order: the last axis varies fastest
 
 Ops run rank by rank (as that rank: axes.on_mesh); a transition or a collective sees the values of all ranks at once,
-by definitions that share nothing with the code that runs on real ranks (`stacking`): transitions are put together and cut by
-placements.Layout.pieces. What a joint graph computes is what its nodes say, so a wrong backward shows.
+by definitions that share nothing with the code of real ranks (placements/moves.py): transitions are put together and cut
+by placements.Layout.pieces. What a joint graph computes is what its nodes say, so a wrong backward shows.
 
     run_logical(program, values, placements, t)   logical tensors in, logical outputs and gradients out
     first_divergence(program, ..., reference)     the first node at which t ranks part from one
@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ from megafx.placements.types import I, Placement, dual
 Values = list[Any]  # one entry a rank
 c10d, mfx = torch.ops._c10d_functional, torch.ops.megafx
 
+GRADIENT_FLOOR = 1e-6  # a gradient this much smaller than all of them together is zero but for rounding
 # Rounding that a different order of summation explains: sqrt(terms) units in the last place, with room.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -50,14 +52,15 @@ def simulate(
     axis: str = "tp",
     mesh: Mapping[str, int] | None = None,
     watch: Callable[[fx.Node, Values], None] | None = None,
+    gradients: bool = False,
 ) -> list[list[Any]]:
     """Run the graph on len(per_rank_inputs) ranks. mesh: sizes of the axes by name; by default one, `axis`, has all ranks.
-    watch: called with each node and its value on every rank."""
+    watch: called with each node and its value on every rank. gradients: let autograd follow, of a graph without backward."""
     gm = program.gm if isinstance(program, Program) else program
     mesh = {axis: len(per_rank_inputs)} if mesh is None else mesh
     if math.prod(mesh.values()) != len(per_rank_inputs):
         raise PlacementError(f"inputs of {len(per_rank_inputs)} ranks for a mesh of {dict(mesh)}")
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         return _Lockstep(gm, mesh, watch).run(per_rank_inputs)
 
 
@@ -114,7 +117,7 @@ class _Lockstep:
 
     def _call(self, node: fx.Node, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> Values:
         if node.op == "get_attr":
-            return [_attribute(self.gm, str(node.target))] * self.t
+            return [operator.attrgetter(str(node.target))(self.gm)] * self.t
         if node.op != "call_function":
             raise PlacementError(f"%{node.name}: a {node.op} cannot be simulated", fix="simulate graphs of ATen calls")
         if node.target in CROSS_RANK:
@@ -133,7 +136,7 @@ class _Lockstep:
         results: Values = [None] * self.t
         for group in self.groups[axis] if axis is not None else [list(range(self.t))]:
             theirs = [args[r] for r in group]
-            if node.target is not mfx.of_rank.default:  # which the others hold nothing of
+            if node.target is not mfx.owner_parameter.default:  # which the others hold nothing of
                 self._check_agreement(node, theirs)
             made = CROSS_RANK[node.target]([a[0] for a in theirs], *theirs[0][1:], **kwargs[group[0]])
             for rank, value in zip(group, made, strict=True):
@@ -154,12 +157,6 @@ class _Lockstep:
 
 def _shapes(x: Any) -> Any:
     return tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, x)
-
-
-def _attribute(root: Any, path: str) -> Any:
-    for name in path.split("."):
-        root = getattr(root, name)
-    return root
 
 
 # -- what ranks do together, by definition
@@ -228,7 +225,7 @@ def _all_to_all(xs: Values, received: Sequence[int], sent: Sequence[int], group:
     return [torch.cat([parts[q][r] for q in range(len(xs))]) for r in range(len(xs))]
 
 
-def _of_rank(xs: Values, owner: int, axis: str, size: int) -> Values:
+def _owner_parameter(xs: Values, owner: int, axis: str, size: int) -> Values:
     """The owner's value. Real ranks do not send it, because no other computes with it; here all do, to the same effect."""
     return [xs[owner if size > 1 else r].clone() for r in range(len(xs))]
 
@@ -253,7 +250,7 @@ def _of_each(collective: Callable[..., Values]) -> Callable[..., Values]:
 CROSS_RANK: dict[Any, Callable[..., Values]] = {
     mfx.transition.default: move_reference,
     mfx.batch_sum.default: _batch_sum,
-    mfx.of_rank.default: _of_rank,
+    mfx.owner_parameter.default: _owner_parameter,
     mfx.gather_region.default: _gather_region,
     c10d.wait_tensor.default: lambda xs: xs,
     c10d.all_reduce.default: _all_reduce,
@@ -291,6 +288,19 @@ class Logical:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     mutations: dict[str, Tensor] = field(default_factory=dict)
+
+
+def relative_errors(found: Logical, wanted: Logical) -> tuple[dict[str, float], dict[str, float]]:
+    """`relative_error` of each output and of each gradient; no gradient counts as zeros."""
+    tiny = torch.finfo(torch.float64).tiny
+    outputs = {n: relative_error(found.outputs[n], v, tiny) for n, v in wanted.outputs.items() if isinstance(v, Tensor)}
+    present = {n: g for n, g in wanted.gradients.items() if g is not None}
+    floor = max(GRADIENT_FLOOR * sum(float(g.double().norm()) ** 2 for g in present.values()) ** 0.5, tiny)
+    gradients = {}
+    for name, gradient in present.items():
+        got = found.gradients.get(name)
+        gradients[name] = relative_error(torch.zeros_like(gradient) if got is None else got, gradient, floor)
+    return outputs, gradients
 
 
 def local_inputs(

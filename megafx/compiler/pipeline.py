@@ -34,7 +34,7 @@ from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.communicate.gather_parameters import gather_parameters
 from megafx.passes.communicate.merge_transitions import merge_transitions
 from megafx.passes.communicate.schedule_collectives import schedule_collectives
-from megafx.passes.experts.drop_regions import drop_regions
+from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.passes.experts.join_experts import join_experts
 from megafx.passes.experts.own_experts import own_experts
 from megafx.passes.fuse.describe_masks import describe_masks
@@ -111,7 +111,7 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     schedule_collectives,
 )
 # What one rank runs, made of a copy of the program of all ranks.
-RANK: tuple[PassFunction, ...] = (drop_regions, bind_mesh, partition, regather, reuse_buffers, call_directly)
+RANK: tuple[PassFunction, ...] = (drop_expert_values, bind_mesh, partition, regather, reuse_buffers, call_directly)
 STAGES: dict[str, tuple[PassFunction, ...]] = {
     "planning": PLANNING,
     "local": LOCAL,
@@ -162,9 +162,9 @@ class Compiled:
 
         The names are those of the gradients that it takes besides.
         """
-        assert self.program.unreduced is not None
-        program, planner = self.program.unreduced.copy(), replace(self.planner, gradients=gradients)
-        runner, passes = _runner(planner, "unreduced"), passes_of(planner, "communication")
+        assert self.program.before_reduction is not None
+        program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
+        runner, passes = _runner(planner, "before_reduction"), passes_of(planner, "communication")
         first = [p.name for p in passes].index(data_parallel.__name__)
         runner.run(program, passes[first:])
         return _executable(program, planner, runner), [i.name for i in program.inputs if i.kind == "pending"]

@@ -292,14 +292,14 @@ def check_gradients(program: Program) -> None:
             raise fail(node, f"is returned as the gradient of '{spec.name}', which is no input")
         have, want = node.meta[VAL].shape, inputs[spec.name].meta[VAL].shape
         alike = len(have) == len(want) and all(map(_same, have, want))
-        if not alike and not _is_unreduced(have, inputs[spec.name]):
+        if not alike and not _is_before_reduction(have, inputs[spec.name]):
             raise fail(node, f"the gradient of '{spec.name}' is {tuple(have)}, its input {tuple(want)}")
     for tangent in program.inputs:
         if tangent.kind == "tangent" and tangent.name not in outputs:
             raise PlacementError(f"the graph takes a tangent of '{tangent.name}', which is no output")
 
 
-def _is_unreduced(have: Sequence[Any], parameter: fx.Node) -> bool:
+def _is_before_reduction(have: Sequence[Any], parameter: fx.Node) -> bool:
     """Whether this is the shape of a whole gradient, of which data-parallel ranks are to keep the rows of the parameter."""
     ranks: list[Any] = [u.args[1] for u in parameter.users if str(u.target) == GATHER]
     first, *rest = parameter.meta[VAL].shape
@@ -351,13 +351,13 @@ def _starts(target: torch._ops.OpOverload) -> bool:
 
 # -- BOUND
 
-OWNER_OPS = frozenset(f"megafx.{name}.default" for name in ("for_rank", "of_rank", "to_rank", "rank_only", "rank_part"))
-
 
 def check_owned(program: Program) -> None:
     for node in program.graph.nodes:
-        if str(node.target) in OWNER_OPS:
-            raise fail(node, "asks for a rank, but the graph is of one", "drop_regions leaves out what other ranks own")
+        if str(node.target).startswith("megafx.owner_"):
+            raise fail(
+                node, "asks for a rank, but the graph is of one", "drop_expert_values leaves out what other ranks own"
+            )
 
 
 # -- PARTITIONED

@@ -9,7 +9,7 @@
 | samples             | checks/rules.py: calls on which the rule is tried by brute force                      |
 | cost, terms         | planner/cost.py: what the op does                                                     |
 | localize            | rules/strategies.py, ir/contracts.py, passes/localize: an op that ranks write out     |
-| types               | checks/types.py: what ranks hold of the result, where a rule cannot say               |
+| types               | rules/inference.py, checks: what ranks hold of the result, where a rule cannot say    |
 | experts             | planner/overrides.py, report.py: the factor that counts experts                       |
 | inplace             | passes/lower/reuse_buffers.py: the form that writes over an operand                   |
 | recompute           | passes/backward/recompute_activations.py: the op whose result a gradient makes again  |
@@ -51,8 +51,9 @@ class OpFacts:
     samples     arguments of calls on small tensors (`real`, `fixed`, `ids`, `mask` below)
     cost        MATMUL or ATTENTION, of which arithmetic counts; FREE: moves no memory; else each operand is read once
     terms       of a MATMUL, where the rule does not tell: shapes of its arguments -> terms summed for an element of the result
-    types       'S1, R -> R': placements of the tensor operands, and of the results. S0 and S1 are cut by the argument `layout`;
-                `stats` are what an op of the same operands gave for each rank, gathered for those after it
+    types       'S1, R -> R': what ranks hold of the tensor operands, and of the results: R, P, V (it differs by rank).
+                S0, S1: cut by the argument `layout`; O: held by the rank `owner` alone; stats: what an op of the same
+                operands made on each rank, and, as an operand, gathered
     experts     the factor of the rule that counts experts: sharding it gives each rank some of them
     inplace     (operand, op): with the arguments of this op, writes the result into that operand
     recompute   name of the op whose result this one, its gradient, can give once more as its last result

@@ -12,7 +12,7 @@ from megafx.errors import UsageError
 from megafx.ir.program import Program
 
 
-def bind_inputs(
+def input_values(
     program: Program,
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -20,8 +20,8 @@ def bind_inputs(
     *,
     loss_inputs: Mapping[str, Any] | None = None,
     seed: int = 0,
-) -> list[torch.Tensor]:
-    """The placeholders' values for a call of `model` (any model with the same FQNs, e.g. an fp64 copy)."""
+) -> dict[str, Any]:
+    """Values of the inputs by name for a call of `model` (any model with the same FQNs, e.g. an fp64 copy); no tangents."""
     if program.call is None:
         raise UsageError("this program was not made by capture, so its inputs have no names in a call")
     state: dict[str, torch.Tensor] = {
@@ -29,19 +29,26 @@ def bind_inputs(
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     user = iter(program.call.flatten(args, kwargs, loss_inputs))
-    values: list[torch.Tensor] = []
+    values: dict[str, Any] = {}
     for spec in program.inputs:
         if spec.kind in ("param", "buffer"):
-            values.append(state[spec.name])
+            values[spec.name] = state[spec.name]
         elif spec.kind == "constant":
-            values.append(program.constants[spec.name])
+            values[spec.name] = program.constants[spec.name]
         elif spec.kind == "user":
-            values.append(next(user))
+            values[spec.name] = next(user)
         elif spec.kind == "seed":
-            values.append(torch.tensor(seed, dtype=torch.int64))
-        else:
-            raise UsageError(f"input {spec.name} of kind {spec.kind} has no value in a forward call")
+            values[spec.name] = torch.tensor(seed, dtype=torch.int64)
     return values
+
+
+def bind_inputs(program: Program, *call: Any, **options: Any) -> list[Any]:
+    """`input_values` in the order of the placeholders."""
+    values = input_values(program, *call, **options)
+    unbound = next((spec for spec in program.inputs if spec.name not in values), None)
+    if unbound is not None:
+        raise UsageError(f"input {unbound.name} of kind {unbound.kind} has no value in a forward call")
+    return [values[spec.name] for spec in program.inputs]
 
 
 def run_program(

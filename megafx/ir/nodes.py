@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megafx.ir.program import PHASE, VAL
+from megafx.ir.program import PHASE, VAL, Builder, Program
 
 aten = torch.ops.aten
 BACKWARD = "backward"  # node.meta[PHASE] of a backward node
@@ -138,6 +138,30 @@ def memory_of(node: fx.Node) -> tuple[fx.Node, int, int]:
 def overlaps(a: tuple[fx.Node, int, int], b: tuple[fx.Node, int, int]) -> bool:
     """Whether two results of `memory_of` share elements."""
     return a[0] is b[0] and a[1] < b[2] and b[1] < a[2]
+
+
+def own_gradients(program: Program, by: str) -> None:
+    """Make each gradient contiguous memory of its own, as `.grad` must be: a copy if it shows an input or another result.
+
+    Gradients of joined parameters may be rows of one tensor: `.grad` of each is then a view that nobody else shows.
+    """
+    output, results = program.output_node(), list(program.results())
+    taken: list[tuple[fx.Node, int, int]] = []
+    for i, spec in enumerate(program.outputs):
+        node = results[i]
+        if not isinstance(node, fx.Node):
+            continue
+        memory = memory_of(node) if spec.kind == "gradient" else (storage_of(node), 0, sys.maxsize)
+        if spec.kind == "gradient":
+            shared = memory[0].op == "placeholder" or any(overlaps(memory, m) for m in taken)
+            if shared or not node.meta[VAL].is_contiguous():
+                origin = results[0] if node.op == "placeholder" and isinstance(results[0], fx.Node) else node
+                build = Builder(program, output, origin, by)
+                results[i] = build(aten.clone.default, node, memory_format=torch.contiguous_format)
+                results[i].meta[PHASE] = BACKWARD
+                memory = memory_of(results[i])
+        taken.append(memory)
+    output.args = (tuple(results),)
 
 
 # -- values of one number

@@ -190,7 +190,9 @@ class Program:
     table: Callable[[str], Any] = lambda name: None  # FQN of a buffer -> what it holds (tables.py), where that is known
     assumed: dict[str, Any] = field(default_factory=dict)  # buffers whose numbers the graph relies on -> what they held
     batch: Batch | None = None  # on the data-parallel axis, where there is one
-    unreduced: Program | None = None  # the same with each rank's own gradients (set by data_parallel, for no_sync)
+    before_reduction: Program | None = (
+        None  # with gradients as each rank computes them: what no_sync runs (data_parallel)
+    )
     partition: Partition | None = None  # set by the pass of this name
     call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
 

@@ -1,8 +1,8 @@
 """Parameters one below the other, as one: weights [n0, k], [n1, k], ... -> [n0 + n1 + .., k]; biases likewise.
 
-The op is a concatenation. In what runs it is no op: `partition` makes its result an input, and `joined.Joined` gives that:
-a view where the parameters lie side by side in one memory (which `params.place_joined` sees to), else a copy. A gradient is
-one tensor too, and each parameter's is a slice of it.
+The op is a concatenation, which never runs: passes/lower/partition.py makes its result an input of the graphs, and
+distributed/parameters.py gives that: a view where the parameters lie side by side in one memory (`place_joined` puts them
+there), else a copy. The gradient is one tensor too, and each parameter's is a slice of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megafx.ir.facts import real
 from megafx.kernels.common.op import define_op
-from megafx.rules.families import Call, Part, Row, dims
+from megafx.rules.families import OpCall, Part, RuleText, dims
 
 
 def check(parameters: Sequence[Tensor]) -> None:
@@ -39,13 +39,13 @@ def _fake(parameters: list[Tensor]) -> Tensor:
     return first.new_empty((sum(p.shape[0] for p in parameters), *first.shape[1:]))
 
 
-def _rule(call: Call) -> Row:
+def _rule(call: OpCall) -> RuleText:
     parts, at = {}, 0
     given = call.get("parameters")
     for i, a in enumerate(given):
         parts[i] = Part("f0", at, at + a.shape[0])
         at += a.shape[0]
-    return Row(f"lin: {', '.join('+' + dims(a.shape) for a in given)} -> {dims(call.results[0])}", parts=parts)
+    return RuleText(f"lin: {', '.join('+' + dims(a.shape) for a in given)} -> {dims(call.results[0])}", parts=parts)
 
 
 join_parameters = define_op(

@@ -26,13 +26,13 @@ from torch import Tensor
 from megafx.errors import UsageError
 from megafx.ir.facts import declare
 from megafx.ops.axes import AxisContext, axis_context, axis_rank
-from megafx.placements.moves import Ops, is_identity, move, moved_shape
+from megafx.placements.moves import Ops, apply_transition, is_identity, shape_after
 
 c10d = torch.ops._c10d_functional
 
 
 class _RankOps(Ops):
-    """`stacking.Ops` on the tensors of a real rank, collectives waited for at once."""
+    """`moves.Ops` on the tensors of a real rank, collectives waited for at once."""
 
     def __init__(self, context: AxisContext) -> None:
         self.rank, self.group = context.rank, context.group_name
@@ -79,7 +79,7 @@ def transition(
     context = axis_context(axis)
     if context.size != size:
         raise UsageError(f"a transition for {size} ranks runs on axis '{axis}' of {context.size} ranks")
-    out = move(x, src, dst, src_layout, dst_layout, size, _RankOps(context))
+    out = apply_transition(x, src, dst, src_layout, dst_layout, size, _RankOps(context))
     return out.clone() if out.untyped_storage()._cdata == x.untyped_storage()._cdata else out
 
 
@@ -87,14 +87,14 @@ def transition(
 def _(x, src, dst, src_layout, dst_layout, axis, size):
     if is_identity(src, dst, src_layout, dst_layout, size):
         return torch.empty_like(x)
-    return x.new_empty(moved_shape(x.shape, src, dst, src_layout, dst_layout, size))
+    return x.new_empty(shape_after(x.shape, src, dst, src_layout, dst_layout, size))
 
 
 def _transition_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.move = inputs[1:]
 
 
-def dual_move(
+def dual_arguments(
     src: str, dst: str, src_layout: Sequence[int], dst_layout: Sequence[int], axis: str, size: int
 ) -> tuple[Any, ...]:
     """Arguments of a transition -> those of its backward: a gradient has the dual placement and moves from dst to src."""
@@ -102,7 +102,7 @@ def dual_move(
 
 
 def _transition_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return torch.ops.megafx.transition(grad, *dual_move(*ctx.move)), None, None, None, None, None, None
+    return torch.ops.megafx.transition(grad, *dual_arguments(*ctx.move)), None, None, None, None, None, None
 
 
 transition.register_autograd(_transition_backward, setup_context=_transition_context)
@@ -173,6 +173,9 @@ batch_sum.register_autograd(
 
 
 declare("megafx.batch_sum.default", rule="lin: ... -> ...")
+declare("megafx.rank0_only.default", types="R -> P")
+for _name in ("axis_index", "rank_select", "rank_place"):
+    declare(f"megafx.{_name}.default", types="-> V")
 
 
 def _select_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

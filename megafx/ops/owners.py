@@ -1,18 +1,21 @@
-"""What one rank computes for all: ops between values that every rank holds and values that are one rank's.
+"""Values that one rank owns: the parameters of an expert that this rank alone holds, and what it computes with them.
 
-    megafx::for_rank     R -> R     x, for the owner to compute with; backward: rank_part
-    megafx::of_rank      Owned -> R  the owner's parameter, for the owner to compute with; backward: to_rank
-    megafx::rank_only    R -> P     summands of x: x on the owner, zeros elsewhere; its own backward
-    megafx::rank_part    P -> P     a gradient to which the owner alone adds: it on the owner, zeros elsewhere
-    megafx::to_rank      P -> Owned  a gradient to which the owner alone adds: it on the owner, no rows elsewhere
+    megafx::owner_parameter            Owned -> R   the owner's parameter
+    megafx::owner_input                R -> R       a value that every rank holds
+    megafx::owner_output               R -> P       summands of a result: the result on the owner, zeros elsewhere
+    megafx::owner_parameter_gradient   P -> Owned   backward of owner_parameter: the gradient on the owner, no rows elsewhere
+    megafx::owner_input_gradient       P -> P       backward of owner_input: the gradient on the owner, zeros elsewhere
 
-What lies between for_rank or of_rank and rank_only of one owner is that rank's region. As types its values are R: every rank
-could compute them. Only the owner does: on the others rank_only and rank_part are zeros and to_rank is empty, whatever they are
-given, so that `bind_mesh` leaves the region out of their graphs. A region has no collective. Its values' gradients are zero
-on the other ranks, since they stem from gradients of rank_only; that is why the summands of the owner are all there are.
+The backward of owner_output is another owner_output.
 
-They have no sharding rules: the planner has one strategy for each value of a region (passes/plan/plan_sharding.py). With size=1
-(graphs on global shapes, before `localize_shapes`) each is the identity.
+Values between an owner's inputs and parameters and its outputs are its expert values. As types they are R: every rank could
+compute them. Only the owner does. On other ranks owner_output and owner_input_gradient are zeros and owner_parameter_gradient
+is empty, whatever they are given, so `bind_mesh` leaves the expert values out of their graphs. There is no collective among
+them. Their gradients are zero on other ranks, because they stem from the gradients of owner_output; so the owner's summands
+are all there are.
+
+The ops have no sharding rules: the planner has one strategy for each expert value (passes/plan/plan_sharding.py). With size=1
+(graphs on global shapes, before `localize_shapes`) each op is the identity.
 """
 
 from __future__ import annotations
@@ -24,14 +27,16 @@ import torch
 from torch import Tensor, fx
 
 from megafx.errors import UsageError
+from megafx.ir.facts import FREE, declare
 from megafx.ir.program import Program
 from megafx.ops.axes import axis_rank
 
 Arguments = tuple[Any, ...]
 
 
-def _define(name: str, compute: Callable[[Tensor, bool], Tensor], gradient: str = "") -> None:
+def _define(name: str, types: str, compute: Callable[[Tensor, bool], Tensor], gradient: str = "") -> None:
     """megafx::name(x, owner, axis, size). compute(x, whether this rank is the owner); gradient: the op of its backward."""
+    declare(f"megafx.{name}.default", types=types, cost=FREE)
 
     def run(x: Tensor, owner: int, axis: str, size: int) -> Tensor:
         return compute(x, size == 1 or axis_rank(axis) == owner)
@@ -48,33 +53,37 @@ def _define(name: str, compute: Callable[[Tensor, bool], Tensor], gradient: str 
         made.register_autograd(backward, setup_context=save)
 
 
-def _of_rank(x: Tensor, own: bool) -> Tensor:
+def _owner_parameter(x: Tensor, own: bool) -> Tensor:
     if not own:
         raise UsageError("a rank computes with a parameter that another one holds")
     return x.clone()
 
 
-_define("for_rank", lambda x, own: x.clone(), "rank_part")
-_define("rank_only", lambda x, own: x.clone() if own else torch.zeros_like(x), "rank_only")
-_define("of_rank", _of_rank, "to_rank")
-_define("rank_part", lambda x, own: x.clone() if own else torch.zeros_like(x))
-_define("to_rank", lambda x, own: x.clone() if own else x.new_zeros([0, *x.shape[1:]]))
+_define("owner_input", "R -> R", lambda x, own: x.clone(), "owner_input_gradient")
+_define("owner_output", "R -> P", lambda x, own: x.clone() if own else torch.zeros_like(x), "owner_output")
+_define("owner_parameter", "O -> R", _owner_parameter, "owner_parameter_gradient")
+_define("owner_input_gradient", "P -> P", lambda x, own: x.clone() if own else torch.zeros_like(x))
+_define("owner_parameter_gradient", "P -> O", lambda x, own: x.clone() if own else x.new_zeros([0, *x.shape[1:]]))
 
 ops = torch.ops.megafx
-FOR_RANK, OF_RANK = ops.for_rank.default, ops.of_rank.default
-RANK_ONLY, RANK_PART, TO_RANK = ops.rank_only.default, ops.rank_part.default, ops.to_rank.default
-OWNER_OPS = frozenset((FOR_RANK, OF_RANK, RANK_ONLY, RANK_PART, TO_RANK))
-EXPERT = "expert"  # the factor of a region's strategies: a rank does its share of the regions
+OWNER_PARAMETER, OWNER_INPUT, OWNER_OUTPUT = (
+    ops.owner_parameter.default,
+    ops.owner_input.default,
+    ops.owner_output.default,
+)
+OWNER_INPUT_GRADIENT, OWNER_PARAMETER_GRADIENT = ops.owner_input_gradient.default, ops.owner_parameter_gradient.default
+OWNER_OPS = frozenset((OWNER_PARAMETER, OWNER_INPUT, OWNER_OUTPUT, OWNER_INPUT_GRADIENT, OWNER_PARAMETER_GRADIENT))
+EXPERT = "expert"  # the factor of the strategies of expert values: each rank computes its share of the experts
 
 
 def owners_of(program: Program) -> dict[fx.Node, int]:
-    """The rank that computes each value of a region, ops of this file included (of a program without gradients)."""
+    """The rank that computes each expert value, ops of this file included (of a program without gradients)."""
     found: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
         if node.target in OWNER_OPS:
             found[node] = int(node.args[1])
             continue
-        owners = {found[a] for a in node.all_input_nodes if a in found and a.target is not RANK_ONLY}
+        owners = {found[a] for a in node.all_input_nodes if a in found and a.target is not OWNER_OUTPUT}
         if owners and _is_value(node):
             assert len(owners) == 1, f"%{node.name} is of the ranks {owners}"
             found[node] = owners.pop()

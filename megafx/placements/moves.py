@@ -1,8 +1,8 @@
 """Local data movement of transitions: a whole dim <-> the ranks' shards of it, stacked on a leading rank dim.
 
-    to_stacked:   [.., n, ..]    -> [t, .., local, ..]    zeros in the padding; a pure view for a contiguous even cut
-    from_stacked: [t, .., local, ..] -> [.., n, ..]       padding dropped
-    move:         one row of placements.TRANSITIONS, given the collectives of an `Ops`
+    to_stacked:       [.., n, ..] -> [t, .., local, ..]    zeros in the padding; a pure view for a contiguous even cut
+    from_stacked:     [t, .., local, ..] -> [.., n, ..]    padding dropped
+    apply_transition: one row of placements.TRANSITIONS, given the collectives of an `Ops`
 
 Written once for two uses, through the few calls of `Ops`: on tensors (`collectives.transition` in eager mode) and on graph
 nodes (`passes.expand_transitions`, which emits each call). Layouts are flat ([rep, count0, unit0, ...], placements.Layout);
@@ -37,7 +37,7 @@ def same_sizes(a: Sequence[Size], b: Sequence[Size]) -> bool:
 
 
 class Ops:
-    """What `move` is written with, on tensors. x: a tensor here, a graph node in `expand_transitions`."""
+    """What `apply_transition` is written with, on tensors. x: a tensor here, a graph node in `expand_transitions`."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
@@ -184,7 +184,7 @@ def is_identity(src: str, dst: str, src_layout: Sequence[Size], dst_layout: Sequ
     return src == dst and same_sizes(src_layout, dst_layout)
 
 
-def moved_shape(
+def shape_after(
     shape: Sequence[Size], src: str, dst: str, src_layout: Sequence[Size], dst_layout: Sequence[Size], t: int
 ) -> list[Size]:
     """Local shape after a transition of a local value."""
@@ -198,7 +198,9 @@ def moved_shape(
     return out
 
 
-def move(x: Any, src: str, dst: str, src_layout: Sequence[Size], dst_layout: Sequence[Size], t: int, ops: Ops) -> Any:
+def apply_transition(
+    x: Any, src: str, dst: str, src_layout: Sequence[Size], dst_layout: Sequence[Size], t: int, ops: Ops
+) -> Any:
     """x: a rank's local value at src -> its local value at dst. Identities return x itself, all else is contiguous."""
     if is_identity(src, dst, src_layout, dst_layout, t):
         return x

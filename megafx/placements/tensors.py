@@ -3,7 +3,7 @@
     shard_tensor(full: [.., n, ..], S(d, layout)) -> [.., layout.local_size(t), ..]   zeros in the padding
     unshard_tensors(locals at any placement)      -> full
 
-Pieces come from `placements.Layout.pieces`, independently of the ops that move values at run time (`stacking`).
+Pieces come from `placements.Layout.pieces`, independently of the ops that move values at run time (placements/moves.py).
 """
 
 from __future__ import annotations

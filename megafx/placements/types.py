@@ -5,6 +5,11 @@
     S(d, L)    shard: every rank holds a slice of dim d, cut as layout L says; its gradient likewise
     P          partial: ranks hold summands; its gradient is the same and complete on every rank
 
+Two kinds of shards are for parameters only:
+
+    Nested     a shard of a shard: tensor-parallel ranks cut the parameter, data-parallel ranks cut each shard's rows again
+    Owned      a shard whose part on one rank, the owner, is the whole: a parameter of an expert that only this rank holds
+
 A `Layout` says how one dim is cut over the `t` ranks of the axis. The dim is `rep` equal repeats of a pattern of blocks;
 each block is `count` units of `unit` consecutive elements; each block is split over the ranks by whole units, rank r
 taking units [r*c, (r+1)*c) with c = ceil(count / t). Where t does not divide count, the last ranks hold padding, so that
@@ -180,8 +185,8 @@ def dual(p: Placement) -> Placement:
     return {"I": I, "R": P, "P": R}.get(p.kind, p)
 
 
-class Transition(NamedTuple):
-    """One row of the table: what moves forward and backward when a value changes placement."""
+class Collectives(NamedTuple):
+    """One row of the table: what a transition sends forward and backward."""
 
     forward: str
     backward: str
@@ -192,27 +197,27 @@ LOCAL = "local"  # no communication: identity, slice, pad or mask
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 
 # The one source of truth. backward of (a -> b) is forward of (dual(b) -> dual(a)).
-TRANSITIONS: dict[tuple[str, str], Transition] = {
-    ("I", "R"): Transition(LOCAL, ALL_REDUCE, "copy_to_region"),
-    ("P", "I"): Transition(ALL_REDUCE, LOCAL, "reduce_from_region"),
-    ("S", "R"): Transition(ALL_GATHER, REDUCE_SCATTER, "gather_from_sequence_parallel"),
-    ("P", "S"): Transition(REDUCE_SCATTER, ALL_GATHER, "reduce_scatter_to_sequence_parallel"),
-    ("S", "I"): Transition(ALL_GATHER, LOCAL, "gather_from_region"),
-    ("I", "S"): Transition(LOCAL, ALL_GATHER, "scatter_to_region"),
-    ("S", "S"): Transition(ALL_TO_ALL, ALL_TO_ALL),
-    ("P", "R"): Transition(ALL_REDUCE, ALL_REDUCE),
-    ("R", "S"): Transition(LOCAL, LOCAL),
-    ("S", "P"): Transition(LOCAL, LOCAL),
-    ("R", "P"): Transition(LOCAL, LOCAL),
-    ("R", "I"): Transition(LOCAL, LOCAL),
-    ("I", "P"): Transition(LOCAL, LOCAL),
+TRANSITIONS: dict[tuple[str, str], Collectives] = {
+    ("I", "R"): Collectives(LOCAL, ALL_REDUCE, "copy_to_region"),
+    ("P", "I"): Collectives(ALL_REDUCE, LOCAL, "reduce_from_region"),
+    ("S", "R"): Collectives(ALL_GATHER, REDUCE_SCATTER, "gather_from_sequence_parallel"),
+    ("P", "S"): Collectives(REDUCE_SCATTER, ALL_GATHER, "reduce_scatter_to_sequence_parallel"),
+    ("S", "I"): Collectives(ALL_GATHER, LOCAL, "gather_from_region"),
+    ("I", "S"): Collectives(LOCAL, ALL_GATHER, "scatter_to_region"),
+    ("S", "S"): Collectives(ALL_TO_ALL, ALL_TO_ALL),
+    ("P", "R"): Collectives(ALL_REDUCE, ALL_REDUCE),
+    ("R", "S"): Collectives(LOCAL, LOCAL),
+    ("S", "P"): Collectives(LOCAL, LOCAL),
+    ("R", "P"): Collectives(LOCAL, LOCAL),
+    ("R", "I"): Collectives(LOCAL, LOCAL),
+    ("I", "P"): Collectives(LOCAL, LOCAL),
 }
 
 
-def transition(src: Placement, dst: Placement) -> Transition:
+def collectives(src: Placement, dst: Placement) -> Collectives:
     """The row for src -> dst; equal placements move nothing."""
     if src == dst:
-        return Transition(LOCAL, LOCAL)
+        return Collectives(LOCAL, LOCAL)
     return TRANSITIONS[src.kind, dst.kind]
 
 
@@ -227,19 +232,16 @@ def payload(collective: str, numel: int, t: int) -> int:
     return {ALL_REDUCE: 2 * share, ALL_TO_ALL: math.ceil(share / t)}.get(collective, share)
 
 
-# -- placements nested
-#
-# Shards of shards: what a rank holds of a parameter that tensor-parallel ranks cut, and data-parallel ranks cut again.
-#
-#     Nested(S(d, L), t, ranks, rows)    rank r of ranks * t holds the rows (dim 0) of tensor-parallel rank r % t's shard that
-#                                        are data-parallel rank r // t's, padded so that every rank has as many
-#
-# Parameters that tensor-parallel ranks hold whole are cut over all of these ranks, which a plain S(0) says. No torch import.
+# -- parameters that are cut twice, or held by one rank
 
 
 @dataclass(frozen=True)
 class Nested(Placement):
-    """See the module docstring. tensor: the cut over t ranks; ranks: those that cut again; rows: of one shard's dim 0."""
+    """Build with `nested`. tensor: the cut over t ranks; ranks: how many cut each shard again; rows: of one shard's dim 0.
+
+    Rank r of ranks * t holds those rows of tensor-parallel rank r % t's shard that are data-parallel rank r // t's, padded so
+    that every rank has as many.
+    """
 
     tensor: Placement = I
     t: int = 1
@@ -267,7 +269,7 @@ class Nested(Placement):
 def nested(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Placement:
     """How `ranks` groups of t tensor-parallel ranks, which hold a parameter of `shape` at `tensor` (I or S), cut it further.
 
-    Of a parameter without dims: I.
+    A parameter that tensor-parallel ranks hold whole is cut over all ranks * t, which a plain S(0) says. Without dims: I.
     """
     if not shape:
         return I
@@ -277,18 +279,9 @@ def nested(tensor: Placement, shape: Sequence[int], t: int, ranks: int) -> Place
     return Nested("S", 0, Layout.contiguous(rows, ranks), tensor, t, ranks, rows)
 
 
-# -- placements owned
-#
-# Values that one rank of an axis holds whole and the others not at all: the parameters of an expert that is that rank's.
-#
-#     Owned(S(0, one block), owner)    rank `owner` holds all rows (dim 0), the others a tensor of no rows
-#
-# As a placement it is a shard of dim 0, of which the owner's part is the whole. No torch import.
-
-
 @dataclass(frozen=True)
 class Owned(Placement):
-    """See the module docstring. Build with `owned`."""
+    """Build with `owned`. A shard of dim 0 in one block: the owner holds all rows, the other ranks a tensor of no rows."""
 
     owner: int = 0
 

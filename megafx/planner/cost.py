@@ -7,9 +7,10 @@ Seconds are model numbers for choosing between plans, not predictions of a step 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megafx.placements.types import ALL_REDUCE, LOCAL, Placement, payload, transition
+from megafx.ir.facts import ATTENTION, FREE, MATMUL, facts_of
+from megafx.placements.types import ALL_REDUCE, LOCAL, Placement, collectives, payload
 from megafx.planner.hardware import Hardware
 
 # Tie-breaks (seconds): small enough to decide only between plans of equal cost. Without them the all-reduce slides past
@@ -34,18 +35,14 @@ SAVED_TRAFFIC = 1.0
 
 DTYPE_OF_ITEMSIZE = {2: "bfloat16", 4: "float32", 8: "float64"}
 
-MATMULS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm", "grouped_mm", "grouped_mlp"})
-ATTENTION = frozenset({"scaled_dot_product_attention", "attention", "attention_forward"})
-# ops that move nothing: views, reshapes counted as such, and ends of what one rank computes (owners.py)
-# fmt: off
-VIEWS = frozenset(
-    {
-        "view", "reshape", "_unsafe_view", "transpose", "permute", "t", "expand", "expand_as", "unsqueeze",
-        "squeeze", "flatten", "unflatten", "slice", "select", "narrow", "split", "split_with_sizes", "chunk",
-        "unbind", "alias", "detach", "getitem", "for_rank", "of_rank", "rank_only",
-    }
+# What ops do, by name; megafx's own say it where they are defined (`OpFacts.cost`). Views and reshapes move nothing.
+_MATMULS = "linear mm addmm matmul bmm baddbmm"
+_VIEWS = (
+    "view reshape _unsafe_view transpose permute t expand expand_as unsqueeze squeeze flatten unflatten slice select narrow "
+    "split split_with_sizes chunk unbind alias detach getitem"
 )
-# fmt: on
+_KINDS = dict.fromkeys(_MATMULS.split(), MATMUL) | dict.fromkeys(_VIEWS.split(), FREE)
+_KINDS["scaled_dot_product_attention"] = ATTENTION
 
 
 class Cost(NamedTuple):
@@ -98,7 +95,7 @@ def transition_cost(
     is_param: bool = False,
 ) -> Cost:
     """src -> dst of one value, by the transition table. is_param: its gradient all-reduce is coalesced with others."""
-    row = transition(src, dst)
+    row = collectives(src, dst)
     backward = row.backward if needs_grad else LOCAL
     coalesced = COALESCED_ALPHA if is_param and backward == ALL_REDUCE else 1.0
     return Cost(
@@ -109,21 +106,9 @@ def transition_cost(
     )
 
 
-def transition_seconds(
-    src: Placement,
-    dst: Placement,
-    numel: int,
-    itemsize: int,
-    hardware: Hardware,
-    t: int,
-    needs_grad: bool = True,
-    is_param: bool = False,
-) -> float:
-    """What the planner minimises: forward plus backward, plus the tie-break against needless transitions."""
-    if src == dst:
-        return 0.0
-    cost = transition_cost(src, dst, numel, itemsize, hardware, t, needs_grad, is_param)
-    return cost.seconds + TRANSITION_TIE_SECONDS
+def transition_seconds(src: Placement, dst: Placement, *sizes: Any, **options: Any) -> float:
+    """What the planner minimises: `transition_cost`, and the tie-break against needless transitions."""
+    return 0.0 if src == dst else transition_cost(src, dst, *sizes, **options).seconds + TRANSITION_TIE_SECONDS
 
 
 # -- computation
@@ -147,19 +132,19 @@ def optimizer_seconds(numel: int, hardware: Hardware) -> float:
     return memory_seconds(OPTIMIZER_BYTES * numel, hardware)
 
 
-def op_flops(name: str, out_numel: int, contraction: int) -> int:
-    """FLOPs of one forward pass of the op of this name ('linear').
+def cost_kind(name: str) -> str:
+    """MATMUL, ATTENTION, FREE or '' of the op of this name ('linear')."""
+    return _KINDS.get(name) or facts_of(f"megafx.{name}.default").cost
 
-    contraction: terms summed per output element (of a matmul), keys (of attention).
-    """
-    if name in MATMULS:
-        return 2 * out_numel * contraction
-    return 4 * out_numel * contraction if name in ATTENTION else 0
+
+def op_flops(name: str, out_numel: int, contraction: int) -> int:
+    """FLOPs of one forward pass. contraction: terms summed per output element (of a matmul), keys (of attention)."""
+    return {MATMUL: 2, ATTENTION: 4}.get(cost_kind(name), 0) * out_numel * contraction
 
 
 def op_bytes(name: str, out_bytes: int, operand_bytes: Sequence[int]) -> int:
     """Bytes over device memory in one forward pass: each operand read and the result written once."""
-    if name in VIEWS:
+    if cost_kind(name) == FREE:
         return 0
     if name == "embedding":
         return 2 * out_bytes  # only the rows looked up are read

@@ -34,7 +34,7 @@ class OpChoice:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Transition:
     """One transition of a value: from a placement that it has to one that a user wants."""
 
     src: Placement
@@ -55,7 +55,7 @@ class Removal:
 class Plan:
     """placement of everything on axis `axis` of size `t`.
 
-    params: FQN -> storage placement (I or S). ops: node name -> OpChoice. conversions: node name -> transitions of its
+    params: FQN -> storage placement (I or S). ops: node name -> OpChoice. transitions: node name -> transitions of its
     value, in the order in which they are made. cost_us: modelled time of one step, microseconds.
     """
 
@@ -64,7 +64,7 @@ class Plan:
     sequence_parallel: bool = False
     params: dict[str, Placement] = field(default_factory=dict)
     ops: dict[str, OpChoice] = field(default_factory=dict)
-    conversions: dict[str, tuple[Conversion, ...]] = field(default_factory=dict)
+    transitions: dict[str, tuple[Transition, ...]] = field(default_factory=dict)
     removals: list[Removal] = field(default_factory=list)
     replicated: dict[str, str] = field(default_factory=dict)  # FQN or node -> why it is not sharded
     cost_us: float = 0.0
@@ -89,7 +89,7 @@ class Plan:
         lines += [f"  {fqn:48s} {say(p)}" for fqn, p in self.params.items()]
         for name, op in self.ops.items():
             ins = ", ".join(map(say, op.ins))
-            moves = "  ".join(f"[{say(c.src)}->{say(c.dst)}]" for c in self.conversions.get(name, ()))
+            moves = "  ".join(f"[{say(c.src)}->{say(c.dst)}]" for c in self.transitions.get(name, ()))
             lines.append(f"  {name:32s} {ins} -> {say(op.out)}  {op.factor}  {moves}".rstrip())
         return "\n".join(lines)
 
@@ -196,7 +196,7 @@ def _encode_plan(plan: Plan, text: _SizeText) -> dict[str, Any]:
             for k, o in plan.ops.items()
         },
         "conversions": {
-            k: [[_encode(c.src, text), _encode(c.dst, text)] for c in v] for k, v in plan.conversions.items()
+            k: [[_encode(c.src, text), _encode(c.dst, text)] for c in v] for k, v in plan.transitions.items()
         },
         "replicated": plan.replicated,
         "removals": [[r.node, r.fqn, r.count, r.reason] for r in plan.removals],
@@ -216,7 +216,7 @@ def _decode_plan(data: dict[str, Any], text: _SizeText) -> Plan:
             k: OpChoice(all_of(o["ins"]), _decode(o["out"], text), o["factor"], o["fqn"], o["note"])
             for k, o in data["ops"].items()
         },
-        conversions={k: tuple(Conversion(*all_of(c)) for c in v) for k, v in data["conversions"].items()},
+        transitions={k: tuple(Transition(*all_of(c)) for c in v) for k, v in data["conversions"].items()},
         removals=[Removal(*r) for r in data["removals"]],
         replicated=data["replicated"],
         cost_us=data["cost_us"],

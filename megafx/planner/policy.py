@@ -23,11 +23,12 @@ import torch
 from networkx.utils import UnionFind
 from torch import fx
 
+from megafx.ir.facts import MATMUL
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
 from megafx.placements.types import P, Placement
 from megafx.placements.views import dim_groups
-from megafx.planner.cost import MATMULS
+from megafx.planner.cost import cost_kind
 from megafx.rules.strategies import OpRule, Strategy
 
 BATCH = "the batch is not sharded on the tensor-parallel axis"
@@ -231,7 +232,7 @@ class Policy:
         if self.sequence_parallel is True:
             left = self._prefer_sequence(node, rule, left, gone)
         weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
-        if op_name(node) in MATMULS and weights and node not in self.weights and not overridden:
+        if cost_kind(op_name(node)) == MATMUL and weights and node not in self.weights and not overridden:
             if any(self._is_router(node, rule, i) for i in weights):
                 return self._whole_weights(rule, left, weights, gone), {r: n for r, n in gone.items() if n}
             sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]
@@ -274,7 +275,7 @@ class Policy:
             return prefer(left, [*on_shard, *(s for s in left if s.out == P)], SEQUENCE_WANTED, gone)
         return left
 
-    def allows_conversion(self, node: fx.Node, src: Placement, dst: Placement) -> bool:
+    def allows_transition(self, node: fx.Node, src: Placement, dst: Placement) -> bool:
         """Weights are neither gathered nor stored whole and used in slices."""
         if self.free or node not in self.weights or src == dst:
             return True

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from megafx.ir.facts import ATTENTION, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program, fqn_of, is_floating
 from megafx.placements.types import I, P, Placement, S
 from megafx.planner.context import Accepts, Planner, accepts, way_out
-from megafx.planner.cost import ATTENTION, op_seconds, optimizer_seconds, transition_seconds
-from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
+from megafx.planner.cost import PARTIAL_TIE_SECONDS, cost_kind, op_seconds, optimizer_seconds, transition_seconds
+from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.planner.policy import Policy
 from megafx.planner.solver import Solution, Table
 from megafx.rules.strategies import OpRule, Strategy
@@ -66,41 +67,33 @@ class Problem:
             self._numel[node] = math.prod(self.program.sizes.workload(n) for n in shape)
         return self._numel[node]
 
-    def conversion_seconds(self, node: fx.Node, src: Placement, dst: Placement) -> float:
+    def transition_seconds(self, node: fx.Node, src: Placement, dst: Placement) -> float:
         """Time of one transition of this value, forward and backward; inf where a policy forbids it."""
         if src == dst:
             return 0.0
-        if not self.policy.allows_conversion(node, src, dst):
+        if not self.policy.allows_transition(node, src, dst):
             return math.inf
         value = node.meta[VAL]
         grad = self.planner.training and is_floating(node)
         is_param = node in self.params
         key = (self.numel(node), value.dtype.itemsize, src.kind, dst.kind, grad, is_param)
         if key not in self._memo:
-            self._memo[key] = transition_seconds(
-                src,
-                dst,
-                numel=self.numel(node),
-                itemsize=value.dtype.itemsize,
-                hardware=self.planner.hardware,
-                t=self.planner.t,
-                needs_grad=grad,
-                is_param=is_param,
-            )
+            sizes = (self.numel(node), value.dtype.itemsize, self.planner.hardware, self.planner.t)
+            self._memo[key] = transition_seconds(src, dst, *sizes, needs_grad=grad, is_param=is_param)
         return self._memo[key]
 
     def tree(
         self, node: fx.Node, src: Placement, wanted: tuple[Placement, ...]
-    ) -> tuple[float, tuple[Conversion, ...]]:
+    ) -> tuple[float, tuple[Transition, ...]]:
         """The cheapest order of conversions that makes every placement of `wanted` from `src`, each once."""
-        best: tuple[float, tuple[Conversion, ...]] = (math.inf, ())
+        best: tuple[float, tuple[Transition, ...]] = (math.inf, ())
         for order in itertools.permutations(wanted):
             have, cost, moves = [src], 0.0, []
             for dst in order:
-                prices = [self.conversion_seconds(node, h, dst) for h in have]
+                prices = [self.transition_seconds(node, h, dst) for h in have]
                 cheapest = min(range(len(have)), key=prices.__getitem__)
                 cost += prices[cheapest]
-                moves.append(Conversion(have[cheapest], dst))
+                moves.append(Transition(have[cheapest], dst))
                 have.append(dst)
             if cost < best[0] - 1e-15 or not best[1]:
                 best = (cost, tuple(moves))
@@ -161,10 +154,11 @@ class Problem:
 
     def _contraction(self, rule: OpRule) -> int:
         """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
-        if op_name(rule.node) in ATTENTION:
+        if cost_kind(op_name(rule.node)) == ATTENTION:
             return self.program.sizes.workload(self.program.sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
-        if op_name(rule.node) == "grouped_mlp":
-            return joined_terms(rule.node)
+        told = told_terms(rule.node)
+        if told is not None:
+            return told
         inside = {f for f in rule.result if f}
         multiplied = [o for o in rule.operands if o.role == "x"]
         sizes: dict[str, int] = {}
@@ -191,7 +185,10 @@ class Problem:
             training=self.planner.training,
         )
         return np.array(
-            [seconds / (self.planner.t if s.factor else 1) + (2e-9 if s.out == P else 0.0) for s in self.domains[node]]
+            [
+                seconds / (self.planner.t if s.factor else 1) + (PARTIAL_TIE_SECONDS if s.out == P else 0.0)
+                for s in self.domains[node]
+            ]
         )
 
     def _add_uses(self, node: fx.Node) -> None:
@@ -219,7 +216,7 @@ class Problem:
         wanted = self.planner.accepts[node]
         if any(accepts(wanted, p) for p in (src, *others)):
             return 0.0
-        return min(self.conversion_seconds(node, p, way_out(wanted)) for p in (src, *others))
+        return min(self.transition_seconds(node, p, way_out(wanted)) for p in (src, *others))
 
     def _add_edge(self, node: fx.Node, use: Use) -> None:
         key = (
@@ -235,7 +232,7 @@ class Problem:
 
         def costs() -> np.ndarray:
             wanted = [s.ins[use.index] for s in self.domains[use.consumer]]
-            return np.array([[self.conversion_seconds(node, s.out, w) for w in wanted] for s in self.domains[node]])
+            return np.array([[self.transition_seconds(node, s.out, w) for w in wanted] for s in self.domains[node]])
 
         self._add((("op", node), ("op", use.consumer)), self._cached(key, costs))
 
@@ -303,7 +300,7 @@ class Problem:
                 plan.ops[node.name] = OpChoice(strategy.ins, strategy.out, strategy.factor, fqn_of(node), strategy.note)
             moves = self._moves(node, chosen, assignment)
             if moves:
-                plan.conversions[node.name] = moves
+                plan.transitions[node.name] = moves
         for node, spec in self.program.input_nodes():
             if spec.kind == "param":
                 plan.params[spec.name] = chosen[node].out if node in chosen else I
@@ -311,7 +308,7 @@ class Problem:
 
     def _moves(
         self, node: fx.Node, chosen: dict[fx.Node, Strategy], assignment: dict[Any, int]
-    ) -> tuple[Conversion, ...]:
+    ) -> tuple[Transition, ...]:
         src = chosen[node].out
         wanted = _distinct(chosen[u.consumer].ins[u.index] for u in self.uses.get(node, []))
         wanted = [p for p in wanted if p != src]
@@ -345,8 +342,7 @@ def assignment_of(solution: Solution) -> dict[Any, int]:
     return solution.assignment
 
 
-def joined_terms(node: Any) -> int:
-    """Terms summed for each element of a grouped_mlp's result: the last product's, and its share of the first ones'."""
-    _, _, _, ups, down, *_ = node.args
-    _, ffn, out = down.meta[VAL].shape
-    return int(ffn + sum(up.meta[VAL].shape[1] * up.meta[VAL].shape[2] for up in ups) // out)
+def told_terms(node: fx.Node) -> int | None:
+    """Terms summed for each element of an op's result, if its file says it (`OpFacts.terms`)."""
+    terms = facts_of(node.target).terms
+    return None if terms is None else int(terms(*fx.map_arg(node.args, lambda n: tuple(n.meta[VAL].shape))))

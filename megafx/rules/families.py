@@ -1,4 +1,4 @@
-"""Ops whose dims depend on their arguments: what a family of them is, a small function Call -> rule string.
+"""Ops whose dims depend on their arguments: what a family of them is, a small function OpCall -> rule string.
 
 Each family writes the same factor strings as the table (dims are f0, f1, ... by position), so that one binder serves all.
 Families that move, cut and reduce dims are in rules/families_dims.py; products, norms, indices, attention in
@@ -23,7 +23,7 @@ class Arg(NamedTuple):
     zero: bool = False
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """One call of an op by schema: argument names, values (Arg, numbers, tuples, strings for the rest), result shapes."""
 
     op: str
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class RuleText:
     """A rule string with what strings cannot say.
 
     why: factor -> reason why it is not sharded (with or without '!' in the string); parts: operand (-1: result) -> Part;
@@ -68,7 +68,7 @@ class Row:
     partials: tuple[tuple[tuple[int, ...], str], ...] = ()
 
 
-Family = Callable[[Call], "Row | str | None"]
+Family = Callable[[OpCall], "RuleText | str | None"]
 FAMILIES: dict[str, Family] = {}
 
 

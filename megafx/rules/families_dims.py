@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megafx.ir.sizes import FIRST_PRIME
-from megafx.rules.families import Arg, Call, Part, Row, dims, family
+from megafx.rules.families import Arg, OpCall, Part, RuleText, dims, family
 
 # -- moving and repeating dims
 
@@ -12,7 +12,7 @@ from megafx.rules.families import Arg, Call, Part, Row, dims, family
     "aten.permute", "aten.transpose.int", "aten.t", "aten.numpy_T", "aten.mT", "aten.mH", "aten.swapaxes",
     "aten.swapdims", "aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.adjoint",
 )  # fmt: skip
-def _permute(call: Call) -> str:
+def _permute(call: OpCall) -> str:
     n = len(call.first.shape)
     order = list(range(n))
     op = call.op.split(".")[1]
@@ -35,7 +35,7 @@ def _permute(call: Call) -> str:
 
 
 @family("aten.expand", "aten.broadcast_to", "aten.expand_copy", "aten.expand_as")
-def _expand(call: Call) -> str:
+def _expand(call: OpCall) -> str:
     """An expanded dim is a factor of the result alone: sharding it costs nothing."""
     out = call.results[0]
     other = ", *" if "expand_as" in call.op else ""
@@ -43,30 +43,30 @@ def _expand(call: Call) -> str:
 
 
 @family("aten.repeat", "aten.tile")
-def _repeat(call: Call) -> Row:
+def _repeat(call: OpCall) -> RuleText:
     """n repeats of a dim are a merged dim: (repeat, dim)."""
     repeats = call.get("repeats") or call.get("dims")
     out, lead = call.results[0], len(call.results[0]) - len(call.first.shape)
     repeats = (1,) * (len(out) - len(repeats)) + tuple(repeats)
     entries = [f"r{i}" if i < lead else f"f{i}" if r == 1 else f"(r{i} f{i})" for i, r in enumerate(repeats)]
     why = {f"r{i}": "the dim is repeated whole" for i in range(len(out))}
-    return Row(f"lin: {dims(call.first.shape, start=lead)} -> {' '.join(entries)}", why)
+    return RuleText(f"lin: {dims(call.first.shape, start=lead)} -> {' '.join(entries)}", why)
 
 
 @family("aten.repeat_interleave.self_int")
-def _repeat_interleave(call: Call) -> Row | None:
+def _repeat_interleave(call: OpCall) -> RuleText | None:
     if call.get("dim") is None:
         return None
     d, shape = call.dim(), call.first.shape
     out = [f"(f{i} r)" if i == d and call.get("repeats") != 1 else f"f{i}" for i in range(len(shape))]
-    return Row(f"lin: {dims(shape)} -> {' '.join(out)}", {"r": "each element is repeated whole"})
+    return RuleText(f"lin: {dims(shape)} -> {' '.join(out)}", {"r": "each element is repeated whole"})
 
 
 # -- parts of dims
 
 
 @family("aten.slice.Tensor", "aten.narrow", "aten.slice_copy.Tensor")
-def _slice(call: Call) -> Row | str:
+def _slice(call: OpCall) -> RuleText | str:
     shape, d = call.first.shape, call.dim()
     n, out = shape[d], call.results[0][d]
     plain = f"lin: {dims(shape)} -> {dims(shape)}"
@@ -75,22 +75,22 @@ def _slice(call: Call) -> Row | str:
     start = call.get("start") or 0
     whole = f"lin: {dims(shape, (d,))} -> {dims(shape, (d,)).replace(f'f{d}!', '1')}"
     if not isinstance(start, int) or max(abs(start), n) >= FIRST_PRIME:
-        return Row(whole, {f"f{d}": "a slice of a dim of dynamic length"})
+        return RuleText(whole, {f"f{d}": "a slice of a dim of dynamic length"})
     if call.get("step", 1) != 1:
-        return Row(whole, {f"f{d}": "a slice with a step"})
+        return RuleText(whole, {f"f{d}": "a slice with a step"})
     start = min(start + n if start < 0 else start, n)
-    return Row(plain, parts={-1: Part(f"f{d}", start, start + out)})
+    return RuleText(plain, parts={-1: Part(f"f{d}", start, start + out)})
 
 
 @family("aten.select.int", "aten.select_copy.int")
-def _select(call: Call) -> Row:
+def _select(call: OpCall) -> RuleText:
     shape, d = call.first.shape, call.dim()
     left = " ".join(f"f{i}" for i in range(len(shape)) if i != d)
-    return Row(f"lin: {dims(shape, (d,))} -> {left}", {f"f{d}": "one element of the dim is selected"})
+    return RuleText(f"lin: {dims(shape, (d,))} -> {left}", {f"f{d}": "one element of the dim is selected"})
 
 
 @family("aten.cat", "aten.concat", "aten.concatenate")
-def _cat(call: Call) -> Row | None:
+def _cat(call: OpCall) -> RuleText | None:
     tensors = call.get("tensors")
     if any(len(a.shape) != len(call.results[0]) for a in tensors):
         return None  # legacy: empty tensors of one dim are dropped
@@ -101,12 +101,12 @@ def _cat(call: Call) -> Row | None:
         at += a.shape[d]
     text = f"lin: {', '.join('+' + dims(a.shape) for a in tensors)} -> {dims(call.results[0])}"
     if at >= FIRST_PRIME:
-        return Row(text, {f"f{d}": "concatenation along a dim of dynamic length"}, parts)
-    return Row(text, parts=parts)
+        return RuleText(text, {f"f{d}": "concatenation along a dim of dynamic length"}, parts)
+    return RuleText(text, parts=parts)
 
 
 @family("aten.stack")
-def _stack(call: Call) -> str:
+def _stack(call: OpCall) -> str:
     shape = call.get("tensors")[0].shape
     out = [f"f{i}" for i in range(len(shape))]
     out.insert(call.dim(ndim=len(shape) + 1), "1")
@@ -114,7 +114,7 @@ def _stack(call: Call) -> str:
 
 
 @family("aten.slice_backward", "aten.select_backward")
-def _part_backward(call: Call) -> Row:
+def _part_backward(call: OpCall) -> RuleText:
     out = call.results[0]
     d = call.dim(ndim=len(out))
     grad = [f"f{i}" for i in range(len(out))]
@@ -123,12 +123,12 @@ def _part_backward(call: Call) -> Row:
     elif call.first.shape[d] != out[d]:
         grad[d] = "1"
     elif call.first.shape == out:
-        return Row(f"lin: {' '.join(grad)} -> {' '.join(grad)}")
-    return Row(f"lin: {' '.join(grad)} -> {dims(out, (d,))}", {f"f{d}": "the gradient of a part of the dim"})
+        return RuleText(f"lin: {' '.join(grad)} -> {' '.join(grad)}")
+    return RuleText(f"lin: {' '.join(grad)} -> {dims(out, (d,))}", {f"f{d}": "the gradient of a part of the dim"})
 
 
 @family("aten.slice_scatter", "aten.select_scatter")
-def _part_scatter(call: Call) -> Row:
+def _part_scatter(call: OpCall) -> RuleText:
     shape, d = call.first.shape, call.dim()
     source = [f"f{i}" for i in range(len(shape))]
     if "select" in call.op:
@@ -136,11 +136,11 @@ def _part_scatter(call: Call) -> Row:
     else:
         source[d] = "1"
     text = f"lin: +{dims(shape, (d,))}, +{' '.join(source)} -> {dims(shape, (d,))}"
-    return Row(text, {f"f{d}": "a part of the dim is replaced"})
+    return RuleText(text, {f"f{d}": "a part of the dim is replaced"})
 
 
 @family("aten.pad", "aten.constant_pad_nd")
-def _pad(call: Call) -> Row:
+def _pad(call: OpCall) -> RuleText:
     """A dim may keep its size and still move its elements: one is cut off in front, one added behind (a token shift)."""
     shape, out, amounts = call.first.shape, call.results[0], call.get("pad")
     last = len(shape) - 1
@@ -151,16 +151,16 @@ def _pad(call: Call) -> Row:
     linear = not constant or not call.get("value")
     right = " ".join("1" if i in whole else f"f{i}" for i in range(len(out)))
     why = {f"f{i}": "the dim is padded or cut, so its elements move" for i in whole}
-    return Row(f"{'lin' if linear else 'nl'}: {dims(shape, whole)} -> {right}", why)
+    return RuleText(f"{'lin' if linear else 'nl'}: {dims(shape, whole)} -> {right}", why)
 
 
 @family("aten.flip", "aten.roll", "aten.fliplr", "aten.flipud")
-def _reorder(call: Call) -> Row:
+def _reorder(call: OpCall) -> RuleText:
     shape = call.first.shape
     named = {"aten.fliplr.default": (1,), "aten.flipud.default": (0,)}.get(call.op, call.get("dims"))
     moved = tuple(d % len(shape) for d in named) if named else tuple(range(len(shape)))
     why = {f"f{d}": "elements move along the dim" for d in moved}
-    return Row(f"lin: {dims(shape, moved)} -> {dims(shape, moved)}", why)
+    return RuleText(f"lin: {dims(shape, moved)} -> {dims(shape, moved)}", why)
 
 
 # -- along a dim
@@ -168,31 +168,31 @@ def _reorder(call: Call) -> Row:
 _ALONG_NONLINEAR = "softmax.int log_softmax.int _softmax _log_softmax cumprod logcumsumexp _safe_softmax"
 
 
-def _dim_whole(call: Call, kind: str, operands: int = 1) -> Row:
+def _dim_whole(call: OpCall, kind: str, operands: int = 1) -> RuleText:
     shape, d = call.first.shape, call.dim()
     text = dims(shape, (d,))
     results = "; ".join([text] * len(call.results))
     why = {f"f{d}": f"{call.op.split('.')[1].lstrip('_')} runs along the dim"}
-    return Row(f"{kind}: {', '.join([text] * operands)} -> {results}", why)
+    return RuleText(f"{kind}: {', '.join([text] * operands)} -> {results}", why)
 
 
 @family(*(f"aten.{op}" for op in _ALONG_NONLINEAR.split()), "aten.cummax", "aten.cummin", "aten.sort", "aten.argsort")
-def _along(call: Call) -> Row:
+def _along(call: OpCall) -> RuleText:
     return _dim_whole(call, "nl")
 
 
 @family("aten.cumsum")
-def _cumsum(call: Call) -> Row:
+def _cumsum(call: OpCall) -> RuleText:
     return _dim_whole(call, "lin")
 
 
 @family("aten._softmax_backward_data", "aten._log_softmax_backward_data")
-def _softmax_backward(call: Call) -> Row:
+def _softmax_backward(call: OpCall) -> RuleText:
     return _dim_whole(call, "nl[0]", 2)
 
 
 @family("aten.glu", "aten.topk", "aten.kthvalue", "aten.mode")
-def _resized(call: Call) -> Row:
+def _resized(call: OpCall) -> RuleText:
     """The dim comes out with another length, or none."""
     shape, d = call.first.shape, call.dim()
     out = [f"f{i}" for i in range(len(shape))]
@@ -201,11 +201,11 @@ def _resized(call: Call) -> Row:
         out.pop(d)
     results = "; ".join([" ".join(out)] * len(call.results))
     why = {f"f{d}": f"{call.op.split('.')[1]} runs along the dim"}
-    return Row(f"nl: {dims(shape, (d,))} -> {results}", why)
+    return RuleText(f"nl: {dims(shape, (d,))} -> {results}", why)
 
 
 @family("aten.log_sigmoid_forward", "aten.log_sigmoid_backward")
-def _log_sigmoid(call: Call) -> str:
+def _log_sigmoid(call: OpCall) -> str:
     """The buffer between forward and backward is as large as the input on CPU, empty on CUDA."""
     buffer = call.results[-1] if "forward" in call.op else call.get("buffer").shape
     kept = "..." if buffer == call.first.shape else "*"
@@ -225,11 +225,11 @@ _OTHER_REDUCTIONS = (
 
 
 @family(*(f"aten.{op}" for op in f"{_SUMS} {_COUNTS} {_OTHER_REDUCTIONS}".split()))
-def _reduce(call: Call) -> Row:
+def _reduce(call: OpCall) -> RuleText:
     """Sums over a sharded dim are partial (a mean divides by the whole count); other reductions keep the dim whole."""
     shape = call.first.shape
     if call.results[0] == shape and call.get("dim") in ((), []):  # any and all over no dims
-        return Row("nl: ... -> ...")
+        return RuleText("nl: ... -> ...")
     named = call.get("dim")
     over = (named,) if isinstance(named, int) else named
     over = tuple(d % max(len(shape), 1) for d in over) if over else tuple(range(len(shape)))
@@ -237,18 +237,18 @@ def _reduce(call: Call) -> Row:
     results = "; ".join([out] * len(call.results))
     op = call.op.removeprefix("aten.")
     if op in _SUMS.split():
-        return Row(f"lin: {dims(shape)} -> {results}")
+        return RuleText(f"lin: {dims(shape)} -> {results}")
     if op in _COUNTS.split():
-        return Row(f"nl: {dims(shape)} -> {results}")
+        return RuleText(f"nl: {dims(shape)} -> {results}")
     why = {f"f{d}": f"{op.split('.')[0]} over the dim is no sum" for d in over}
-    return Row(f"nl: {dims(shape, over)} -> {results}", why)
+    return RuleText(f"nl: {dims(shape, over)} -> {results}", why)
 
 
 # -- scalars decide linearity
 
 
 @family("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar", "aten.rsub.Scalar")
-def _affine(call: Call) -> str:
+def _affine(call: OpCall) -> str:
     """x + c with a nonzero scalar c is affine: P would add c once on each rank."""
     scalar = call.get("other")
     tensors = [v for v in call.values if isinstance(v, Arg)]
@@ -258,7 +258,7 @@ def _affine(call: Call) -> str:
 
 
 @family("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.masked_fill.Scalar")
-def _where(call: Call) -> str:
+def _where(call: OpCall) -> str:
     scalar = next((call.get(n) for n in ("other", "self", "value") if isinstance(call.get(n), (int, float))), 0)
     order = {"masked_fill": "+..., ~...", "where": "~..., +..."}[call.op.split(".")[1]]
     if call.op == "aten.where.self":

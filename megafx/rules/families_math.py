@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 from megafx.rules.aten import RULES
-from megafx.rules.families import Arg, Call, Row, dims, family
+from megafx.rules.families import Arg, OpCall, RuleText, dims, family
 
 # -- products
 
 
 @family("aten.matmul")
-def _matmul(call: Call) -> str:
+def _matmul(call: OpCall) -> str:
     a, b = len(call.get("self").shape), len(call.get("other").shape)
     left, right = ("k" if a == 1 else "... m k"), ("k" if b == 1 else "... k n")
     lead = "..." if a > 2 or b > 2 else ""
@@ -20,7 +20,7 @@ def _matmul(call: Call) -> str:
 
 
 @family("aten.einsum")
-def _einsum(call: Call) -> str:
+def _einsum(call: OpCall) -> str:
     equation = call.get("equation").replace(" ", "")
     left, arrow, out = equation.partition("->")
     if not arrow:
@@ -37,7 +37,7 @@ def _einsum(call: Call) -> str:
     "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution", "aten.conv1d.padding", "aten.conv2d.padding",
     "aten.conv3d.padding",
 )  # fmt: skip
-def _conv(call: Call) -> Row | None:
+def _conv(call: OpCall) -> RuleText | None:
     if call.get("transposed"):
         return None
     grouped = call.get("groups", 1) != 1
@@ -49,11 +49,11 @@ def _conv(call: Call) -> Row | None:
     why = {f"{a}{i}": "the convolution runs over the dim" for a in "xky" for i in range(n)}
     if grouped:
         why |= dict.fromkeys("coi", "the channels of the convolution are in groups")
-    return Row(f"lin: b {c} {inside}, {o} {'i!' if grouped else c} {kernel}, +{o} -> b {o} {out}", why)
+    return RuleText(f"lin: b {c} {inside}, {o} {'i!' if grouped else c} {kernel}, +{o} -> b {o} {out}", why)
 
 
 @family("aten.convolution_backward")
-def _conv_backward(call: Call) -> str | None:
+def _conv_backward(call: OpCall) -> str | None:
     if call.get("transposed") or call.get("groups") != 1:
         return None
     n = len(call.first.shape) - 2
@@ -75,12 +75,12 @@ _MAXIMA = {"aten.max_pool1d.default": 1, "aten.max_pool2d.default": 2, "aten.max
 
 
 @family(*_MEANS, *_MAXIMA)
-def _pool(call: Call) -> Row:
+def _pool(call: OpCall) -> RuleText:
     shape = call.first.shape
     over = range(len(shape) - {**_MEANS, **_MAXIMA}[call.op], len(shape))
     out = [f"y{i}!" if i in over else f"f{i}" for i in range(len(shape))]
     why = {f"{a}{i}": "the pooling runs over the dim" for a in "fy" for i in over}
-    return Row(f"{'lin' if call.op in _MEANS else 'nl'}: {dims(shape, over)} -> {' '.join(out)}", why)
+    return RuleText(f"{'lin' if call.op in _MEANS else 'nl'}: {dims(shape, over)} -> {' '.join(out)}", why)
 
 
 # -- norms over several dims
@@ -89,17 +89,17 @@ def _pool(call: Call) -> Row:
 @family(*(op for op in RULES if op.split(".")[1].lstrip("_") in (
     "layer_norm", "native_layer_norm", "native_layer_norm_backward", "rms_norm", "fused_rms_norm",
     "fused_rms_norm_backward")))  # fmt: skip
-def _norm(call: Call) -> Row:
+def _norm(call: OpCall) -> RuleText:
     """normalized_shape of n dims: c becomes c0 ... ; statistics keep these dims as ones."""
     n = len(call.get("normalized_shape"))
     text = RULES[call.op].replace("c!", " ".join(f"c{i}!" for i in range(n))).replace(" 1", " 1" * n)
     weight = {"native_layer_norm_backward": 4, "fused_rms_norm_backward": 3}.get(call.op.split(".")[1].lstrip("_"))
     partials = (((weight,), "PRR"[: len(call.results)]),) if weight else ()  # so is the gradient of the input
-    return Row(text, {f"c{i}": "the norm runs over the dim" for i in range(n)}, partials=partials)
+    return RuleText(text, {f"c{i}": "the norm runs over the dim" for i in range(n)}, partials=partials)
 
 
 @family("aten.group_norm")
-def _group_norm(call: Call) -> str:
+def _group_norm(call: OpCall) -> str:
     inner = " ".join(f"x{i}!" for i in range(len(call.first.shape) - 2))
     return f"nl[1]: b c! {inner}, c!, +c! -> b c! {inner}"
 
@@ -108,7 +108,7 @@ def _group_norm(call: Call) -> str:
 
 
 @family("aten.index.Tensor", "aten._unsafe_index.Tensor")
-def _index(call: Call) -> Row | None:
+def _index(call: OpCall) -> RuleText | None:
     """x[:, ids, :]: the indexed dims stay whole, the dims of the ids are dims of the result."""
     shape, indices = call.get("self").shape, call.get("indices")
     at = [i for i, a in enumerate(indices) if isinstance(a, Arg)]
@@ -120,28 +120,28 @@ def _index(call: Call) -> Row | None:
     out = left[: at[0]] + ids + left[at[-1] + 1 :]
     patterns = [f"~{' '.join(ids[width - len(indices[i].shape) :])}" for i in at]
     why = {f"f{i}": "the dim is indexed" for i in at}
-    return Row(f"lin: {dims(shape, at)}, {', '.join(patterns)} -> {' '.join(out)}", why)
+    return RuleText(f"lin: {dims(shape, at)}, {', '.join(patterns)} -> {' '.join(out)}", why)
 
 
 @family("aten.index_select")
-def _index_select(call: Call) -> Row:
+def _index_select(call: OpCall) -> RuleText:
     shape, d = call.first.shape, call.dim()
     out = dims(shape).replace(f"f{d}", "i")
-    return Row(f"lin: {dims(shape, (d,))}, ~i -> {out}", {f"f{d}": "the dim is indexed"})
+    return RuleText(f"lin: {dims(shape, (d,))}, ~i -> {out}", {f"f{d}": "the dim is indexed"})
 
 
 @family("aten.gather")
-def _gather(call: Call) -> Row:
+def _gather(call: OpCall) -> RuleText:
     shape, d = call.first.shape, call.dim()
     index = [f"f{i}" for i in range(len(shape))]
     if index:
         index[d] = "i"
     why = {f"f{d}": "the dim is indexed"}
-    return Row(f"lin: {dims(shape, (d,))}, ~{' '.join(index)} -> {' '.join(index)}", why)
+    return RuleText(f"lin: {dims(shape, (d,))}, ~{' '.join(index)} -> {' '.join(index)}", why)
 
 
 @family("aten.scatter_add", "aten.scatter.src", "aten.scatter.value", "aten.index_add", "aten.index_copy")
-def _scatter(call: Call) -> Row:
+def _scatter(call: OpCall) -> RuleText:
     shape, d = call.first.shape, call.dim()
     index = [f"f{i}" for i in range(len(shape))]
     at = "i" if "_add" in call.op else "i!"  # sums may be split over the index
@@ -153,11 +153,11 @@ def _scatter(call: Call) -> Row:
     text = (
         f"{'lin' if linear else 'nl'}: {'+' if linear else ''}{dims(shape, (d,))}, {ids}{source} -> {dims(shape, (d,))}"
     )
-    return Row(text, {f"f{d}": "the dim is indexed"})
+    return RuleText(text, {f"f{d}": "the dim is indexed"})
 
 
 @family("aten.index_put", "aten._unsafe_index_put")
-def _index_put(call: Call) -> Row | None:
+def _index_put(call: OpCall) -> RuleText | None:
     """x[:, ids] += values: dims that are not indexed may be sharded."""
     shape, indices, values = call.get("self").shape, call.get("indices"), call.get("values")
     at = [i for i, a in enumerate(indices) if isinstance(a, Arg)]
@@ -172,7 +172,7 @@ def _index_put(call: Call) -> Row | None:
     patterns = [f"~{' '.join(ids[width - len(indices[i].shape) :])}" for i in at]
     why = {f"f{i}": "the dim is indexed" for i in at}
     text = f"lin: +{dims(shape, at)}, {', '.join(patterns)}, +{' '.join(value)} -> {dims(shape, at)}"
-    return Row(text, why)
+    return RuleText(text, why)
 
 
 # -- no data is read
@@ -182,7 +182,7 @@ def _index_put(call: Call) -> Row | None:
     "aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.new_zeros", "aten.new_ones",
     "aten.new_full", "aten.new_empty", "aten.new_empty_strided",
 )  # fmt: skip
-def _constant(call: Call) -> str:
+def _constant(call: OpCall) -> str:
     return f"lin: * -> {' '.join('1' for _ in call.results[0])}"
 
 
@@ -190,7 +190,7 @@ def _constant(call: Call) -> str:
 
 
 @family(*(op for op in RULES if "scaled_dot_product" in op))
-def _attention(call: Call) -> Row:
+def _attention(call: OpCall) -> RuleText:
     """t (queries) stays whole under is_causal, whose mask counts rows from 0; grouped K/V heads are a merged dim."""
     text, why = RULES[call.op], {}
     if call.get("enable_gqa") or "._scaled" in call.op:  # the kernels take fewer KV heads without being told
@@ -205,11 +205,11 @@ def _attention(call: Call) -> Row:
     if call.op.endswith("_backward.default"):
         out = 5 if "efficient" in call.op else 4
         partials = (((3, out), "PPRR"[: len(call.results)]),)  # v partial: so are the output and the gradients of q, k
-    return Row(text, why, partials=partials)
+    return RuleText(text, why, partials=partials)
 
 
 @family("aten.nll_loss_forward", "aten.nll_loss", "aten.nll_loss_nd")
-def _nll(call: Call) -> Row | None:
+def _nll(call: OpCall) -> RuleText | None:
     if len(call.first.shape) != 2:
         return None
     alone, reduction = len(call.results) == 1, call.get("reduction")
@@ -218,12 +218,12 @@ def _nll(call: Call) -> Row | None:
     why = {"v": "the class is indexed"}
     if t == "t!":
         why["t"] = "the sum of weights is over all tokens"
-    return Row(f"lin[0]: {t} v!, ~{t}, ~v! -> {results}", why)
+    return RuleText(f"lin[0]: {t} v!, ~{t}, ~v! -> {results}", why)
 
 
 @family("aten.nll_loss_backward")
-def _nll_backward(call: Call) -> Row | None:
+def _nll_backward(call: OpCall) -> RuleText | None:
     if len(call.get("self").shape) != 2:
         return None
     grad = "t" if call.get("grad_output").shape else ""
-    return Row(f"lin[0]: {grad}, t v!, ~t, ~v!, ~ -> t v!", {"v": "the class is indexed"})
+    return RuleText(f"lin[0]: {grad}, t v!, ~t, ~v!, ~ -> t v!", {"v": "the class is indexed"})

@@ -52,7 +52,7 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Pattern:
+class Factors:
     """The dims of one operand or result: `head`, then any number of lead dims if `dots`, then `tail`."""
 
     role: str  # 'x', '+', '~' or '*'
@@ -75,8 +75,8 @@ class Rule:
     """A parsed rule. groups: operands that may be partial together while all others are replicated."""
 
     text: str
-    operands: tuple[Pattern, ...]
-    results: tuple[Pattern, ...]
+    operands: tuple[Factors, ...]
+    results: tuple[Factors, ...]
     groups: tuple[tuple[int, ...], ...]
 
 
@@ -111,8 +111,8 @@ def parse(text: str) -> Rule:
     left, arrow, right = body.partition("->")
     if not arrow:
         raise RuleError(f"rule '{text}' has no '->'", fix="write 'operands -> result'")
-    operands = tuple(_pattern(p, text) for p in left.split(","))
-    results = tuple(_pattern(p, text) for p in right.split(";"))
+    operands = tuple(_factors(p, text) for p in left.split(","))
+    results = tuple(_factors(p, text) for p in right.split(";"))
     if any(r.role == "+" for r in results):
         raise RuleError(f"rule '{text}' marks a result with '+'", fix="'+' is for operands")
     adds = tuple(i for i, p in enumerate(operands) if p.role == "+")
@@ -132,10 +132,10 @@ def parse(text: str) -> Rule:
     return Rule(text, operands, results, groups)
 
 
-def _pattern(text: str, rule: str) -> Pattern:
+def _factors(text: str, rule: str) -> Factors:
     body = text.strip()
     if body == "*":
-        return Pattern("*")
+        return Factors("*")
     role = body[0] if body[:1] in ("+", "~") else "x"
     body = body[1:] if role != "x" else body
     head: list[Dim] = []
@@ -163,7 +163,7 @@ def _pattern(text: str, rule: str) -> Pattern:
             if len(factors) < 2 or not all(_NAME.fullmatch(f) for f in factors):
                 raise RuleError(f"rule '{rule}': '{word}' is no merged dim", fix="write '(major minor)'")
         (tail if dots else head).append(Dim(factors, whole))
-    return Pattern(role, tuple(head), dots, dots_whole, tuple(tail))
+    return Factors(role, tuple(head), dots, dots_whole, tuple(tail))
 
 
 def bind(
@@ -229,7 +229,7 @@ def bind(
     )
 
 
-def _fit(rule: Rule, pattern: Pattern, shape: tuple[int, ...]) -> tuple[Dim, ...]:
+def _fit(rule: Rule, pattern: Factors, shape: tuple[int, ...]) -> tuple[Dim, ...]:
     dims = pattern.fit(len(shape))
     if dims is None:
         raise RuleError(f"rule '{rule.text}' does not fit a tensor of {len(shape)} dims")

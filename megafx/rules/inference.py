@@ -16,13 +16,15 @@ Nothing here trusts the planner: a placement on a node's meta only decides betwe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from megafx.errors import PlacementError
+from megafx.ir.contracts import TRANSITION
+from megafx.ir.facts import facts_of
 from megafx.ir.nodes import FILLS, FILLS_BY_ARGUMENT, is_draw, is_zero, op_name
 from megafx.ir.program import PLACEMENT, VAL, fqn_of, source_of
 from megafx.ir.sizes import Sizes
@@ -47,9 +49,10 @@ def infer(node: fx.Node, facts: Facts, t: int, sizes: Sizes) -> Result:
         whole = facts.get(source, R)
         return whole[index] if isinstance(whole, tuple) else whole
     reader = _Inference(node, facts, t, sizes)
-    special = _SPECIAL.get(str(node.target))
-    found = special(reader) if special is not None else None
-    return reader.generic() if found is None else found
+    if str(node.target) == TRANSITION:
+        return _transition(reader)
+    types = facts_of(node.target).types
+    return _by_types(reader, types) if types else reader.generic()
 
 
 class _Inference:
@@ -265,59 +268,16 @@ def _transition(at: _Inference) -> Placement:
     return R if dst.kind == "I" else dst
 
 
-def _varying(at: _Inference) -> Placement:
-    return VARYING
-
-
-def _rank0_only(at: _Inference) -> Placement:
-    if at.given[0] != R:
-        raise at.error("only a value that all ranks hold becomes summands this way")
-    return P
-
-
-def _for_rank(at: _Inference) -> Placement:
-    if at.given[0] != R:
-        raise at.error("one rank computes with it, so it must be whole")
-    return R
-
-
-def _rank_only(at: _Inference) -> Placement:
-    if at.given[0] != R:
-        raise at.error("only a value that is whole becomes summands this way")
-    return P
-
-
-def _rank_part(at: _Inference) -> Placement:
-    if at.given[0] != P and not is_zero(at.node.args[0]):
-        raise at.error("it is no gradient to which one rank alone adds")
-    return P
-
-
-def _of_rank(at: _Inference) -> Placement:
-    if at.given[0] != _owned_by(at.node):
-        raise at.error(f"it is not held by {_owned_by(at.node)} alone")
-    return R
-
-
-def _to_rank(at: _Inference) -> Placement:
-    _rank_part(at)
-    return _owned_by(at.node)
-
-
-def _owned_by(node: fx.Node) -> Placement:
-    arguments: Any = node.args
-    return owned(int(node.meta[VAL].shape[0]), arguments[1])
-
-
-_SPECIAL: dict[str, Callable[[_Inference], Placement | None]] = {
-    "megafx.transition.default": _transition,
-    "megafx.axis_index.default": _varying,
-    "megafx.rank_select.default": _varying,
-    "megafx.rank_place.default": _varying,
-    "megafx.rank0_only.default": _rank0_only,
-    "megafx.for_rank.default": _for_rank,
-    "megafx.rank_only.default": _rank_only,
-    "megafx.rank_part.default": _rank_part,
-    "megafx.of_rank.default": _of_rank,
-    "megafx.to_rank.default": _to_rank,
-}
+def _by_types(at: _Inference, types: str) -> Placement:
+    """What the op's file says (`OpFacts.types`) of its first operand and its result."""
+    wanted, _, made = (part.strip() for part in types.partition("->"))
+    owner = owned(int(at.node.meta[VAL].shape[0]), _arguments(at.node)[1]) if "O" in types else R
+    told = {
+        "R": (R, "the same on every rank"),
+        "P": (P, "summands"),
+        "O": (owner, f"held by {owner} alone"),
+        "V": (VARYING, ""),
+    }
+    if wanted and at.given[0] != told[wanted][0] and not (wanted == "P" and is_zero(at.node.args[0])):
+        raise at.error(f"it takes a value that is {told[wanted][1]}")
+    return told[made][0]

@@ -1,7 +1,8 @@
 """Sharding rules of graph nodes: which placements an op takes and gives.
 
-`rule_for` finds an op's rule (a user's, the table's or a family's), puts it on the node's shapes and names the operands;
-`strategies` lists its legal rows. Both are memoised by signature (op, shapes, scalar arguments): layers repeat.
+`rule_for` finds an op's rule (a user's, a fact of megafx's own op, the table's or a family's), puts it on the node's shapes
+and names the operands; `strategies` lists its legal rows. Both are memoised by signature (op, shapes, scalar arguments):
+layers repeat.
 
 A row is one of
     I ... -> I   and  R ... -> R     the same work on every rank; exist for every op
@@ -29,7 +30,7 @@ from megafx.ir.sizes import Sizes
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.placements.views import flatten, map_view, refit, slice_layout
 from megafx.rules.aten import RULES
-from megafx.rules.families import FAMILIES, VIEWS, Arg, Call, Part, Row, Shape
+from megafx.rules.families import FAMILIES, VIEWS, Arg, OpCall, Part, RuleText, Shape
 from megafx.rules.grammar import RuleError, bind, names, op_key, parse, registered_rule
 
 Entries = tuple[str | None, ...]
@@ -85,6 +86,10 @@ class Template:
         role = self.roles[result] if self.roles else "x"
         carriers = {i for i in range(len(self.operands)) if self.carries(i, f)}
         return role == "*" or (role == "~" and carriers <= {i for g, _ in self.groups for i in g})
+
+    def written_out(self, f: str) -> bool:
+        """Whether ranks that shard f compute the op by other ops (`Localized`)."""
+        return self.localized is not None and f == self.localized.factor
 
     def carries(self, i: int, f: str, result: int = 0) -> bool:
         return any(f in names(e) for e in self.entries(i, result))
@@ -160,7 +165,7 @@ def schema_of(op: str) -> list[tuple[str, Any, bool, bool]]:
 
 
 class _Reader:
-    """Turns a node into a Call and remembers where its tensors came from."""
+    """Turns a node into a OpCall and remembers where its tensors came from."""
 
     def __init__(self, sizes: Sizes, active: Container[fx.Node], cuts: Mapping[fx.Node, int]) -> None:
         self.sizes, self.active, self.cuts = sizes, active, cuts
@@ -177,7 +182,7 @@ class _Reader:
             return tuple(self.value(x, (*path, i)) for i, x in enumerate(a))
         return a if isinstance(a, (int, float, bool, str, type(None))) else str(a)
 
-    def call(self, node: fx.Node) -> Call:
+    def call(self, node: fx.Node) -> OpCall:
         values = []
         schema = _schema(node.target) if isinstance(node.target, torch._ops.OpOverload) else ()
         for i, (name, default, tensor) in enumerate(schema):
@@ -194,12 +199,12 @@ class _Reader:
         results: Any = val if several else (val,)
         shapes = tuple(self.sizes.shape(v) if isinstance(v, torch.Tensor) else None for v in results)
         key = op_key(node.target) if schema else getattr(node.target, "__name__", str(node.target))
-        return Call(key, tuple(n for n, _, _ in schema), tuple(values), shapes, several)
+        return OpCall(key, tuple(n for n, _, _ in schema), tuple(values), shapes, several)
 
 
 def read_call(
     node: fx.Node, sizes: Sizes, active: Container[fx.Node], cuts: Mapping[fx.Node, int]
-) -> tuple[Call, list[tuple[tuple[int | str, ...], fx.Node] | None]]:
+) -> tuple[OpCall, list[tuple[tuple[int | str, ...], fx.Node] | None]]:
     """The call that a node is, and for each tensor argument its path and node (None where left out).
 
     cuts: the sharded dim of operands on local shapes.
@@ -246,7 +251,7 @@ def _args(values: Any) -> Iterator[Arg]:
 
 
 @lru_cache(maxsize=65536)
-def template_of(call: Call, present: tuple[bool, ...], own: str | None) -> Template:
+def template_of(call: OpCall, present: tuple[bool, ...], own: str | None) -> Template:
     """The rule of a call. present: which tensor arguments are given; own: the user's registered rule."""
     given = list(_args(call.values))
     args: list[Arg | None] = [given.pop(0) if p else None for p in present]
@@ -262,18 +267,18 @@ def template_of(call: Call, present: tuple[bool, ...], own: str | None) -> Templ
         return _none(call, args, str(e))
 
 
-def _row(call: Call, own: str | None) -> Row | None:
+def _row(call: OpCall, own: str | None) -> RuleText | None:
     if own is not None:
-        return Row(own)
+        return RuleText(own)
     facts = facts_of(call.op)
     if isinstance(facts.rule, str):
-        return Row(facts.rule, dict(facts.why), partials=facts.partials)
+        return RuleText(facts.rule, dict(facts.why), partials=facts.partials)
     family = facts.rule or FAMILIES.get(call.op)
     made = family(call) if family else RULES.get(call.op)
-    return Row(made) if isinstance(made, str) else made
+    return RuleText(made) if isinstance(made, str) else made
 
 
-def _bound(call: Call, args: list[Arg | None], row: Row) -> Template:
+def _bound(call: OpCall, args: list[Arg | None], row: RuleText) -> Template:
     rule = parse(row.text)
     while len(args) > len(rule.operands) and args[-1] is None:
         args = args[:-1]
@@ -305,7 +310,7 @@ def _bound(call: Call, args: list[Arg | None], row: Row) -> Template:
     )
 
 
-def _view(call: Call, args: list[Arg | None]) -> Template:
+def _view(call: OpCall, args: list[Arg | None]) -> Template:
     source = args[0]
     assert source is not None
     shape = call.results[0] or ()
@@ -313,7 +318,7 @@ def _view(call: Call, args: list[Arg | None]) -> Template:
     return Template(call.op, "view", (operand,), ((None,) * len(shape),), (shape,), False, groups=(((0,), "P"),))
 
 
-def _none(call: Call, args: list[Arg | None], reason: str) -> Template:
+def _none(call: OpCall, args: list[Arg | None], reason: str) -> Template:
     specs = tuple(Spec(i, (None,) * len(a.shape), "x", a.active, a.shape) for i, a in enumerate(args) if a is not None)
     shapes = tuple(s or () for s in call.results)
     return Template(
@@ -365,7 +370,7 @@ def factor_layouts(template: Template, i: int, dim: int, layout: Layout, t: int)
         if entry != f:
             major, minor = _around(template, entry, f)
             cut = refit(layout, major, minor, t)
-        if cut is not None and (cut.simple() or not (template.localized and f == template.localized.factor)):
+        if cut is not None and (cut.simple() or not template.written_out(f)):
             yield f, cut
 
 

@@ -65,7 +65,7 @@ def compile_call(call: Call, is_training: bool, capture: Capture, planner: Plann
     names, parts = [spec.name for spec in program.inputs], executable.parts
     joined = [[names[i] for i in indices] for k, indices in enumerate(parts.joins) if k not in parts.gathered]
     made = CompiledCall(program, executable, compiled.wrt, compiled.differentiated, stored, joined)
-    if program.unreduced is not None:
+    if program.before_reduction is not None:
         made.holding = HeldBack(functools.cache(functools.partial(_held_back, compiled, executable)))
     return made
 

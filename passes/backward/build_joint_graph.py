@@ -16,7 +16,6 @@ ran last, the one that made the summand.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from megafx.errors import MegafxError
-from megafx.ir.nodes import ASSERTS, BACKWARD, RESHAPES, in_backward, memory_of, overlaps, storage_of
+from megafx.ir.nodes import ASSERTS, BACKWARD, RESHAPES, in_backward, own_gradients
 from megafx.ir.program import (
     MADE_BY,
     PHASE,
@@ -39,7 +38,6 @@ from megafx.ir.program import (
     fqn_of,
     inherit,
     is_floating,
-    recompute_val,
     source_of,
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
@@ -101,7 +99,7 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
     program.outputs += [Output("gradient", program.inputs[i].name) for i in wrt]
     _drop_noise(program)
     _reroot_sizes(program)
-    _separate_gradients(program)
+    own_gradients(program, NAME)
     program.graph.eliminate_dead_code()
     _finish_meta(program)
     program.gm.recompile()
@@ -305,35 +303,6 @@ def _reroot_sizes(program: Program) -> None:
 
 def _replaced(arguments: Any, old: fx.Node, new: int | fx.Node) -> Any:
     return fx.map_arg(arguments, lambda a: new if a is old else a)
-
-
-def _separate_gradients(program: Program) -> None:
-    """Each gradient is contiguous memory of its own, as `.grad` must be: no expand, no second name of another result.
-
-    Gradients of joined parameters may be rows of one tensor: `.grad` of each is then a view that nobody else shows.
-    """
-    output = program.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
-    count = sum(o.kind == "gradient" for o in program.outputs)
-    taken = [(storage_of(n), 0, sys.maxsize) for n in results[: len(results) - count] if isinstance(n, fx.Node)]
-    for i in range(len(results) - count, len(results)):
-        node = results[i]
-        if not isinstance(node, fx.Node):
-            continue
-        memory = memory_of(node)
-        used = memory[0].op == "placeholder" or any(overlaps(memory, m) for m in taken)
-        if used or not node.meta[VAL].is_contiguous():
-            with program.graph.inserting_before(output):
-                results[i] = program.graph.call_function(
-                    aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-                )
-            recompute_val(program, results[i])
-            origin = node if node.op != "placeholder" else results[0]
-            inherit(results[i], origin if isinstance(origin, fx.Node) else node, NAME)
-            results[i].meta[PHASE] = BACKWARD
-            memory = memory_of(results[i])
-        taken.append(memory)
-    output.args = (tuple(results),)
 
 
 def _finish_meta(program: Program) -> None:

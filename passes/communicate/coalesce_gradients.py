@@ -12,7 +12,6 @@ own latency, and is better started early than copied and sent last.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch import fx
 
 import megafx.ops.collectives  # noqa: F401  (defines megafx::transition)
 from megafx.ir.nodes import in_backward
-from megafx.ir.program import FQN, PLACEMENT, SOURCE, VAL, Builder, Phase, Program
+from megafx.ir.program import PLACEMENT, VAL, Builder, Phase, Program
+from megafx.passes.communicate.emit import join_flat, of_many_modules, split_flat
 from megafx.placements.types import I, P
 from megafx.planner.context import Planner
 
@@ -70,29 +70,12 @@ def _is_small_sum(node: Any, output: fx.Node, results: list[Any]) -> bool:
 
 def _one_sum(program: Program, sums: list[fx.Node]) -> list[fx.Node]:
     """Gradients equal to `sums`, parts of one."""
-    output = program.output_node()
-    build = Builder(program, output, sums[0], NAME)
-    sizes = [math.prod(n.meta[VAL].shape) for n in sums]
-    flat = []
-    for node, size in zip(sums, sizes, strict=True):
-        build.origin = node
-        summand = node.args[0]
-        if not summand.meta[VAL].is_contiguous():  # type: ignore[union-attr]
-            summand = build(aten.clone.default, summand, memory_format=torch.contiguous_format)
-        flat.append(build(aten.view.default, summand, [size]))
-        flat[-1].meta[PLACEMENT] = P
-    joined = build(aten.cat.default, flat)
-    reduced = build(torch.ops.megafx.transition.default, joined, *sums[0].args[1:])
-    for node, placement in ((joined, P), (reduced, I)):
-        node.meta[PLACEMENT] = placement
-        node.meta[FQN] = ""  # of many modules
-        node.meta.pop(SOURCE, None)
-    pieces, start = [], 0
-    for node, size in zip(sums, sizes, strict=True):
-        build.origin = node
-        piece = build(aten.slice.Tensor, reduced, 0, start, start + size)
-        pieces.append(build(aten.view.default, piece, list(node.meta[VAL].shape)))
-        piece.meta[PLACEMENT] = pieces[-1].meta[PLACEMENT] = I
-        start += size
+    build = Builder(program, program.output_node(), sums[0], NAME)
+    joined = join_flat(build, [node.args[0] for node in sums], sums)  # type: ignore[misc]
+    for node in (joined, *joined.all_input_nodes):
+        node.meta[PLACEMENT] = P
+    total = of_many_modules(build(torch.ops.megafx.transition.default, joined, *sums[0].args[1:]))
+    total.meta[PLACEMENT] = I
+    pieces = split_flat(build, total, [node.meta[VAL].shape for node in sums], sums, {PLACEMENT: I})
     assert all(in_backward(n) for n in pieces)
     return pieces

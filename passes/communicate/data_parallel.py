@@ -30,11 +30,11 @@ from torch import fx
 
 from megafx.analysis.layers import Layers
 from megafx.ir.nodes import BACKWARD, shows_operand, storage_of
-from megafx.ir.program import FQN, PHASE, PLACEMENT, SOURCE, VAL, Builder, Input, Phase, Program
+from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Input, Phase, Program
 from megafx.ir.sizes import SizeEmitter
-from megafx.passes.communicate.emit import NodeOps
+from megafx.passes.communicate.emit import NodeOps, join_flat, of_many_modules, split_flat
 from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis, rows_of
-from megafx.placements.moves import move, to_stacked
+from megafx.placements.moves import apply_transition, to_stacked
 from megafx.placements.types import P, Placement
 from megafx.planner.context import Planner
 
@@ -46,14 +46,14 @@ aten, mfx = torch.ops.aten, torch.ops.megafx
 def data_parallel(program: Program, planner: Planner) -> int:
     """Return the number of collectives added.
 
-    planner.gradients: "reduce" leaves `program.unreduced` for the other two. "hold" leaves gradients this rank's own
+    planner.gradients: "reduce" leaves `program.before_reduction` for the other two. "hold" leaves gradients this rank's own
     (`no_sync`); "add" takes, as further inputs of backward ('pending'), what was held before, and reduces the sums.
     """
     if planner.data is None:
         return 0
     gradients = planner.gradients
     if gradients == "reduce":
-        program.unreduced = program.copy()
+        program.before_reduction = program.copy()
     adder = _Adder(program, planner.data, planner.t, planner.solved.params)
     adder.sum_over_batch()
     adder.sum_outputs()
@@ -92,7 +92,7 @@ class _Adder:
         ops = NodeOps(self.program, before, self.sizes, BATCH_AXIS, NAME)
         ops.build.origin = origin
         self.count += 1
-        made: fx.Node = move(node, "P", dst, [], [], self.data.ranks, ops)
+        made: fx.Node = apply_transition(node, "P", dst, [], [], self.data.ranks, ops)
         return made
 
     # -- values
@@ -186,22 +186,16 @@ class _Adder:
         last = bucket[-1].base
         where = last.next if last.op != "placeholder" else self.sizes.anchor
         build = Builder(self.program, where, last, NAME)
-        joined = last if len(bucket) == 1 else build(aten.cat.default, [_flat(build, g.base) for g in bucket])
+        values = [g.base for g in bucket]
+        joined = last if len(bucket) == 1 else join_flat(build, values, values)
         if not self.batch.summed:
             joined = build(aten.div.Scalar, joined, self.data.ranks)
         total = self.move(joined, "I", where, last)
         if len(bucket) == 1:
             return [_marked(total)]
-        total.meta[FQN] = ""  # of many modules
-        total.meta.pop(SOURCE, None)
-        build, parts, start = Builder(self.program, self.program.output_node(), last, NAME), [], 0
-        for gradients in bucket:
-            build.origin = gradients.base
-            shape = list(gradients.base.meta[VAL].shape)
-            end = start + math.prod(shape)
-            parts.append(build(aten.view.default, build(aten.slice.Tensor, total, 0, start, end), shape))
-            start = end
-        return [_marked(n) for n in (total, *parts)][1:]
+        build = Builder(self.program, self.program.output_node(), last, NAME)
+        shapes = [v.meta[VAL].shape for v in values]
+        return split_flat(build, of_many_modules(_marked(total)), shapes, values, {PHASE: BACKWARD})
 
     def _scattered(self, bucket: list[_Gradients]) -> list[fx.Node]:
         """This rank's rows of what the gradients of the bucket are over all ranks."""
@@ -227,17 +221,10 @@ class _Adder:
             self.count += 1
         for made in ops.emitted:
             _marked(made)
-        if len(bucket) > 1:
-            total.meta[FQN] = ""  # of many modules
-            total.meta.pop(SOURCE, None)
-        build, found, start = Builder(self.program, self.program.output_node(), bucket[-1].base, NAME), [], 0
-        for gradients, shape in zip(bucket, shapes, strict=True):
-            build.origin = gradients.base
-            end = start + int(math.prod(shape))
-            piece = build(aten.slice.Tensor, total, 0, start, end) if len(bucket) > 1 else total
-            found.append(_marked(build(aten.view.default, _marked(piece), shape)))
-            start = end
-        return found
+        build = Builder(self.program, self.program.output_node(), bucket[-1].base, NAME)
+        if len(bucket) == 1:
+            return [_marked(build(aten.view.default, total, shapes[0]))]
+        return split_flat(build, of_many_modules(total), shapes, [g.base for g in bucket], {PHASE: BACKWARD})
 
     def _stacked(self, gradients: _Gradients, where: fx.Node) -> fx.Node:
         """[n, ...] -> [ranks that scatter, rows of one, ...]."""
@@ -279,10 +266,3 @@ def _same_view(build: Builder, node: fx.Node, base: fx.Node, total: fx.Node) -> 
 def _marked(node: fx.Node) -> fx.Node:
     node.meta[PHASE] = BACKWARD
     return node
-
-
-def _flat(build: Builder, node: fx.Node) -> fx.Node:
-    build.origin = node
-    if not node.meta[VAL].is_contiguous():
-        node = build(aten.clone.default, node, memory_format=torch.contiguous_format)
-    return build(aten.view.default, node, [math.prod(node.meta[VAL].shape)])

@@ -1,8 +1,9 @@
-"""What passes write transitions out with: `stacking.Ops` whose calls become nodes, collectives started and waited for."""
+"""What passes write transitions out with: `moves.Ops` whose calls become nodes, collectives started and waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx
 from torch._prims_common import make_contiguous_strides_for
 
 import megafx.ops.collectives  # noqa: F401  registers the ops
-from megafx.ir.program import VAL, Builder, Program, inherit
+from megafx.ir.program import FQN, SOURCE, VAL, Builder, Program, inherit
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.moves import Ops, Size, same_size
 
@@ -18,7 +19,7 @@ aten, c10d, mfx = torch.ops.aten, torch.ops._c10d_functional, torch.ops.megafx
 
 
 class NodeOps(Ops):
-    """`stacking.Ops` that emits nodes before `where`. Sizes in calls become size nodes at the top of the graph."""
+    """`moves.Ops` that emits nodes before `where`. Sizes in calls become size nodes at the top of the graph."""
 
     def __init__(self, program: Program, where: fx.Node, sizes: SizeEmitter, axis: str, by: str) -> None:
         self.program, self.where, self.sizes, self.axis, self.by = program, where, sizes, axis, by
@@ -88,3 +89,38 @@ def same_strides(value: torch.Tensor, like: torch.Tensor | None) -> bool:
     """Known to have the strides of `like` (None: contiguous ones); dims of one element have no stride to speak of."""
     wanted = make_contiguous_strides_for(value.shape) if like is None else like.stride()
     return all(same_size(n, 1) or same_size(a, b) for n, a, b in zip(value.shape, value.stride(), wanted, strict=True))
+
+
+# -- several values in one collective
+
+
+def join_flat(build: Builder, values: Sequence[fx.Node], origins: Sequence[fx.Node]) -> fx.Node:
+    """All elements of the values, one value after the other. origins: what the nodes made for each value stem from."""
+    flat = []
+    for value, build.origin in zip(values, origins, strict=True):
+        if not value.meta[VAL].is_contiguous():
+            value = build(aten.clone.default, value, memory_format=torch.contiguous_format)
+        flat.append(build(aten.view.default, value, [math.prod(value.meta[VAL].shape)]))
+    return of_many_modules(build(aten.cat.default, flat))
+
+
+def split_flat(
+    build: Builder, total: fx.Node, shapes: Sequence[Sequence[Any]], origins: Sequence[fx.Node], meta: Mapping[str, Any]
+) -> list[fx.Node]:
+    """Parts of a flat value, one of each shape; `meta` is set on what is made for them."""
+    parts, start = [], 0
+    for shape, build.origin in zip(shapes, origins, strict=True):
+        end = start + int(math.prod(shape))
+        piece = build(aten.slice.Tensor, total, 0, start, end)
+        parts.append(build(aten.view.default, piece, [*shape]))
+        piece.meta.update(meta)
+        parts[-1].meta.update(meta)
+        start = end
+    return parts
+
+
+def of_many_modules(node: fx.Node, fqn: str = "") -> fx.Node:
+    """No single line of the user's model made this value."""
+    node.meta[FQN] = fqn
+    node.meta.pop(SOURCE, None)
+    return node

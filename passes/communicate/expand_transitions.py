@@ -7,23 +7,21 @@ After:   %2 = view(%1, [4, 2, 8])
          %5 = view(%4, [8, 8])
          %6 = reduce_scatter_tensor(%5, 'sum', 2, 'tp')    # the group is named by the mesh axis until bind_mesh
          %7 = wait_tensor(%6)
-Legal because: `stacking.move` is what the transition op itself runs; here its calls become nodes. Identities vanish, unless
+Legal because: `apply_transition` is what the transition op itself runs; here its calls become nodes. Identities vanish, unless
 the value's strides change (an expanded gradient), which later views were traced without: those are copied.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 import megafx.ops.collectives  # noqa: F401  registers the ops that expansions use
-from megafx.ir.nodes import memory_of, overlaps
-from megafx.ir.program import VAL, Builder, Phase, Program
+from megafx.ir.nodes import own_gradients
+from megafx.ir.program import VAL, Phase, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps, same_strides
-from megafx.placements.moves import move
+from megafx.placements.moves import apply_transition
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = (Phase.LOCAL, Phase.JOINT), Phase.LOWERED
@@ -45,7 +43,7 @@ def expand_transitions(program: Program, planner: Planner) -> int:
     for node in reversed(graph.nodes):  # sizes of views that merged into others
         if node.op == "call_function" and not node.users and isinstance(node.meta[VAL], torch.SymInt):
             graph.erase_node(node)
-    _separate_gradients(program)
+    own_gradients(program, NAME)  # identities that vanished left some in the memory of another value
     program.gm.recompile()
     program.phase = ENSURES
     return len(transitions)
@@ -55,7 +53,7 @@ def _expand(program: Program, node: fx.Node, sizes: SizeEmitter) -> None:
     source, src, dst, src_layout, dst_layout, axis, t = node.args
     ops = NodeOps(program, node, sizes, axis, NAME)  # type: ignore[arg-type]
     flats = [[n.meta[VAL] if isinstance(n, fx.Node) else n for n in flat] for flat in (src_layout, dst_layout)]  # type: ignore[union-attr]
-    result = move(source, str(src), str(dst), flats[0], flats[1], int(t), ops)  # type: ignore[arg-type]
+    result = apply_transition(source, str(src), str(dst), flats[0], flats[1], int(t), ops)  # type: ignore[arg-type]
     if not same_strides(result.meta[VAL], node.meta[VAL]):
         result = ops.call(aten.clone.default, result)
     if result in ops.emitted:
@@ -68,19 +66,3 @@ def _expand(program: Program, node: fx.Node, sizes: SizeEmitter) -> None:
             if sizes.anchor is made:
                 sizes.anchor = made.next
             program.graph.erase_node(made)
-
-
-def _separate_gradients(program: Program) -> None:
-    """A gradient that an identity left in memory of an input or of another result is copied: `.grad` owns its memory."""
-    output = program.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    taken: list[tuple[fx.Node, int, int]] = []
-    for i, spec in enumerate(program.outputs):
-        if not isinstance(results[i], fx.Node):
-            continue
-        memory = memory_of(results[i])
-        if spec.kind == "gradient" and (memory[0].op == "placeholder" or any(overlaps(memory, m) for m in taken)):
-            results[i] = Builder(program, output, results[i], NAME)(aten.clone.default, results[i])
-            memory = memory_of(results[i])
-        taken.append(memory)
-    output.args = (tuple(results),)

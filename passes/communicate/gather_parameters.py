@@ -34,8 +34,9 @@ from torch import fx
 
 from megafx.analysis.layers import Layers
 from megafx.ir.nodes import in_backward, storage_of
-from megafx.ir.program import FQN, PHASE, PLACEMENT, RECOMPUTE, SOURCE, VAL, Builder, Phase, Program, fqn_of
+from megafx.ir.program import PHASE, PLACEMENT, RECOMPUTE, VAL, Builder, Phase, Program, fqn_of
 from megafx.ops.gather_region import starts
+from megafx.passes.communicate.emit import of_many_modules
 from megafx.placements.data_axis import COPY_AXIS, FSDP, SHARD_AXIS, DataAxis, rows_of
 from megafx.placements.types import Placement
 from megafx.planner.context import Planner
@@ -149,8 +150,7 @@ def _gather(
     start = Builder(program, start_at, region.first, NAME)(mfx.gather_region.default, nodes, ranks, axis)
     wait = Builder(program, region.first, region.first, NAME)(torch.ops._c10d_functional.wait_tensor.default, start)
     for made in (start, wait):
-        made.meta[FQN] = region.name
-        made.meta.pop(SOURCE, None)  # of many modules
+        of_many_modules(made, region.name)
     made_here = [wait] if not again else [start, wait]
     places = starts([n.meta[VAL].shape for n in nodes], ranks)
     for (node, users), at in zip(uses.items(), places, strict=False):

@@ -1,15 +1,15 @@
 """Give each expert of a list to one rank, whole (expert parallelism of experts that are modules).
 
 Before:  %1 = index(%x, [%rows]); %2 = linear(%1, %w); %3 = index_add(%out, 0, %rows, %2)         # experts.1, of rank 1
-After:   %x1 = for_rank(%x, 1); %w1 = of_rank(%w, 1)
+After:   %x1 = owner_input(%x, 1); %w1 = owner_parameter(%w, 1)
          %1 = index(%x1, [%rows]); %2 = linear(%1, %w1); %3 = index_add(%zeros, 0, %rows, %2)
-         %4 = add(%out, rank_only(%3, 1))
+         %4 = add(%out, owner_output(%3, 1))
 Legal because: on one rank the new ops are identities. On several, the planner computes what lies between them whole, and the
 sum of what the ranks then add is what all experts add (ops/owners.py).
 
-What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_regions`), whether tokens are routed
-by index or by a mask. Sums into rows are first rewritten as sums of values (analysis/experts.py). Expert number j of E belongs
-to rank j t // E, so that a rank has at most ceil(E / t).
+What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_expert_values`), whether tokens are
+routed by index or by a mask. Sums into rows are first rewritten as sums of values (analysis/experts.py). Expert number j of E
+belongs to rank j t // E, so that a rank has at most ceil(E / t).
 
 Where: the user's override says 'expert' of the list. Plans that a user gives, and graphs after a model's first one, keep the
 owners that they have.
@@ -27,7 +27,7 @@ from megafx.analysis.experts import ExpertList, expert_lists, expert_values, ref
 from megafx.errors import PlanError
 from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
-from megafx.ops.owners import FOR_RANK, OF_RANK, RANK_ONLY
+from megafx.ops.owners import OWNER_INPUT, OWNER_OUTPUT, OWNER_PARAMETER
 from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import Owned, Placement
 from megafx.planner.context import Planner
@@ -101,7 +101,7 @@ class _Owning:
     def _hold(self, parameter: fx.Node, key: str) -> fx.Node:
         """Made at the top, as parameters are there: later passes may use it earlier (`merge_linears`)."""
         users = list(parameter.users)
-        whole = self._emit(OF_RANK, parameter, key, self.top, min(users))
+        whole = self._emit(OWNER_PARAMETER, parameter, key, self.top, min(users))
         for user in users:
             user.replace_input_with(parameter, whole)
         return whole
@@ -110,7 +110,7 @@ class _Owning:
         """`value` for the owner to compute with, made before the expert's first use of it."""
         if (value, key) not in self.entered:
             first = min(user for user in value.users if self.values.get(user) == key)
-            self.entered[value, key] = self._emit(FOR_RANK, value, key, first, first)
+            self.entered[value, key] = self._emit(OWNER_INPUT, value, key, first, first)
         return self.entered[value, key]
 
     def _leave(self, node: fx.Node, key: str) -> None:
@@ -127,6 +127,6 @@ class _Owning:
                 module=fqn_of(node),
                 source=source_of(node),
             )
-        left = self._emit(RANK_ONLY, node, key, node.next, node)
+        left = self._emit(OWNER_OUTPUT, node, key, node.next, node)
         for user in users:
             user.replace_input_with(node, left)

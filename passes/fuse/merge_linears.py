@@ -31,7 +31,7 @@ from megafx.config import MEASURE_NOTHING
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, fqn_of, inherit, source_of
 from megafx.kernels import join_parameters  # noqa: F401  registers the ops
 from megafx.ops.gather_region import ALIGNED
-from megafx.ops.owners import OF_RANK
+from megafx.ops.owners import OWNER_PARAMETER
 from megafx.placements.data_axis import rows_of
 from megafx.placements.types import Placement, S
 from megafx.placements.views import concat_layouts
@@ -64,7 +64,7 @@ class _Merger:
         self.data = planner.data if planner.data is not None and planner.data.sharded else None
         self.params = {node: spec for node, spec in program.input_nodes() if spec.kind == "param"}
         # of an expert: the owner's, as it is stored
-        held = program.graph.find_nodes(op="call_function", target=OF_RANK)
+        held = program.graph.find_nodes(op="call_function", target=OWNER_PARAMETER)
         self.params |= {node: self.params[node.args[0]] for node in held if node.args[0] in self.params}
         self.changes = 0
         self.told: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)  # (folded module, what) -> linears

@@ -5,14 +5,13 @@ Before:  %1 = transition(%0, I, S1, ..., size=1)   # [b s 768] S1@tp, a graph on
 After:   %1 = transition(%0, I, S1, ..., size=2)   # [b ceil(s/2) 768]
          %2 = reshape(%1, [b, (s+1)//2, 12, 64])
 Legal because: every op's strategy is a row of its sharding rule, so applying the op to the shards gives the shard of the
-result; ops for which that needs more than the op itself (a mean, a masked lookup, a vocabulary-parallel loss, a dropout that
-must draw its slice of one mask) are rewritten here, one family a file. Every value's shape is checked against its placement.
+result. Ops that need more than that (a mean, a masked lookup, a vocabulary-parallel loss, a dropout that must draw its slice
+of one mask) are rewritten, by rewrites.py, lookups.py and the facts of megafx's own ops. Every value's shape is checked
+against its placement.
 
-Padding: where t does not divide a dim, shards carry pads (placements/types.py). Forward pads hold anything finite; a
-reduction over
-a padded dim masks them first, which also keeps their gradients zero; ops with poles (passes/localize/rewrites.py) get
-pads that are
-far from these.
+Padding: if t does not divide a dim, shards carry pads (placements/types.py). Forward pads hold anything finite. A reduction
+over a padded dim masks them first, which also keeps their gradients zero; ops with poles (rewrites.py) get pads far from
+these.
 """
 
 from __future__ import annotations
@@ -23,23 +22,15 @@ from torch import fx
 from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
 from megafx.ops.owners import OWNER_OPS
-from megafx.passes.localize import lookups as localize_lookups
-from megafx.passes.localize import rewrites as localize_random
-from megafx.passes.localize import rewrites as localize_reductions
-from megafx.passes.localize import rewrites as localize_views
+from megafx.passes.localize import lookups
 from megafx.passes.localize.editor import Family, Localizer, check_shape
-from megafx.passes.localize.lookups import localize_by_facts
-from megafx.passes.localize.rewrites import keep_pads_off_poles
+from megafx.passes.localize.rewrites import REWRITES, keep_pads_off_poles, localize_draw
 from megafx.placements.types import P
 from megafx.planner.context import Planner
 from megafx.planner.plan import OpChoice
 
 REQUIRES, ENSURES = Phase.PLACED, Phase.LOCAL
-FAMILIES: dict[str, Family] = {
-    **localize_views.VIEWS,
-    **localize_reductions.REDUCTIONS,
-    **localize_lookups.FAMILIES,
-}  # op -> what to do besides running it on local operands
+FAMILIES: dict[str, Family] = REWRITES | lookups.FAMILIES  # op -> what to do besides running it on local operands
 
 
 def localize_shapes(program: Program, planner: Planner) -> int:
@@ -81,7 +72,7 @@ def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out == P:
         _mask_reduced_pads(local, node, choice)
     keep_pads_off_poles(local, node, choice)
-    family = FAMILIES.get(str(node.target)) or (localize_random.localize_draw if is_draw(node) else localize_by_facts)
+    family = FAMILIES.get(str(node.target)) or (localize_draw if is_draw(node) else lookups.localize_by_facts)
     if choice.out.is_shard or any(p.is_shard for p in choice.ins):
         family(local, node, choice)
     if node.users:  # else the family put another node in its place

@@ -1,8 +1,4 @@
-"""Ops with a pole, or an infinite slope, at some finite number: pads hold what is far from it.
-
-A pad's gradient is zero, and zero times an infinite slope is no number: it would reach the gradient of everything that the
-pads are summed with. Pads are mostly zeros, where x / y, rsqrt and log are worst.
-"""
+"""Ops that need more than their own call on local operands: sizes in arguments, means, draws, and pads near poles."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import draw_of, set_arguments
+from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import get_at, set_at
 from megafx.ops.axes import with_axis
 from megafx.passes.localize.editor import Family, Localizer, replace
@@ -19,49 +15,43 @@ from megafx.placements.types import P
 from megafx.placements.views import local_offset
 from megafx.planner.plan import OpChoice
 
-# op -> {position of an argument: what its pads hold}
-POLES: dict[str, dict[int, float]] = {
-    "aten.acos.default": {0: 0.0},
-    "aten.acosh.default": {0: 2.0},
-    "aten.asin.default": {0: 0.0},
-    "aten.atanh.default": {0: 0.0},
-    "aten.digamma.default": {0: 1.0},
-    "aten.div.Tensor": {1: 1.0},
-    "aten.div.Tensor_mode": {1: 1.0},
-    "aten.erfinv.default": {0: 0.0},
-    "aten.fmod.Tensor": {1: 1.0},
-    "aten.hypot.default": {1: 1.0},
-    "aten.lgamma.default": {0: 1.0},
-    "aten.log.default": {0: 1.0},
-    "aten.log10.default": {0: 1.0},
-    "aten.log1p.default": {0: 1.0},
-    "aten.log2.default": {0: 1.0},
-    "aten.logit.default": {0: 0.5},
-    "aten.pow.Tensor_Scalar": {0: 1.0},
-    "aten.pow.Tensor_Tensor": {0: 1.0},
-    "aten.reciprocal.default": {0: 1.0},
-    "aten.remainder.Tensor": {1: 1.0},
-    "aten.rsqrt.default": {0: 1.0},
-    "aten.sqrt.default": {0: 1.0},
-    "aten.addcdiv.default": {2: 1.0},
-    "aten.xlogy.Tensor": {1: 1.0},
+aten = torch.ops.aten
+
+# -- poles
+#
+# Ops with a pole, or an infinite slope, at some finite number: their pads hold a number far from it. A pad's gradient is zero,
+# but zero times an infinite slope is NaN, which would reach the gradient of everything that is summed with the pads. Most
+# pads are zeros, where x / y, rsqrt and log are worst.
+
+_POLES = {  # (position of the operand, what its pads hold) -> ops
+    (0, 0.0): "acos asin atanh erfinv",
+    (0, 2.0): "acosh",
+    (0, 1.0): "digamma lgamma log log10 log1p log2 pow.Tensor_Scalar pow.Tensor_Tensor reciprocal rsqrt sqrt",
+    (1, 1.0): "div.Tensor div.Tensor_mode fmod.Tensor hypot remainder.Tensor xlogy.Tensor",
+    (0, 0.5): "logit",
+    (2, 1.0): "addcdiv",
+}
+POLES = {
+    (f"aten.{op}" if "." in op else f"aten.{op}.default"): place for place, ops in _POLES.items() for op in ops.split()
 }
 
 
 def keep_pads_off_poles(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
-    """Fill the pads of the operands that `POLES` names. A power with a whole exponent from 1 on has no pole."""
-    poles = POLES.get(str(node.target), {})
-    if str(node.target) == "aten.pow.Tensor_Scalar" and float(node.args[1]) >= 1 and float(node.args[1]).is_integer():  # type: ignore[arg-type]
+    """Fill the pads of the operand that `POLES` names. A power with a whole exponent from 1 on has no pole."""
+    name = str(node.target)
+    if name not in POLES or (name == "aten.pow.Tensor_Scalar" and _is_whole(node.args[1])):
         return
+    at, fill = POLES[name]
     for operand, placement in zip(local.rules[node].operands, choice.ins, strict=True):
-        fill = poles.get(operand.path[0]) if isinstance(operand.path[0], int) else None
-        if fill is not None and placement.is_shard and placement.cut.padded(local.t):
+        if operand.path[0] == at and placement.is_shard and placement.cut.padded(local.t):
             set_at(node, operand.path, local.mask_pads(node, get_at(node, operand.path), placement, fill))
 
 
-# -- localize views
-#
-# Views and slices on local shapes: size arguments become the local sizes of the placed result.
+def _is_whole(exponent: Any) -> bool:
+    return float(exponent) >= 1 and float(exponent).is_integer()
+
+
+# -- sizes in arguments
 
 
 def localize_sizes(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
@@ -71,41 +61,18 @@ def localize_sizes(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
 
 def localize_slice(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """A slice that takes whole blocks of a blocked layout (one part of a fused q|k|v) takes their local sizes."""
-    source = choice.ins[0]
-    arg = node.args[1] if len(node.args) > 1 else 0
-    assert isinstance(arg, int)
-    dim = arg % len(local.global_shape[node])
+    source, shape = choice.ins[0], local.global_shape[node]
+    dim = argument(node, "dim") % len(shape)
     if source.dim != dim:
         return
-    n = source.cut.size
-    start = _bound(node, 2, 0, n)
-    local_start = local_offset(source.cut, start, local.t)
-    local_end = local_offset(source.cut, start + local.global_shape[node][dim], local.t)
-    node.args = (node.args[0], dim, local_start, local_end)
+    start, whole = argument(node, "start") or 0, source.cut.size
+    assert isinstance(start, int), "a sharded dim is sliced at static bounds only (rules/families_dims.py)"
+    start = max(start + whole, 0) if start < 0 else min(start, whole)
+    bounds = (local_offset(source.cut, at, local.t) for at in (start, start + shape[dim]))
+    node.args = (node.args[0], dim, *bounds)
 
 
-def _bound(node: fx.Node, index: int, default: int, n: int) -> int:
-    value = node.args[index] if len(node.args) > index else None
-    if value is None:
-        return default
-    assert isinstance(value, int), "a sharded dim is sliced at static bounds only (op_rules)"
-    return max(value + n, 0) if value < 0 else min(value, n)
-
-
-VIEWS: dict[str, Family] = {
-    "aten.view.default": localize_sizes,
-    "aten.reshape.default": localize_sizes,
-    "aten._unsafe_view.default": localize_sizes,
-    "aten.expand.default": localize_sizes,
-    "aten.slice.Tensor": localize_slice,
-}
-
-
-# -- localize reductions
-#
-# Reductions over a sharded dim: means divide by the count of the whole dim.
-
-aten = torch.ops.aten
+# -- means
 
 
 def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
@@ -115,34 +82,36 @@ def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     shape = local.global_shape[local.rules[node].operands[0].node]
-    given: Any = node.args[1] if len(node.args) > 1 else None
-    dims = list(range(len(shape))) if not given else [int(d) % len(shape) for d in given]
-    keepdim = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    given: Any = argument(node, "dim")
+    dims = [int(d) % len(shape) for d in given] if given else list(range(len(shape)))
+    keepdim = bool(argument(node, "keepdim"))
     emit = local.before(node)
-    total = emit(aten.sum.dim_IntList, source, dims, keepdim, dtype=node.kwargs.get("dtype"), placement=P)
+    total = emit(aten.sum.dim_IntList, source, dims, keepdim, dtype=argument(node, "dtype"), placement=P)
     count: int | fx.Node = 1
     for d in dims:
         count = local.sizes.mul(count, local.sizes(shape[d]))
     replace(local, node, emit(aten.div.Scalar, total, count, placement=P))
 
 
-REDUCTIONS: dict[str, Family] = {
-    "aten.mean.dim": localize_mean,
-    "aten.mean.default": localize_mean,
-}
-
-
-# -- localize random
-#
-# What draws on a shard draws its slice of the one-process bits: the op is told how its result is cut.
+# -- draws
 
 
 def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
-    """dropout(x, seed, p, op_id, -1, [], tp) -> dropout(x, seed, p, op_id, dim, layout, tp); so any op of ir/nodes.py."""
+    """dropout(x, seed, p, op_id, -1, [], tp) -> dropout(x, seed, p, op_id, dim, layout, tp); so any op that draws.
+
+    On a shard it draws its slice of the bits that one process would draw: the op is told how its result is cut.
+    """
     if choice.out.is_shard:
-        set_arguments(
-            node,
-            shard_dim=choice.out.dim,
-            layout=local.layout(choice.out),
-            axis=with_axis(draw_of(node).axis, local.axis),
-        )
+        axis = with_axis(argument(node, "axis"), local.axis)
+        set_arguments(node, shard_dim=choice.out.dim, layout=local.layout(choice.out), axis=axis)
+
+
+REWRITES: dict[str, Family] = {
+    "aten.view.default": localize_sizes,
+    "aten.reshape.default": localize_sizes,
+    "aten._unsafe_view.default": localize_sizes,
+    "aten.expand.default": localize_sizes,
+    "aten.slice.Tensor": localize_slice,
+    "aten.mean.dim": localize_mean,
+    "aten.mean.default": localize_mean,
+}

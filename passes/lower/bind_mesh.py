@@ -2,7 +2,7 @@
 
 Before:  %1 = all_reduce(%0, 'sum', 'tp')   %2 = rank_select(%1, 'tp')    %3 = rank0_only(%2, 'tp')
 After:   %1 = all_reduce(%0, 'sum', '7')    %2 = select.int(%1, 0, 1)     %3 = zeros_like(%2)
-What other ranks compute goes (`drop_regions`).
+What other ranks compute goes (`drop_expert_values`).
 Legal because: the ops' definitions with the rank filled in. Works on a copy: the program stays that of all ranks. Inductor
 then sees plain ATen. Dropout and cross entropy keep their axis; they ask `axes.axis_rank` when they run.
 """

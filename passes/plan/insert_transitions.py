@@ -38,13 +38,13 @@ def insert_transitions(program: Program, planner: Planner) -> int:
     for node in active:
         node.meta[PLACEMENT] = plan.ops[node.name].out if node in rules else stored[node]
     for node in active:
-        for move in plan.conversions.get(node.name, ()):
-            emitter.convert(node, move.src, move.dst)
+        for transition in plan.transitions.get(node.name, ()):
+            emitter.make(node, transition.src, transition.dst)
     for node, rule in rules.items():
         for operand, placement in zip(rule.operands, plan.ops[node.name].ins, strict=True):
             if operand.active or placement.is_shard:
                 set_at(node, operand.path, emitter.at(operand.node, placement, operand.active))
-    _convert_outputs(program, emitter, planner.accepts)
+    _leave(program, emitter, planner.accepts)
     program.phase = Phase.PLACED
     return emitter.count
 
@@ -61,7 +61,7 @@ def _storage(program: Program, planner: Planner) -> dict[fx.Node, Placement]:
     return stored
 
 
-def _convert_outputs(program: Program, emitter: _TransitionEmitter, wanted: dict[fx.Node, Accepts]) -> None:
+def _leave(program: Program, emitter: _TransitionEmitter, wanted: dict[fx.Node, Accepts]) -> None:
     leaving = []
     for index, value in enumerate(program.results()):
         if isinstance(value, fx.Node) and PLACEMENT in value.meta:
@@ -80,31 +80,28 @@ class _TransitionEmitter:
         self._made: dict[tuple[fx.Node, Placement], fx.Node] = {}
         self._last: dict[fx.Node, fx.Node] = {}
 
-    def convert(self, value: fx.Node, src: Placement, dst: Placement) -> fx.Node:
+    def make(self, value: fx.Node, src: Placement, dst: Placement) -> fx.Node:
         """The value at `dst`, made from the value at `src`."""
         if (value, dst) not in self._made:
             self._made[value, dst] = self._emit(value, self.at(value, src, True), src, dst)
         return self._made[value, dst]
 
     def at(self, value: fx.Node, placement: Placement, active: bool) -> fx.Node:
-        """The value at a placement that it was produced at or converted to; a shard of an inactive value is sliced."""
+        """The value at a placement that it was produced at or has a transition to; a shard of an inactive value is sliced."""
         if not active:
-            return self.convert_inactive(value, placement)
+            if (value, placement) not in self._made:
+                self._made[value, placement] = self._emit(value, value, I, placement)
+            return self._made[value, placement]
         if value.meta[PLACEMENT] == placement:
             return value
         if (value, placement) not in self._made:
             raise PlanError(
                 f"the plan uses %{value.name} at {self.plan.text_of(placement)}, but it is "
-                f"{self.plan.text_of(value.meta[PLACEMENT])} and nothing converts it",
-                fix="give the plan a conversion of this value, or plan again",
+                f"{self.plan.text_of(value.meta[PLACEMENT])} and has no transition to there",
+                fix="give the plan a transition of this value, or plan again",
                 module=fqn_of(value),
                 source=source_of(value),
             )
-        return self._made[value, placement]
-
-    def convert_inactive(self, value: fx.Node, placement: Placement) -> fx.Node:
-        if (value, placement) not in self._made:
-            self._made[value, placement] = self._emit(value, value, I, placement)
         return self._made[value, placement]
 
     def leaving(self, value: fx.Node, wanted: Accepts) -> fx.Node:
@@ -114,7 +111,7 @@ class _TransitionEmitter:
             for placement, node in have.items():
                 if placement.kind == kind and accepts(wanted, placement):
                     return node
-        return self.convert(value, value.meta[PLACEMENT], way_out(wanted))
+        return self.make(value, value.meta[PLACEMENT], way_out(wanted))
 
     def _emit(self, value: fx.Node, source: fx.Node, src: Placement, dst: Placement) -> fx.Node:
         layouts: list[Any] = [[self.sizes(n) for n in p.flat_layout] for p in (src, dst)]

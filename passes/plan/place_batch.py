@@ -221,7 +221,7 @@ class _Typer:
                     yield _Row(made.ins, (made.out,))
                 continue
             for factor, layout in factor_layouts(template, i, have.dim, have.cut, self.ranks):
-                if template.localized is not None and factor == template.localized.factor:
+                if template.written_out(factor):
                     continue
                 operands = [place(template, k, factor, layout, self.ranks) for k in range(len(held))]
                 results = [place(template, -1, factor, layout, self.ranks, k) for k in range(count)]

@@ -18,7 +18,7 @@ from torch import fx
 from megafx.debugging import current, say
 from megafx.errors import PlanError
 from megafx.ir.program import VAL, Phase, Program, active_nodes, fqn_of, number_nodes, source_of
-from megafx.ops.owners import EXPERT, OF_RANK, RANK_ONLY, owners_of
+from megafx.ops.owners import EXPERT, OWNER_OUTPUT, OWNER_PARAMETER, owners_of
 from megafx.placements.types import I, P, R, owned
 from megafx.planner.alternatives import alternatives
 from megafx.planner.context import Planner, accepted_outputs, price_workload
@@ -101,7 +101,7 @@ def make_problem(
     overrides = Overrides(program, config.overrides, policy.weights, planner.t)
     domains: dict[fx.Node, list[Strategy]] = {}
     taken: list[Any] = []
-    whose = {n.args[0]: n.args[1] for n in program.graph.find_nodes(op="call_function", target=OF_RANK)}
+    whose = {n.args[0]: n.args[1] for n in program.graph.find_nodes(op="call_function", target=OWNER_PARAMETER)}
     inputs = dict(program.input_nodes())
     for node in order:
         if node.op == "placeholder":
@@ -210,7 +210,7 @@ def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:
         return f"used by {without_rule[0].target}, which has no sharding rule"
     if len(problem.domains[node]) == 1:
         return "none of its dims can be sharded"
-    if any(c.dst == P for c in plan.conversions.get(node.name, ())):
+    if any(c.dst == P for c in plan.transitions.get(node.name, ())):
         return "added once, on rank 0, to the partial result of a row-parallel op"
     forbidden = {reason for u in uses for reason in problem.planner.rules[u.consumer].forbidden.values()}
     if forbidden:
@@ -226,7 +226,7 @@ def _used(problem: Problem, use: Use) -> fx.Node:
 
 def _strategy_of_region(rule: OpRule, owner: int) -> Strategy:
     """The one strategy of an op of a region."""
-    if rule.node.target is OF_RANK:
+    if rule.node.target is OWNER_PARAMETER:
         return Strategy((owned(int(rule.node.meta["val"].shape[0]), owner),), R, EXPERT)
     ins = tuple(R if o.active else I for o in rule.operands)
-    return Strategy(ins, P if rule.node.target is RANK_ONLY else R, EXPERT)
+    return Strategy(ins, P if rule.node.target is OWNER_OUTPUT else R, EXPERT)

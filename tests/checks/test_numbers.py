@@ -89,7 +89,7 @@ def test_the_faulty_pass_is_named(place, fault, found):
 )
 def test_data_parallel_passes_keep_numbers(data, t, options):
     compiled = compile_gpt(t=t, data=data, **options)
-    assert compiled.program.unreduced is not None
+    assert compiled.program.before_reduction is not None
 
 
 def lose(op: str, place: int) -> PassFunction:

@@ -1,9 +1,14 @@
-"""Covers: checks/rules.py, and with it every row of rules/aten.py and rules/families.py. Planted faults must be found."""
+"""Covers: checks/rules.py, and with it every row of rules/aten.py, of rules/families.py and of megafx's own ops.
+
+Planted faults must be found.
+"""
 
 import pytest
 import torch
 
 from megafx.checks.rules import POLICIES, check_rules
+from megafx.ir.facts import declared
+from megafx.passes.localize import localize_shapes
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS
 from megafx.rules.grammar import register_rule, registered
@@ -38,12 +43,18 @@ def found(report, verdict):
 
 @pytest.mark.parametrize("t", [2, 3])
 def test_no_row_is_wrong_and_none_is_missing(t):
-    report = check_rules([*RULES, *FAMILIES, *VIEWS], t=[t])
+    own = [op for op, facts in declared().items() if facts.rule]
+    report = check_rules([*RULES, *FAMILIES, *VIEWS, *own], t=[t])
     assert not report.of("wrong") and not report.of("missing"), str(report)
     assert {f.op for f in report.of("unchecked")} <= NO_CPU | NO_SAMPLE
     assert len(report.of("ok")) > 1000
     assert {(f.op, f.row) for f in report.of("policy")} <= set(POLICIES)
-    assert {f.op for f in report.findings} >= {*RULES, *FAMILIES, *VIEWS}
+    assert {f.op for f in report.findings} >= {*RULES, *FAMILIES, *VIEWS, *own}
+
+
+def test_what_localize_shapes_writes_is_tried(monkeypatch):
+    monkeypatch.setitem(localize_shapes.FAMILIES, "aten.mean.dim", lambda *given: None)
+    assert found(check_rules(["aten.mean.dim"], [2]), "wrong") == ["mean: S2 -> P"]
 
 
 def test_mm_has_its_six_rows():

@@ -113,7 +113,7 @@ def broken(src: str, dst: str, src_layout: Any, dst_layout: Any, axis: str, size
     return start, end, *rest
 
 
-right = collectives.dual_move
+right = collectives.dual_arguments
 
 
 @pytest.mark.parametrize("row", ROWS, ids="->".join)
@@ -121,7 +121,7 @@ def test_breaking_a_backward_is_seen(row: tuple[str, str], monkeypatch: pytest.M
     def one_row_broken(src: str, dst: str, *rest: Any) -> tuple[Any, ...]:
         return (broken if (src[0], dst[0]) == row else right)(src, dst, *rest)
 
-    monkeypatch.setattr(collectives, "dual_move", one_row_broken)
+    monkeypatch.setattr(collectives, "dual_arguments", one_row_broken)
     with contextlib.suppress(PlacementError, RuntimeError):  # ranks that differ, or shapes that do not fit
         assert failures(program_of(row, "4", 1, 2), 2) == "backward"
     monkeypatch.undo()

@@ -1,8 +1,7 @@
 """Experts that are modules of a list and one rank's each (expert parallelism), at fp64 against eager.
 
-Covers: passes/experts/own_experts.py, passes/experts/drop_regions.py, analysis/experts.py, analysis/experts.py,
-owners.py. Every case runs twice: the
-graph of all ranks, in which each computes all experts, and each rank's own graph, in which the others' are left out.
+Covers: passes/experts/own_experts.py, passes/experts/drop_expert_values.py, analysis/experts.py, ops/owners.py. Every case runs
+twice: the graph of all ranks, in which each computes all experts, and each rank's own graph, in which the others' are left out.
 dist/test_owned_experts.py has one on real ranks.
 """
 
@@ -27,7 +26,7 @@ from megafx.errors import MegafxError, PlacementError, PlanError
 from megafx.ir.program import Input, Phase, Program
 from megafx.ops.axes import AxisContext
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
-from megafx.passes.experts.drop_regions import drop_regions
+from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.passes.experts.own_experts import own_experts
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import Owned, owned
@@ -332,7 +331,7 @@ def test_graphs_after_the_first_keep_the_owners() -> None:
     planner.fixed = {n: owned(p.shape[0], 1) for n, p in model.named_parameters() if ".experts.0." in n}
     canonicalize_program(program)
     assert own_experts(program, planner) == 4
-    owners = {n.args[0].name: n.args[1] for n in targets(program, ops.of_rank.default)}
+    owners = {n.args[0].name: n.args[1] for n in targets(program, ops.owner_parameter.default)}
     assert set(owners.values()) == {0, 1}
     assert all(owner == 1 for name, owner in owners.items() if "experts_0" in name)
 
@@ -451,17 +450,17 @@ def test_golden() -> None:
         %1 = rows                                     # i64[3]
         %2 = experts.0.weight                         # f64[6 8] I@tp param
         %3 = experts.1.weight                         # f64[6 8] I@tp param
-        %4 = of_rank(%2, 0, 'tp', 1)                  # f64[6 8]
-        %5 = of_rank(%3, 1, 'tp', 1)                  # f64[6 8]
-        %6 = for_rank(%0, 0, 'tp', 1)                 # f64[4 8]
+        %4 = owner_parameter(%2, 0, 'tp', 1)          # f64[6 8]
+        %5 = owner_parameter(%3, 1, 'tp', 1)          # f64[6 8]
+        %6 = owner_input(%0, 0, 'tp', 1)              # f64[4 8]
         %7 = linear(%6, %4)                           # f64[4 6]
-        %8 = rank_only(%7, 0, 'tp', 1)                # f64[4 6]
-        %9 = for_rank(%0, 1, 'tp', 1)                 # f64[4 8]
+        %8 = owner_output(%7, 0, 'tp', 1)             # f64[4 6]
+        %9 = owner_input(%0, 1, 'tp', 1)              # f64[4 8]
         %10 = index(%9, [%1])                         # f64[3 8]
         %11 = linear(%10, %5)                         # f64[3 6]
         %12 = full([4, 6], 0, dtype=f64, device=cpu)  # f64[4 6]
         %13 = index_add(%12, 0, %1, %11)              # f64[4 6]
-        %14 = rank_only(%13, 1, 'tp', 1)              # f64[4 6]
+        %14 = owner_output(%13, 1, 'tp', 1)           # f64[4 6]
         %15 = add(%8, %14)                            # f64[4 6]
         return %15
         """,
@@ -474,17 +473,17 @@ def test_golden() -> None:
 
 def both_ways(x: Any, y: Any, g: Any, w: Any) -> Any:
     """Rank 1's expert, and its gradients."""
-    out = aten.linear(ops.for_rank(x, 1, "tp", 2), ops.of_rank(w, 1, "tp", 2))
-    grad = ops.rank_part(aten.mm(g, w), 1, "tp", 2)
+    out = aten.linear(ops.owner_input(x, 1, "tp", 2), ops.owner_parameter(w, 1, "tp", 2))
+    grad = ops.owner_input_gradient(aten.mm(g, w), 1, "tp", 2)
     return (
-        aten.add(aten.neg(y), ops.rank_only(out, 1, "tp", 2)),
+        aten.add(aten.neg(y), ops.owner_output(out, 1, "tp", 2)),
         aten.add(grad, aten.neg(x)),
-        ops.to_rank(w, 1, "tp", 2),
+        ops.owner_parameter_gradient(w, 1, "tp", 2),
     )
 
 
 def dropped(program: Program, rank: int) -> int:
-    return drop_regions(program, make_planner(axes={"tp": AxisContext(rank, 2)}))
+    return drop_expert_values(program, make_planner(axes={"tp": AxisContext(rank, 2)}))
 
 
 def test_golden_of_what_each_rank_runs() -> None:

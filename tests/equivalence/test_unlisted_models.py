@@ -20,7 +20,7 @@ from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
 from megafx.ir.interpret import run_program
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
-from megafx.rules.families import Arg, Call
+from megafx.rules.families import Arg, OpCall
 from megafx.rules.families_math import _conv_backward
 
 TWO = megafx.Config(tensor_model_parallel_size=2)
@@ -59,7 +59,7 @@ def test_gradient_of_a_convolution_without_bias() -> None:
     image, out, kernel = (Arg(shape) for shape in ((2, 3, 8, 8), (2, 5, 2, 2), (5, 3, 4, 4)))
     for missing, bias in ((None, "*"), ((), "*"), ((5,), "o")):
         names = ("grad_output", "input", "weight", "transposed", "groups")
-        call = Call(
+        call = OpCall(
             "aten.convolution_backward", names, (out, image, kernel, False, 1), (None, (5, 3, 4, 4), missing), True
         )
         assert str(_conv_backward(call)).endswith(f"; {bias}")

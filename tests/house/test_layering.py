@@ -19,7 +19,8 @@ LAYERS = [
     "rules ops rewrite",
     "kernels planner distributed",
     "analysis patterns weights",
-    "capture checks passes checkpoint report",
+    "capture passes checkpoint report",
+    "checks",
     "compiler",
     "runtime testing equivalence",
     "api integrations",
@@ -34,6 +35,7 @@ TORCH_FREE = [
     "placements.types",
     "placements.views",
     "placements.slices",
+    "ir.facts",
     "rules.grammar",
 ]
 TORCH_FREE += ["rules.aten", "planner.solver", "planner.cost", "planner.hardware", "analysis.layers"]

@@ -112,7 +112,7 @@ def test_what_mixes_rows_is_refused(name):
     function, inputs = REFUSED[name]
     with pytest.raises(PlanError, match="data parallelism cannot cut the batch") as error:
         typed(function, *inputs)
-    assert re.search(r"test_pass_place_batch\.py:\d+", str(error.value)) and "fix: " in str(error.value)
+    assert re.search(r"test_place_batch\.py:\d+", str(error.value)) and "fix: " in str(error.value)
 
 
 def test_a_batch_of_one_size_is_refused():

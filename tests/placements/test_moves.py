@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megafx.errors import PlacementError
-from megafx.placements.moves import from_stacked, move, moved_shape, to_stacked
+from megafx.placements.moves import apply_transition, from_stacked, shape_after, to_stacked
 from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import Layout, S
 
@@ -64,15 +64,15 @@ def test_a_batch_of_one_needs_no_copy_to_be_put_together() -> None:
 
 def test_local_shape_of_a_transition() -> None:
     rows, blocks = Layout.contiguous(7, 2).flat(), Layout.of([(3, 2), (1, 2)], 2).flat()
-    assert moved_shape([4, 8], "S0", "S1", rows, blocks, 2) == [7, 6]
-    assert moved_shape([4, 8], "S0", "I", rows, [], 2) == [7, 8]
-    assert moved_shape([7, 8], "P", "S0", [], rows, 2) == [4, 8]
-    assert moved_shape([7, 8], "P", "S0", [], rows, 1) == [7, 8]
+    assert shape_after([4, 8], "S0", "S1", rows, blocks, 2) == [7, 6]
+    assert shape_after([4, 8], "S0", "I", rows, [], 2) == [7, 8]
+    assert shape_after([7, 8], "P", "S0", [], rows, 2) == [4, 8]
+    assert shape_after([7, 8], "P", "S0", [], rows, 1) == [7, 8]
 
 
 def test_a_transition_that_is_no_row_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"no transition from P to Q") as error:
-        move(torch.zeros(2), "P", "Q", [], [], 2, None)  # type: ignore[arg-type]
+        apply_transition(torch.zeros(2), "P", "Q", [], [], 2, None)  # type: ignore[arg-type]
     assert "TRANSITIONS" in str(error.value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megafx.placements.types import TRANSITIONS, I, Layout, P, Placement, R, S, transition
+from megafx.placements.types import TRANSITIONS, I, Layout, P, Placement, R, S, collectives
 from megafx.planner.cost import (
     Cost,
     collective_bytes,
@@ -59,7 +59,7 @@ def test_every_transition_costs_what_its_row_says(kinds):
 
 def test_equal_placements_cost_nothing_not_even_the_tie_break():
     for p in (I, R, P, S0):
-        assert transition(p, p).forward == "local"
+        assert collectives(p, p).forward == "local"
         assert transition_cost(p, p, 64, 2, HW, 4) == Cost()
         assert transition_seconds(p, p, 64, 2, HW, 4) == 0.0
 
@@ -88,11 +88,12 @@ def test_matmul_and_memory():
 
 def test_op_work():
     assert op_flops("linear", 12, 5) == 120
-    assert op_flops("scaled_dot_product_attention", 12, 5) == 240
+    assert op_flops("scaled_dot_product_attention", 12, 5) == op_flops("attention_forward", 12, 5) == 240
+    assert op_flops("grouped_mm", 12, 5) == 120
     assert op_flops("embedding", 12, 50257) == 0
     assert op_bytes("embedding", 24, [10_000, 8]) == 48
     assert op_bytes("add", 24, [24, 24]) == 72
-    assert op_bytes("transpose", 24, [24]) == op_bytes("getitem", 24, [48]) == 0
+    assert op_bytes("transpose", 24, [24]) == op_bytes("getitem", 24, [48]) == op_bytes("owner_input", 24, [24]) == 0
 
 
 def seconds(name, training, contraction=1):

@@ -17,7 +17,7 @@ from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.planner.context import Planner
-from megafx.planner.plan import Conversion, OpChoice, Plan, Removal
+from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.testing import assert_same
 
 
@@ -47,7 +47,7 @@ def _plan(sizes: Sizes | None = None) -> Plan:
             "add": OpChoice((sequence, flat), sequence, "t", ""),
             "slice_1": OpChoice((R,), shifted, "t", ""),
         },
-        conversions={"linear": (Conversion(P, sequence), Conversion(sequence, R))},
+        transitions={"linear": (Transition(P, sequence), Transition(sequence, R))},
         removals=[Removal("linear", "mlp.down", 3, "the batch is not sharded")],
         replicated={"norm.weight": "the norm runs over the dim"},
         cost_us=12.5,
@@ -62,7 +62,7 @@ def test_text() -> None:
         t=2,
         params={"w": S(0, Layout.of([(4, 8)] * 3, 2)), "b": I},
         ops={"mm": OpChoice((R, S(0, Layout.contiguous(8, 2))), P, "k")},
-        conversions={"mm": (Conversion(P, I),)},
+        transitions={"mm": (Transition(P, I),)},
         hardware="cpu",
     )
     assert str(static).splitlines() == [
@@ -85,7 +85,7 @@ def test_json_round_trip_keeps_everything() -> None:
     assert loaded.params == plan.params
     assert loaded.removals == plan.removals
     assert (loaded.t, loaded.sequence_parallel, loaded.cost_us) == (4, True, 12.5)
-    assert loaded.conversions.keys() == plan.conversions.keys()
+    assert loaded.transitions.keys() == plan.transitions.keys()
 
 
 def test_dynamic_sizes_are_written_by_name() -> None:
@@ -120,13 +120,13 @@ def test_diff_shows_what_changed_and_only_that() -> None:
     assert [line.split() for line in changed] == [["-", "norm.weight", "I"], ["+", "norm.weight", "S0"]]
 
 
-@pytest.mark.parametrize("change", ["ops", "conversions", "t"])
+@pytest.mark.parametrize("change", ["ops", "transitions", "t"])
 def test_diff_sees_every_kind_of_change(change: str) -> None:
     plan, other = _plan(), _plan()
     if change == "ops":
         other.ops["linear"] = OpChoice((R, R), R)
-    elif change == "conversions":
-        other.conversions = {}
+    elif change == "transitions":
+        other.transitions = {}
     else:
         other.t = 2
     assert plan.diff(other)
@@ -201,5 +201,5 @@ def test_an_edited_plan_must_follow_the_rules() -> None:
 
 def test_an_edited_plan_must_convert_what_it_uses() -> None:
     program, planner, given = _saved()
-    given.conversions.pop("x")
-    assert _refusal(program, planner).startswith("the plan uses %x at S1, but it is I and nothing converts it")
+    given.transitions.pop("x")
+    assert _refusal(program, planner).startswith("the plan uses %x at S1, but it is I and has no transition to there")

@@ -163,17 +163,17 @@ def test_free_takes_nothing_away() -> None:
         left, gone = case.left(name)
         assert len(left) == len(case.every(name)) and gone == {}
     weight = case.node("up")
-    assert case.policy.allows_conversion(weight, S(0, Layout.contiguous(12, T)), R)
+    assert case.policy.allows_transition(weight, S(0, Layout.contiguous(12, T)), R)
 
 
 def test_weights_are_neither_gathered_nor_used_in_slices() -> None:
     case = Case(_block, **BLOCK)
     weight, shard = case.node("up"), S(0, Layout.contiguous(12, T))
-    assert not case.policy.allows_conversion(weight, shard, R)
-    assert not case.policy.allows_conversion(weight, I, shard)
-    assert case.policy.allows_conversion(weight, I, R), "its gradient's all-reduce"
-    assert case.policy.allows_conversion(weight, I, P) and case.policy.allows_conversion(weight, shard, shard)
-    assert case.policy.allows_conversion(case.node("relu"), shard, R), "activations are"
+    assert not case.policy.allows_transition(weight, shard, R)
+    assert not case.policy.allows_transition(weight, I, shard)
+    assert case.policy.allows_transition(weight, I, R), "its gradient's all-reduce"
+    assert case.policy.allows_transition(weight, I, P) and case.policy.allows_transition(weight, shard, shard)
+    assert case.policy.allows_transition(case.node("relu"), shard, R), "activations are"
 
 
 def test_an_override_beats_policies_except_for_the_batch() -> None:

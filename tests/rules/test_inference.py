@@ -64,9 +64,7 @@ def inferred(node: fx.Node, facts: dict[fx.Node, Any]) -> tuple[Placement, ...]:
 
 def trials() -> list[Any]:
     found = []
-    for op in sorted(
-        {*RULES, *(op for op, facts in declared().items() if facts.rule), *(name for name, _, _ in SAMPLES)}
-    ):
+    for op in sorted({*RULES, *(op for op, facts in declared().items() if facts.rule), *SAMPLES}):
         for k, sample in enumerate(samples_of(op)):
             found.append(pytest.param(sample, id=f"{op.split('.')[1]}-{k}"))
     return found

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import zoo
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from megafx.capture.export import capture_call
-from megafx.checks.simulate import Logical, relative_error, run_logical
+from megafx.checks.simulate import Logical, relative_errors, run_logical
 from megafx.compiler.pipeline import Compiled, compile_program, plan_only
 from megafx.config import Config
-from megafx.ir.interpret import bind_inputs
+from megafx.ir.interpret import bind_inputs, input_values
 from megafx.ir.program import VAL, Program, recompute_val
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.planner.context import Planner
@@ -26,7 +26,6 @@ from megafx.planner.plan import Plan
 from megafx.testing import make_planner
 
 RTOL = 1e-10
-GRADIENT_FLOOR = 1e-6  # of the norm of all gradients: below it a gradient is zero but for rounding
 SEED = 1234
 
 
@@ -56,21 +55,8 @@ def promote_casts(program: Program, planner: Planner | None = None) -> int:
 
 def values_of(program: Program, model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
     """Logical values of the program's inputs by name."""
-    state = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    assert program.call is not None
-    user = iter(program.call.flatten((), call))
-    values: dict[str, Any] = {}
-    for spec in program.inputs:
-        if spec.kind in ("param", "buffer"):
-            values[spec.name] = state[spec.name].detach()
-        elif spec.kind == "user":
-            values[spec.name] = next(user)
-        elif spec.kind == "seed":
-            values[spec.name] = torch.tensor(SEED)
-    return values
+    values = input_values(program, model, (), call, seed=SEED)
+    return {n: v.detach() if isinstance(v, nn.Parameter) else v for n, v in values.items()}
 
 
 @dataclass
@@ -127,20 +113,8 @@ def loss_name(program: Program) -> str:
 
 def errors(found: Logical, wanted: Logical) -> dict[str, float]:
     """Relative error of each output and gradient: ||a - b|| / max(||b||, eps * scale)."""
-    result = {
-        f"output {n}": _error(found.outputs[n], v, 0.0) for n, v in wanted.outputs.items() if isinstance(v, Tensor)
-    }
-    present = [g for g in wanted.gradients.values() if g is not None]
-    scale = sum(float(g.norm()) ** 2 for g in present) ** 0.5
-    for name, gradient in wanted.gradients.items():
-        if gradient is not None:
-            got = found.gradients[name]
-            result[name] = _error(torch.zeros_like(gradient) if got is None else got, gradient, scale)
-    return result
-
-
-def _error(a: Tensor, b: Tensor, scale: float) -> float:
-    return relative_error(a, b, max(GRADIENT_FLOOR * scale, 1e-300))
+    outputs, gradients = relative_errors(found, wanted)
+    return {f"output {n}": e for n, e in outputs.items()} | gradients
 
 
 def assert_equal(found: Logical, wanted: Logical, rtol: float = RTOL) -> None:

@@ -10,7 +10,7 @@ from megafx.compiler.executable import Context, Executable
 from megafx.config import Config
 from megafx.ir.program import Partition, Program
 from megafx.ops.axes import AxisContext
-from megafx.passes.experts.drop_regions import drop_regions
+from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.partition import partition
@@ -22,7 +22,7 @@ from megafx.testing import make_planner
 def bound(program: Program, axes: Mapping[str, AxisContext]) -> Program:
     """A copy for the rank that `axes` describes."""
     program, planner = program.copy(), make_planner(axes=axes)
-    drop_regions(program, planner)
+    drop_expert_values(program, planner)
     bind_mesh(program, planner)
     return program
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megafx.ir.facts import real
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
-from megafx.rules.families import Call, Row
+from megafx.rules.families import OpCall, RuleText
 
 aten = torch.ops.aten
 
@@ -162,7 +162,8 @@ def glu_backward_reference(
 def glu_packed_backward_reference(
     grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.cat(_glu_gradients(grad.to(wide(x.dtype)), *_sum(x, bias).chunk(2, -1), act), -1)
+    gate, up = _sum(x, bias).chunk(2, -1)
+    dx = torch.cat(_glu_gradients(grad.to(wide(x.dtype)), gate, up, act), -1)
     dbias = x.new_empty(0) if bias is None else sum_rows(dx).to(bias.dtype)
     y = glu_packed_reference(x, bias, act) if want_output else x.new_empty(0)
     return dx.to(x.dtype), dbias, y
@@ -191,17 +192,17 @@ def bias_like(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(0) if bias is None else new_like(bias)
 
 
-def _backward_rule(call: Call) -> Row:
+def _backward_rule(call: OpCall) -> RuleText:
     """Linear in the gradient, on which y does not depend. Results that are not wanted take part in no row."""
     want, bias = call.get("want_output"), call.get("bias") is not None
     if call.op == "megafx.glu_backward.default":
         # dgate alone depends on up, and y on both
-        return Row(
+        return RuleText(
             f"nl[0]: ..., ..., ... -> ...; ...; {'~...' if want else '*'}", partials=(((2,), "PRP" if want else "PRR"),)
         )
     wide, why = ("(two h)", {"two": "gate and up are read together"}) if "packed" in call.op else ("h", {})
     results = f"... {wide}; {wide if bias else '*'}; {'~... h' if want else '*'}"
-    return Row(f"nl[0]: ... h, ... {wide}, {wide} -> {results}", why=why)
+    return RuleText(f"nl[0]: ... h, ... {wide}, {wide} -> {results}", why=why)
 
 
 define_op(

@@ -5,9 +5,9 @@
     w = softmax over keys;  out = (w * keep / (1 - p)) v;  a row that sees no key gives zeros, and zero gradients
 
 q [b, nq, s, e], k [b, n, t, e], v [b, n, t, f], nq a multiple of n: query heads i * nq / n onwards share KV head i, which is
-not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], the same
-beside a mask that the batch shares (a relative bias, ALiBi), so that nothing of [b, nq, s, t] is made; it gets no gradient.
-Causal and window masks are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
+not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], a
+padding mask beside a mask that all of the batch share (a relative bias, ALiBi): to join the two would take [b, nq, s, t]. It
+gets no gradient. Causal and window masks are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
 
 Arithmetic: products of the inputs' dtype accumulated in fp32, softmax in fp32 (fp64 for fp64), results rounded once.
 Saved: q, k, v, out and one number a row; the weights and their dropout are computed again in backward.
@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import SEED, fixed, mask, real
+from megafx.ir.facts import ATTENTION, SEED, fixed, mask, real
 from megafx.kernels.attention import attention_reference as reference
 from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside
 from megafx.kernels.common.draw import DRAW
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
-from megafx.rules.families import Arg, Call, Row
+from megafx.rules.families import Arg, OpCall, RuleText
 
 _SEED, _, _REST = DRAW.partition(", ")
 _OPERANDS = f"Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, {_SEED}"
@@ -121,7 +121,8 @@ def _packed_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Ten
 def _backward_packed(grad: Tensor, *args: Any) -> Tensor:
     """args: operands, out, lse, order, options."""
     packed = _packed_shape(grad, *args)
-    _backward(grad, *args[:8], *args[9:], into=_packed_views(packed, *args[:3], args[8]))
+    q, k, v = args[:3]
+    _backward(grad, *args[:8], *args[9:], into=_packed_views(packed, q, k, v, args[8]))
     return packed
 
 
@@ -150,29 +151,17 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     return dq, dk, dv, dmask, None, None, *[None] * len(ctx.rest)
 
 
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_results(q, v)
-
-
-def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return heads_inside(q), heads_inside(k), heads_inside(v)
-
-
-def _mask_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *_: Any) -> Tensor:
-    return mask.new_empty(mask.shape)
-
-
 # -- sharding: the dims depend on the mask's and on causality
 
 
-def _forward_rule(call: Call) -> Row:
+def _forward_rule(call: OpCall) -> RuleText:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
     text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, ~ -> b (n g) t f{statistics}"
     return _row(call, text)
 
 
-def _backward_rule(call: Call) -> Row:
+def _backward_rule(call: OpCall) -> RuleText:
     """Linear in the gradient; also where v is partial, and with it the output: so are the gradients of q and k.
 
     They are sums over v's width f: of the products of gradient and v, and of gradient and output.
@@ -185,7 +174,7 @@ def _backward_rule(call: Call) -> Row:
     return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 7), "PPR"),))
 
 
-def _operand_dims(call: Call, e: str, f: str) -> str:
+def _operand_dims(call: OpCall, e: str, f: str) -> str:
     return f"b (n g) t {e}, b n s! {e}, b n s! {f}, {_mask_dims(call.get('mask'))}"
 
 
@@ -199,30 +188,29 @@ def _mask_gradient_dims(mask: Arg) -> str:
     return " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
 
 
-def _row(call: Call, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> Row:
+def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> RuleText:
     if not (call.get("causal") or call.get("window")):
-        return Row(text, partials=partials)
+        return RuleText(text, partials=partials)
     text = text.replace(" t ", " t! ").replace(" t,", " t!,").replace(" t;", " t!;")
     text = text + "!" if text.endswith(" t") else text
-    return Row(text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials)
+    return RuleText(
+        text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials
+    )
 
 
 # -- the ops
 
-_Q, _K, _V, _G = (
-    real(2, 4, 6, 6),
-    real(2, 4, 4, 6),
-    real(2, 4, 4, 6),
-    real(2, 6, 4, 2),
-)  # _G: each head for four of queries
-_PLAIN = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
-_DROPPED = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
-_CAUSAL = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
+_Q, _K, _V = real(2, 4, 6, 6), real(2, 4, 4, 6), real(2, 4, 4, 6)
+_G = real(2, 6, 4, 2)  # each head for four of queries
+_PLAIN: Any = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
+_DROPPED: Any = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
+_CAUSAL: Any = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
 _GRADIENT, _LSE = real(2, 4, 6, 6), fixed(2, 4, 6)
 
 define_composite(
     f"attention({_OPERANDS}, {_OPTIONS}) -> Tensor",
     rule=_forward_rule,
+    cost=ATTENTION,
     samples=[
         (_Q, _K, _V, real(1, 4, 6, 4), None, None, *_PLAIN),
         (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, SEED, *_DROPPED),
@@ -233,20 +221,19 @@ define_composite(
 define_op(
     f"attention_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     rule=_forward_rule,
+    cost=ATTENTION,
     samples=[(_Q, _K, _V, None, None, None, *_PLAIN), (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, *_PLAIN)],
     reference=_forward,
-    fake=_forward_shapes,
+    fake=lambda q, k, v, *_: empty_results(q, v),
     launches=True,
 )
 define_op(
     f"attention_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     rule=_backward_rule,
-    samples=[
-        (_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, _GRADIENT, _LSE, *_PLAIN),
-    ],
+    samples=[(_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_backward,
-    fake=_backward_shapes,
+    fake=lambda grad, q, k, v, *_: (heads_inside(q), heads_inside(k), heads_inside(v)),
     launches=True,
 )
 # Gradients side by side in one tensor, as a fused q, k, v projection reads them: passes/backward/pack_attention_gradients.py
@@ -261,7 +248,7 @@ define_op(
     rule=_backward_rule,
     samples=[(_GRADIENT, _Q, _K, _V, real(2, 4, 6, 4), None, None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_mask_backward,
-    fake=_mask_shape,
+    fake=lambda grad, q, k, v, mask, *_: mask.new_empty(mask.shape),
     launches=True,
 )
 define_gradient("attention_forward", _gradient, _saves)

@@ -8,10 +8,10 @@
     unit    what is computed of each row between the products (row_units.py): h0, h1, .. are x_s ups_e, e0, e1, .. the stacks
             of the row's expert (biases), r0, r1, .. the row's own values. Its result is a row [F]
 
-passes/experts/join_experts.py makes it of grouped_mm, what stands between, grouped_mm, where experts are to be split
-over the ranks:
-each then has the weights, the biases and the range of rows of its own experts, and the results are summands. The ops apart
-cannot be split so, because what lies between them is not linear (expert parallelism: Lepikhin et al. 2020, 2006.16668).
+passes/experts/join_experts.py puts the op in place of two grouped_mm and what stands between them, where experts are to be
+split over ranks. Each rank then has the weights, the biases and the ranges of rows of its own experts, and the results are
+summands. Apart, the ops could not be split so: what stands between the products is not linear (expert parallelism: Lepikhin et
+al. 2020, 2006.16668).
 
 The gradient computes the first products and the unit again: nothing of size [S, F] is kept. CUDA: the library's grouped
 products (grouped_mm.py) on rows moved so that the rank's own come first; their ranges must follow one another, as sorted rows
@@ -30,7 +30,7 @@ from megafx.ir.facts import MATMUL, ids, real
 from megafx.kernels.common.op import define_op
 from megafx.kernels.experts.grouped_mm import grouped_mm, grouped_mm_weight
 from megafx.kernels.experts.row_units import read
-from megafx.rules.families import Call, Row
+from megafx.rules.families import OpCall, RuleText
 
 Tensors = Sequence[Tensor]
 
@@ -194,7 +194,7 @@ def _fake_backward(
     return [*made, down.new_empty(down.shape[0], down.shape[2])] if biased else made
 
 
-def _dims(call: Call) -> tuple[list[str], list[str], list[str]]:
+def _dims(call: OpCall) -> tuple[list[str], list[str], list[str]]:
     """Dims of ups, stacks and rows; those inside of an expert or a row are the unit's own."""
     ups = [f"e k! n{i}!" for i in range(len(call.get("ups")))]
     inside = lambda a, of: " ".join(f"{of}{d}!" for d in range(1, len(a.shape)))  # noqa: E731
@@ -202,20 +202,22 @@ def _dims(call: Call) -> tuple[list[str], list[str], list[str]]:
     return ups, stacks, [f"s! {inside(a, f'b{i}_')}" for i, a in enumerate(call.get("rows"))]
 
 
-def _rule(call: Call) -> Row:
+def _rule(call: OpCall) -> RuleText:
     ups, stacks, rows = _dims(call)
     operands = ["s! k!", "~e", "~e", *ups, "e f! m", "+e m", *stacks, *rows]
-    return Row(f"lin[{3 + len(ups)}]: {', '.join(operands)} -> s! m", _WHY)
+    return RuleText(f"lin[{3 + len(ups)}]: {', '.join(operands)} -> s! m", _WHY)
 
 
-def _backward_rule(call: Call) -> Row:
+def _backward_rule(call: OpCall) -> RuleText:
     ups, stacks, rows = _dims(call)
     operands = ["s! m", "s! k!", "~e", "~e", *ups, "e f! m", *stacks, *rows]
     biased = ["e m"] if call.get("biased") else []
     results = ["s! k!", *ups, "e f! m", *stacks, *rows, *biased]
     # all but the gradients of `down` and of its bias depend on `down`
     through = "P" * (1 + len(ups)) + "R" + "P" * (len(stacks) + len(rows)) + "R" * len(biased)
-    return Row(f"lin[0]: {', '.join(operands)} -> {'; '.join(results)}", _WHY, partials=(((4 + len(ups),), through),))
+    return RuleText(
+        f"lin[0]: {', '.join(operands)} -> {'; '.join(results)}", _WHY, partials=(((4 + len(ups),), through),)
+    )
 
 
 _WHY = {"s": "the ranges of rows are of all rows", "f": "what is between the products may mix its elements"}
@@ -232,6 +234,7 @@ define_op(
     "Tensor[] rows, str unit) -> Tensor",
     rule=_rule,
     cost=MATMUL,
+    # the last product's, and a share of the first ones'
     terms=lambda x, starts, ends, ups, down, *_: down[1] + sum(up[1] * up[2] for up in ups) // down[2],
     experts="e",
     samples=[

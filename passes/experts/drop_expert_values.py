@@ -1,7 +1,7 @@
 """Leave out of one rank's graph the expert values that other ranks compute for all (ops/owners.py).
 
-Before:  %1 = for_rank(%x, 1); %w1 = of_rank(%w, 1); %2 = linear(%1, %w1); %3 = rank_only(%2, 1); %4 = add(%y, %3)
-         %5 = rank_part(%g, 1); %6 = add(%h, %5);    %7 = to_rank(%dw, 1)
+Before:  %1 = owner_input(%x, 1); %w1 = owner_parameter(%w, 1); %2 = linear(%1, %w1); %3 = owner_output(%2, 1); %4 = add(%y, %3)
+         %5 = owner_input_gradient(%g, 1); %6 = add(%h, %5);    %7 = owner_parameter_gradient(%dw, 1)
 After:   rank 1: %2 = linear(%x, %w); %4 = add(%y, %2); %6 = add(%h, %g); %7 = %dw
          others: %4 = %y; %6 = %h; %7 = empty, of no rows; what only computes %2, %g and %dw is gone
 Legal because: these are the ops' definitions, with the rank filled in; adding zeros changes nothing.
@@ -17,16 +17,16 @@ from torch import fx
 from megafx.ir.contracts import fail
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import SizeEmitter
-from megafx.ops.owners import FOR_RANK, OF_RANK, OWNER_OPS, TO_RANK
+from megafx.ops.owners import OWNER_INPUT, OWNER_OPS, OWNER_PARAMETER, OWNER_PARAMETER_GRADIENT
 from megafx.placements.moves import same_sizes
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
-NAME = "drop_regions"
+NAME = "drop_expert_values"
 aten = torch.ops.aten
 
 
-def drop_regions(program: Program, planner: Planner) -> int:
+def drop_expert_values(program: Program, planner: Planner) -> int:
     """Return the number of ops of owners.py that are gone."""
     axes = planner.axes
     if axes is None:
@@ -37,11 +37,11 @@ def drop_regions(program: Program, planner: Planner) -> int:
     zeros: list[fx.Node] = []
     for node in found:
         x, owner, axis, _ = node.args
-        if axes[axis].rank == owner or node.target is FOR_RANK:
+        if axes[axis].rank == owner or node.target is OWNER_INPUT:
             _give(node, _strided(program, node, x))
-        elif node.target is TO_RANK:
+        elif node.target is OWNER_PARAMETER_GRADIENT:
             _give(node, _zeros(program, node, [0, *node.meta[VAL].shape[1:]]))
-        elif node.target is not OF_RANK:
+        elif node.target is not OWNER_PARAMETER:
             zeros.append(node)
     for node in zeros:
         _add_nothing(program, node)
@@ -55,7 +55,7 @@ def drop_regions(program: Program, planner: Planner) -> int:
         for node in used:
             _give(node, _zeros(program, node, [emitter(program.sizes.of(n)) for n in node.meta[VAL].shape]))
     program.graph.eliminate_dead_code()
-    for node in program.graph.find_nodes(op="call_function", target=OF_RANK):
+    for node in program.graph.find_nodes(op="call_function", target=OWNER_PARAMETER):
         raise fail(node, f"rank {node.args[1]} holds it, and another computes with it")
     return len(found)
 
