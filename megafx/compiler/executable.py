@@ -23,7 +23,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
-from megafx.distributed.parameters import Joined
+from megafx.distributed.parameters import JoinedParameters
 from megafx.ir.call_spec import no_autocast
 from megafx.ir.program import VAL, Program
 from megafx.passes.lower.call_directly import call_directly
@@ -143,7 +143,7 @@ class Executable:
         self._given = [s.index for s in parts.saved if s.kind == "input"]
         self._values = sum(s.kind != "input" for s in parts.saved)
         self._joins = [
-            Gathered(indices, *parts.gathered[k], self.gathered) if k in parts.gathered else Joined(indices)
+            Gathered(indices, *parts.gathered[k], self.gathered) if k in parts.gathered else JoinedParameters(indices)
             for k, indices in enumerate(parts.joins)
         ]
         count = len(parts.forward.graph.find_nodes(op="placeholder")) - len(self._joins)

@@ -22,7 +22,6 @@ from megafx.compiler.executable import Kept, Later, LazyOutput
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.finite import check_finite
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import Slot, shard_like
 from megafx.distributed.tensor import TPTensor, wrap
@@ -114,7 +113,7 @@ class ModelState:
     def check_finite(self, what: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Raise on every rank where `Config.check_for_nan_in_loss_and_grad` is set and something is not finite."""
         if self.config.check_for_nan_in_loss_and_grad:
-            check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
+            agreement.check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
 
 
 class BoundGraph:
