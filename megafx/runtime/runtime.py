@@ -57,7 +57,8 @@ class Runtime:
         compile: Callable[..., CompiledCall] = compile_call,
     ) -> None:
         """loss_fn: calls may bring `loss_inputs=` for it. compile: as `compile_call`."""
-        self.model, self.config, self.meshes, self.hardware = model, config, meshes, hardware
+        self.model = model
+        self.config, self.meshes, self.hardware = config, meshes, hardware
         self.loss_fn, self.compile = loss_fn, compile
         self.mesh = mesh = meshes.tensor
         self.group = mesh.get_group() if mesh is not None else None
@@ -71,7 +72,7 @@ class Runtime:
         self.notes: list[Note] = []
         self.params: Mapping[str, Placement] | None = None
         self.graphs: dict[Hashable, list[BoundGraph]] = {}
-        self.keys = KeyMaker(model)
+        self.keys = KeyMaker()
         self.normalizers: dict[str, Normalizer] = {}
         self.modules: list[nn.Module] = []
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
