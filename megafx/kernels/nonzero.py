@@ -3,7 +3,7 @@
     mask bool [A, B, ...] -> int64 [n, dims of the mask], in row-major order; n = number of true elements
 
 nonzero, where(mask), x[mask] and masked_select become it (passes/canonicalize/sizes.py), with indexing by its columns.
-size: the name of n among the sizes of the graph (data_sizes.py). The host waits for n, as it does in eager mode.
+size: the name of n among the sizes of the graph (ir/data_sizes.py). The host waits for n, as it does in eager mode.
 """
 
 from __future__ import annotations
