@@ -139,7 +139,7 @@ def _passes(args: argparse.Namespace) -> int:
             module = sys.modules[step.run.__module__]
             text = module.__doc__ if module.__name__.endswith(f".{step.name}") else step.run.__doc__
             print(
-                f"  {step.name:<26}{'' if step.ensures is None else step.ensures.name:<11}{(text or '').splitlines()[0]}"
+                f"  {step.name:<26}{'' if step.ensures is None else step.ensures.name:<13}{(text or '').splitlines()[0]}"
             )
     return 0
 
