@@ -241,7 +241,7 @@ def test_126_layers_in_about_two_seconds():
     params, rules, start = deep(126)
     sizes = Sizes()
     found = find_candidates(rules, params, sizes, 8)
-    rows = {n: strategies(r, found, sizes, 8) for n, r in rules.items()}
+    rows = {n: strategies(r, found, 8) for n, r in rules.items()}
     seconds = time.perf_counter() - start
     assert len(rules) > 5000 and not [r for r in rules.values() if r.kind == "none"]
     assert seconds < 10, f"{seconds:.1f} s"
