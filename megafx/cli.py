@@ -2,6 +2,7 @@
 
     megafx plan llama-8b.json --tp 8 --seq-length 8192 --save plan.json    plan a model; needs no GPU, ranks or weights
     megafx explain my_package.models:build --tp 4 --html plan.html         the same as a report: placements, bytes, reasons
+    megafx passes                                                          the pipeline: every pass in its order
     megafx check-rules                                                     try every sharding rule against the real op
     megafx convert runs/gpt hf/ --model gpt/config.json                    a checkpoint to Hugging Face files, or back
     megafx diff before/ after/                                             compare two folders that MEGAFX_DUMP wrote
@@ -20,7 +21,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,48 +47,45 @@ def _parser() -> argparse.ArgumentParser:
         prog="megafx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], help_text: str, **more: Any) -> Any:
+        command = commands.add_parser(name, help=help_text, **more)
+        command.set_defaults(run=run)
+        return command.add_argument, command
+
+    model_help = "Hugging Face config (.json or folder), or module:factory"
     for name, run, help_text in (
         ("plan", _plan, "plan a model and print where everything is"),
         ("explain", _explain, "plan a model and print the report"),
     ):
-        command = commands.add_parser(name, help=help_text, usage=f"megafx {name} [options] MODEL")
-        command.set_defaults(run=run)
-        command.add_argument("model", metavar="MODEL", help="Hugging Face config (.json or folder), or module:factory")
-        command.add_argument("--config", type=Path, help="YAML file of Config fields; the options below override it")
+        argument, command = add(name, run, help_text, usage=f"megafx {name} [options] MODEL")
+        argument("model", metavar="MODEL", help=model_help)
+        argument("--config", type=Path, help="YAML file of Config fields; the options below override it")
         if name == "plan":
-            command.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+            argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
         else:
-            command.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
-            command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+            argument("--html", type=Path, metavar="FILE", help="write the report as a page")
+            argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
         _add_fields(command.add_argument_group("fields of megafx.Config"))
-    command = commands.add_parser("check-rules", help="check every sharding rule against the real op")
-    command.set_defaults(run=_check_rules)
-    command.add_argument("ops", nargs="*", metavar="OP", help="only these, for example aten.linear.default")
-    command.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="where ops and rules of your own are made",
-    )
-    command = commands.add_parser(
-        "convert", help="a checkpoint folder to safetensors files, or such files to a checkpoint"
-    )
-    command.set_defaults(run=_convert)
-    command.add_argument("source", type=Path, help="of megafx or torch.distributed.checkpoint, or with safetensors")
-    command.add_argument("target", type=Path, help="folder to write")
-    command.add_argument("--model", help="Hugging Face config (.json or folder), or module:factory; default: in SOURCE")
-    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
-    command = commands.add_parser("diff", help="compare two dump folders, graph by graph")
-    command.set_defaults(run=_diff)
-    command.add_argument("before", type=Path)
-    command.add_argument("after", type=Path)
-    commands.add_parser("version", help="print versions").set_defaults(run=_version)
+    argument, _ = add("passes", _passes, "print the pipeline: every pass in its order")
+    argument("--config", type=Path, help="YAML file of Config fields: with the passes that it adds")
+    argument, _ = add("check-rules", _check_rules, "try every sharding rule against the real op")
+    argument("ops", nargs="*", metavar="OP", help="only these, for example aten.linear.default")
+    where = "where ops and rules of your own are made"
+    argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=where)
+    argument, _ = add("convert", _convert, "turn a checkpoint folder into safetensors files, or such files into one")
+    argument("source", type=Path, help="folder of megafx, of torch.distributed.checkpoint, or with safetensors")
+    argument("target", type=Path, help="folder to write")
+    argument("--model", help=f"{model_help}; default: in SOURCE")
+    argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
+    argument, _ = add("diff", _diff, "compare two dump folders, graph by graph")
+    argument("before", type=Path)
+    argument("after", type=Path)
+    add("version", _version, "print versions")
     return parser
 
 
-SHORT = {"tensor_model_parallel_size": "--tp"}
+SHORT = {"tensor_model_parallel_size": ["--tp"]}
 SWITCH: dict[Any, str] = {True: "on", False: "off"}
 
 
@@ -102,11 +100,10 @@ def _add_fields(group: argparse._ArgumentGroup) -> None:
             how |= {"type": int, "metavar": "N"}
         elif f.default is dataclasses.MISSING:  # a mapping or a list: for the file of --config
             continue
-        default = (
-            "" if f.default is None else f" (default: {SWITCH.get(f.default, f.default) if choices else f.default})"
-        )
-        names = [SHORT[f.name]] if f.name in SHORT else []
-        group.add_argument(*names, "--" + f.name.replace("_", "-"), help=f.metadata["doc"] + default, **how)
+        shown = SWITCH.get(f.default, f.default) if choices else f.default
+        names = [*SHORT.get(f.name, ()), "--" + f.name.replace("_", "-")]
+        text = f.metadata["doc"] + ("" if shown is None else f" (default: {shown})")
+        group.add_argument(*names, help=text, **how)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -133,9 +130,21 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_rules(args: argparse.Namespace) -> int:
-    import importlib
+def _passes(args: argparse.Namespace) -> int:
+    from megafx.compiler.pipeline import pipeline
 
+    for stage, passes in pipeline(_config(args)).items():
+        print(stage)
+        for step in passes:
+            module = sys.modules[step.run.__module__]
+            text = module.__doc__ if module.__name__.endswith(f".{step.name}") else step.run.__doc__
+            print(
+                f"  {step.name:<26}{'' if step.ensures is None else step.ensures.name:<11}{(text or '').splitlines()[0]}"
+            )
+    return 0
+
+
+def _check_rules(args: argparse.Namespace) -> int:
     from megafx.checks.rules import check_rules
 
     sys.path.insert(0, os.getcwd())  # as for `python -m`

@@ -12,24 +12,21 @@ import megafx.kernels.dropout.bias_dropout_add  # noqa: F401  registers the op
 from megafx.rewrite.pattern import Pattern, register
 
 
-@register
-class LinearBiasDropoutAdd(Pattern):
-    """residual + dropout(linear(x, w, b)) -> bias_dropout_add(linear(x, w), b, residual).
+class _Sum(Pattern):
+    """cast: the branch is cast to the residual's dtype, which the result has anyway."""
 
-    cast: the branch is written as one of the residual's dtype; it needs no cast, for the result is.
-    """
-
-    name = "linear_bias_dropout_add"
     knob = "bias_dropout_fusion"
-    tensors = {
-        "x": "D[... k]",
-        "weight": "param D[n k]",
-        "bias": "param D[n]",
-        "residual": "E[... n]",
-    }
     variants = {"cast": (False, True)}
     scalars = {"p": float}
     needs = ("dropout",)
+
+
+@register
+class LinearBiasDropoutAdd(_Sum):
+    """residual + dropout(linear(x, w, b)) -> bias_dropout_add(linear(x, w), b, residual)."""
+
+    name = "linear_bias_dropout_add"
+    tensors = {"x": "D[... k]", "weight": "param D[n k]", "bias": "param D[n]", "residual": "E[... n]"}
 
     def match(x, weight, bias, residual, *, p, cast):
         branch = F.dropout(F.linear(x, weight, bias), p, True)
@@ -40,15 +37,11 @@ class LinearBiasDropoutAdd(Pattern):
 
 
 @register
-class BiasDropoutAdd(Pattern):
+class BiasDropoutAdd(_Sum):
     """residual + dropout(x + b) -> bias_dropout_add(x, b, residual), whatever x is; b may be missing."""
 
     name = "bias_dropout_add"
-    knob = "bias_dropout_fusion"
     tensors = {"x": "D[... n]", "bias": "param D[n]?", "residual": "E[... n]"}
-    variants = {"cast": (False, True)}
-    scalars = {"p": float}
-    needs = ("dropout",)
 
     def match(x, bias, residual, *, p, cast):
         branch = F.dropout(x if bias is None else x + bias, p, True)

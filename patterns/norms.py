@@ -8,6 +8,7 @@ model); where their product is then wider than the rows, so is the result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -119,33 +120,27 @@ class WrittenRMSNorm(Pattern):
 KINDS = ("layer", "rms", "rms centred")
 
 
-def _normed(kind: str, h: Tensor, weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _operands(kind: str, **branch: str) -> dict[str, str]:
+    vectors = {"weight": "param W[h]?"} | ({"norm_bias": "param W[h]?"} if kind == "layer" else {})
+    return branch | {"residual": "E[... h]"} | vectors
+
+
+def _how(kind: str, weight: Tensor | None, norm_bias: Tensor | None, eps: float) -> tuple[Any, ...]:
+    """What the norm's op takes after the sum."""
+    return (weight, norm_bias, eps) if kind == "layer" else (weight, eps, float(kind == "rms centred"))
+
+
+def _normed(kind: str, h: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
     """The two results as they are found: the sum and its norm."""
-    if kind == "layer":
-        return h, ops.layer_norm(h, weight, norm_bias, eps)
-    return h, ops.rms_norm(h, weight, eps, float(kind == "rms centred"))
+    return h, (ops.layer_norm if kind == "layer" else ops.rms_norm)(h, *_how(kind, *norm))
 
 
 def _fused(
-    kind: str,
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    vectors: tuple[Tensor | None, ...],
-    eps: float,
-    drop: Draw,
+    kind: str, x: Tensor, bias: Tensor | None, residual: Tensor, drop: Draw, *norm: Any
 ) -> tuple[Tensor, Tensor]:
-    if kind == "layer":
-        made = ops.bias_dropout_add_layer_norm(x, bias, residual, *vectors, eps, *drop.args)
-    else:
-        made = ops.bias_dropout_add_rms_norm(
-            x, bias, residual, vectors[0], eps, float(kind == "rms centred"), *drop.args
-        )
-    return made[0], made[1]
-
-
-def _vectors(kind: str) -> dict[str, str]:
-    return {"weight": "param W[h]?"} | ({"norm_bias": "param W[h]?"} if kind == "layer" else {})
+    op = ops.bias_dropout_add_layer_norm if kind == "layer" else ops.bias_dropout_add_rms_norm
+    h, y, *_ = op(x, bias, residual, *_how(kind, *norm), *drop.args)
+    return h, y
 
 
 class _AddNorm(Pattern):
@@ -165,13 +160,13 @@ class AddNorm(_AddNorm):
     name = "add_norm"
 
     def tensors(*, kind):
-        return {"x": "D[... h]", "residual": "E[... h]"} | _vectors(kind)
+        return _operands(kind, x="D[... h]")
 
     def match(x, residual, weight=None, norm_bias=None, *, eps, kind):
         return _normed(kind, x + residual, weight, norm_bias, eps)
 
     def make(x, residual, weight=None, norm_bias=None, *, eps, kind, drop):
-        return _fused(kind, x, None, residual, (weight, norm_bias), eps, drop)
+        return _fused(kind, x, None, residual, drop, weight, norm_bias, eps)
 
 
 @register
@@ -181,14 +176,13 @@ class LinearAddNorm(_AddNorm):
     name = "linear_add_norm"
 
     def tensors(*, kind):
-        linear = {"x": "D[... k]", "matrix": "param D[h k]", "bias": "param D[h]"}
-        return linear | {"residual": "E[... h]"} | _vectors(kind)
+        return _operands(kind, x="D[... k]", matrix="param D[h k]", bias="param D[h]")
 
     def match(x, matrix, bias, residual, weight=None, norm_bias=None, *, eps, kind):
         return _normed(kind, F.linear(x, matrix, bias) + residual, weight, norm_bias, eps)
 
     def make(x, matrix, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):
-        return _fused(kind, F.linear(x, matrix), bias, residual, (weight, norm_bias), eps, drop)
+        return _fused(kind, F.linear(x, matrix), bias, residual, drop, weight, norm_bias, eps)
 
 
 @register
@@ -198,10 +192,10 @@ class DropoutAddNorm(_AddNorm):
     name = "dropout_add_norm"
 
     def tensors(*, kind):
-        return {"x": "D[... h]", "bias": "param D[h]?", "residual": "E[... h]"} | _vectors(kind)
+        return _operands(kind, x="D[... h]", bias="param D[h]?")
 
     def match(x, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):
         return _normed(kind, ops.bias_dropout_add(x, bias, residual, *drop.args), weight, norm_bias, eps)
 
     def make(x, bias, residual, weight=None, norm_bias=None, *, eps, kind, drop):
-        return _fused(kind, x, bias, residual, (weight, norm_bias), eps, drop)
+        return _fused(kind, x, bias, residual, drop, weight, norm_bias, eps)

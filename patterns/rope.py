@@ -13,17 +13,13 @@ import megafx.kernels.attention.rope  # noqa: F401  registers the ops
 from megafx.rewrite.pattern import Pattern, register
 
 _CASTS = ("none", "back", "both")
-
-
 # Dims of the tables as they broadcast against x: [b n s d], or [b s n d].
 _TABLES = {4: "[1|b 1|n 1|s {}]", 3: "[1|n 1|s {}]", 2: "[s {}]"}
 
 
 def _four(table: Tensor) -> Tensor:
     """With four dims, so that what is made matches the patterns below."""
-    for _ in range(4 - table.dim()):
-        table = table.unsqueeze(0)
-    return table
+    return table[(None,) * (4 - table.dim())]
 
 
 def _up(x: Tensor, cast: str) -> Tensor:
@@ -86,12 +82,7 @@ class RopeOfPairs(Pattern):
 
     name = "rope_pairs"
     knob = "apply_rope_fusion"
-    variants = {
-        "pairs": ("halves", "slices", "unbind"),
-        "dims": tuple(_TABLES),
-        "back": (False, True),
-        "cast": _CASTS,
-    }
+    variants = {"pairs": ("halves", "slices", "unbind"), "dims": tuple(_TABLES), "back": (False, True), "cast": _CASTS}
 
     def tensors(pairs, dims, back, cast):
         table = ("D" if cast == "none" else "f32") + _TABLES[dims].format("h")
@@ -131,10 +122,8 @@ class RopeOfBoth(Pattern):
     variants = {"heads": (1, 2), "interleaved": (False, True), "per_pair": (False, True)}
 
     def tensors(heads, interleaved, per_pair):
-        table = "T[1|b 1 1|s r]" if heads == 1 else "T[1|b 1|s 1 r]"
-        if heads == 1:
-            return {"q": "D[b n s d]", "k": "D[b m s d]", "cos": table, "sin": table}
-        return {"q": "D[b s n d]", "k": "D[b s m d]", "cos": table, "sin": table}
+        q, k, table = ("n s", "m s", "1 1|s") if heads == 1 else ("s n", "s m", "1|s 1")
+        return {"q": f"D[b {q} d]", "k": f"D[b {k} d]", **dict.fromkeys(("cos", "sin"), f"T[1|b {table} r]")}
 
     def match(q, k, cos, sin, *, interleaved, per_pair):
         how = (cos, sin, interleaved, per_pair)

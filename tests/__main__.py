@@ -33,8 +33,8 @@ QUICK = {  # folder -> its test files, or all
 }
 ALONE = [  # and these tests
     "checks/test_rules.py::test_mm_has_its_six_rows",
-    "equivalence/test_equivalence.py::test_sharded_equals_one_process[nanogpt-2-True]",
-    "equivalence/test_equivalence.py::test_sharded_equals_one_process[llama-3-False]",
+    "equivalence/test_equivalence.py::test_sharded_equals_one_process[nanogpt-3-True]",
+    "equivalence/test_equivalence.py::test_sharded_equals_one_process[llama-2-False]",
     "dist/test_on_ranks.py::test_on_ranks[2-nanogpt_sequence_parallel]",
 ]
 PATHS = [f"{folder}/test_{file}.py" for folder, files in QUICK.items() for file in files]

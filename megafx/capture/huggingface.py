@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +146,7 @@ def _attention_by_tag(original: Callable[..., Any]) -> Callable[..., Any]:
                 zeros = torch.zeros_like(shape.padding, dtype=position_bias.dtype)
                 key_mask = zeros.masked_fill(~shape.padding, torch.finfo(position_bias.dtype).min)
         scale = float(scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1]))
-        drawn = (float(dropout), -1, -1, [], "tp")
+        drawn: tuple[Any, ...] = (float(dropout), -1, -1, [], "tp")
         out = torch.ops.megafx.attention(
             query, key, value, mask, key_mask, None, scale, shape.causal, shape.window, float(softcap or 0.0), *drawn
         )
@@ -181,94 +181,72 @@ def part_group(name: str) -> str:
     return "memory" if "encoder_" in name and "decoder_" not in name else ""
 
 
-def synthesize_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
+def synthesize_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of a call with labels, as meta tensors: only shapes and dtypes matter to capture."""
     if not is_hf_model(model):
         raise CaptureError(
             f"the inputs of a {type(model).__name__} are unknown",
             fix="pass example_inputs= (a tuple of args, a dict of kwargs, or both), or call the model once",
         )
-    return (), _Inputs(model).make()
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    text, vision = (getattr(config, name, None) or config for name in ("text_config", "vision_config"))
+    length, target = _length(text, SEQ), _length(text, TARGET_SEQ)
+    main = getattr(model, "main_input_name", "input_ids")
+    inputs: dict[str, Any] = {}
+    if main == "pixel_values" or ("pixel_values" in takes and "input_ids" in takes):
+        size = getattr(vision, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        inputs["pixel_values"] = _floats(BATCH, getattr(vision, "num_channels", 3), height, width)
+    if main == "input_features":
+        frames = 2 * getattr(
+            config, "max_source_positions", 1500
+        )  # the encoder's second convolution halves their number
+        inputs["input_features"] = _floats(BATCH, getattr(config, "num_mel_bins", 80), frames)
+    if main == "input_values":
+        inputs["input_values"] = _floats(BATCH, 16000)
+    if main != "input_features" and "input_ids" in takes:
+        choices = (3,) if "MultipleChoice" in type(model).__name__ and "labels" in takes else ()
+        names = ("input_ids", "attention_mask") if "attention_mask" in takes else ("input_ids",)
+        inputs |= {name: _ids(BATCH, *choices, length) for name in names}
+    if is_encoder_decoder(model) and "decoder_input_ids" in takes:
+        inputs["decoder_input_ids"] = _ids(BATCH, target)
+    inputs |= _labels(model, takes, length, target)
+    if "return_loss" in takes:
+        inputs["return_loss"] = True
+    return (), inputs
 
 
-class _Inputs:
-    """The call of one model: main input, decoder input, labels by the shape of the head's output."""
+def _length(config: Any, wanted: int) -> int:
+    """A length of at most the model's maximum."""
+    keys = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+    known = (getattr(config, key, None) for key in keys)
+    limits = [n for n in known if isinstance(n, int) and n > 1]
+    # RoBERTa-like position tables start after the padding index.
+    limit = min(limits) - (2 if getattr(config, "pad_token_id", None) == 1 else 0) if limits else wanted
+    return max(2, min(wanted, limit if wanted != TARGET_SEQ else min(limit, TARGET_SEQ * limit // max(limit, SEQ))))
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.config = model, model.config
-        self.parameters = inspect.signature(model.forward).parameters
-        self.text = getattr(self.config, "text_config", None) or self.config
-        self.vision = getattr(self.config, "vision_config", None) or self.config
-        self.kwargs: dict[str, torch.Tensor] = {}
 
-    def takes(self, name: str) -> bool:
-        return name in self.parameters
-
-    def make(self) -> dict[str, torch.Tensor]:
-        main = getattr(self.model, "main_input_name", "input_ids")
-        if main == "pixel_values" or (self.takes("pixel_values") and self.takes("input_ids")):
-            size = getattr(self.vision, "image_size", 224)
-            height, width = (size, size) if isinstance(size, int) else tuple(size)
-            self.kwargs["pixel_values"] = _floats(BATCH, getattr(self.vision, "num_channels", 3), height, width)
-        if (
-            main == "input_features"
-        ):  # log-mel frames; the encoder halves their number by its second convolution's stride
-            frames = 2 * getattr(self.config, "max_source_positions", 1500)
-            self.kwargs["input_features"] = _floats(BATCH, getattr(self.config, "num_mel_bins", 80), frames)
-        if main == "input_values":
-            self.kwargs["input_values"] = _floats(BATCH, 16000)
-        length = self.length(SEQ)
-        if main != "input_features" and self.takes("input_ids"):
-            self.kwargs["input_ids"] = _ids(BATCH, length)
-            if self.takes("attention_mask"):
-                self.kwargs["attention_mask"] = _ids(BATCH, length)
-        target = self.length(TARGET_SEQ)
-        if is_encoder_decoder(self.model) and self.takes("decoder_input_ids"):
-            self.kwargs["decoder_input_ids"] = _ids(BATCH, target)
-        self.labels(length, target)
-        if self.takes("return_loss"):
-            self.kwargs["return_loss"] = True  # type: ignore[assignment]
-        return self.kwargs
-
-    def length(self, wanted: int) -> int:
-        """At most the model's maximum."""
-        keys = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
-        known = (getattr(self.text, key, None) for key in keys)
-        limits = [n for n in known if isinstance(n, int) and n > 1]
-        # RoBERTa-like position tables start after the padding index.
-        limit = min(limits) - (2 if getattr(self.text, "pad_token_id", None) == 1 else 0) if limits else wanted
-        return max(2, min(wanted, limit if wanted != TARGET_SEQ else min(limit, TARGET_SEQ * limit // max(limit, SEQ))))
-
-    def labels(self, length: int, target: int) -> None:
-        head = type(self.model).__name__
-        if self.takes("start_positions") and "QuestionAnswering" in head:
-            self.kwargs["start_positions"], self.kwargs["end_positions"] = _ids(BATCH), _ids(BATCH)
-        elif self.takes("next_sentence_label") and self.takes("labels"):
-            self.kwargs["labels"], self.kwargs["next_sentence_label"] = _ids(BATCH, length), _ids(BATCH)
-        elif not self.takes("labels"):
-            return
-        elif is_encoder_decoder(self.model) and "Classification" not in head:
-            self.kwargs["labels"] = _ids(BATCH, target)
-        elif "TokenClassification" in head:
-            self.kwargs["labels"] = _ids(BATCH, length)
-        elif "MultipleChoice" in head:
-            self.kwargs["labels"] = _ids(BATCH)
-            for name in ("input_ids", "attention_mask"):
-                if name in self.kwargs:
-                    self.kwargs[name] = _ids(BATCH, 3, length)
-        elif "Classification" in head:
-            self.kwargs["labels"] = self.class_labels()
-        else:
-            self.kwargs["labels"] = _ids(BATCH, length)
-
-    def class_labels(self) -> torch.Tensor:
-        """Labels by `problem_type`, or by the number of classes as transformers itself decides."""
-        count = getattr(self.config, "num_labels", 2)
-        default = "regression" if count == 1 else "single_label_classification"
-        kind = getattr(self.config, "problem_type", None) or default
-        if kind == "single_label_classification":
-            return _ids(BATCH)
-        return _floats(BATCH, count) if kind == "multi_label_classification" or count > 1 else _floats(BATCH)
+def _labels(model: Any, takes: Mapping[str, Any], length: int, target: int) -> dict[str, Tensor]:
+    """Labels by the shape of the head's output."""
+    head = type(model).__name__
+    if "start_positions" in takes and "QuestionAnswering" in head:
+        return {"start_positions": _ids(BATCH), "end_positions": _ids(BATCH)}
+    if "labels" not in takes:
+        return {}
+    if "next_sentence_label" in takes:
+        return {"labels": _ids(BATCH, length), "next_sentence_label": _ids(BATCH)}
+    if is_encoder_decoder(model) and "Classification" not in head:
+        return {"labels": _ids(BATCH, target)}
+    if "MultipleChoice" in head:
+        return {"labels": _ids(BATCH)}
+    if "Classification" not in head or "TokenClassification" in head:
+        return {"labels": _ids(BATCH, length)}
+    count = getattr(model.config, "num_labels", 2)
+    default = "regression" if count == 1 else "single_label_classification"  # as transformers itself decides
+    kind = getattr(model.config, "problem_type", None) or default
+    if kind == "single_label_classification":
+        return {"labels": _ids(BATCH)}
+    return {"labels": _floats(BATCH, count) if kind == "multi_label_classification" or count > 1 else _floats(BATCH)}
 
 
 def _ids(*shape: int) -> torch.Tensor:

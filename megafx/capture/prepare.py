@@ -6,6 +6,9 @@ The model's parameters become fakes, caches and checkpointing are switched off, 
 are replaced. What is replaced, and why, is the table of `replacements`: nothing of it is active outside of a capture, nor
 while another thread captures.
 
+Export's own output is kept off the terminal meanwhile (`_quiet` in export.py), and a submodule that is called by itself is
+traced without its hooks (`without_hooks`).
+
 Two replacements are not of a capture and stand elsewhere: `torch.utils.swap_tensors` while constructors run whose initial
 values are recorded (weights/constructor_log.py), and DTensor's `_custom_op_handlers`, for good, so that operations on sharded
 parameters work (distributed/tensor_dispatch.py).

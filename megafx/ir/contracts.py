@@ -205,6 +205,8 @@ def check_placements(program: Program) -> None:
 
 
 def check_local_shapes(program: Program) -> None:
+    if program.phase >= Phase.BOUND:
+        return  # a rank has no rows of what others own
     for node in program.graph.nodes:
         if PLACEMENT in node.meta:
             _check_shard_fits(program, node, node.meta[PLACEMENT], local=True)
@@ -279,6 +281,8 @@ def same_size(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 
 def check_gradients(program: Program) -> None:
+    if program.phase >= Phase.BOUND:
+        return
     inputs = {spec.name: node for node, spec in program.input_nodes()}
     outputs = {o.name for o in program.outputs if o.kind != "gradient"}
     results: Any = program.output_node().args[0]
@@ -346,6 +350,38 @@ def _starts(target: torch._ops.OpOverload) -> bool:
     return target.namespace == COLLECTIVE_NAMESPACE or str(target) == GATHER
 
 
+# -- BOUND
+
+
+def check_owned(program: Program) -> None:
+    for node in program.graph.nodes:
+        if str(node.target).startswith("megafx.owner_"):
+            raise fail(
+                node, "asks for a rank, but the graph is of one", "drop_expert_values leaves out what other ranks own"
+            )
+
+
+# -- PARTITIONED
+
+
+def check_partition(program: Program) -> None:
+    parts = program.partition
+    if parts is None:
+        raise PlacementError("the program is cut, but has no forward graph")
+    later = sum(spec.kind in ("tangent", "pending") for spec in program.inputs)
+    values = [s for s in (*parts.saved, *parts.saved_for_lazy) if s.kind != "input"]
+    outputs = sum(spec.kind != "gradient" for spec in program.outputs)
+    wanted = [("forward", parts.forward, len(program.inputs) - later + len(parts.joins), outputs + len(values))]
+    if parts.backward is not None:
+        wanted.append(("backward", parts.backward, len(parts.saved) + later, len(program.outputs) - outputs))
+    for name, gm, takes, gives in wanted:
+        results: Any = gm.graph.output_node().args[0]
+        found = len(gm.graph.find_nodes(op="placeholder")), len(results)
+        if found != (takes, gives):
+            text = f"takes {found[0]} values and gives {found[1]}, where {takes} and {gives} are expected"
+            raise PlacementError(f"the {name} graph {text}")
+
+
 Check = Callable[[Program], None]
 CONTRACTS: dict[Phase, tuple[Check, ...]] = {
     Phase.CAPTURED: (check_interface, check_values),
@@ -354,4 +390,6 @@ CONTRACTS: dict[Phase, tuple[Check, ...]] = {
     Phase.LOCAL: (check_local_shapes,),
     Phase.JOINT: (check_gradients,),
     Phase.LOWERED: (check_collectives,),
+    Phase.BOUND: (check_owned,),
+    Phase.PARTITIONED: (check_partition,),
 }

@@ -2,7 +2,7 @@
 
 torch.export gives such a size a symbol of its own, of which nothing may be asked (unbacked). In a `Program` it is an ordinary
 size with a hint, like those of the inputs: planning, fusing and differentiating need know nothing of it. It is the size of the
-result of `megafx.rows` (kernels/rows.py), which finds it by its name here, so that running the op on fakes again gives the
+result of `megafx.rows` (kernels/nonzero.py), which finds it by its name here, so that running the op on fakes again gives the
 same size. Hints are primes above those of capture/dims.py. As with every size, what is traced holds for 0 and 1 too.
 """
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import fx
 from megafx.errors import UsageError
 from megafx.ir.contracts import is_transition, ranks_of
 from megafx.ir.nodes import in_backward
-from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Phase, Program, fqn_of, source_of
+from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Input, Output, Phase, Program, fqn_of, source_of
 from megafx.placements.types import Owned
 
 AXIS = "tp"
@@ -159,6 +159,14 @@ def text(program: Program, *, t: int | None = None, details: bool = False) -> st
     width = max((len(left) for left, _ in rows if len(left) <= _COLUMN), default=0)
     lines = [f"{left:<{width}}  # {comment}".rstrip() for left, comment in rows]
     return "\n".join([*lines, *_returns(program, names)])
+
+
+def graph_text(program: Program, gm: fx.GraphModule) -> str:
+    """The same with details, of a graph that the program was cut into."""
+    inputs = [Input("user", node.name) for node in gm.graph.find_nodes(op="placeholder")]
+    results: Any = gm.graph.output_node().args[0]
+    outputs = [Output("user", "")] * len(results)
+    return text(replace(program, gm=gm, inputs=inputs, outputs=outputs), details=True)
 
 
 def _details(node: fx.Node) -> str:

@@ -1,8 +1,8 @@
 """Parameters one below the other, as one: weights [n0, k], [n1, k], ... -> [n0 + n1 + .., k]; biases likewise.
 
-The op is a concatenation. In what runs it is no op: `partition` makes its result an input, and `joined.Joined` gives that:
-a view where the parameters lie side by side in one memory (which `params.place_joined` sees to), else a copy. A gradient is
-one tensor too, and each parameter's is a slice of it.
+The op is a concatenation, which never runs: passes/lower/partition.py makes its result an input of the graphs, and
+distributed/parameters.py gives that: a view where the parameters lie side by side in one memory (`place_joined` puts them
+there), else a copy. The gradient is one tensor too, and each parameter's is a slice of it.
 """
 
 from __future__ import annotations

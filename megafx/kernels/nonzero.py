@@ -2,8 +2,8 @@
 
     mask bool [A, B, ...] -> int64 [n, dims of the mask], in row-major order; n = number of true elements
 
-nonzero, where(mask), x[mask] and masked_select become it (passes/canonicalize/data_rows.py), with indexing by its columns.
-size: the name of n among the sizes of the graph (data_sizes.py). The host waits for n, as it does in eager mode.
+nonzero, where(mask), x[mask] and masked_select become it (passes/canonicalize/sizes.py), with indexing by its columns.
+size: the name of n among the sizes of the graph (ir/data_sizes.py). The host waits for n, as it does in eager mode.
 """
 
 from __future__ import annotations

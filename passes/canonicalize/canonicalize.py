@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from megafx.ir.program import VAL, Phase, Program, active_nodes
-from megafx.passes.canonicalize import bodies, data_rows, inplace, linear, loss, names, random, sizes, views
+from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, random, sizes, views
 from megafx.passes.canonicalize.editor import Editor, Rewrite
 from megafx.planner.context import Planner
 from megafx.rewrite.trace import CanonicalForm, register_canonical_form
@@ -64,7 +64,7 @@ def canonicalize_program(program: Program) -> int:
     editor = Editor(program)
     changes = bodies.inline_bodies(editor)
     changes += names.erase_asserts(editor)
-    changes += data_rows.name_rows_of_data(editor)
+    changes += sizes.name_rows_of_data(editor)
     changes += inplace.take_views_for_reshapes(editor)
     changes += _each(editor, VIEWS)
     changes += inplace.functionalize(editor)

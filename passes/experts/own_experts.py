@@ -7,9 +7,9 @@ After:   %x1 = owner_input(%x, 1); %w1 = owner_parameter(%w, 1)
 Legal because: on one rank the new ops are identities. On several, the planner computes what lies between them whole, and the
 sum of what the ranks then add is what all experts add (ops/owners.py).
 
-What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_regions`), whether tokens are routed
-by index or by a mask. Sums into rows are first rewritten as sums of values (analysis/experts.py). Expert number j of E belongs
-to rank j t // E, so that a rank has at most ceil(E / t).
+What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_expert_values`), whether tokens are
+routed by index or by a mask. Sums into rows are first rewritten as sums of values (analysis/experts.py). Expert number j of E
+belongs to rank j t // E, so that a rank has at most ceil(E / t).
 
 Where: the user's override says 'expert' of the list. Plans that a user gives, and graphs after a model's first one, keep the
 owners that they have.

@@ -1,4 +1,4 @@
-"""Covers: megafx/capture*.py, call_spec.py, interpret.py. Own models; Hugging Face's are in capture/test_hf_inputs.py."""
+"""Covers: megafx/capture/, ir/call_spec.py, ir/interpret.py. Own models; Hugging Face's are in capture/test_hf_inputs.py."""
 
 from __future__ import annotations
 

@@ -29,13 +29,16 @@ EXPERT_NUMEL = 3 * moe.HIDDEN * moe.FFN
 
 
 @pytest.mark.dist
-def test_two_ranks_then_three_then_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", [(2,), pytest.param((2, 3, 1), marks=pytest.mark.slow)])
+def test_jobs_on_so_many_ranks(jobs: tuple[int, ...], tmp_path: Path) -> None:
     """Each trains from where the one before stopped, beside an eager model that goes on through all."""
-    for ranks in (2, 3):
+    for ranks in jobs:
+        if ranks == 1:
+            train(tmp_path, 1)
+            continue
         texts = run_ranks(__file__, tmp_path, ranks, timeout=900)
         held = [int(line.split()[-1]) for text in texts for line in text.splitlines() if "experts held" in line]
         assert sorted(held) == sorted([(EXPERTS + r) // ranks for r in range(ranks)]), texts
-    train(tmp_path, 1)
 
 
 @pytest.mark.dist

@@ -39,6 +39,7 @@ def run(folder: Path, kills: int, when: str, timeout: float) -> tuple[list[float
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_rank_is_killed_within_a_step(tmp_path: Path) -> None:
     losses, seen = run(tmp_path / "killed", 1, "step", 200)
     assert re.match(r"killed 1 times .*, started 2 times", seen), seen

@@ -6,6 +6,8 @@ Covers the whole pipeline on five models at t = 2, 3, 4, with and without sequen
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -36,9 +38,14 @@ def _alone(name: str) -> Any:
     return case.run(case.compile(1), case.inputs(*SIZES[1]))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("t", [2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+def each() -> Iterator[Any]:
+    """(name, t, sequence_parallel): all; every model at three of the six, the others marked slow."""
+    for i, name in enumerate(MODELS):
+        for t, sp in itertools.product((2, 3, 4), (False, True)):
+            yield pytest.param(name, t, sp, marks=pytest.mark.slow if (i + t + sp) % 2 else ())
+
+
+@pytest.mark.parametrize(("name", "t", "sequence_parallel"), list(each()))
 def test_sharded_equals_one_process(name: str, t: int, sequence_parallel: bool) -> None:
     case = _case(name, 0.0)
     compiled = case.compile(t, sequence_parallel=sequence_parallel)

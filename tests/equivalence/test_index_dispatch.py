@@ -1,6 +1,6 @@
 """Mixtures that give their experts tokens by index, whose number the data decides: against eager at fp64.
 
-Covers: data_sizes.py, kernels/rows.py, passes/canonicalize/data_rows.py, ir/nodes.py, and sizes.py where sizes stem from data.
+Covers: ir/data_sizes.py, kernels/nonzero.py, passes/canonicalize/sizes.py, ir/sizes.py where sizes stem from data.
 dist/call_structures.py has one on real ranks.
 """
 

@@ -1,8 +1,7 @@
 """Experts that are modules of a list and one rank's each (expert parallelism), at fp64 against eager.
 
-Covers: passes/experts/own_experts.py, passes/experts/drop_regions.py, analysis/experts.py, analysis/experts.py,
-owners.py. Every case runs twice: the
-graph of all ranks, in which each computes all experts, and each rank's own graph, in which the others' are left out.
+Covers: passes/experts/own_experts.py, passes/experts/drop_expert_values.py, analysis/experts.py, ops/owners.py. Every case runs
+twice: the graph of all ranks, in which each computes all experts, and each rank's own graph, in which the others' are left out.
 dist/test_owned_experts.py has one on real ranks.
 """
 
@@ -27,7 +26,7 @@ from megafx.errors import MegafxError, PlacementError, PlanError
 from megafx.ir.program import Input, Phase, Program
 from megafx.ops.axes import AxisContext
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
-from megafx.passes.experts.drop_regions import drop_regions
+from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.passes.experts.own_experts import own_experts
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import Owned, owned
@@ -483,6 +482,10 @@ def both_ways(x: Any, y: Any, g: Any, w: Any) -> Any:
     )
 
 
+def dropped(program: Program, rank: int) -> int:
+    return drop_expert_values(program, make_planner(axes={"tp": AxisContext(rank, 2)}))
+
+
 def test_golden_of_what_each_rank_runs() -> None:
     start = graph(
         both_ways,
@@ -493,7 +496,7 @@ def test_golden_of_what_each_rank_runs() -> None:
         out=("P@tp", "P@tp", "I@tp"),
     )
     owner, other = start.copy(), start.copy()
-    assert drop_regions(owner, {"tp": AxisContext(1, 2)}) == drop_regions(other, {"tp": AxisContext(0, 2)}) == 5
+    assert dropped(owner, 1) == dropped(other, 0) == 5
     expect(
         owner,
         """\
@@ -523,4 +526,4 @@ def test_golden_of_what_each_rank_runs() -> None:
         return %4, %5, %6
         """,
     )
-    assert drop_regions(owner, {"tp": AxisContext(1, 2)}) == 0
+    assert dropped(owner, 1) == 0

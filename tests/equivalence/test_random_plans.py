@@ -72,13 +72,14 @@ CASES = [
     ("bert", 2, (), 15),
     ("t5", 2, (), 5),
 ]
+LATER = {("nanogpt", 2), ("gpt2", 3), ("t5", 2)}  # in the slow tests alone
 CHUNK = 5
 
 
 @pytest.mark.parametrize(
     ("name", "t", "options", "first"),
     [
-        pytest.param(n, t, o, first, marks=pytest.mark.slow if first else ())
+        pytest.param(n, t, o, first, marks=pytest.mark.slow if first or (n, t) in LATER else ())
         for n, t, o, count in CASES
         for first in range(0, count, CHUNK)
     ],

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from calls import compare
 from harness import Case, assert_equal
 from torch.nn import functional as F
 
 import megafx
 from megafx.capture.export import capture_call
-from megafx.ir.program import VAL
 
 sys.path.append(str(zoo.EXAMPLES))
 
@@ -128,19 +126,6 @@ def test_dropout_and_jitter_do_not_depend_on_the_number_of_ranks(options: dict[s
     made, inputs = case(DROPOUT | options, moe)
     wanted = made.run(made.compile(1), inputs)
     assert_equal(made.run(made.compile(3), inputs), wanted)
-
-
-@pytest.mark.parametrize("t", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_autocast(t: int) -> None:
-    """enable_autocast: the call is captured with its casts, and differs from eager's by rounding alone."""
-    made, inputs = case({"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu})
-    model = made.model.float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        off, compiled = compare(model, inputs, t, promoted=False)
-    whole, _ = compare(model, inputs, t, promoted=False)
-    assert max(whole.values()) < 1e-4 and 1e-4 < max(off.values()) < 5e-2, (whole, off)
-    products = [n for n in compiled.program.graph.nodes if str(n.target) in ("aten.linear.default", "aten.mm.default")]
-    assert products and {n.meta[VAL].dtype for n in products} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("layers", [1, pytest.param(8, marks=pytest.mark.slow)])

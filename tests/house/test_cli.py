@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megafx.cli import load_model, main
+from megafx.compiler.pipeline import pipeline
 from megafx.config import Config
 
 LLAMA = {
@@ -41,6 +42,14 @@ def test_options_are_the_fields_of_config(capsys):
         of_shell = f.name not in ("overrides", "eager_modules", "passes")
         assert (f"--{f.name.replace('_', '-')} " in shown) == of_shell, f.name
     assert "usage: megafx plan [options] MODEL" in shown and "(default: 25)" in shown
+
+
+def test_passes_are_listed_in_their_order(capsys, tmp_path):
+    assert main(["passes"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    listed = [p.name for stage in pipeline(Config()).values() for p in stage]
+    assert [words[0] for words in lines] == listed and all(len(words) > 4 for words in lines)
+    assert lines[listed.index("build_joint_graph")][1] == "JOINT"
 
 
 def test_models_are_built_without_memory(llama):

@@ -1,4 +1,4 @@
-"""Covers: passes/canonicalize*.py. Each rewrite: what it makes (golden) and that it computes the same (fp64, gradients)."""
+"""Covers: passes/canonicalize/. Each rewrite: what it makes (golden) and that it computes the same (fp64, gradients)."""
 
 from __future__ import annotations
 

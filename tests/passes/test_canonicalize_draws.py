@@ -1,4 +1,4 @@
-"""Covers: passes/canonicalize*.py where models draw random numbers, and what stays as captured or is refused."""
+"""Covers: passes/canonicalize/random.py where models draw random numbers, and what stays as captured or is refused."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Covers: patterns/bias_activation.py. Golden text, numbers, what is left alone and why. In models:
+"""Covers: patterns/activation.py, without gated units. Golden text, numbers, what is left alone and why. In models:
 equivalence/test_patterns_in_models.py."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megafx.patterns.bias_activation import FORMS, WRITTEN, BiasActivation, LinearBiasActivation, WrittenActivation
+from megafx.patterns.activation import FORMS, WRITTEN, BiasActivation, LinearBiasActivation, WrittenActivation
 from megafx.testing import assert_same, expect, fuse_with
 
 FAMILY = [LinearBiasActivation, BiasActivation, WrittenActivation]

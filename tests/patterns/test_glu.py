@@ -1,5 +1,5 @@
-"""Covers: patterns/glu.py. Golden text, numbers, what is left alone and why, a packed one sharded. In models:
-equivalence/test_patterns_in_models.py."""
+"""Covers: gated units of patterns/activation.py. Golden text, numbers, what is left alone and why, a packed one sharded.
+In models: equivalence/test_patterns_in_models.py."""
 
 import harness
 import pytest
@@ -8,8 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafx.capture.export import capture_call
-from megafx.patterns.bias_activation import FORMS, BiasActivation, LinearBiasActivation, WrittenActivation
-from megafx.patterns.glu import Glu, LinearBiasGlu, PackedGlu
+from megafx.patterns.activation import (
+    FORMS,
+    BiasActivation,
+    Glu,
+    LinearBiasActivation,
+    LinearBiasGlu,
+    PackedGlu,
+    WrittenActivation,
+)
 from megafx.testing import assert_same, expect, fuse_with
 
 FAMILY = [Glu, PackedGlu, LinearBiasGlu, LinearBiasActivation, BiasActivation, WrittenActivation]

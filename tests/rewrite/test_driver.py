@@ -1,4 +1,7 @@
-"""Covers: rewrite*.py. What is found and replaced, what is not and why; each rewrite is golden and computes the same."""
+"""Covers: rewrite/driver.py, match.py, replace.py. What is found and replaced, what is not and why.
+
+Each rewrite is golden and computes the same.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Covers: pattern.py and rewrite/trace.py. What a declaration means, and what is refused with which words."""
+"""Covers: rewrite/pattern.py, rewrite/trace.py. What a declaration means, and what is refused with which words."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -238,12 +235,3 @@ def test_every_pattern_of_the_library_is_sound():
         check_pattern(pattern)
         assert pattern.__doc__, f"{pattern.name} has no docstring"
         assert pattern.knob is None or pattern.knob in megafx.Config.__dataclass_fields__
-
-
-def test_the_example_of_the_readme_runs():
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    (code,) = re.findall(r"```python fusion\n(.*?)```", text, re.DOTALL)
-    try:
-        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    finally:
-        unregister("soft_cap")

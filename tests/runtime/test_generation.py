@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from generating import CALLS, VOCAB, build, generate, prompt, transcribe
+from generating import CALLS, VOCAB, build, generate, prompt
 from harness import promote_casts
 
 import megafx
@@ -32,18 +32,6 @@ def test_two_graphs_give_eagers_tokens(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
-def test_encoder_and_decoder(name: str) -> None:
-    """One graph makes the memory's keys and values beside the first token, one all other tokens."""
-    model = build(name)
-    eager = copy.deepcopy(model)
-    megafx.parallelize(model)
-    for call in CALLS:
-        assert torch.equal(*(transcribe(m, name, call) for m in (model, eager))), call
-        assert model.megafx.captures == 2
-
-
-@pytest.mark.slow
 def test_chunks_of_a_decoders_prompt() -> None:
     model = build("t5")
     eager = copy.deepcopy(model)
@@ -51,19 +39,6 @@ def test_chunks_of_a_decoders_prompt() -> None:
     first = torch.cat([torch.zeros(2, 1, dtype=torch.long), prompt()["input_ids"]], dim=1)
     ids, options = prompt()["input_ids"], {"decoder_input_ids": first, "prefill_chunk_size": 3, "max_new_tokens": 5}
     assert torch.equal(*(m.generate(ids, **options) for m in (model, eager)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [{"cache_implementation": "static"}, {"prefill_chunk_size": 3}, {"use_cache": False}])
-def test_other_caches(form: dict[str, Any]) -> None:
-    """Static caches, prompts in chunks, none: eager's tokens, and no graph a token."""
-    model = build("llama")
-    eager = copy.deepcopy(model)
-    megafx.parallelize(model)
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **prompt(padded=True), **form}
-    for tokens in (8, 12):
-        assert torch.equal(*(m.generate(**options, max_new_tokens=tokens) for m in (model, eager)))
-    assert model.megafx.captures <= 4
 
 
 def test_padding_is_masked_in_every_step() -> None:

@@ -7,18 +7,20 @@ these casts promoted to fp64, on our side by a pass of the pipeline, in eager by
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import os
 import re
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -83,22 +85,35 @@ def run_ranks(
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     plain = {k: v for k, v in os.environ.items() if not k.startswith("MEGAFX_")}
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    world["CUDA_VISIBLE_DEVICES"] = ""  # gloo
+    logs = [open(folder / f"rank{rank}of{ranks}.log", "w+b") for rank in range(ranks)]  # noqa: SIM115  a pipe could fill up
     processes = [
         subprocess.Popen(
             [sys.executable, script, str(folder), str(rank), *arguments],
             env={**plain, **world, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
+            stdout=logs[rank],
             stderr=subprocess.STDOUT,
         )
         for rank in range(ranks)
     ]
+    end = time.monotonic() + timeout
     try:
-        texts = [p.communicate(timeout=timeout)[0].decode() for p in processes]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # they are killed, which shows below
+            for p in processes:
+                p.wait(max(end - time.monotonic(), 0))
     finally:
         for p in processes:
             p.kill()
+            p.wait()
+        texts = [_text_of(log) for log in logs]
     assert [p.returncode for p in processes] == list(ends or [0] * ranks), "\n".join(texts)
     return texts
+
+
+def _text_of(log: IO[bytes]) -> str:
+    log.seek(0)
+    with log:
+        return log.read().decode(errors="replace")
 
 
 def start_group(folder: Path | str, rank: int, *, seconds: float = 120, name: str = "store") -> None:

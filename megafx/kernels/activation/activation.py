@@ -162,7 +162,8 @@ def glu_backward_reference(
 def glu_packed_backward_reference(
     grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.cat(_glu_gradients(grad.to(wide(x.dtype)), *_sum(x, bias).chunk(2, -1), act), -1)
+    gate, up = _sum(x, bias).chunk(2, -1)
+    dx = torch.cat(_glu_gradients(grad.to(wide(x.dtype)), gate, up, act), -1)
     dbias = x.new_empty(0) if bias is None else sum_rows(dx).to(bias.dtype)
     y = glu_packed_reference(x, bias, act) if want_output else x.new_empty(0)
     return dx.to(x.dtype), dbias, y

@@ -5,9 +5,9 @@
     w = softmax over keys;  out = (w * keep / (1 - p)) v;  a row that sees no key gives zeros, and zero gradients
 
 q [b, nq, s, e], k [b, n, t, e], v [b, n, t, f], nq a multiple of n: query heads i * nq / n onwards share KV head i, which is
-not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], the same
-beside a mask that the batch shares (a relative bias, ALiBi), so that nothing of [b, nq, s, t] is made; it gets no gradient.
-Causal and window masks are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
+not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], a
+padding mask beside a mask that all of the batch share (a relative bias, ALiBi): to join the two would take [b, nq, s, t]. It
+gets no gradient. Causal and window masks are never made. out [b, nq, s, f] lies in memory as [b, s, nq, f].
 
 Arithmetic: products of the inputs' dtype accumulated in fp32, softmax in fp32 (fp64 for fp64), results rounded once.
 Saved: q, k, v, out and one number a row; the weights and their dropout are computed again in backward.
@@ -121,7 +121,8 @@ def _packed_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Ten
 def _backward_packed(grad: Tensor, *args: Any) -> Tensor:
     """args: operands, out, lse, order, options."""
     packed = _packed_shape(grad, *args)
-    _backward(grad, *args[:8], *args[9:], into=_packed_views(packed, *args[:3], args[8]))
+    q, k, v = args[:3]
+    _backward(grad, *args[:8], *args[9:], into=_packed_views(packed, q, k, v, args[8]))
     return packed
 
 
@@ -148,18 +149,6 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     dq, dk, dv = torch.ops.megafx.attention_backward(*arguments)
     dmask = torch.ops.megafx.attention_mask_backward(*arguments) if ctx.needs_input_grad[3] else None
     return dq, dk, dv, dmask, None, None, *[None] * len(ctx.rest)
-
-
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_results(q, v)
-
-
-def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return heads_inside(q), heads_inside(k), heads_inside(v)
-
-
-def _mask_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *_: Any) -> Tensor:
-    return mask.new_empty(mask.shape)
 
 
 # -- sharding: the dims depend on the mask's and on causality
@@ -211,15 +200,11 @@ def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], .
 
 # -- the ops
 
-_Q, _K, _V, _G = (
-    real(2, 4, 6, 6),
-    real(2, 4, 4, 6),
-    real(2, 4, 4, 6),
-    real(2, 6, 4, 2),
-)  # _G: each head for four of queries
-_PLAIN = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
-_DROPPED = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
-_CAUSAL = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
+_Q, _K, _V = real(2, 4, 6, 6), real(2, 4, 4, 6), real(2, 4, 4, 6)
+_G = real(2, 6, 4, 2)  # each head for four of queries
+_PLAIN: Any = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
+_DROPPED: Any = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
+_CAUSAL: Any = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
 _GRADIENT, _LSE = real(2, 4, 6, 6), fixed(2, 4, 6)
 
 define_composite(
@@ -239,18 +224,16 @@ define_op(
     cost=ATTENTION,
     samples=[(_Q, _K, _V, None, None, None, *_PLAIN), (_Q, _K, _V, fixed(1, 4, 6, 4), mask(2, 4), None, *_PLAIN)],
     reference=_forward,
-    fake=_forward_shapes,
+    fake=lambda q, k, v, *_: empty_results(q, v),
     launches=True,
 )
 define_op(
     f"attention_backward(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     rule=_backward_rule,
-    samples=[
-        (_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, _GRADIENT, _LSE, *_PLAIN),
-    ],
+    samples=[(_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_backward,
-    fake=_backward_shapes,
+    fake=lambda grad, q, k, v, *_: (heads_inside(q), heads_inside(k), heads_inside(v)),
     launches=True,
 )
 # Gradients side by side in one tensor, as a fused q, k, v projection reads them: passes/backward/pack_attention_gradients.py
@@ -265,7 +248,7 @@ define_op(
     rule=_backward_rule,
     samples=[(_GRADIENT, _Q, _K, _V, real(2, 4, 6, 4), None, None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_mask_backward,
-    fake=_mask_shape,
+    fake=lambda grad, q, k, v, mask, *_: mask.new_empty(mask.shape),
     launches=True,
 )
 define_gradient("attention_forward", _gradient, _saves)

@@ -8,9 +8,9 @@ delta, draws the dropout again and leaves both for `_key_gradient` (the dropout 
 the query heads that share them, in order: no atomics. Its tiles are keys by queries, so that weights and their gradients
 stay in registers as the left side of the products that give dv and dk.
 
-At 128 wide the two products that `_query_gradient` would do again cost more than to keep ds in memory: `_key_gradient`
-leaves it and `_query_product` multiplies it. Heads are then done in groups, as many as WORKSPACE holds. At 64 wide it is the
-other way round.
+Heads 128 wide: keeping ds in memory costs less than the two products that `_query_gradient` would compute again. So
+`_key_gradient` writes ds and `_query_product` multiplies it by k, a group of heads at a time, as many as WORKSPACE holds. With
+heads 64 wide it is the other way round.
 """
 
 from __future__ import annotations
@@ -309,8 +309,8 @@ def backward(
     x: Inputs,
     out: Tensor,
     lse: Tensor,
-    into: Sequence[Tensor] | None = None,
     *,
+    into: Sequence[Tensor] | None = None,
     workspace: int = WORKSPACE,
     separate: bool | None = None,
     by_query: dict[str, Any] | None = None,

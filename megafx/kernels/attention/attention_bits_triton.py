@@ -1,9 +1,10 @@
 """Which weights attention's dropout keeps, for the Triton kernels; attention_reference.py says which bits these are.
 
-Queries by keys, one Philox call decides for the 8 keys that one thread of the tensor core's layout owns: its decisions are
-packed into a byte and expanded after the reshape, so that nothing moves between threads. Keys by queries, a call would span
-four warps. So the kernel that goes by queries leaves its decisions, one bit each, for the one that goes by keys: word i of
-a tile of 64 queries and 64 keys is what thread i has made (queries 16 w + 8 h + r, groups of keys 2 c + e: i = 32 w + 4 r + c).
+In a tile of queries by keys, one Philox call decides for 8 keys that one thread owns in the tensor core's layout: the
+decisions are packed into a byte and expanded after the reshape, so that nothing moves between threads. In a tile of keys by
+queries, a call would be for elements of four warps. So the kernel that goes by queries leaves its decisions in memory, one
+bit each, for the kernel that goes by keys: word i of a tile of 64 queries and 64 keys is what thread i has made (queries
+16 w + 8 h + r, groups of keys 2 c + e: i = 32 w + 4 r + c).
 """
 
 from __future__ import annotations

@@ -44,9 +44,10 @@ class Inputs(NamedTuple):
     @staticmethod
     def of(operands: Sequence[Any], options: Sequence[Any]) -> Inputs:
         """operands: q, k, v, mask, key_mask, seed; options: from scale to axis, as in the schema."""
-        *tensors, seed = operands
-        *how, p, op_id, shard_dim, layout, axis = options
-        return Inputs(*tensors, *how, Draw(seed, p, op_id, shard_dim, tuple(layout), axis))
+        q, k, v, mask, key_mask, seed = operands
+        scale, causal, window, softcap, p, op_id, shard_dim, layout, axis = options
+        draw = Draw(seed, p, op_id, shard_dim, tuple(layout), axis)
+        return Inputs(q, k, v, mask, key_mask, scale, causal, window, softcap, draw)
 
 
 def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:

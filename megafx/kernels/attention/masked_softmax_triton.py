@@ -1,5 +1,4 @@
-"""The kernels of megafx::scale_mask_softmax; masked_softmax.py has formulas and ops,
-kernels/attention/masked_softmax_launch.py the launchers.
+"""The kernels of megafx::scale_mask_softmax; masked_softmax.py has formulas and ops, masked_softmax_launch.py the launchers.
 
 Rows stay in registers: one row a program, several where rows are short. What a row cannot see is not read: its range of
 visible keys follows from position and from the bounds of its row of the mask, which a small kernel finds first (all heads

@@ -16,6 +16,10 @@ CPU and fp64: the plain torch below. CUDA: rope_triton.py.
 
 from __future__ import annotations
 
+import functools
+import operator
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,11 +28,24 @@ from megafx.kernels.common.op import define_gradient, define_op, wide
 from megafx.rules.families import OpCall
 
 
-def check_rope(x: Tensor, cos: Tensor, sin: Tensor, per_pair: bool) -> None:
-    rotated = cos.shape[-1] * (2 if per_pair else 1)
+class Tables(NamedTuple):
+    """The ops' arguments after the tensors to be rotated."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    per_pair: bool
+
+    @property
+    def rotated(self) -> int:
+        return self.cos.shape[-1] * (2 if self.per_pair else 1)
+
+
+def check_rope(x: Tensor, tables: Tables) -> None:
+    cos, sin = tables[:2]
     if cos.shape != sin.shape:
         raise ValueError(f"rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ in shape")
-    if rotated > x.shape[-1] or rotated % 2:
+    if tables.rotated > x.shape[-1] or tables.rotated % 2:
         raise ValueError(f"rope: tables {tuple(cos.shape)} do not fit the last dim of x {tuple(x.shape)}")
     if cos.dim() > x.dim():
         raise ValueError(f"rope: tables {tuple(cos.shape)} have more dims than x {tuple(x.shape)}")
@@ -45,51 +62,31 @@ def _join(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
 
 
-def _table(table: Tensor, dtype: torch.dtype, interleaved: bool, per_pair: bool) -> tuple[Tensor, Tensor]:
-    table = table.to(dtype)
-    return (table, table) if per_pair else _pairs(table, table.shape[-1], interleaved)
-
-
-def rope_reference(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool, back: bool = False
-) -> Tensor:
-    check_rope(x, cos, sin, per_pair)
-    dtype = wide(x.dtype)
-    rotated = cos.shape[-1] * (2 if per_pair else 1)
-    a, b = _pairs(x.to(dtype), rotated, interleaved)
-    cos_a, cos_b = _table(cos, dtype, interleaved, per_pair)
-    sin_a, sin_b = _table(sin, dtype, interleaved, per_pair)
+def rope_reference(x: Tensor, *given: Any, back: bool = False) -> Tensor:
+    tables = Tables(*given)
+    check_rope(x, tables)
+    dtype, rotated = wide(x.dtype), tables.rotated
+    a, b = _pairs(x.to(dtype), rotated, tables.interleaved)
+    wide_tables = [t.to(dtype) for t in tables[:2]]
+    (cos_a, cos_b), (sin_a, sin_b) = (
+        (t, t) if tables.per_pair else _pairs(t, rotated, tables.interleaved) for t in wide_tables
+    )
     if back:
         sin_a, sin_b = -sin_b, -sin_a
-    turned = _join(a * cos_a - b * sin_a, b * cos_b + a * sin_b, interleaved)
+    turned = _join(a * cos_a - b * sin_a, b * cos_b + a * sin_b, tables.interleaved)
     return torch.empty_like(x).copy_(torch.cat((turned, x[..., rotated:].to(dtype)), -1))
 
 
-def rope_backward_reference(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool) -> Tensor:
-    return rope_reference(grad, cos, sin, interleaved, per_pair, back=True)
+def rope_backward_reference(grad: Tensor, *given: Any) -> Tensor:
+    return rope_reference(grad, *given, back=True)
 
 
-def rope_qk_reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool
-) -> tuple[Tensor, Tensor]:
-    return rope_reference(q, cos, sin, interleaved, per_pair), rope_reference(k, cos, sin, interleaved, per_pair)
+def rope_qk_reference(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    return rope_reference(q, *given), rope_reference(k, *given)
 
 
-def rope_qk_backward_reference(
-    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool
-) -> tuple[Tensor, Tensor]:
-    tables = (cos, sin, interleaved, per_pair, True)
-    return rope_reference(dq, *tables), rope_reference(dk, *tables)
-
-
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _fake_qk(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
+def rope_qk_backward_reference(dq: Tensor, dk: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    return rope_backward_reference(dq, *given), rope_backward_reference(dk, *given)
 
 
 def _rule_of_both(call: OpCall) -> str | None:
@@ -120,7 +117,7 @@ define_op(
     ],
     reference=rope_reference,
     triton="attention.rope_triton:rope",
-    fake=_fake,
+    fake=lambda x, *_: torch.empty_like(x),
 )
 define_op(
     f"rope_backward(Tensor grad, {_TABLES}) -> Tensor",
@@ -128,7 +125,7 @@ define_op(
     samples=[(real(2, 4, 6, 8), fixed(1, 1, 6, 6), fixed(1, 1, 6, 6), False, False)],
     reference=rope_backward_reference,
     triton="attention.rope_triton:rope_backward",
-    fake=_fake,
+    fake=lambda x, *_: torch.empty_like(x),
 )
 # Heads of q and k differ in number (grouped queries), and in place by layout.
 define_op(
@@ -137,7 +134,7 @@ define_op(
     samples=[(real(2, 8, 6, 4), real(2, 4, 6, 4), fixed(1, 1, 6, 4), fixed(1, 1, 6, 4), False, False)],
     reference=rope_qk_reference,
     triton="attention.rope_triton:rope_qk",
-    fake=_fake_qk,
+    fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
 )
 define_op(
     f"rope_qk_backward(Tensor dq, Tensor dk, {_TABLES}) -> (Tensor, Tensor)",
@@ -145,47 +142,39 @@ define_op(
     samples=[(real(2, 6, 4, 4), real(2, 6, 4, 4), fixed(6, 1, 2), fixed(6, 1, 2), True, True)],
     reference=rope_qk_backward_reference,
     triton="attention.rope_triton:rope_qk_backward",
-    fake=_fake_qk,
+    fake=lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
 )
 
 
-def _table_gradients(
-    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool
-) -> tuple[Tensor, Tensor]:
+def _table_gradients(grad: Tensor, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     """Of tables that are learned: sums of products over the dims in which they broadcast."""
     dtype = wide(x.dtype)
-    rotated = cos.shape[-1] * (2 if per_pair else 1)
-    a, b = _pairs(x.to(dtype), rotated, interleaved)
-    da, db = _pairs(grad.to(dtype), rotated, interleaved)
+    a, b = _pairs(x.to(dtype), tables.rotated, tables.interleaved)
+    da, db = _pairs(grad.to(dtype), tables.rotated, tables.interleaved)
     found = []
-    for first, second, table in ((da * a, db * b, cos), (-da * b, db * a, sin)):
-        whole = first + second if per_pair else _join(first, second, interleaved)
+    for first, second, table in ((da * a, db * b, tables.cos), (-da * b, db * a, tables.sin)):
+        whole = first + second if tables.per_pair else _join(first, second, tables.interleaved)
         found.append(whole.sum_to_size(table.shape).to(table.dtype))
     return found[0], found[1]
 
 
-def _saves(ctx, inputs, output) -> None:
-    *xs, cos, sin, ctx.interleaved, ctx.per_pair = inputs
-    ctx.learned = cos.requires_grad or sin.requires_grad
-    ctx.save_for_backward(cos, sin, *(xs if ctx.learned else ()))
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *xs, cos, sin, interleaved, per_pair = inputs
+    ctx.how = interleaved, per_pair
+    learned = cos.requires_grad or sin.requires_grad
+    ctx.save_for_backward(cos, sin, *(xs if learned else ()))
 
 
-def _backward(ctx, grad: Tensor):
-    cos, sin, *x = ctx.saved_tensors
-    how = (ctx.interleaved, ctx.per_pair)
-    tables = _table_gradients(grad, x[0], cos, sin, *how) if x else (None, None)
-    return torch.ops.megafx.rope_backward(grad, cos, sin, *how), *tables, None, None
-
-
-def _backward_qk(ctx, dq: Tensor, dk: Tensor):
-    cos, sin, *x = ctx.saved_tensors
-    how = (ctx.interleaved, ctx.per_pair)
-    dcos, dsin = None, None
-    if x:
-        of_q, of_k = (_table_gradients(d, y, cos, sin, *how) for d, y in zip((dq, dk), x, strict=True))
-        dcos, dsin = of_q[0] + of_k[0], of_q[1] + of_k[1]
-    return *torch.ops.megafx.rope_qk_backward(dq, dk, cos, sin, *how), dcos, dsin, None, None
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    cos, sin, *xs = ctx.saved_tensors
+    tables, dtables = Tables(cos, sin, *ctx.how), (None, None)
+    if xs:
+        each = [_table_gradients(grad, x, tables) for grad, x in zip(grads, xs, strict=True)]
+        dtables = tuple(functools.reduce(operator.add, of) for of in zip(*each, strict=True))  # type: ignore[assignment]
+    if len(grads) == 1:
+        return torch.ops.megafx.rope_backward(*grads, *tables), *dtables, None, None
+    return *torch.ops.megafx.rope_qk_backward(*grads, *tables), *dtables, None, None
 
 
 define_gradient("rope", _backward, _saves)
-define_gradient("rope_qk", _backward_qk, _saves)
+define_gradient("rope_qk", _backward, _saves)

@@ -1,20 +1,22 @@
 """megafx::rope and rope_qk on CUDA; rope.py has formulas and ops.
 
 A program rotates all heads of one position, q's and k's: both are read before either is written (where heads are too many
-for that, q and k have programs of their own). The tables are read once into registers for all of them, and
-where heads lie side by side in memory ([b, s, n, d], also seen as [b, n, s, d]) it reads one run of n * d elements. Any
-strides in the leading dims; the last dim must be dense (else x is copied). Pairs are split and joined in registers. More
-than three leading dims, and tables that broadcast over none of them, take the plain path.
+for that, q and k have programs of their own). The tables are read once into registers for all heads. Where heads lie side by
+side in memory ([b, s, n, d], also seen as [b, n, s, d]), a program reads one run of n * d elements. Any strides in the leading
+dims; the last dim must be dense (else x is copied). Pairs are split and joined in registers. More than three leading dims, and
+tables that broadcast over none of them, take the plain path.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafx.kernels.attention.rope import check_rope, rope_backward_reference, rope_reference
+from megafx.kernels.attention.rope import Tables, check_rope, rope_reference
 from megafx.kernels.common.op import launch
 
 TILE = 2048  # pairs a step of a program
@@ -163,20 +165,19 @@ def _tile(heads: int, half: int) -> int:
     return min(triton.next_power_of_2(heads), max(1, TILE // triton.next_power_of_2(half)))
 
 
-def _run(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool, back: bool) -> list[Tensor]:
+def _run(xs: list[Tensor], tables: Tables, back: bool = False) -> list[Tensor]:
     for x in xs:
-        check_rope(x, cos, sin, per_pair)
+        check_rope(x, tables)
     dims = max(4, xs[0].dim())
-    cos, sin = (_ones(_dense(c), dims) for c in (cos, sin))
+    cos, sin = (_ones(_dense(c), dims) for c in tables[:2])
     if dims > 4 or all(cos.shape[d] != 1 for d in range(3)):  # no dim of heads: nothing to share between them
-        plain = rope_backward_reference if back else rope_reference
-        return [plain(x, cos, sin, interleaved, per_pair) for x in xs]
+        return [rope_reference(x, cos, sin, *tables[2:], back=back) for x in xs]
     outs = [torch.empty_like(x) for x in xs]
     shown, made = [_ones(_dense(x), 4) for x in xs], [_ones(out, 4) for out in outs]
     heads = _head_dim(shown, cos)
     a, b = (d for d in range(3) if d != heads)
     q, k = shown[0], shown[-1]
-    half = cos.shape[-1] if per_pair else cos.shape[-1] // 2
+    half = tables.rotated // 2
     width, rest = q.shape[-1], q.shape[-1] - 2 * half
     positions = q.shape[a] * q.shape[b]
     if positions == 0 or q.shape[heads] == 0:
@@ -196,36 +197,34 @@ def _run(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, per_pair
         q, made[0], k, made[-1], cos, sin, q.shape[b], half, width,
         q.shape[heads], *strides(q), *strides(made[0]), k.shape[heads], *strides(k), *strides(made[-1]),
         table(cos, a), table(cos, b), table(sin, a), table(sin, b),
-        TWO=len(xs) == 2, TOGETHER=together, BACK=back, INTERLEAVED=interleaved, PER_PAIR=per_pair, Q_HEADS=tiles[0],
-        K_HEADS=tiles[1], HALF=block, REST=triton.next_power_of_2(rest) if rest else 0,
+        TWO=len(xs) == 2, TOGETHER=together, BACK=back, INTERLEAVED=tables.interleaved, PER_PAIR=tables.per_pair,
+        Q_HEADS=tiles[0], K_HEADS=tiles[1], HALF=block, REST=triton.next_power_of_2(rest) if rest else 0,
         num_warps=max(4 if rest else 1, min(8, max(tiles) * block // 512)),
     )  # fmt: skip
     return outs
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool) -> Tensor:
-    return _run([x], cos, sin, interleaved, per_pair, False)[0]
+def rope(x: Tensor, *given: Any) -> Tensor:
+    return _run([x], Tables(*given))[0]
 
 
-def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool) -> Tensor:
-    return _run([grad], cos, sin, interleaved, per_pair, True)[0]
+def rope_backward(grad: Tensor, *given: Any) -> Tensor:
+    return _run([grad], Tables(*given), back=True)[0]
 
 
-def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool) -> tuple[Tensor, Tensor]:
-    if not _together(q, k):
-        return rope(q, cos, sin, interleaved, per_pair), rope(k, cos, sin, interleaved, per_pair)
-    return tuple(_run([q, k], cos, sin, interleaved, per_pair, False))  # type: ignore[return-value]
+def rope_qk(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    return _both(q, k, Tables(*given), False)
 
 
-def rope_qk_backward(
-    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, per_pair: bool
-) -> tuple[Tensor, Tensor]:
-    if not _together(dq, dk):
-        return rope_backward(dq, cos, sin, interleaved, per_pair), rope_backward(dk, cos, sin, interleaved, per_pair)
-    return tuple(_run([dq, dk], cos, sin, interleaved, per_pair, True))  # type: ignore[return-value]
+def rope_qk_backward(dq: Tensor, dk: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    return _both(dq, dk, Tables(*given), True)
 
 
-def _together(q: Tensor, k: Tensor) -> bool:
-    """Whether one kernel does both: the same positions, in all dims but that of heads."""
+def _both(q: Tensor, k: Tensor, tables: Tables, back: bool) -> tuple[Tensor, Tensor]:
+    """By one kernel, where q and k have the same positions: in all dims but that of heads."""
     same = q.dim() == k.dim() and q.dtype == k.dtype and q.shape[-1] == k.shape[-1]
-    return same and sum(bool(a != b) for a, b in zip(q.shape, k.shape, strict=True)) <= 1
+    if same and sum(bool(a != b) for a, b in zip(q.shape, k.shape, strict=True)) <= 1:
+        of_q, of_k = _run([q, k], tables, back)
+    else:
+        (of_q,), (of_k,) = _run([q], tables, back), _run([k], tables, back)
+    return of_q, of_k

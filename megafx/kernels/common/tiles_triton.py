@@ -1,7 +1,7 @@
 """Tiles of [rows, columns] for Triton kernels, and sums over rows in a fixed order.
 
-A column sum over many rows is done in two steps: about four programs a multiprocessor each sum the tiles that they go
-over into one row of fp32 partials [programs, columns]; `sum_partials` adds those up. No atomics: the same bits each run.
+A column sum over many rows takes two steps. About four programs a multiprocessor sum their tiles, each into one row of fp32
+partials [programs, columns]; then `sum_partials` adds these rows. No atomics: the same bits each run.
 """
 
 from __future__ import annotations

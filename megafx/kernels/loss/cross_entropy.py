@@ -124,6 +124,7 @@ def backward(
     lse_grad: Tensor | None,
     ignore_index: int,
     smoothing: float,
+    *,
     out: Tensor | None = None,
 ) -> Tensor:
     """grad [T] of the loss, lse_grad [T] of the log-sum-exp -> gradient of the logits [T, V]."""
@@ -131,7 +132,8 @@ def backward(
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, lse: bool) -> Tensor:
-    return with_lse(*torch.ops.megafx.cross_entropy_forward(logits, target, ignore_index, smoothing), lse)
+    loss, norm = torch.ops.megafx.cross_entropy_forward(logits, target, ignore_index, smoothing)
+    return with_lse(loss, norm, lse)
 
 
 def _over_ranks(emit: Callable[..., Any], node: Any, layout: Any, size: int, axis: str) -> Any:
@@ -141,7 +143,7 @@ def _over_ranks(emit: Callable[..., Any], node: Any, layout: Any, size: int, axi
     fixed_logits = emit(aten.detach.default, logits)  # ce_loss knows the whole derivative
     stats = emit(ops.ce_stats.default, fixed_logits, target, layout, size, axis)
     stacked = emit(aten.unsqueeze.default, stats, 0, placement=S(0, one_each))
-    gather = (stacked, "S0", "I", list(one_each.flat()), [], axis, size)
+    gather: Any = (stacked, "S0", "I", list(one_each.flat()), [], axis, size)
     everyone = emit(ops.transition.default, *gather, placement=I)
     return emit(ops.ce_loss.default, logits, target, everyone, *how, layout, size, axis, placement=I)
 

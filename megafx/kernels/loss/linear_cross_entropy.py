@@ -10,11 +10,13 @@ logits (logits_chunks.py): CHUNK_BYTES, but no less than an eighth of the tokens
 chunks in its own dtype, is rounded 8 times at most. Without gradients (evaluation) forward makes the loss alone. Saved: the
 gradients of x, weight and bias.
 
-It is for whole vocabularies, on one rank's tokens; vocab_linear_cross_entropy.py is for sharded ones.
+For whole vocabularies, on one rank's tokens; vocab_linear_cross_entropy.py is for sharded ones.
 Source of the idea: Liger-Kernel's fused linear cross entropy (Hsu et al. 2024, 2410.10989), which chunks more finely.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,26 +39,21 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor)
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    gradients: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss [], and with `gradients` those of x, weight and bias (empty otherwise, and that of no bias)."""
     check_linear(x, weight, bias, target)
+    ignore_index, smoothing, gradients = how
     chunks, target = LogitsChunks(x, weight, bias), target.contiguous()
     factor = FP16_FACTOR if x.dtype == torch.float16 else 1.0
     made = LayerGradients(chunks, factor) if gradients else None
     losses = [x.new_zeros((), dtype=wide(x.dtype))]
     for rows, logits in chunks:
-        loss, norm = token_losses(logits, target[rows], ignore_index, label_smoothing)
+        loss, norm = token_losses(logits, target[rows], ignore_index, smoothing)
         losses.append(loss.sum())
         if made is not None:
             each = torch.full((1,), factor, dtype=loss.dtype, device=loss.device).expand(len(loss))
-            how = Loss.whole(ignore_index, label_smoothing, logits)
+            how = Loss.whole(ignore_index, smoothing, logits)
             logits_gradient(each, logits, target[rows], norm, how, out=logits)
             made.add(rows)
     bias_dtype = weight.dtype if bias is None else bias.dtype
@@ -67,18 +64,12 @@ def forward(
 
 
 def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    gradients: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_linear(x, weight, bias, target)
     loss = x.new_empty((), dtype=wide(x.dtype))
     bias_like = weight if bias is None else bias
-    if not gradients:
+    if not how[-1]:  # gradients
         return loss, x.new_empty(0), weight.new_empty(0), bias_like.new_empty(0)
     db = bias_like.new_empty(0 if bias is None else weight.shape[0])
     return loss, torch.empty(x.shape, dtype=x.dtype, device=x.device), weight.new_empty(weight.shape), db

@@ -5,13 +5,13 @@
     x [..., H], bias [H] or none, residual [..., H], weight [H] or none, norm_bias [H] or none
     -> h [..., H] in the promoted dtype of x and residual, y [..., H] in h's dtype, mean and rstd [...] fp32
 
-    formulas: bias_dropout_add.py and norms.py; y normalises h as rounded, as the two ops one after the other do
+    formulas: bias_dropout_add.py and norms.py; y is the norm of h as rounded, as of the two ops one after the other
     backward, one kernel: d = dh + norm'(dy), where dh is what reaches h from elsewhere (the residual stream);
     dresidual = d, dx = keep(i) d scale, dbias = sum over rows of dx, dweight and dnorm_bias as in norms.py
 
-Saved: h, the seed, one or two numbers a row. Results of several kinds: these ops appear after planning, on one rank's
-shapes, where the last dim is whole; shard_dim is a leading dim. What is not wanted, or is the same as dresidual, is an
-empty tensor. CPU and fp64: the plain torch below. CUDA: add_norm_triton.py.
+Saved: h, the seed, one or two numbers a row. These ops have results of several kinds, which the planner does not place: they
+appear after planning, on one rank's shapes, where the last dim is whole; shard_dim is a leading dim. What is not wanted, or
+is the same as dresidual, is an empty tensor. CPU and fp64: the plain torch below. CUDA: add_norm_triton.py.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def call_backward(rms: bool, run: Callable[..., tuple[Tensor, ...]], *args: Any)
         mean, wanted = None, (want_weight, False)
     else:
         h, grad_y, grad_h, weight, mean, rstd, *wanted, dtype, bias_dtype = args[:10]  # type: ignore[assignment]
-        offset, drawing = 0.0, args[10:]
+        offset, drawing = 0.0, list(args[10:])
     draw = Draw(*drawing)
     outputs = empty_gradients(h, weight, wanted, dtype, bias_dtype, draw)
     outputs = run(h, grad_y, grad_h, weight, mean, rstd, offset, outputs, draw)
@@ -191,7 +191,7 @@ def _gradient(rms: bool, ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None,
         dx, dbias = branch_gradients(grad_h, dtype, bias_dtype, draw)
         return dx, dbias, grad_h.to(residual_dtype), None, None, *nothing
     given, ops = (h, grad_y, grad_h, weight, *statistics), torch.ops.megafx
-    dnorm_bias = None
+    dnorm_bias: Any = None
     if rms:
         found = ops.bias_dropout_add_rms_norm_backward(*given, ctx.offset, want_weight, dtype, bias_dtype, *draw)
         d, dx, dweight, dbias = found
