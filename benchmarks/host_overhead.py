@@ -31,7 +31,7 @@ from megafx.distributed.mesh import Meshes
 from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
 from megafx.ir.program import Input, Output, Program
 from megafx.ir.sizes import Sizes
-from megafx.passes.lower.call_directly import call_directly
+from megafx.passes.lower.call_directly import with_direct_calls
 from megafx.placements.types import I, Layout, Placement, S
 from megafx.planner.hardware import Hardware
 from megafx.runtime.bound_graph import CompiledCall
@@ -195,7 +195,7 @@ class Steps:
 
     def graph(self, step: Callable[..., Any]) -> Callable[[], Any]:
         """What a compiled graph runs for it."""
-        gm = call_directly(make_fx(step)(*self.tensors))
+        gm = with_direct_calls(make_fx(step)(*self.tensors))[0]
         return lambda: gm.forward(*self.tensors)
 
 

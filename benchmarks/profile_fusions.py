@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from megafx.api import hardware_of
 from megafx.capture.export import capture_call
 from megafx.compiler.executable import Executable
-from megafx.compiler.pipeline import compile_program
+from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import FUSIONS, MEASURE_NOTHING, Config
 from megafx.distributed.parameters import parameter_slots, place_joined
 from megafx.errors import MegafxError, UsageError
@@ -380,8 +380,9 @@ def prepare(name: str, setting: Setting) -> Job:
         run = compiled.executable()
         names = [spec.name for spec in compiled.program.inputs]
         place_joined(module, dict(parameter_slots(module)), [[names[i] for i in group] for group in run.parts.joins])
+        inductor = Compiled(compiled.program, replace(planner, config=planner.config.replace(compile=True)))
         for way in setting.ways:
-            runs[fused, training, way] = (run.compiled() if way else run, compiled.program)
+            runs[fused, training, way] = (inductor.executable() if way else run, compiled.program)
     program = runs[True, True, False][1]
     if not any(f.pattern in case.patterns for f in program.fusions):
         raise UsageError(f"none of {', '.join(case.patterns)} is found in the chain '{name}', which is to measure it")

@@ -123,7 +123,7 @@ class Config:
         "each step then waits for the device",
     )
     passes: tuple[tuple[str, Callable[..., int]], ...] = _option(
-        tuple, "your own passes: pairs of 'after <pass>' or 'before <pass>' and a function"
+        tuple, "your own passes: pairs of 'after <pass>' or 'before <pass>' and a function (program, planner) -> int"
     )
 
     def __post_init__(self) -> None:

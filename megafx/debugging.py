@@ -1,13 +1,13 @@
 """Every debug flag, in one table. Environment variables set them; `with megafx.debug(level=2):` overrides them.
 
 MEGAFX_DEBUG=1       one line a pass: index, name, changes, nodes +/-, ms
-            =2       plus a diff of the graph after each pass that changed it, and match counts of patterns
-            =3       plus near misses of patterns, and the planner's alternatives with costs
-            =4       plus the whole graph after each pass
-MEGAFX_DUMP=dir      00_capture.txt, 01_<pass>.txt, ... (rank 0 only; further graphs in dir/graph1, dir/graph2, ...)
-MEGAFX_CHECK=1       check each pass's result against the contract of its phase
-            =2       plus execute before and after each pass, and name the first pass that changed numbers
-MEGAFX_SKIP=a,b      leave out passes by name (one that a later pass needs is an error)
+            =2       also a diff of the graph after each pass that changed it, and match counts of patterns
+            =3       also near misses of patterns, and the planner's alternatives with their costs
+            =4       also the whole graph after each pass
+MEGAFX_DUMP=dir      rank 0 writes 00_capture.txt, 01_<pass>.txt, ...; further graphs go to dir/graph1, dir/graph2, ...
+MEGAFX_CHECK=1       check the graph after each pass against the contract of its phase
+            =2       also run the graph before and after each pass, and name the first pass that changed numbers
+MEGAFX_SKIP=a,b      leave out passes by name; leaving out one that a later pass needs is an error
 MEGAFX_STOP_AFTER=a  raise `PipelineStopped`, which holds the program, after the named pass
 """
 
@@ -67,7 +67,7 @@ _override: ContextVar[dict[str, Any] | None] = ContextVar("megafx_debug", defaul
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The fields that the environment sets. An unknown MEGAFX_ variable is an error, as a typo would pass unseen."""
+    """The fields that the environment sets. An unknown MEGAFX_ variable is an error: it may be a typo."""
     known = {flag.variable: flag for flag in FLAGS}
     fields: dict[str, Any] = {}
     for name, text in environment.items():
@@ -116,7 +116,7 @@ def debug(
 
 
 def is_reporting_rank() -> bool:
-    """Whether this process is the one that logs and dumps: rank 0 of the job, or the only process."""
+    """Whether this process logs and dumps: rank 0 of the job, or the only process."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank() == 0

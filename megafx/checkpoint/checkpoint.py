@@ -3,7 +3,7 @@
     path = megafx.save_checkpoint("runs/gpt", model, optimizer, step=100, extra={"scheduler": scheduler})
     loaded = megafx.load_checkpoint("runs/gpt", model, optimizer, extra={"scheduler": scheduler})   # the newest valid one
 
-The files are `checkpoint/folder.py`'s, what is in them `checkpoint/state.py`'s; docs/checkpoints.md is the user's guide.
+checkpoint/folder.py describes the files, checkpoint/state.py their content; docs/checkpoints.md is the user's guide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megafx.checkpoint.folder import Content, read_content
 from megafx.checkpoint.load import Load
 from megafx.checkpoint.state import Optimizers, State, collect, copied, several_of
 from megafx.checkpoint.storage import FolderWriter, write_checkpoint
-from megafx.distributed.agreement import broadcast_object, check_same, gather_objects, raise_together
+from megafx.distributed.agreement import broadcast_object, check_same, gather_objects, raising_together
 from megafx.distributed.failures import meet, timeout_of
 from megafx.distributed.parameters import runtime_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
@@ -32,8 +32,8 @@ from megafx.weights.initialize import Factory, Rest, check_planned
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What `load_checkpoint` found. path: of the checkpoint. extra: what was saved as such, without the objects that were given
-    to load into. skipped: newer checkpoints that are damaged, each with what is wrong."""
+    """What `load_checkpoint` found. path: of the checkpoint. extra: what was saved as `extra`, without the objects that were
+    given to load into. skipped: newer checkpoints that are damaged, each with the reason."""
 
     path: Path
     step: int
@@ -184,13 +184,9 @@ def load_checkpoint(
                 f"there is no checkpoint in {path}", fix="name the folder that save_checkpoint was given"
             )
         path, content, skipped = found
-    error: MegafxError | None = None
-    try:
+    with raising_together(group):
         check_planned(model)
         rest = Rest(model, factory)
-    except MegafxError as problem:
-        error = problem
-    raise_together(error, group)
     loaded, into = Load(path, content, model, several_of(optimizer), extra or {}).run(group, rng)
     rest.fill()
     if (runtime := runtime_of(model)) is not None:
@@ -211,28 +207,23 @@ def _newest_valid(
 ) -> tuple[Path, Content, dict[Path, str]] | None:
     """(path, content, damaged newer ones). None: there are no checkpoints. Raises where all of them are damaged."""
     names = [root] if checkpoint_folder.is_checkpoint(root) else checkpoint_folder.checkpoints(root)
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     skipped: dict[Path, str] = {}
     for path in map(Path, broadcast_object([*map(str, names)], group)):  # rank 0's: folders may change meanwhile
-        content, problem = _checked(path, group)
+        content, problem = None, None
+        try:
+            content = read_content(path)
+            wrong = checkpoint_folder.damage(path, sorted(content.files)[rank::ranks], content)  # this rank's share
+            problem = f"checkpoint {path} is damaged: {wrong}" if wrong else None
+        except MegafxError as error:
+            problem = error.found
+        problem = next((p for p in gather_objects(problem, group) if p), None)
         if problem is None:
             assert content is not None
-            if skipped and (group is None or dist.get_rank(group) == 0):
+            if skipped and rank == 0:
                 warnings.warn(f"{'; '.join(skipped.values())}; loading {path}", stacklevel=3)
             return path, content, skipped
         skipped[path] = problem
     if skipped and raises:
         raise CheckpointError(f"no valid checkpoint in {root}: {'; '.join(skipped.values())}")
     return None
-
-
-def _checked(path: Path, group: dist.ProcessGroup | None) -> tuple[Content | None, str | None]:
-    """(content, what is wrong). Ranks share the files among them, and come to the same result."""
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-    content, problem = None, None
-    try:
-        content = read_content(path)
-        wrong = checkpoint_folder.damage(path, sorted(content.files)[rank::ranks], content)
-        problem = f"checkpoint {path} is damaged: {wrong}" if wrong else None
-    except MegafxError as error:
-        problem = error.found
-    return content, next((p for p in gather_objects(problem, group) if p), None)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the folders, `metadata.json`, what makes one valid, and how one comes to be at once or not at all.
+"""Checkpoints on disk: folders, `metadata.json`, validity; a checkpoint appears whole, in one rename, or not at all.
 
     runs/gpt/                          the root that users name
         step_00000010/                 a finished checkpoint
@@ -8,7 +8,7 @@
         .step_00000030.partial/        a save that is under way, or that was killed
 
 A save writes and flushes everything below `.partial`, `metadata.json` last, and renames the folder: a folder without that
-prefix is complete. Damage afterwards is found by sizes and digests (blake2b). Nothing here communicates.
+prefix is complete. Later damage is found by sizes and digests (blake2b). Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megafx.errors import CheckpointError
 from megafx.weights.files import Written, digest_of
@@ -31,8 +30,7 @@ TORCH_METADATA = ".metadata"  # what torch.distributed.checkpoint's own writer m
 _NAME = re.compile(r"step_(\d{8,})(?:-(\d+))?")
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One slice of a tensor: where it is in the tensor, and where in which file."""
 
     offsets: tuple[int, ...]
@@ -41,8 +39,7 @@ class Chunk:
     key: str
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(NamedTuple):
     """One tensor. dtype: as safetensors names it."""
 
     dtype: str
@@ -50,9 +47,8 @@ class Described:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True)
-class Content:
-    """What `metadata.json` says. objects: plain data (`checkpoint_tree`)."""
+class Content(NamedTuple):
+    """What `metadata.json` says. objects: plain data (`encode` of checkpoint/state.py)."""
 
     step: int
     tensors: dict[str, Described]
@@ -60,31 +56,15 @@ class Content:
     objects: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "tensors": {
-                name: {
-                    "dtype": t.dtype,
-                    "shape": list(t.shape),
-                    "chunks": [[list(c.offsets), list(c.sizes), c.file, c.key] for c in t.chunks],
-                }
-                for name, t in self.tensors.items()
-            },
-            "files": {name: [f.bytes, f.digest] for name, f in self.files.items()},
-            "objects": self.objects,
-        }
+        return self._asdict() | {"tensors": {name: t._asdict() for name, t in self.tensors.items()}}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Content:
-        tensors = {
-            name: Described(
-                t["dtype"],
-                tuple(t["shape"]),
-                tuple(Chunk(tuple(o), tuple(s), file, key) for o, s, file, key in t["chunks"]),
-            )
-            for name, t in data["tensors"].items()
-        }
-        files = {name: Written(size, digest) for name, (size, digest) in data["files"].items()}
+        tensors = {}
+        for name, t in data["tensors"].items():
+            chunks = tuple(Chunk(tuple(o), tuple(s), file, key) for o, s, file, key in t["chunks"])
+            tensors[name] = Described(t["dtype"], tuple(t["shape"]), chunks)
+        files = {name: Written(*about) for name, about in data["files"].items()}
         return Content(data["step"], tensors, files, data["objects"])
 
 
@@ -181,14 +161,14 @@ def commit(root: Path, step: int, keep: int | None) -> Path:
     folder, base = partial(root, step), f"step_{step:08d}"
     flush_folder(folder)
     same = [path for path in checkpoints(root) if path.name.split("-")[0] == base]
-    again = int(_NAME.fullmatch(same[0].name)[2] or 0) + 1 if same else 0  # type: ignore[index]  # `checkpoints` matched it
-    final = root / (f"{base}-{again}" if again else base)
+    again = f"-{int(same[0].name.partition('-')[2] or 0) + 1}" if same else ""  # -1, -2, ...: the step was saved before
+    final = root / (base + again)
     os.rename(folder, final)
     flush_folder(root)
     later = checkpoints(root)
     for path in {*same, *(later[keep:] if keep is not None else ())} - {final}:
         gone = path.with_name(f".{path.name}.deleted")
-        os.rename(path, gone)  # at once: what is being removed is no checkpoint
+        os.rename(path, gone)  # in one step: a folder that is being removed is no checkpoint
         shutil.rmtree(gone, ignore_errors=True)
     return final
 

@@ -18,7 +18,6 @@ from megafx.checkpoint.state import (
     decode,
     device_of,
     encode,
-    finish_generators,
     finish_model,
     finish_optimizer,
     optimizer_misfit,
@@ -32,7 +31,7 @@ from megafx.errors import CheckpointError
 from megafx.weights.files import NAMES
 from megafx.weights.state import give_memory, stored_tensors
 
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name in the checkpoint -> what is there
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name in the checkpoint
 
 
 class Load:
@@ -103,14 +102,17 @@ class Load:
         finish_model(self.model, decode(data.get("model", {}), tensors.__getitem__))
         for optimizer, saved in zip(self.optimizers, self.saved, strict=True):
             finish_optimizer(optimizer, self.model, saved, tensors)
-        if rng and "rng" in data:
-            finish_generators(decode(data["rng"], tensors.__getitem__), device_of(self.model))
+        generators = decode(data["rng"], tensors.__getitem__) if rng and "rng" in data else {}
+        if "cpu" in generators:  # not in a checkpoint that was made of weights alone (`megafx convert`)
+            torch.set_rng_state(generators["cpu"])
+        if "cuda" in generators and device_of(self.model).type == "cuda":
+            torch.cuda.set_rng_state(generators["cuda"], device_of(self.model))
         values = decode(data.get("extra", {}), tensors.__getitem__)
         into = [(t, values.pop(n)) for n, t in self.extra.items() if isinstance(t, Stateful) and n in values]
         return values, into
 
     def _extra_targets(self, data: Any) -> State:
-        """Memory for the user's tensors: sharded where what is given to load into is a DTensor of that shape."""
+        """Memory for the user's tensors: sharded as the DTensor that is given to load into, where that has the same shape."""
         like: State = {}
         for name, thing in self.extra.items():
             encode(thing.state_dict() if isinstance(thing, Stateful) else thing, f"extra.{name}", like)

@@ -95,14 +95,6 @@ def finish_model(model: nn.Module, objects: dict[str, Any]) -> None:
         torch.autograd.graph.increment_version(stored.tensor)
 
 
-def finish_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Torch's default generators as they were on rank 0."""
-    if "cpu" in states:  # not in a checkpoint that was made of weights alone (`megafx convert`)
-        torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
 # -- optimizers
 
 
@@ -234,7 +226,7 @@ def encode(value: Any, path: str, tensors: State) -> Any:
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold",
         fix="give numbers, strings, None, tensors, and lists, tuples and dicts of them; or an object with state_dict() and "
-        "load_state_dict() that are such",
+        "load_state_dict() whose state consists of these",
     )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, TensorWriteData
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -110,7 +110,7 @@ class FolderWriter(_Storage, StorageWriter):
         if plan.items:
             file: str = plan.storage_data
             about: list[Any] = [item.tensor_data for item in plan.items]  # all items are tensors
-            keys = [_key(item) for item in plan.items]
+            keys = [_key(item.index.fqn, a) for item, a in zip(plan.items, about, strict=True)]
             entries = [(key, a.properties.dtype, a.chunk.sizes) for key, a in zip(keys, about, strict=True)]
             path = checkpoint_folder.partial(self.root, self.step) / file
             values = (planner.resolve_data(item) for item in plan.items)
@@ -145,14 +145,10 @@ class FolderWriter(_Storage, StorageWriter):
         self.path = checkpoint_folder.commit(self.root, self.step, self.keep)
 
 
-def _key(item: WriteItem) -> str:
+def _key(name: str, about: TensorWriteData) -> str:
     """The name of a slice in its file: the tensor's, with ranges unless it is all of it."""
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
-    if chunk.sizes == item.tensor_data.size:
-        return item.index.fqn
-    ranges = ", ".join(f"{o}:{o + s}" for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-    return f"{item.index.fqn}[{ranges}]"
+    ranges = (f"{o}:{o + s}" for o, s in zip(about.chunk.offsets, about.chunk.sizes, strict=True))
+    return name if about.chunk.sizes == about.size else f"{name}[{', '.join(ranges)}]"
 
 
 class FolderReader(_Storage, StorageReader):

@@ -29,32 +29,24 @@ from megafx.checkpoint.state import names_of, options_of
 from megafx.errors import CheckpointError
 from megafx.weights.state import stored_tensors
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+_PATHS = ("PosixPath", "WindowsPath")
+_METADATA = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata")
 _ALLOWED = {
-    (_METADATA, "Metadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # looks a layout up by its name
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
+    "torch.distributed.checkpoint.metadata": (*_METADATA, "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),  # looks a layout up by its name
+    "collections": ("OrderedDict",),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what `_ALLOWED` names, and dtypes of torch."""
+    """Makes the classes in `_ALLOWED`, and dtypes of torch."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
+        if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

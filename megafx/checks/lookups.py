@@ -21,7 +21,7 @@ from torch import fx
 
 from megafx.ir.contracts import fail, is_transition, layout_of
 from megafx.ir.facts import facts_of
-from megafx.ir.nodes import is_zero
+from megafx.ir.nodes import is_zero, op_name
 from megafx.ir.program import VAL, Program
 from megafx.placements.types import Layout, P, Placement, R, S
 
@@ -32,7 +32,7 @@ KEEPS_TRAIT = ("aten.clone.default", "aten.detach.default", "aten.alias.default"
 
 
 class Trait(NamedTuple):
-    """A value that differs by rank. step: which of the steps above; key: (ids node, rows), or what the step is of."""
+    """A value that differs by rank. step: which of the steps above; key: (ids node, rows), or the operands of statistics."""
 
     step: str
     key: Any = None
@@ -50,12 +50,12 @@ class Lookups:
         return f"rank-dependent ({self.traits[node].step})" if node in self.traits else "untyped"
 
     def visit(self, node: fx.Node) -> tuple[Any, ...] | None:
-        """Facts of a node that leads back to ordinary values; () for one with a trait; None for no business of ours.
+        """Facts of a node whose value is an ordinary one again; () for one with a trait; None for a node that is neither.
 
-        Of several results there is one reading: a tuple of them.
+        Several results have one reading: a tuple of them.
         """
         step = _typed if "stats" in facts_of(node.target).types else _STEPS.get(str(node.target))
-        starts = step in (_typed, _rank) or any(a in self.traits for a in node.all_input_nodes)
+        starts = step is _typed or str(node.target) == RANK or any(a in self.traits for a in node.all_input_nodes)
         if step is None or not starts:
             return None
         result = step(self, node)
@@ -64,12 +64,12 @@ class Lookups:
             return ()
         return None if result is None else (result,)
 
-    # -- what the methods above share
+    def has(self, node: Any, step: str) -> bool:
+        return isinstance(node, fx.Node) and node in self.traits and self.traits[node].step == step
 
     def trait(self, node: Any, step: str) -> Any:
         """The key of this trait, or None."""
-        found = self.traits.get(node) if isinstance(node, fx.Node) else None
-        return found.key if found is not None and found.step == step else None
+        return self.traits[node].key if self.has(node, step) else None
 
     def whole(self, node: Any) -> bool:
         return not isinstance(node, fx.Node) or R in self.facts.get(node, ())
@@ -87,35 +87,26 @@ class Lookups:
 Found = Trait | Placement | None
 
 
-def _rank(state: Lookups, node: fx.Node) -> Found:
-    return Trait("rank")
-
-
-def _mul(state: Lookups, node: fx.Node) -> Found:
-    rank, rows = node.args[:2]
-    return Trait("offset", state.size(rows)) if state.traits.get(rank) == Trait("rank") else None  # type: ignore[arg-type]
-
-
-def _sub(state: Lookups, node: fx.Node) -> Found:
-    ids, offset = node.args[:2]
-    rows = state.trait(offset, "offset")
-    return Trait("index", (ids, rows)) if rows is not None and state.whole(ids) else None
-
-
-def _ge(state: Lookups, node: fx.Node) -> Found:
-    key = state.trait(node.args[0], "index")
-    return Trait("from below", key) if key is not None and node.args[1] == 0 else None
-
-
-def _lt(state: Lookups, node: fx.Node) -> Found:
-    key = state.trait(node.args[0], "index")
-    return Trait("from above", key) if key is not None and state.size(node.args[1]) == key[1] else None
-
-
-def _and(state: Lookups, node: fx.Node) -> Found:
-    a, b = node.args[:2]
-    below = state.trait(a, "from below") or state.trait(b, "from below")
-    above = state.trait(a, "from above") or state.trait(b, "from above")
+def _index_step(state: Lookups, node: fx.Node) -> Found:
+    """From the rank's coordinate to `index`, and from that to `mine`."""
+    first, second = (*node.args, None)[:2]
+    match op_name(node):
+        case "axis_index":
+            return Trait("rank")
+        case "mul":
+            return Trait("offset", state.size(second)) if state.has(first, "rank") else None
+        case "sub":
+            rows = state.trait(second, "offset")
+            return Trait("index", (first, rows)) if rows is not None and state.whole(first) else None
+        case "ge":
+            return (
+                Trait("from below", state.trait(first, "index")) if state.has(first, "index") and second == 0 else None
+            )
+        case "lt":
+            key = state.trait(first, "index")
+            return Trait("from above", key) if key is not None and state.size(second) == key[1] else None
+    below = state.trait(first, "from below") or state.trait(second, "from below")
+    above = state.trait(first, "from above") or state.trait(second, "from above")
     return Trait("mine", below) if below is not None and below == above else None
 
 
@@ -211,14 +202,10 @@ def _undetached(node: Any) -> Any:
     return node
 
 
+RANK = "megafx.axis_index.default"
+_INDEX = ("mul.Tensor", "sub.Tensor", "ge.Scalar", "lt.Scalar", "bitwise_and.Tensor", "logical_and.default")
 _STEPS = {
-    "megafx.axis_index.default": _rank,
-    "aten.mul.Tensor": _mul,
-    "aten.sub.Tensor": _sub,
-    "aten.ge.Scalar": _ge,
-    "aten.lt.Scalar": _lt,
-    "aten.bitwise_and.Tensor": _and,
-    "aten.logical_and.default": _and,
+    **dict.fromkeys((RANK, *(f"aten.{op}" for op in _INDEX)), _index_step),
     "aten.unsqueeze.default": _unsqueeze,
     "aten.where.self": _where,
     "aten.embedding.default": _embedding,

@@ -1,8 +1,9 @@
 """MEGAFX_CHECK=2: run the program before and after each pass, and name the first pass that changed its numbers.
 
-The inputs are made up from the graph's own shapes. Until shapes are local the graph runs on one rank; afterwards on all of
-them, in the simulator. Data-parallel ranks join in from `place_batch` on, with the parts of one longer batch. Gradients, which
-appear when the joint graph is built, are first compared with autograd's on the last graph of global shapes and one batch.
+The inputs are made up from the graph's own shapes. Until shapes are local, the graph runs on one rank; afterwards on all
+ranks, in the simulator. Data-parallel ranks join in from `place_batch` on (`Program.batch`), each with its part of one longer
+batch; if each rank has a loss of its own, all get the same rows, so that each computes what one rank does. Gradients appear
+when the joint graph is built: they are first compared with autograd's, on the last graph of global shapes and one batch.
 """
 
 from __future__ import annotations
@@ -24,15 +25,12 @@ from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TE
 from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import I, Placement, dual, nested
 
-# -- check numbers data
-#
-# Numbers of a program whose batch data-parallel ranks share (`Program.batch`): all of them in the simulator, put together.
-#
-# What place_batch typed is run on slices of one batch, as many times as long as one rank's. Where ranks have losses of their
-# own, all get the same rows: what each computes is then what one does, and so is the average of their gradients.
+AXIS = "tp"
+
+# -- data-parallel ranks
 
 
-def rows_dim(program: Program, value: Any) -> int | None:
+def _rows_dim(program: Program, value: Any) -> int | None:
     """The dim of an input that has the batch."""
     symbol = program.sizes.symbols.get("batch")
     sizes = value.shape if isinstance(value, Tensor) else ()
@@ -42,7 +40,7 @@ def rows_dim(program: Program, value: Any) -> int | None:
     return None
 
 
-def run_on_data(
+def _run_on_data(
     program: Program, values: Mapping[str, Any], storage: Mapping[str, Placement], data: DataAxis, t: int
 ) -> Logical:
     """As `run_logical`, on data.ranks times t ranks. values: of the whole batch, or of one rank's where losses are its own."""
@@ -93,7 +91,7 @@ def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) ->
     for node, spec in program.input_nodes():
         dim = dims.get(spec.name) if spec.kind == "tangent" else None
         if spec.kind == "user":
-            dim = rows_dim(program, node.meta[VAL])
+            dim = _rows_dim(program, node.meta[VAL])
         if dim is not None and spec.name in mine:
             mine[spec.name] = mine[spec.name].chunk(parts, dim)[part].contiguous()
     return mine
@@ -123,11 +121,11 @@ def _unshard(
             found.gradients[spec.name] = whole
 
 
-AXIS = "tp"
+# -- the check
 
 
 class NumberCheck:
-    """What a program computes on made-up inputs. ranks: size of the axis once shapes are local. data: of data parallelism."""
+    """What a program computes on made-up inputs. ranks: size of the axis once shapes are local. data: data parallelism."""
 
     def __init__(self, program: Program, ranks: int, data: DataAxis | None = None) -> None:
         self.ranks, self.data = ranks, data
@@ -136,7 +134,7 @@ class NumberCheck:
         self.storage: dict[str, Placement] = {}
         self.expected = self._run(program)
         self.random = self._is_random(program)
-        self.before = _snapshot(program)
+        self.before = program.copy()
 
     def after(self, name: str, program: Program) -> None:
         """Compare with what the program computed before pass `name`; raises MegafxError where it differs."""
@@ -161,7 +159,7 @@ class NumberCheck:
         self.expected = found
         self.random = self._is_random(program)
         if program.phase <= Phase.PLACED and program.batch is None:
-            self.before = _snapshot(program)
+            self.before = program.copy()
 
     def _is_random(self, program: Program) -> bool:
         """Whether two runs differ: until canonicalize, dropout draws from torch's own generator."""
@@ -173,7 +171,7 @@ class NumberCheck:
             assert self.data is not None
             local = program.phase > Phase.PLACED
             self.storage.update(_storage(program) if local else {})
-            return run_on_data(program, self.values, self.storage, self.data, self.ranks if local else 1)
+            return _run_on_data(program, self.values, self.storage, self.data, self.ranks if local else 1)
         if program.phase <= Phase.PLACED:
             return run_logical(program, self.values, {}, 1)
         self.storage.update(_storage(program))  # kept: later passes need not carry placements on
@@ -183,7 +181,7 @@ class NumberCheck:
         """From now on the batch is that of all data-parallel ranks."""
         self.parts = parts
         for node, spec in program.input_nodes():
-            dim = rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
+            dim = _rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
             if dim is not None:
                 self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, parts)
         self.expected = run_logical(self.before, self.values, {}, 1)
@@ -220,14 +218,6 @@ class NumberCheck:
         return dict(zip(leaves, gradients, strict=True))
 
 
-def _snapshot(program: Program) -> Program:
-    """The program as it is now: its own graph, shared values."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    gm = fx.GraphModule(program.gm, graph)
-    return replace(program, gm=gm, inputs=list(program.inputs), outputs=list(program.outputs))
-
-
 def _storage(program: Program) -> dict[str, Placement]:
     given = program.input_nodes()
     return {s.name: node.meta[PLACEMENT] for node, s in given if s.kind == "param" and PLACEMENT in node.meta}
@@ -242,10 +232,7 @@ def _may_draw(program: Program) -> bool:
 
 
 def _made_up(spec: Input, value: Any, dim: int = 0, times: int = 1) -> Any:
-    """A value like the placeholder's: 0 or 1 for whole numbers, which are ids, labels, masks or token types.
-
-    times: as often the rows in `dim`.
-    """
+    """A value like the placeholder's, with `times` as many rows in `dim`. Whole numbers (ids, labels, masks) are 0 or 1."""
     if not isinstance(value, Tensor):
         return _hint(value)
     shape = [_hint(n) * (times if i == dim else 1) for i, n in enumerate(value.shape)]
@@ -265,12 +252,12 @@ def _hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else size.node.hint
 
 
-def _noise(spec: Input, like: Tensor) -> Tensor:
-    return torch.randn(like.shape, generator=_generator(spec), dtype=torch.float64).to(like.dtype)
-
-
 def _generator(spec: Input) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
+
+
+def _noise(spec: Input, like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=_generator(spec), dtype=torch.float64).to(like.dtype)
 
 
 def _differences(found: Logical, expected: Logical) -> dict[str, float]:
@@ -282,7 +269,7 @@ def _differences(found: Logical, expected: Logical) -> dict[str, float]:
     ]
     errors: dict[str, float] = {}
     for what, theirs, ours in pairs:
-        # what is zero but for rounding, as a key bias's gradient, is held against the largest of its kind
+        # a value that is zero but for rounding (the gradient of a key bias) is compared with the largest of its kind
         largest = max((float(x.double().norm()) for x in ours.values() if _is_float(x)), default=0.0)
         errors |= {
             f"{what} '{name}'": _error(theirs[name], ours[name], largest / 100) for name in theirs if name in ours

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_structure
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from megafx.checks.rule_samples import Sample
 from megafx.checks.simulate import simulate
@@ -52,17 +52,18 @@ class Trial:
         self.rewritten = (
             str(CANONICAL.get(sample.op, sample.op)) in FAMILIES or facts_of(sample.op).localize is not None
         )
-        leaves_of_call = _leaves((sample.args, sample.kwargs))
-        self.specs: list[SampleTensor] = [a for a in leaves_of_call if isinstance(a, SampleTensor)]
+        leaves_of_call = tree_leaves((sample.args, sample.kwargs), is_leaf=_is_spec)
+        self.specs: list[SampleTensor] = [a for a in leaves_of_call if _is_spec(a)]
         self.whole = [make_tensor(spec, self.generator) for spec in self.specs]
         leaves = [v.requires_grad_() if s.kind == "x" else v for s, v in zip(self.specs, self.whole, strict=True)]
         self.outputs = _tuple(self.run(leaves))
         self.rule = self._rule(own)
         index = {n: i for i, n in enumerate(self.placeholders)}
         self.operands = [index[o.node] for o in self.rule.operands]
+        differentiable = [isinstance(y, Tensor) and y.is_floating_point() and y.requires_grad for y in self.outputs]
         self.cotangents = [
-            torch.randn(y.shape, generator=self.generator, dtype=y.dtype) if _differentiable(y) else None
-            for y in self.outputs
+            torch.randn(y.shape, generator=self.generator, dtype=y.dtype) if d else None
+            for y, d in zip(self.outputs, differentiable, strict=True)
         ]
         self.gradients: list[Tensor | None] = [None] * len(leaves)
         try:
@@ -92,10 +93,10 @@ class Trial:
         self.candidates = find_candidates({node: rule}, inputs, Sizes(), self.t)
         return rule
 
-    def run(self, tensors: list[Tensor], **patch: Any) -> Any:
+    def run(self, tensors: list[Tensor]) -> Any:
         given = iter(tensors)
         args, kwargs = _map((self.sample.args, self.sample.kwargs), lambda _: next(given))
-        return self.target(*args, **{**kwargs, **patch})
+        return self.target(*args, **kwargs)
 
     # -- rows
 
@@ -181,9 +182,12 @@ class Trial:
         return ""
 
     def _forward(self, ins: Ins, outs: Outs) -> tuple[list[list[Tensor]], list[tuple[Tensor, ...]], str]:
-        """Operands and results of every rank, or why the op does not run. The last ones are kept: most ops do not ask how
-        the result is placed."""
-        summed = self._summed(ins, outs)
+        """Operands and results of every rank, or why the op does not run.
+
+        A row that sums over a sharded dim has zeros in its pads, as localize_shapes sees to. The last results are kept: most
+        ops do not ask how the result is placed.
+        """
+        summed = P in outs and any(p.is_shard for p in ins)
         key = (ins, summed and any(p.is_shard and p.cut.padded(self.t) for p in ins))
         if self._last and self._last[0] == key and not self.rewritten and not is_draw(self.target):
             return self._last[1]
@@ -200,10 +204,6 @@ class Trial:
             made = ranks, [], f"does not run: {str(e).splitlines()[0][:60]}"
         self._last = (key, made)
         return made
-
-    def _summed(self, ins: Ins, outs: Outs) -> bool:
-        """Whether the row sums over a sharded dim: pads must then be 0 (localize_shapes masks them)."""
-        return P in outs and any(p.is_shard for p in ins)
 
     def shards(self, value: Tensor, placement: Placement, *, zero_pads: bool) -> list[Tensor]:
         """What each rank holds of a value; pads hold anything, unless zeros are asked for."""
@@ -336,32 +336,16 @@ def make_tensor(spec: SampleTensor, generator: torch.Generator) -> Tensor:
     return spread * (spec.high - spec.low) + spec.low
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    if isinstance(tree, (tuple, list)) and not isinstance(tree, SampleTensor):
-        for a in tree:
-            yield from _leaves(a)
-    else:
-        yield tree
+def _is_spec(a: Any) -> bool:
+    return isinstance(a, SampleTensor)
 
 
 def _map(tree: Any, of_tensor: Callable[[SampleTensor], Any]) -> Any:
-    if isinstance(tree, SampleTensor):
-        return of_tensor(tree)
-    if isinstance(tree, dict):
-        return {k: _map(v, of_tensor) for k, v in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_map(v, of_tensor) for v in tree)
-    return tree
+    return tree_map(lambda a: of_tensor(a) if _is_spec(a) else a, tree, is_leaf=_is_spec)
 
 
 def _tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
-def _differentiable(y: Tensor) -> bool:
-    return isinstance(y, Tensor) and y.is_floating_point() and y.requires_grad
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

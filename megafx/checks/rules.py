@@ -67,15 +67,17 @@ class Report:
 def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Iterable[int] = (2, 3)) -> Report:
     """rules: ops to check (all by default), or op -> rule string to check in place of the op's own."""
     given = dict(rules) if isinstance(rules, Mapping) else {}
-    own = {op for op, facts in declared().items() if facts.rule}
-    every = sorted({*RULES, *FAMILIES, *VIEWS, *own, *SAMPLES})
+    fused = {op for op, facts in declared().items() if facts.rule}
+    every = sorted({*RULES, *FAMILIES, *VIEWS, *fused, *SAMPLES})
     ops = [op_key(op) for op in ([*every, *registered()] if rules is None else rules)]
     report = Report()
     for op in dict.fromkeys(ops):
         own = given.get(op) or registered_rule(op)
         samples = samples_of(op, own)
         if not samples:
-            report.findings.append(Finding(op, "unchecked", "-", "no sample call (rule_samples.py)"))
+            report.findings.append(
+                Finding(op, "unchecked", "-", "no sample call (`samples` of its definition, or rule_samples.py)")
+            )
         for sample in samples:
             for size in t:
                 report.findings += _check(sample, own, size)

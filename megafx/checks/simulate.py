@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,7 +117,7 @@ class _Lockstep:
 
     def _call(self, node: fx.Node, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> Values:
         if node.op == "get_attr":
-            return [_attribute(self.gm, str(node.target))] * self.t
+            return [operator.attrgetter(str(node.target))(self.gm)] * self.t
         if node.op != "call_function":
             raise PlacementError(f"%{node.name}: a {node.op} cannot be simulated", fix="simulate graphs of ATen calls")
         if node.target in CROSS_RANK:
@@ -156,12 +157,6 @@ class _Lockstep:
 
 def _shapes(x: Any) -> Any:
     return tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, x)
-
-
-def _attribute(root: Any, path: str) -> Any:
-    for name in path.split("."):
-        root = getattr(root, name)
-    return root
 
 
 # -- what ranks do together, by definition

@@ -3,16 +3,16 @@
     check_types(program, storage, t)
 
 What the ranks hold of each value (R: the same, S: shards, P: summands) is inferred from the graph's inputs (parameters at
-their storage placements, all else whole) through every op, forward and backward (inference.py). A transition must start
-from what its operand is. Outputs must be what they claim: a gradient at its parameter's storage, the loss whole, nothing
-partial. So a collective that is missing, doubled or of the wrong kind is found wherever it is: what it should have reduced
+their storage placements, all else whole) through every op, forward and backward (rules/inference.py). A transition must
+start from the placement that its operand has. Outputs must be what they claim: a gradient as its parameter is stored, the
+loss whole, nothing partial. A collective that is missing, doubled or of the wrong kind is therefore found: its operand
 arrives partial at an op that is not linear, beside a whole operand, or at an output.
 
-On local shapes one tensor can be read in several ways (a rank's [1, 64] may be one head of two, or half of one head), all of
-them true, so a value has a tuple of facts, and an op is right if it is for one reading of its operands.
+On local shapes one tensor can be read in several ways (a rank's [1, 64] may be one head of two, or half of one head). All
+of them are true, so a value has a tuple of facts, and an op is right if one reading of its operands fits.
 
-Lookups in a sharded vocabulary compute with the rank itself; lookups.py recognises them. Pads are not typed: the
-simulator's numbers are.
+Lookups in a sharded vocabulary compute with the rank itself; lookups.py recognises them. What pads hold is not typed; the
+numeric check (numbers.py) sees it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import fx
 from megafx.checks.lookups import Facts, Lookups
 from megafx.errors import PlacementError
 from megafx.ir.contracts import fail, layout_of
+from megafx.ir.facts import facts_of
 from megafx.ir.nodes import draw_of, in_backward, is_draw, is_zero
 from megafx.ir.program import PLACEMENT, VAL, Program
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
@@ -45,7 +46,7 @@ class HasParams(Protocol):
 
 
 def check_types(program: Program, storage: Mapping[str, Placement] | HasParams, t: int) -> None:
-    """Raise PlacementError at the first value that is not what a use of it, or an output, takes it for.
+    """Raise PlacementError at the first value whose placement is not the one that its user, or an output, expects.
 
     storage: placement of each parameter by FQN, or a Plan. t: ranks of the axis.
     """
@@ -131,7 +132,7 @@ class _Checker:
         check = _SPECIAL.get(str(node.target))
         if check is not None:
             check(self, node)
-        readings = _READINGS.get(str(node.target))
+        readings = _drawn_readings if _draws_elementwise(node) else _READINGS.get(str(node.target))
         facts = readings(self, node) if readings is not None else ()
         if facts:
             self.facts[node] = self._also(node, facts)
@@ -195,7 +196,7 @@ def _tensors(node: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
-# -- what to look at before an op's rule: rules are on whole values, and a row of one may be wrong on shards
+# -- checks before an op's rule is applied: rules speak of whole values, and a row of one may be wrong on shards
 
 
 def _check_mean(checker: _Checker, node: fx.Node) -> None:
@@ -209,7 +210,7 @@ def _check_mean(checker: _Checker, node: fx.Node) -> None:
 
 
 def _check_embedding(checker: _Checker, node: fx.Node) -> None:
-    """A table cut by rows is looked up by `lookups`' steps alone: ids are global, rows local."""
+    """Ids are global and rows local, so a table that is cut by rows is looked up by the steps of lookups.py only."""
     table: Any = node.args[0]
     if any(f.is_shard and f.dim == 0 for f in checker.facts.get(table, ())):
         raise fail(node, f"looks up all ids in %{table.name}, of which a rank has some rows")
@@ -283,8 +284,16 @@ def _remember_slice(checker: _Checker, node: fx.Node) -> None:
         wholes.update({fact: None for fact in facts if fact.is_shard and fact.dim == dim})
 
 
-def _dropout_readings(checker: _Checker, node: fx.Node) -> Facts:
-    """Dropout draws by global index, so it must be told how its operand is cut."""
+def _draws_elementwise(node: fx.Node) -> bool:
+    """Dropout and its gradients: linear in one operand, element by element."""
+    if not is_draw(node) or facts_of(node.target).rule != "lin: ..., ~ -> ...":
+        return False
+    given = draw_of(node)
+    return given.seed is not None and bool(given.p)
+
+
+def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:
+    """Bits are drawn by global index, so the op must be told how its operand is cut; the result is cut so, and only so."""
     x, told = node.args[0], _told(checker, node)
     assert isinstance(x, fx.Node)
     if checker._is(x, told):
@@ -333,5 +342,4 @@ _SPECIAL: dict[str, Callable[[_Checker, fx.Node], None]] = {
 _READINGS: dict[str, Callable[[_Checker, fx.Node], Facts]] = {
     **dict.fromkeys(VIEWS, _view_readings),
     "aten.slice_backward.default": _part_readings,
-    "megafx.dropout.default": _dropout_readings,
 }

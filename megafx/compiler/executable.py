@@ -6,36 +6,23 @@ Values are freed after their last use, kept ones too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
-
-from megafx.errors import UsageError
-
-if TYPE_CHECKING:
-    from megafx.passes.lower.partition import Saved
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
 from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
-from megafx.distributed.parameters import Joined
+from megafx.distributed.parameters import JoinedParameters
+from megafx.errors import UsageError
 from megafx.ir.call_spec import no_autocast
-from megafx.ir.program import VAL, Program
-from megafx.passes.lower.call_directly import call_directly
-from megafx.passes.lower.partition import Partition, Saved, partition
-from megafx.passes.lower.reuse_buffers import reuse_buffers
-
-# -- later
-#
-# Lazy outputs of one call, between its forward and the first use of one of them.
+from megafx.ir.program import VAL, Program, Saved
 
 
-class Later:
+class LazyOutputs:
     """Lazy outputs of one call: computed once, from values that forward left and from inputs as they were then.
 
     `make(i)` gives the i-th. What they need is dropped once they are made, or with this object.
@@ -78,11 +65,11 @@ class Later:
 class LazyOutput(NamedTuple):
     """What forward gives in the place of a lazy output: `make()` is its local value."""
 
-    later: Later
+    outputs: LazyOutputs
     place: int
 
     def make(self) -> torch.Tensor:
-        return self.later.make(self.place)
+        return self.outputs.make(self.place)
 
 
 def _version(x: Any) -> int | None:
@@ -115,35 +102,35 @@ class Kept:
 class Executable:
     """forward(inputs) -> (outputs, kept); backward(kept, tangents) -> gradients, None for inputs that none depends on.
 
-    inputs: tensors (and ints) in the order of `program.inputs` without the tangents. outputs: in the order of
-    `program.outputs` without the gradients, with a LazyOutput for each lazy one. kept is None where there is no backward.
-    tangents: one per differentiated output. context: entered around each run, such as `lambda: on_mesh(...)`.
+    program: PARTITIONED. inputs: tensors (and ints) in the order of `program.inputs` without the tangents. outputs: in the
+    order of `program.outputs` without the gradients, with a LazyOutput for each lazy one. kept is None where there is no
+    backward. tangents: one per differentiated output. context: entered around each run, such as `lambda: on_mesh(...)`.
     gathered: what the graphs of one model have gathered. see: to be called with each parameter before forward.
     """
 
     def __init__(
         self,
-        parts: Partition,
-        outputs: int,
-        differentiated: list[int],
+        program: Program,
         context: Context = contextlib.nullcontext,
         gathered: GatheredParameters | None = None,
     ) -> None:
-        self.parts, self.outputs, self.differentiated, self.context = parts, outputs, differentiated, context
-        self.gathered = gathered or GatheredParameters()
-        self.see: Callable[[DTensor], None] | None = self.gathered.see if parts.gathered else None
-        self._forward: Callable[..., Any] = call_directly(reuse_buffers(parts.forward)).forward
+        assert program.partition is not None
+        self.parts = parts = program.partition
+        names = [o.name for o in program.outputs if o.kind != "gradient"]
+        self.outputs = len(names)
+        self.differentiated = [names.index(i.name) for i in program.inputs if i.kind == "tangent"]
+        self.context = context
+        kept_gathers = gathered or GatheredParameters()
+        self.see: Callable[[DTensor], None] | None = kept_gathers.see if parts.gathered else None
+        self._forward: Callable[..., Any] = parts.forward.forward
         self._backward: Callable[[list[Any]], Any] | None = None
-        self._last_backward = self._backward
-        if parts.backward is not None:
-            owned = {s.name for s in parts.saved if s.kind == "value" and not s.shared}
-            self._backward = self._last_backward = call_directly(parts.backward).forward
-            if (reusing := reuse_buffers(parts.backward, owned)) is not parts.backward:
-                self._last_backward = call_directly(reusing).forward
+        self._last_backward: Callable[[list[Any]], Any] | None = None
+        if parts.backward is not None and parts.last_backward is not None:
+            self._backward, self._last_backward = parts.backward.forward, parts.last_backward.forward
         self._given = [s.index for s in parts.saved if s.kind == "input"]
         self._values = sum(s.kind != "input" for s in parts.saved)
         self._joins = [
-            Gathered(indices, *parts.gathered[k], self.gathered) if k in parts.gathered else Joined(indices)
+            Gathered(indices, *parts.gathered[k], kept_gathers) if k in parts.gathered else JoinedParameters(indices)
             for k, indices in enumerate(parts.joins)
         ]
         count = len(parts.forward.graph.find_nodes(op="placeholder")) - len(self._joins)
@@ -153,27 +140,18 @@ class Executable:
         own = [(s.index, s) for s in parts.saved if s.kind == "input" and s.index < count]
         self.read_in_backward = own + self._watched_parts  # (index of an input, what is kept of it)
 
-    @staticmethod
-    def of(
-        program: Program, context: Context = contextlib.nullcontext, gathered: GatheredParameters | None = None
-    ) -> Executable:
-        """Partition a program (lowered and bound; a program without gradients gets a forward only) and make it runnable."""
-        names = [o.name for o in program.outputs if o.kind != "gradient"]
-        differentiated = [names.index(i.name) for i in program.inputs if i.kind == "tangent"]
-        return Executable(partition(program), len(names), differentiated, context, gathered)
-
     def compiled(self, **options: Any) -> Executable:
-        """The same through `torch.compile`, sizes that the program knows as dynamic being so. options: of torch.compile.
+        """This one, run through `torch.compile`, sizes that the program knows as dynamic being so. options: of torch.compile.
 
-        Each graph is compiled by itself: compiled around autograd, Inductor would
-        partition again, by rules that know neither our collectives nor our tags. Kept values live until backward ends.
+        Each graph is compiled by itself: compiled around autograd, Inductor would partition again, by rules that know
+        neither our collectives nor our tags. Kept values live until backward ends. The program is one compiled with
+        Config(compile=True): call_directly and reuse_buffers leave its graphs to Inductor.
         """
-        made = Executable(self.parts, self.outputs, self.differentiated, self.context, self.gathered)
-        made._forward = _compiled(self.parts.forward, options)
+        self._forward = _compiled(self.parts.forward, options)
         if self.parts.backward is not None:
             run = _compiled(_unboxed(self.parts.backward), options)
-            made._backward = made._last_backward = lambda arguments: run(*arguments)
-        return made
+            self._backward = self._last_backward = lambda arguments: run(*arguments)
+        return self
 
     def takes_what(self, other: Executable) -> bool:
         """Whether backward can run on what the other one's forward keeps."""
@@ -197,19 +175,20 @@ class Executable:
         return outputs, Kept(values, versions, parts, [outputs[i] for i in self.differentiated])
 
     def _postpone(self, outputs: list[Any], inputs: list[Any], values: list[Any]) -> None:
-        saved = self.parts.saved_later
-        values = [*(inputs[s.index] for s in saved if s.kind == "input"), *values]
-        own, joins = len(inputs) - len(self.parts.joins), self.parts.joins
-        read = [s.index for s in saved if s.kind == "input"]
-        later = Later(saved, values, self._make_later, [k for i in read for k in ((i,) if i < own else joins[i - own])])
-        for index, place in enumerate(self.parts.lazy):
-            outputs[place] = LazyOutput(later, index)
+        parts = self.parts
+        read = [s.index for s in parts.saved_for_lazy if s.kind == "input"]
+        own = len(inputs) - len(parts.joins)
+        indices = [k for i in read for k in ((i,) if i < own else parts.joins[i - own])]
+        values = [*(inputs[i] for i in read), *values]
+        lazy = LazyOutputs(parts.saved_for_lazy, values, self._make_lazy_outputs, indices)
+        for index, place in enumerate(parts.lazy):
+            outputs[place] = LazyOutput(lazy, index)
 
-    def _make_later(self, values: list[Any]) -> list[Any]:
-        assert self.parts.later is not None
+    def _make_lazy_outputs(self, values: list[Any]) -> list[Any]:
+        assert self.parts.lazy_graph is not None
         with self._running():
-            pairs = zip(self.parts.saved_later, values, strict=True)
-            return list(self.parts.later(*(_contiguous(v) if s.kind == "input" else v for s, v in pairs)))
+            pairs = zip(self.parts.saved_for_lazy, values, strict=True)
+            return list(self.parts.lazy_graph(*(_contiguous(v) if s.kind == "input" else v for s, v in pairs)))
 
     def backward(
         self,

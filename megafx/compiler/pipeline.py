@@ -6,6 +6,7 @@ nothing to do, as those of data parallelism have on one rank.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,7 @@ from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.communicate.gather_parameters import gather_parameters
 from megafx.passes.communicate.merge_transitions import merge_transitions
 from megafx.passes.communicate.schedule_collectives import schedule_collectives
+from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.passes.experts.join_experts import join_experts
 from megafx.passes.experts.own_experts import own_experts
 from megafx.passes.fuse.describe_masks import describe_masks
@@ -43,7 +45,10 @@ from megafx.passes.fuse.merge_linears import merge_linears
 from megafx.passes.fuse.share_logsumexp import share_logsumexp
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
+from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.partition import partition
+from megafx.passes.lower.regather import regather
+from megafx.passes.lower.reuse_buffers import reuse_buffers
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_batch import place_batch
 from megafx.passes.plan.plan_sharding import plan_sharding
@@ -105,13 +110,15 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     data_parallel,
     schedule_collectives,
 )
+# What one rank runs, made of a copy of the program of all ranks.
+RANK: tuple[PassFunction, ...] = (drop_expert_values, bind_mesh, partition, regather, reuse_buffers, call_directly)
 STAGES: dict[str, tuple[PassFunction, ...]] = {
     "planning": PLANNING,
     "local": LOCAL,
     "backward": BACKWARD,
     "communication": COMMUNICATION,
+    "rank": RANK,
 }
-
 EVERY_RANK = ("planning", "local", "backward", "communication")  # stages whose program is that of all ranks
 
 
@@ -128,6 +135,7 @@ class Compiled:
 
     program: Program
     planner: Planner
+    runner: Runner | None = None  # which has run its passes so far
 
     @property
     def plan(self) -> Plan:
@@ -147,27 +155,7 @@ class Compiled:
 
     def executable(self, gathered: GatheredParameters | None = None) -> Executable:
         """What this rank runs. gathered: parameters of the model that its graphs have gathered and keep."""
-        return self._executable(self.program, gathered)
-
-    def _executable(self, program: Program, gathered: GatheredParameters | None = None) -> Executable:
-        axes = self.planner.axes
-        if axes is None:
-            made = Executable.of(program)
-        else:
-            made = Executable.of(bind_mesh(program, axes), lambda: on_mesh(axes), gathered)
-        return made.compiled() if self.planner.config.compile else made
-
-    def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
-        """Every collective of one step, those that backward repeats included. sizes: of the axes besides the plan's."""
-        if not any(n.meta.get(RECOMPUTE) for n in collective_nodes(self.program.graph)):
-            return communication(self.program, self.plan.t, sizes)
-        parts = partition(self.program)
-        found = []
-        for direction, part in (("forward", parts.forward), ("backward", parts.backward)):
-            if part is not None:
-                made = communication(replace(self.program, gm=part), self.plan.t, sizes)
-                found += [replace(c, direction=direction) for c in made]
-        return found
+        return _executable(self.program.copy(), self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
 
     def held_back(self, gradients: Gradients) -> tuple[Executable, list[str]]:
         """The same with another backward, which takes what this one's forward keeps (`data_parallel`).
@@ -176,15 +164,30 @@ class Compiled:
         """
         assert self.program.before_reduction is not None
         program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
-        data_parallel(program, planner)
-        schedule_collectives(program, planner)
-        return self._executable(program), [spec.name for spec in program.inputs if spec.kind == "pending"]
+        runner, passes = _runner(planner, "before_reduction"), passes_of(planner, "communication")
+        first = [p.name for p in passes].index(data_parallel.__name__)
+        runner.run(program, passes[first:])
+        return _executable(program, planner, runner), [i.name for i in program.inputs if i.kind == "pending"]
+
+    def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
+        """Every collective of one step, those that backward repeats included. sizes: of the axes besides the plan's."""
+        if not any(n.meta.get(RECOMPUTE) for n in collective_nodes(self.program.graph)):
+            return communication(self.program, self.plan.t, sizes)
+        program = self.program.copy()
+        partition(program, self.planner)
+        regather(program, self.planner)
+        assert program.partition is not None
+        found = []
+        for direction, part in (("forward", program.partition.forward), ("backward", program.partition.backward)):
+            if part is not None:
+                made = communication(replace(program, gm=part), self.plan.t, sizes)
+                found += [replace(c, direction=direction) for c in made]
+        return found
 
 
 def compile_program(program: Program, planner: Planner) -> Compiled:
     """CAPTURED program -> LOWERED; raises what the passes raise."""
-    _run(program, planner, *EVERY_RANK)
-    return Compiled(program, planner)
+    return Compiled(program, planner, _run(program, planner, *EVERY_RANK))
 
 
 def plan_only(program: Program, planner: Planner) -> Plan:
@@ -199,9 +202,23 @@ def passes_of(planner: Planner, *stages: str) -> list[Pass]:
     return [p for stage in stages if planner.training or stage != "backward" for p in found[stage]]
 
 
-def _run(program: Program, planner: Planner, *stages: str) -> None:
+def _run(program: Program, planner: Planner, *stages: str) -> Runner:
+    """Under MEGAFX_CHECK=2 each pass is followed by a comparison of numbers."""
+    runner = _runner(planner, "capture")
+    numbers = NumberCheck(program, planner.t, planner.data) if runner.settings.check >= 2 else None
+    runner.run(program, passes_of(planner, *stages), None if numbers is None else numbers.after)
+    return runner
+
+
+def _runner(planner: Planner, start: str) -> Runner:
     """Flags may name any pass of the pipeline, also where this graph has no need of it."""
-    known = [p.name for stage in pipeline(planner.config).values() for p in stage]
-    numbers = NumberCheck(program, planner.t, planner.data) if current().check >= 2 else None
-    runner = Runner(planner, known, None if numbers is None else numbers.after)
-    runner.run(program, passes_of(planner, *stages))
+    return Runner(planner, [p.name for stage in pipeline(planner.config).values() for p in stage], start=start)
+
+
+def _executable(
+    program: Program, planner: Planner, runner: Runner, gathered: GatheredParameters | None = None
+) -> Executable:
+    runner.run(program, passes_of(planner, "rank"))
+    axes = planner.axes
+    made = Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes), gathered)
+    return made.compiled() if planner.config.compile else made

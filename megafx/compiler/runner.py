@@ -120,31 +120,32 @@ def insert_user_passes(stages: Sequence[list[Pass]], config: Config) -> None:
 class Runner:
     """Runs lists of passes over one program, one after another; the numbering of records and dumps goes on.
 
-    known: names that flags may name, besides those of a list that runs. after_each: called with the name of each pass
-    that has run, and the program that it left.
+    known: names that flags may name, besides those of a list that runs. start: what the first dump is called.
     """
 
     def __init__(
         self,
         planner: Planner,
         known: Sequence[str] = (),
-        after_each: AfterEach | None = None,
         settings: Debug | None = None,
+        start: str = "capture",
     ) -> None:
-        self.planner, self.known, self.after_each = planner, known, after_each
+        self.planner, self.known, self.start = planner, known, start
         self.settings = current() if settings is None else settings
         self.records: list[PassRecord] = []
-        self.text: str | None = None  # of the program as it is, where somebody wants to see it
         self.dumps = _dumps(self.settings)
 
-    def run(self, program: Program, passes: Sequence[Pass]) -> list[PassRecord]:
-        """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says."""
+    def run(self, program: Program, passes: Sequence[Pass], after_each: AfterEach | None = None) -> list[PassRecord]:
+        """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says.
+
+        after_each: called with the name of each pass that has run, and the program that it left.
+        """
         settings = self.settings
         _check_names([*(step.name for step in passes), *self.known], settings)
         wants_text = self.dumps.folder is not None or settings.level >= 2
-        if self.text is None:
-            self.text = dump.text(program, details=True) if wants_text else ""
-            self.dumps.write("capture", self.text)
+        text = _text(program) if wants_text else ""
+        if not self.records:
+            self.dumps.write(self.start, text)
         for step in passes:
             index = len(self.records) + 1
             if step.name in settings.skip:
@@ -156,14 +157,14 @@ class Runner:
             self.records.append(self._run(step, index, program))
             self._log(1, str(self.records[-1]))
             if wants_text:
-                before, self.text = self.text, dump.text(program, details=True)
-                self.dumps.write(step.name, self.text)
-                self._log(2, dump.diff(before, self.text) if settings.level >= 2 else "")
-                self._log(4, self.text)
+                before, text = text, _text(program)
+                self.dumps.write(step.name, text)
+                self._log(2, dump.diff(before, text) if settings.level >= 2 else "")
+                self._log(4, text)
             if settings.check >= 1:
                 _verify(step, program)
-            if self.after_each is not None:
-                self.after_each(step.name, program)
+            if after_each is not None:
+                after_each(step.name, program)
             if step.name == settings.stop_after:
                 program.gm.recompile()
                 raise PipelineStopped(step.name, program)
@@ -188,6 +189,18 @@ class Runner:
     def _log(self, level: int, message: str) -> None:
         if self.settings.level >= level and message:
             say(message)
+
+
+def _text(program: Program) -> str:
+    """The graph, or those that it was cut into."""
+    if program.partition is None:
+        return dump.text(program, details=True)
+    parts = program.partition
+    graphs = {"forward": parts.forward, "backward": parts.backward, "last backward": parts.last_backward}
+    if parts.last_backward is parts.backward:
+        del graphs["last backward"]
+    graphs["lazy outputs"] = parts.lazy_graph
+    return "\n\n".join(f"# {name}\n{dump.graph_text(program, gm)}" for name, gm in graphs.items() if gm is not None)
 
 
 def _check_names(names: Sequence[str], settings: Debug) -> None:

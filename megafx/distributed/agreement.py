@@ -1,12 +1,13 @@
-"""Ranks of the tensor-parallel axis made to agree, or stopped with a text that says on what they differ.
+"""Ranks are made to agree, or are all stopped with a text that names the difference; NaN and infinities on any rank, too.
 
 Checks compare digests gathered on every rank, so that all ranks raise together instead of some hanging in a collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megafx.distributed.tensor import TPTensor
-from megafx.errors import AgreementError, MegafxError
+from megafx.errors import AgreementError, MegafxError, NumericError
 
 CHECKED_FIRST = 3  # steps at the beginning whose inputs are compared whatever `check_inputs_every` says
 
@@ -42,36 +43,32 @@ def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str =
     digests = gather_objects((mine, text[:2000]), group)
     others = [r for r, (digest, _) in enumerate(digests) if digest != digests[0][0]]
     if others:
-        raise AgreementError(
-            f"rank {others[0]} and rank 0 differ in {what}: {_difference(digests[0][1], digests[others[0]][1])}",
-            fix=fix,
-        )
+        a, b = digests[0][1].splitlines(), digests[others[0]][1].splitlines()
+        lines = (f"'{x[:200]}' on rank 0, '{y[:200]}' there" for x, y in zip(a, b, strict=False) if x != y)
+        first = next(lines, f"{len(a)} lines on rank 0, {len(b)} there")
+        raise AgreementError(f"rank {others[0]} and rank 0 differ in {what}: {first}", fix=fix)
 
 
-def raise_together(error: MegafxError | None, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if any rank has an error: its own, or that of the first rank that has one."""
+@contextlib.contextmanager
+def raising_together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """An error of any rank within is raised on every rank: its own, or that of the first rank that has one. Collective."""
+    error: MegafxError | None = None
+    try:
+        yield
+    except MegafxError as found:
+        error = found
     errors = gather_objects(None if error is None else (type(error), error.found, error.fix), group)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):
         if other is not None:
-            kind, found, fix = other
-            raise kind(f"on rank {rank}: {found}", fix=fix)
-
-
-def _difference(a: str, b: str) -> str:
-    """The first differing line of two texts."""
-    for x, y in zip(a.splitlines(), b.splitlines(), strict=False):
-        if x != y:
-            return f"'{x[:200]}' on rank 0, '{y[:200]}' there"
-    return f"{len(a.splitlines())} lines on rank 0, {len(b.splitlines())} there"
+            kind, text, fix = other
+            raise kind(f"on rank {rank}: {text}", fix=fix)
 
 
 # -- hashes of tensors
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 _CHUNK = 1 << 24  # elements hashed at a time: bounds the int64 temporaries to a few hundred MB
 
 
@@ -91,8 +88,9 @@ def tensor_hash(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _gather_vector(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """[n] -> [ranks, n] on the host."""
+def _gather_hashes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Hashes of n tensors -> [ranks, n] on the host."""
+    values = torch.stack([tensor_hash(x).to(tensors[0].device) for x in tensors])
     rows = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, values, group=group)
     return torch.stack(rows).cpu()
@@ -109,8 +107,8 @@ def agree_on_weights(model: nn.Module, group: dist.ProcessGroup | None) -> list[
     real = [(n, x._local_tensor if isinstance(x, TPTensor) else x) for n, x in tensors if not x.is_meta]
     if not real:
         return []
-    hashes = _gather_vector(torch.stack([tensor_hash(x).to(real[0][1].device) for _, x in real]), group)
-    different = [i for i in range(len(real)) if bool((hashes[:, i] != hashes[0, i]).any())]
+    hashes = _gather_hashes([x for _, x in real], group)
+    different = [i for i, same in enumerate((hashes == hashes[0]).all(0)) if not same]
     with torch.no_grad():
         for i in different:
             value = real[i][1].detach()
@@ -133,11 +131,10 @@ def check_inputs(
     check_same(f"the call of step {step}", described, group, fix=fix)
     if not named:
         return
-    device = named[0][1].device
-    hashes = _gather_vector(torch.stack([tensor_hash(x).to(device) for _, x in named]), group)
-    wrong = [n for i, (n, _) in enumerate(named) if bool((hashes[:, i] != hashes[0, i]).any())]
-    if wrong:
-        ranks = sorted({r for i in range(len(named)) for r in range(len(hashes)) if hashes[r, i] != hashes[0, i]})
+    hashes = _gather_hashes([x for _, x in named], group)
+    differ = hashes != hashes[0]
+    if wrong := [n for (n, _), column in zip(named, differ.T, strict=True) if column.any()]:
+        ranks = differ.any(1).nonzero().flatten().tolist()
         raise AgreementError(
             f"step {step}: input {', '.join(wrong)} is not the same on all tensor-parallel ranks "
             f"(rank {', '.join(map(str, ranks))} against rank 0)",
@@ -153,6 +150,26 @@ def check_shapes(named: Sequence[tuple[str, torch.Tensor]], step: int, group: di
         "by place in it; or use Config(data_parallel_loss='average')"
     )
     check_same(f"the shapes of their batches at step {step}", described, group, fix=fix)
+
+
+def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Raise NumericError, on every rank of the group, where a tensor of any rank holds an infinity or a NaN.
+
+    named: (name, this rank's part) of the same tensors on every rank. Waits for the device.
+    """
+    if not named:
+        return
+    bad = torch.stack([x.detach().isfinite().all().logical_not() for _, x in named]).to(torch.int32)
+    if group is not None:
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
+    names = [name for (name, _), found in zip(named, bad.tolist(), strict=True) if found]
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise NumericError(
+            f"{what} not finite: {', '.join(names[:5])}{more}",
+            fix="go on from an earlier checkpoint, with a smaller learning rate or without this batch; where a GradScaler "
+            "scales the loss, leave the check off: it skips such steps",
+        )
 
 
 def draw_seed(device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -90,9 +90,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-# -- gloo exit
-#
-# Processes that used gloo end with the exit code of their script.
+# -- the end of a process that used gloo: with the exit code of its script
 #
 # A thread of gloo drops the last work's tensors a moment after the ranks have gone on. Where a mesh keeps the group alive,
 # `destroy_process_group` does not wait for that thread, and a thread that wants the interpreter's lock while it is being torn

@@ -6,6 +6,7 @@ the tensor-parallel ranks of a group next to each other.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -45,9 +46,7 @@ def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -
     wait_at_exit()
     tensor = tensor_mesh(mesh, config.tensor_model_parallel_size)
     names = [n for n in (REPLICA_AXIS, SHARD_AXIS, BATCH_AXIS) if n in (mesh.mesh_dim_names or ())]
-    ranks = 1
-    for name in names:
-        ranks *= mesh[name].size()
+    ranks = math.prod(mesh[name].size() for name in names)
     if config.data_parallel_size == 1 or (ranks == 1 and config.data_parallel_size is None):
         return Meshes(tensor if tensor is not None and tensor.size() > 1 else None)
     if config.data_parallel_size is not None and config.data_parallel_size != ranks:

@@ -1,4 +1,4 @@
-"""Parameters of a model become DTensors on the tensor-parallel axis, first whole, then sharded as the plan says.
+"""Parameters of a model become TPTensors, first whole, then sharded as the plan says; some lie side by side in one memory.
 
 Object identity is kept from `replicate_parameters` on, so that an optimizer made then stays valid when the plan comes later.
 """
@@ -12,50 +12,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import make_spec, placement_of
 from megafx.errors import PlanError, UsageError
 from megafx.placements.tensors import shard_tensor
 from megafx.placements.types import I, Nested, Placement, nested
-
-# -- joined
-#
-# Parameters that graphs read as one tensor: their rows, one below the other.
-#
-# They are views of one memory where they lie side by side in it; else they are copied together.
-
-
-def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
-    """One view of parameters that follow each other in one memory; None where they do not."""
-    first = parameters[0]
-    memory, at = first.untyped_storage().data_ptr(), first.data_ptr()
-    for p in parameters:
-        if p.data_ptr() != at or p.dtype != first.dtype or not p.is_contiguous():
-            return None
-        if p.untyped_storage().data_ptr() != memory:
-            return None
-        at += p.numel() * p.element_size()
-    rows = sum(p.shape[0] for p in parameters)
-    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-class Joined:
-    """Gives the join of some of a graph's inputs at each call: the view of last time while they lie where they lay."""
-
-    def __init__(self, indices: tuple[int, ...]) -> None:
-        self.indices = indices
-        self.where: tuple[int, ...] = ()
-        self.view: Tensor | None = None
-
-    def __call__(self, inputs: Sequence[Any]) -> Tensor:
-        parameters = [inputs[i] for i in self.indices]
-        where = tuple(p.data_ptr() for p in parameters)
-        if self.view is None or where != self.where:
-            self.view, self.where = side_by_side(parameters), where
-        return torch.cat(parameters) if self.view is None else self.view
 
 
 @dataclass(frozen=True)
@@ -93,16 +59,15 @@ def refuse_stale_optimizers(model: nn.Module) -> None:
             continue
         held = (p for group in getattr(thing, "param_groups", ()) for p in group["params"])
         if any(id(p) in mine for p in held):
-            kind = type(thing).__name__
-            article = "an" if kind[0] in "AEFHILMNORSX" else "a"  # by how the first letter is spoken: an AdamW, an SGD
             raise UsageError(
-                f"{article} {kind} was made of this model's parameters before megafx.parallelize, which replaces them",
+                f"an optimizer ({type(thing).__name__}) was made of this model's parameters before megafx.parallelize, "
+                "which replaces them",
                 fix="make the optimizer after megafx.parallelize(model) (before the first call is early enough)",
             )
 
 
-def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> int:
-    """Replace each parameter by a replicated TPTensor over the same memory; ties are kept. Returns their number."""
+def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace each parameter by a replicated TPTensor over the same memory; ties are kept."""
     made: dict[int, nn.Parameter] = {}
     for fqn, slot in list(parameter_slots(model)):
         param = slot.get()
@@ -115,83 +80,122 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> int:
             if param.grad is not None:
                 made[id(param)].grad = wrap(param.grad, spec)
         slot.module._parameters[slot.key] = made[id(param)]
-    return len(made)
 
 
-def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> int:
-    """Cut each replicated parameter as `placements` (FQN -> I or S; any alias of a tied one) says. Returns the number cut.
+@torch.no_grad()
+def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> None:
+    """Cut each replicated parameter, and its gradient, as `placements` (FQN -> I or S; any alias of a tied one) says.
 
     In place: only the local tensor and the spec of the TPTensor change, its logical shape does not.
     """
-    wanted: dict[int, tuple[str, Placement]] = {}
-    params: dict[int, TPTensor] = {}
+    done: dict[int, tuple[str, Placement]] = {}
     for fqn, slot in parameter_slots(model):
         param = slot.get()
         assert isinstance(param, TPTensor)
-        params[id(param)] = param
-        if fqn in placements:
-            name, placement = wanted.setdefault(id(param), (fqn, placements[fqn]))
-            if placement != placements[fqn]:
-                raise PlanError(f"tied parameters '{name}' and '{fqn}' are placed at {placement} and {placements[fqn]}")
-    count = 0
-    for key, (fqn, placement) in wanted.items():
-        count += shard_parameter(params[key], placement, fqn)
-    return count
+        if fqn not in placements:
+            continue
+        if id(param) in done:
+            name, other = done[id(param)]
+            if other != placements[fqn]:
+                raise PlanError(f"tied parameters '{name}' and '{fqn}' are placed at {other} and {placements[fqn]}")
+            continue
+        _, placement = done[id(param)] = fqn, placements[fqn]
+        if placement.kind not in ("I", "S"):
+            raise PlanError(f"parameter '{fqn}' is to be stored at {placement}", fix="parameters are stored at I or S")
+        if placement.is_shard:
+            mesh = param._spec.mesh
+            spec = make_spec(mesh, placement, param.shape, param.dtype)
+            _cut(param, spec, placement, mesh.get_local_rank(), mesh.size())
 
 
 @torch.no_grad()
-def shard_parameter(param: TPTensor, placement: Placement, fqn: str = "") -> bool:
-    """Cut one replicated parameter, and its gradient if it has one, in place; whether there was anything to cut."""
-    if placement.kind not in ("I", "S"):
-        raise PlanError(f"parameter '{fqn}' is to be stored at {placement}", fix="parameters are stored at I or S")
-    if not placement.is_shard:
-        return False
-    mesh = param._spec.mesh
-    rank, t = mesh.get_local_rank(), mesh.size()
-    spec = make_spec(mesh, placement, param.shape, param.dtype)
-    grad, param.grad = cast("TPTensor | None", param.grad), None
-    param._local_tensor = shard_tensor(param._local_tensor, placement, rank, t)  # of a meta tensor: a meta shard
-    param._spec = spec
-    if grad is not None:
-        param.grad = wrap(shard_tensor(grad._local_tensor, placement, rank, t), spec)
-    return True
-
-
-@torch.no_grad()
-def shard_over_data(model: nn.Module, mesh: DeviceMesh, ranks: int) -> int:
-    """Cut each parameter, and its gradient if it has one, again over `ranks` data-parallel ranks, in place; returns the number.
+def shard_over_data(model: nn.Module, mesh: DeviceMesh, ranks: int) -> None:
+    """Cut each parameter, and its gradient if it has one, again over `ranks` data-parallel ranks, in place.
 
     mesh: 1-d, of the ranks that hold one copy: those of one tensor-parallel group next to each other.
     """
-    count = 0
+    rank = mesh.get_local_rank()
     for param in model.parameters():
         assert isinstance(param, TPTensor)
-        t = param._spec.mesh.size()
-        placement = nested(placement_of(param), param.shape, t, ranks)
+        placement = nested(placement_of(param), param.shape, param._spec.mesh.size(), ranks)
         spec = make_spec(mesh, placement, param.shape, param.dtype)
-        grad, param.grad = cast("TPTensor | None", param.grad), None
-        param._local_tensor = _cut_again(param._local_tensor, placement, mesh)
-        param._spec = spec
-        if grad is not None:
-            param.grad = wrap(_cut_again(grad._local_tensor, placement, mesh), spec)
-        count += 1
-    return count
+        if isinstance(placement, Nested):  # what this rank keeps of its tensor-parallel shard
+            _cut(param, spec, placement.inner, rank // placement.t, placement.ranks)
+        else:
+            _cut(param, spec, placement, rank, mesh.size())
 
 
-def _cut_again(local: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> torch.Tensor:
-    """What this rank keeps of its tensor-parallel shard."""
-    rank, size = mesh.get_local_rank(), mesh.size()
-    if isinstance(placement, Nested):
-        return shard_tensor(local, placement.inner, rank // placement.t, placement.ranks)
-    return shard_tensor(local, placement, rank, size)
+def _cut(param: TPTensor, spec: DTensorSpec, placement: Placement, rank: int, ranks: int) -> None:
+    """Cut what this rank holds of a parameter and its gradient; `spec` describes what is left."""
+    grad, param.grad = cast("TPTensor | None", param.grad), None
+    param._local_tensor = shard_tensor(param._local_tensor, placement, rank, ranks)  # of a meta tensor: a meta shard
+    param._spec = spec
+    if grad is not None:
+        param.grad = wrap(shard_tensor(grad._local_tensor, placement, rank, ranks), spec)
+
+
+def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:
+    """Logical tensor -> TPTensor placed as `param` is, in `param`'s dtype."""
+    mesh = param._spec.mesh
+    local = shard_tensor(full.to(param.dtype), placement_of(param), mesh.get_local_rank(), mesh.size())
+    return wrap(local, param._spec)
+
+
+RUNTIME = "_megafx_runtime"  # the attribute of a parallelized model that is its runtime
+
+
+def runtime_of(model: nn.Module) -> Any:
+    """The runtime of a parallelized model; None of any other."""
+    return vars(model).get(RUNTIME)
+
+
+def everyone_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The group of all ranks of a parallelized model; None of any other."""
+    runtime = runtime_of(model)
+    return None if runtime is None else runtime.everyone
+
+
+# -- joined parameters: a graph reads them as one tensor, their rows one below the other
+#
+# They are views of one memory where they lie side by side in it; else they are copied together at each call.
+
+
+def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
+    """One view of parameters that follow each other in one memory; None where they do not."""
+    first = parameters[0]
+    memory, at = first.untyped_storage().data_ptr(), first.data_ptr()
+    for p in parameters:
+        if p.data_ptr() != at or p.dtype != first.dtype or not p.is_contiguous():
+            return None
+        if p.untyped_storage().data_ptr() != memory:
+            return None
+        at += p.numel() * p.element_size()
+    rows = sum(p.shape[0] for p in parameters)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+class JoinedParameters:
+    """The join of some of a graph's inputs, at each call; the view of the last call while they have not moved."""
+
+    def __init__(self, indices: tuple[int, ...]) -> None:
+        self.indices = indices
+        self.where: tuple[int, ...] = ()
+        self.view: Tensor | None = None
+
+    def __call__(self, inputs: Sequence[Any]) -> Tensor:
+        parameters = [inputs[i] for i in self.indices]
+        where = tuple(p.data_ptr() for p in parameters)
+        if self.view is None or where != self.where:
+            self.view, self.where = side_by_side(parameters), where
+        return torch.cat(parameters) if self.view is None else self.view
 
 
 @torch.no_grad()
 def place_joined(model: nn.Module, slots: Mapping[str, Slot], groups: Iterable[list[str]]) -> list[list[str]]:
-    """Put (the local tensors of) the parameters of each group side by side into one new memory; the groups that stay apart.
+    """Put (the local tensors of) the parameters of each group side by side into one memory; the groups that stay apart.
 
-    The parameters stay the same objects, with the same values and gradients. Left alone is memory that is shown by something
-    else too, and a tensor that is more than its data.
+    The parameters stay the same objects, with the same values and gradients. Parameters whose storage is shared, and tensor
+    subclasses, are left as they are.
     """
     users: Counter[int] = Counter()
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -232,18 +236,3 @@ def _is_plain(x: torch.Tensor) -> bool:
     if type(x) not in (torch.Tensor, nn.Parameter) or x.is_meta or not x.is_contiguous() or x.is_inference():
         return False
     return x.untyped_storage().nbytes() == x.numel() * x.element_size()
-
-
-def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:
-    """Logical tensor -> TPTensor placed as `param` is, in `param`'s dtype."""
-    mesh = param._spec.mesh
-    local = shard_tensor(full.to(param.dtype), placement_of(param), mesh.get_local_rank(), mesh.size())
-    return wrap(local, param._spec)
-
-
-RUNTIME = "_megafx_runtime"  # the attribute of a parallelized model that is its runtime
-
-
-def runtime_of(model: nn.Module) -> Any:
-    """The runtime of a parallelized model; None of any other."""
-    return vars(model).get(RUNTIME)

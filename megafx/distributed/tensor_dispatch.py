@@ -1,28 +1,25 @@
-"""Operations on tensors whose physical order is not the logical one: which run on local tensors, which are DTensor's own, and
-which are refused. The table is in distributed/tensor.py.
+"""Operations on tensors whose physical order is not the logical one: some run on local tensors, some are DTensor's own, the
+others are refused. The table is in distributed/tensor.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafx.distributed.finite import unscale_gradients
 from megafx.distributed.tensor_layout import (
     LayoutShard,
-    NestedShard,
     is_permuted,
     make_spec,
-    nested_padding,
-    pads,
     physical_spec,
     placement_of,
+    zero_pads,
 )
 from megafx.errors import UsageError
 from megafx.placements.tensors import shard_tensor
@@ -40,22 +37,27 @@ class DispatchedTensor(DTensor):
     ) -> Any:
         if func is aten.detach.default:
             return _new(type(args[0]), args[0]._local_tensor, args[0]._spec, requires_grad=False)
-        if func is aten.add_.Tensor and not kwargs and _same_spec(*args):  # gradient accumulation
-            args[0]._local_tensor.add_(args[1]._local_tensor)
+        if (
+            func is aten.add_.Tensor
+            and not kwargs
+            and type(args[0]) is type(args[1])
+            and args[0]._spec is args[1]._spec
+        ):
+            args[0]._local_tensor.add_(args[1]._local_tensor)  # gradient accumulation
             _count_write(args[0])
             return args[0]
         kwargs = kwargs or {}
-        result = _run(func, args, kwargs)
+        done, result = False, None
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            done = True
+            _unscale_gradients(func, *args, **kwargs)
+        elif _order_free(func):
+            done, result = _on_locals(func, args, kwargs)
+        if not done:
+            result = _on_dtensors(func, args, kwargs)
         for written in _written(func):
             _count_write(args[written] if isinstance(written, int) and written < len(args) else kwargs.get(written))
         return result
-
-
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-        return unscale_gradients(func, *args, **kwargs)
-    done, result = _on_locals(func, args, kwargs) if _order_free(func) else (False, None)
-    return result if done else _on_dtensors(func, args, kwargs)
 
 
 @cache
@@ -67,19 +69,27 @@ def _written(func: Any) -> tuple[int | str, ...]:
 
 
 def _count_write(x: Any) -> None:
-    """What is written through a DTensor counts as written into its local tensor, which below autograd nobody sees to."""
+    """Count a write through a DTensor as one into its local tensor: below autograd nothing else does."""
     for tensor in x if isinstance(x, (list, tuple)) else (x,):
         if isinstance(tensor, DTensor) and not tensor._local_tensor.is_inference():
             torch.autograd.graph.increment_version(tensor._local_tensor)
 
 
+# -- before torch 2.13
+#
+# There the C++ dispatch of DTensor takes its subclasses too and never asks them: neither `__torch_dispatch__` nor the engine's
+# accumulation of gradients sees a TPTensor. What the user calls then comes through a mode, and what autograd calls through
+# DTensor's table of handlers, which that dispatch does ask.
+
+SUBCLASS_DISPATCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
 class _Dispatching(TorchDispatchMode):
-    """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`, others where they go anyway."""
+    """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`; the others go their way."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        mine = [t for t in types if issubclass(t, DispatchedTensor)]
-        if mine:
-            return max(mine, key=lambda t: len(t.__mro__)).__torch_dispatch__(func, types, args, kwargs)
+        if any(issubclass(t, DispatchedTensor) for t in types):
+            return DispatchedTensor.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -87,12 +97,6 @@ def _through_mode(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any 
     """`__torch_function__` where there is no dispatch of subclasses."""
     with torch._C.DisableTorchFunctionSubclass(), _Dispatching():
         return func(*args, **(kwargs or {}))
-
-
-# Before 2.13 the C++ dispatch of DTensor takes its subclasses too and never asks them: neither `__torch_dispatch__` nor the
-# engine's accumulation of gradients sees a TPTensor. What the user calls then comes through a mode, and what autograd calls
-# through DTensor's table of handlers, which that dispatch does ask.
-SUBCLASS_DISPATCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def _handle(func: Any, args: Any, kwargs: Any) -> Any:
@@ -107,25 +111,12 @@ def _handle(func: Any, args: Any, kwargs: Any) -> Any:
         handlers[func] = own
 
 
-_OF_AUTOGRAD = (
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.view.default,
-    aten.expand.default,
-    aten.new_empty_strided.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.copy_.default,
-    aten.add.Tensor,
-    aten.add_.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.neg.default,
-    aten.pow.Tensor_Scalar,
-)
+_PLAIN = ("detach", "alias", "clone", "view", "expand", "new_empty_strided", "zeros_like", "ones_like", "copy_", "neg")
+_OF_AUTOGRAD = [
+    *(getattr(aten, name).default for name in _PLAIN),
+    *(getattr(aten, name).Tensor for name in ("add", "add_", "sub", "mul", "div")),
+    *(aten.mul.Scalar, aten.pow.Tensor_Scalar),
+]
 
 if not SUBCLASS_DISPATCH:
     DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
@@ -133,56 +124,15 @@ if not SUBCLASS_DISPATCH:
     _handlers.update(dict.fromkeys(_OF_AUTOGRAD, _handle))
 
 
-def _same_spec(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a._spec is b._spec
+# -- elementwise operations, whatever the order of elements
 
-
-# -- operations to which the order of elements is nothing
-
-_LOCAL_NAMES = frozenset(
-    [
-        "alias",
-        "clone",
-        "copy_",
-        "empty_like",
-        "fill_",
-        "full_like",
-        "ones_like",
-        "zero_",
-        "zeros_like",
-        "_to_copy",
-        "lerp",
-        "lerp_",
-        "_fused_adam_",
-        "_fused_adamw_",
-        "_fused_sgd_",
-        "_fused_adagrad_",
-    ]
-)
+_COPIES = ("alias", "clone", "copy_", "zero_", "zeros_like", "_to_copy", "lerp", "lerp_")
+_FUSED = tuple(f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
+_LOCAL_NAMES = frozenset((*_COPIES, "empty_like", "fill_", "full_like", "ones_like", *_FUSED))
 _FOREACH_REDUCES = frozenset(["_foreach_norm", "_foreach_max", "_foreach_powsum"])
 # Operations that give zero where all sharded operands are zero; after the others pads are zeroed again.
 _KEEPS_ZERO = frozenset(
-    [
-        "alias",
-        "clone",
-        "copy_",
-        "zero_",
-        "zeros_like",
-        "_to_copy",
-        "lerp",
-        "lerp_",
-        "neg",
-        "neg_",
-        "sqrt",
-        "sqrt_",
-        "abs",
-        "abs_",
-        "mul",
-        "mul_",
-        "addcmul",
-        "addcmul_",
-        "sign",
-    ]
+    (*_COPIES, "sign", *(n + s for n in ("neg", "sqrt", "abs", "mul", "addcmul") for s in ("", "_")))
 )
 _NORMS = frozenset(["linalg_vector_norm", "norm", "_foreach_norm"])
 _RANDOM = frozenset(["normal_", "uniform_", "bernoulli_", "exponential_", "rand_like", "randn_like", "random_"])
@@ -239,18 +189,6 @@ def _rewrap(out: Any, like: DispatchedTensor, name: str, sources: dict[int, Any]
     return _new(type(like), out, spec, requires_grad=False)
 
 
-def zero_pads(local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Zero, in place, what of a permuted shard is padding."""
-    shard = cast(LayoutShard, spec.placements[0])
-    if isinstance(shard, NestedShard):
-        mask = nested_padding(spec.mesh, shard, spec.shape, local.device)
-        if mask is not None:
-            local.masked_fill_(mask, 0)
-        return
-    for start, length in pads(spec.mesh, shard):
-        local.narrow(shard.dim, start, length).zero_()
-
-
 def _is_list(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and any(isinstance(e, torch.Tensor) for e in x)
 
@@ -263,9 +201,8 @@ def _on_locals(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     sources: dict[int, Any] = {}
     try:
         if lists:
-            rows: list[Any] = [
-                next((x for x in row if isinstance(x, DispatchedTensor)), None) for row in zip(*lists, strict=True)
-            ]
+            first = lambda row: next((x for x in row if isinstance(x, DispatchedTensor)), None)  # noqa: E731
+            rows: list[Any] = [first(row) for row in zip(*lists, strict=True)]
             if None in rows:
                 return False, None
             convert = lambda v: [_local_of(x, r) for x, r in zip(v, rows, strict=True)] if _is_list(v) else _scalar(v)  # noqa: E731
@@ -282,19 +219,13 @@ def _on_locals(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     if isinstance(out, (list, tuple)):
         return True, type(out)(_rewrap(o, r, name, sources) for o, r in zip(out, rows, strict=True))
     if lists and out is None:
-        _zero_after_in_place(func, lists, rows, name)
+        if name.removeprefix("_foreach_") not in _KEEPS_ZERO:
+            for tensors in lists if name in _FUSED else lists[:1]:  # what is written
+                for x, row in zip(tensors, rows, strict=True):
+                    if is_permuted(x) and x.shape == row.shape:
+                        zero_pads(x._local_tensor, x._spec)
         return True, None
     return True, _rewrap(out, rows[0], name, sources)
-
-
-def _zero_after_in_place(func: Any, lists: Sequence[Any], rows: Sequence[DispatchedTensor], name: str) -> None:
-    if name.removeprefix("_foreach_") in _KEEPS_ZERO:
-        return
-    mutated = lists if name.startswith("_fused_") else lists[:1]
-    for tensors in mutated:
-        for x, row in zip(tensors, rows, strict=True):
-            if is_permuted(x) and x.shape == row.shape:
-                zero_pads(x._local_tensor, x._spec)
 
 
 def _scalar(x: Any) -> Any:
@@ -305,11 +236,28 @@ def _scalar(x: Any) -> Any:
     return x
 
 
+def _unscale_gradients(
+    func: Callable[..., None], gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Multiply gradients by 1 / scale, in place; found_inf becomes 1 on all ranks where any rank met an infinity or NaN.
+
+    func: `_amp_foreach_non_finite_check_and_unscale_`, which `torch.amp.GradScaler` calls for the gradients of each dtype;
+    the same ones on all ranks. found_inf, inv_scale: [] or [1], plain tensors. A gradient that is no DTensor is the same on
+    all ranks. DTensor's own handler of this operation (torch 2.11 to 2.13, `found_inf_reduce_handler`) looks at the first
+    gradient alone: where that one is replicated (a layer norm's) the others' infinities stay with the rank that has them.
+    """
+    sharded = [g for g in gradients if isinstance(g, DTensor)]
+    func([g._local_tensor if isinstance(g, DTensor) else g for g in gradients], found_inf, inv_scale)
+    for mesh in dict.fromkeys(g.device_mesh for g in sharded):  # an order that all ranks have in common
+        for axis in range(mesh.ndim):
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+
+
 # -- everything else
 
 
 def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `func` as DTensor's own, with permuted tensors only where their order is nothing."""
+    """Run `func` as DTensor's own, with permuted tensors only where the order of elements does not matter."""
     name = _op_name(func)
     tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, DispatchedTensor)]
     permuted = next((x for x in tensors if is_permuted(x)), None)
@@ -320,17 +268,18 @@ def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
             return _on_dtensors(aten.sum.default, args, {}) / args[0].numel()
         _check_order_free(func, name, args, kwargs, permuted)
     plain = {id(x): _as_dtensor(x, name in _NORMS) for x in tensors}
-    back = {id(d): x for x, d in ((x, plain[id(x)]) for x in tensors)}
-    swap = lambda x: plain.get(id(x), x)  # noqa: E731
-    args, kwargs = torch.utils._pytree.tree_map(swap, (list(args), kwargs))
+    back = {id(plain[id(x)]): x for x in tensors}
+    args, kwargs = torch.utils._pytree.tree_map(lambda x: plain.get(id(x), x), (list(args), kwargs))
     try:
         out = func(*args, **kwargs)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
-        raise _direct_use(func) from error
+        raise UsageError(
+            f"{func} met a parameter of a parallelized model and a plain tensor",
+            fix="call the whole model: its submodules hold shards; full_tensor() gives a parameter's whole value",
+        ) from error
     if name in _RANDOM and permuted is not None:
-        assert permuted is not None
         if not func._schema.is_mutable:
             out = _new(type(permuted), out._local_tensor, permuted._spec, requires_grad=False)
         zero_pads(out._local_tensor, permuted._spec)
@@ -351,24 +300,15 @@ def _as_dtensor(x: DispatchedTensor, zero_for_none: bool) -> DTensor:
 
 def _check_order_free(func: Any, name: str, args: Any, kwargs: Any, x: DispatchedTensor) -> None:
     """DTensor's own reductions over the physical tensor are right: zero pads add nothing."""
-    whole = len(args) < 3 or not args[2]  # no `dim` argument: a reduction of the whole tensor
     if name in _NORMS:
         order = args[1] if len(args) > 1 and args[1] is not None else 2
-        if whole and not kwargs.get("dim") and order >= 0:
-            return
+        right = (len(args) < 3 or not args[2]) and not kwargs.get("dim") and order >= 0
     elif name in ("sum", "any", "count_nonzero"):
-        if len(args) < 2 and not kwargs.get("dim"):
-            return
-    elif name in _RANDOM:
-        return
-    raise UsageError(
-        f"{func} on a parameter stored as {x._spec.placements[0]}: its local tensor is not a slice of the logical tensor",
-        fix="use full_tensor() for the logical tensor; to compute with it, call the whole model, not this submodule",
-    )
-
-
-def _direct_use(func: Any) -> UsageError:
-    return UsageError(
-        f"{func} met a parameter of a parallelized model and a plain tensor",
-        fix="call the whole model: its submodules hold shards; full_tensor() gives a parameter's whole value",
-    )
+        right = len(args) < 2 and not kwargs.get("dim")
+    else:
+        right = name in _RANDOM
+    if not right:
+        raise UsageError(
+            f"{func} on a parameter stored as {x._spec.placements[0]}: its local tensor is not a slice of the logical tensor",
+            fix="use full_tensor() for the logical tensor; to compute with it, call the whole model, not this submodule",
+        )

@@ -1,9 +1,9 @@
-"""The DTensor placement of a shard whose physical order is `placements.Layout`'s, and the specs of tensors so placed."""
+"""DTensor's placement of shards in the physical order of a `Layout`, the specs of such tensors, and their padding."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,38 +18,40 @@ from megafx.placements.types import Layout, Nested, Owned, Placement, S
 
 
 class LayoutShard(Shard):
-    """Shard of a dim whose physical order is not torch.chunk's; torch code that assumes it is gets an error."""
+    """A shard whose physical order is not torch.chunk's: blocks, a shard that data-parallel ranks cut again, one rank's alone.
 
-    layout: Layout
+    Torch code that takes it for torch.chunk's gets an error.
+    """
 
-    def __init__(self, dim: int, layout: Layout) -> None:
-        super().__init__(dim)
-        object.__setattr__(self, "layout", layout)  # a frozen dataclass in some versions of torch
+    placement: Placement  # S, Nested or Owned
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement.dim)
+        object.__setattr__(self, "placement", placement)  # a frozen dataclass in some versions of torch
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LayoutShard) and (self.dim, self.layout) == (other.dim, other.layout)
+        return isinstance(other, LayoutShard) and self.placement == other.placement
 
     def __hash__(self) -> int:
-        return hash((self.dim, self.layout))
+        return hash(self.placement)
 
     def __repr__(self) -> str:
-        return f"LayoutShard({self.dim}, {self.layout})"
+        return f"LayoutShard({self.placement})"
 
     __str__ = __repr__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayoutShard, (self.dim, self.layout)
+        return LayoutShard, (self.placement,)
 
-    def __copy__(self) -> LayoutShard:
+    def __copy__(self, memo: Any = None) -> LayoutShard:
         return self
 
-    def __deepcopy__(self, memo: Any) -> LayoutShard:
-        return self
+    __deepcopy__ = __copy__
 
     def _to_replicate_tensor(
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any
     ) -> torch.Tensor:
-        return gather_shards(local_tensor, S(self.dim, self.layout), mesh.get_group(mesh_dim))
+        return gather_shards(local_tensor, self.placement, mesh.get_group(mesh_dim))
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UsageError(
@@ -59,64 +61,6 @@ class LayoutShard(Shard):
 
     _split_tensor = _shard_tensor = _replicate_to_shard = _to_new_shard_dim = _reduce_shard_tensor = _refuse
     local_shard_size_and_offset = _local_shard_size_and_offset = _refuse
-
-
-class NestedShard(LayoutShard):
-    """A shard that data-parallel ranks cut again (placements/types.py), on the mesh of all the ranks that do."""
-
-    def __init__(self, placement: Nested) -> None:
-        super().__init__(0, placement.cut)
-        object.__setattr__(self, "placement", placement)
-
-    placement: Nested
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, NestedShard) and self.placement == other.placement
-
-    def __hash__(self) -> int:
-        return hash(self.placement)
-
-    def __repr__(self) -> str:
-        return f"NestedShard({self.placement})"
-
-    __str__ = __repr__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NestedShard, (self.placement,)
-
-    def _to_replicate_tensor(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any
-    ) -> torch.Tensor:
-        return gather_shards(local_tensor, self.placement, mesh.get_group(mesh_dim))
-
-
-class OwnedShard(LayoutShard):
-    """One rank holds all, the others no rows (placements/types.py)."""
-
-    def __init__(self, placement: Owned) -> None:
-        super().__init__(0, placement.cut)
-        object.__setattr__(self, "placement", placement)
-
-    placement: Owned
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OwnedShard) and self.placement == other.placement
-
-    def __hash__(self) -> int:
-        return hash(self.placement)
-
-    def __repr__(self) -> str:
-        return f"OwnedShard({self.placement})"
-
-    __str__ = __repr__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OwnedShard, (self.placement,)
-
-    def _to_replicate_tensor(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any
-    ) -> torch.Tensor:
-        return gather_shards(local_tensor, self.placement, mesh.get_group(mesh_dim))
 
 
 def gather_shards(local: torch.Tensor, placement: Placement, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -139,53 +83,63 @@ def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: 
     where = Shard(placement.dim) if placement.is_shard else Replicate()
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, (where,), tensor_meta=TensorMeta(shape, stride, dtype))
-    if isinstance(placement, Nested):
-        spec.placements = (NestedShard(placement),)
-    elif isinstance(placement, Owned) and mesh.size() > 1:
-        spec.placements = (OwnedShard(placement),)
-    elif placement.is_shard and not placement.cut.contiguous_shards(mesh.size()):
-        spec.placements = (
-            LayoutShard(placement.dim, placement.cut),
-        )  # afterwards: DTensorSpec knows torch's kinds only
+    if isinstance(placement, Owned):
+        permuted = mesh.size() > 1
+    else:
+        permuted = placement.is_shard and not placement.cut.contiguous_shards(mesh.size())
+    if permuted or isinstance(placement, Nested):
+        spec.placements = (LayoutShard(placement),)  # afterwards: DTensorSpec knows torch's kinds only
     return spec
 
 
 @cache
 def physical_spec(mesh: DeviceMesh, shard: LayoutShard, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """What DTensor may think that a LayoutShard tensor is, for operations to which order is nothing."""
-    if isinstance(shard, NestedShard):
-        physical = shard.placement.local_shape(shape)
+    """A spec of the physical tensor, for DTensor's operations that do not depend on the order of elements."""
+    physical, placement = [*shape], shard.placement
+    if isinstance(placement, Nested):
+        physical = placement.local_shape(shape)
         physical[0] *= mesh.size()
-    elif isinstance(shard, OwnedShard):
-        physical = list(shape)
-    else:
-        physical = list(shape)
-        physical[shard.dim] = shard.layout.local_size(mesh.size()) * mesh.size()
+    elif not isinstance(placement, Owned):
+        physical[shard.dim] = placement.cut.local_size(mesh.size()) * mesh.size()
     stride = torch.empty(physical, device="meta").stride()
     return DTensorSpec(mesh, (Shard(shard.dim),), tensor_meta=TensorMeta(torch.Size(physical), stride, dtype))
+
+
+# -- padding
+
+
+def zero_pads(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Zero, in place, the padding of a permuted shard."""
+    shard = cast(LayoutShard, spec.placements[0])
+    if isinstance(shard.placement, Nested):
+        mask = _nested_padding(spec.mesh, shard.placement, spec.shape, local.device)
+        if mask is not None:
+            local.masked_fill_(mask, 0)
+        return
+    for start, length in pads(spec.mesh, shard):
+        local.narrow(shard.dim, start, length).zero_()
 
 
 @cache
 def pads(mesh: DeviceMesh, shard: LayoutShard) -> tuple[tuple[int, int], ...]:
     """(start, length) of the padding in this rank's shard."""
-    if isinstance(shard, OwnedShard):
+    if isinstance(shard.placement, Owned):
         return ()
-    ranges, position = [], 0
-    for piece in shard.layout.pieces(mesh.get_local_rank(), mesh.size()):
-        if piece.local_start > position:
-            ranges.append((position, piece.local_start - position))
+    ranges, position, layout = [], 0, shard.placement.cut
+    for piece in layout.pieces(mesh.get_local_rank(), mesh.size()):
+        ranges.append((position, piece.local_start - position))
         position = piece.local_start + piece.length
-    end = shard.layout.local_size(mesh.size())
-    return (*ranges, (position, end - position)) if end > position else tuple(ranges)
+    ranges.append((position, layout.local_size(mesh.size()) - position))
+    return tuple((start, length) for start, length in ranges if length > 0)
 
 
 @cache
-def nested_padding(
-    mesh: DeviceMesh, shard: NestedShard, shape: torch.Size, device: torch.device
+def _nested_padding(
+    mesh: DeviceMesh, placement: Nested, shape: torch.Size, device: torch.device
 ) -> torch.Tensor | None:
     """Bool mask of the padding in this rank's part of a parameter of logical `shape`; None where there is none."""
-    mask = torch.ones(shard.placement.local_shape(shape), dtype=torch.bool)
-    for box in shard_slices(shape, shard.placement, mesh.get_local_rank(), mesh.size()):
+    mask = torch.ones(placement.local_shape(shape), dtype=torch.bool)
+    for box in shard_slices(shape, placement, mesh.get_local_rank(), mesh.size()):
         mask[box.local] = False
     return mask.to(device) if bool(mask.any()) else None
 
@@ -193,10 +147,8 @@ def nested_padding(
 def placement_of(tensor: DTensor) -> Placement:
     """The megafx placement of a DTensor on a 1-d mesh."""
     (where,) = tensor._spec.placements
-    if isinstance(where, (NestedShard, OwnedShard)):
-        return where.placement
     if isinstance(where, LayoutShard):
-        return S(where.dim, where.layout)
+        return where.placement
     if isinstance(where, Shard):
         return S(where.dim, Layout.contiguous(tensor.shape[where.dim], tensor._spec.mesh.size()))
     return Placement("P" if where.is_partial() else "I")

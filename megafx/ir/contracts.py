@@ -93,8 +93,9 @@ def check_functional(program: Program) -> None:
 
 
 def _is_assert(target: torch._ops.OpOverload) -> bool:
-    name = target._schema.name.split("::")[1]
-    return name.startswith(("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain"))
+    return target._schema.name.split("::")[1].startswith(
+        ("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain")
+    )
 
 
 def check_sizes_rooted(program: Program) -> None:
@@ -204,6 +205,8 @@ def check_placements(program: Program) -> None:
 
 
 def check_local_shapes(program: Program) -> None:
+    if program.phase >= Phase.BOUND:
+        return  # a rank has no rows of what others own
     for node in program.graph.nodes:
         if PLACEMENT in node.meta:
             _check_shard_fits(program, node, node.meta[PLACEMENT], local=True)
@@ -248,7 +251,7 @@ def _check_shard_fits(
 
 
 def ranks_of(program: Program) -> int | None:
-    """Ranks of the axis, as the transitions say; None without any."""
+    """Ranks of the axis, as the first transition says (1 until shapes are local); None without one."""
     return next((int(n.args[6]) for n in program.graph.nodes if is_transition(n)), None)
 
 
@@ -278,6 +281,8 @@ def same_size(a: sympy.Expr, b: sympy.Expr) -> bool:
 
 
 def check_gradients(program: Program) -> None:
+    if program.phase >= Phase.BOUND:
+        return
     inputs = {spec.name: node for node, spec in program.input_nodes()}
     outputs = {o.name for o in program.outputs if o.kind != "gradient"}
     results: Any = program.output_node().args[0]
@@ -345,6 +350,38 @@ def _starts(target: torch._ops.OpOverload) -> bool:
     return target.namespace == COLLECTIVE_NAMESPACE or str(target) == GATHER
 
 
+# -- BOUND
+
+
+def check_owned(program: Program) -> None:
+    for node in program.graph.nodes:
+        if str(node.target).startswith("megafx.owner_"):
+            raise fail(
+                node, "asks for a rank, but the graph is of one", "drop_expert_values leaves out what other ranks own"
+            )
+
+
+# -- PARTITIONED
+
+
+def check_partition(program: Program) -> None:
+    parts = program.partition
+    if parts is None:
+        raise PlacementError("the program is cut, but has no forward graph")
+    later = sum(spec.kind in ("tangent", "pending") for spec in program.inputs)
+    values = [s for s in (*parts.saved, *parts.saved_for_lazy) if s.kind != "input"]
+    outputs = sum(spec.kind != "gradient" for spec in program.outputs)
+    wanted = [("forward", parts.forward, len(program.inputs) - later + len(parts.joins), outputs + len(values))]
+    if parts.backward is not None:
+        wanted.append(("backward", parts.backward, len(parts.saved) + later, len(program.outputs) - outputs))
+    for name, gm, takes, gives in wanted:
+        results: Any = gm.graph.output_node().args[0]
+        found = len(gm.graph.find_nodes(op="placeholder")), len(results)
+        if found != (takes, gives):
+            text = f"takes {found[0]} values and gives {found[1]}, where {takes} and {gives} are expected"
+            raise PlacementError(f"the {name} graph {text}")
+
+
 Check = Callable[[Program], None]
 CONTRACTS: dict[Phase, tuple[Check, ...]] = {
     Phase.CAPTURED: (check_interface, check_values),
@@ -353,4 +390,6 @@ CONTRACTS: dict[Phase, tuple[Check, ...]] = {
     Phase.LOCAL: (check_local_shapes,),
     Phase.JOINT: (check_gradients,),
     Phase.LOWERED: (check_collectives,),
+    Phase.BOUND: (check_owned,),
+    Phase.PARTITIONED: (check_partition,),
 }

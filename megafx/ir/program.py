@@ -13,7 +13,7 @@ Meta keys of a node (the only ones that passes may rely on):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,6 +46,8 @@ class Phase(IntEnum):
     LOCAL = 4  # one rank's shapes
     JOINT = 5  # forward and backward in one graph
     LOWERED = 6  # transitions are collectives (start, wait) and local ops
+    BOUND = 7  # what one rank runs: its coordinates are constants, mesh axes are process groups
+    PARTITIONED = 8  # cut into a forward and a backward graph (`Program.partition`); the whole graph stays as it was
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,59 @@ class Batch:
     whole: bool = True
 
 
+@dataclass(frozen=True)
+class Saved:
+    """One thing handed from forward to backward.
+
+    index: of the program's input (from len(inputs) on: of a join), or -1. numel: structural; 0 for what is handed over by
+    reference. shared: the memory is also an input's, a user output's or kept for a lazy output: the user may change it, and
+    backward must not.
+    """
+
+    kind: Literal["input", "size", "value"]
+    index: int
+    name: str
+    fqn: str
+    source: SourceLine | None
+    numel: int
+    itemsize: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The graphs that a program is cut into.
+
+    forward(*inputs) -> (*outputs, *kept for backward, *kept for lazy outputs)
+    backward([*saved, *tangents, *pending]) -> gradients
+    lazy_graph(*saved_for_lazy) -> lazy outputs
+
+    forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`, which
+    backward takes as a list and clears. backward is None where the program has no gradients; last_backward may overwrite
+    what was kept, and is for the last backward of a call. Where outputs are lazy, forward gives None in their places
+    (`lazy`). joins: further inputs of forward, after the program's: each the join of those of its inputs. gathered: joins
+    (by place) that are not rows as the inputs have them, but `gather_region`s of the inputs: (ranks, axis).
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[Saved, ...]
+    lazy_graph: fx.GraphModule | None = None
+    saved_for_lazy: tuple[Saved, ...] = ()
+    lazy: tuple[int, ...] = ()
+    joins: tuple[tuple[int, ...], ...] = ()
+    gathered: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    last_backward: fx.GraphModule | None = None
+
+    def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
+        """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
+        total: dict[str, int] = {}
+        for s in self.saved:
+            if s.numel:
+                total[s.fqn] = total.get(s.fqn, 0) + sizes.workload(s.numel) * s.itemsize
+        return total
+
+
 @dataclass
 class Program:
     """A captured call of a model. inputs and outputs are in the order of placeholders and of the output tuple."""
@@ -138,6 +193,7 @@ class Program:
     before_reduction: Program | None = (
         None  # with gradients as each rank computes them: what no_sync runs (data_parallel)
     )
+    partition: Partition | None = None  # set by the pass of this name
     call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
 
     @property
@@ -272,11 +328,6 @@ def ancestors(roots: Iterable[Any], stop: Callable[[fx.Node], bool] = lambda nod
         if not stop(node):
             todo += node.all_input_nodes
     return seen
-
-
-def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """Operands that are tensors, in argument order, each once."""
-    return [n for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]
 
 
 def active_nodes(program: Program) -> set[fx.Node]:

@@ -1,7 +1,8 @@
 """Sharding rules of graph nodes: which placements an op takes and gives.
 
-`rule_for` finds an op's rule (a user's, the table's or a family's), puts it on the node's shapes and names the operands;
-`strategies` lists its legal rows. Both are memoised by signature (op, shapes, scalar arguments): layers repeat.
+`rule_for` finds an op's rule (a user's, a fact of megafx's own op, the table's or a family's), puts it on the node's shapes
+and names the operands; `strategies` lists its legal rows. Both are memoised by signature (op, shapes, scalar arguments):
+layers repeat.
 
 A row is one of
     I ... -> I   and  R ... -> R     the same work on every rank; exist for every op

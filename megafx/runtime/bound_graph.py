@@ -18,18 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from megafx.analysis.tables import TableGuard
 from megafx.capture.caches import give_back
-from megafx.compiler.executable import Kept, Later, LazyOutput
+from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.finite import check_finite
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import Slot, shard_like
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.errors import UsageError
 from megafx.ir.call_spec import CallSpec
-from megafx.ir.program import VAL, Program
-from megafx.passes.lower.partition import Saved
+from megafx.ir.program import VAL, Program, Saved
 from megafx.placements.types import Placement
 from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.held_gradients import HeldBack, HeldGradients
@@ -114,7 +112,7 @@ class ModelState:
     def check_finite(self, what: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Raise on every rank where `Config.check_for_nan_in_loss_and_grad` is set and something is not finite."""
         if self.config.check_for_nan_in_loss_and_grad:
-            check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
+            agreement.check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
 
 
 class BoundGraph:
@@ -190,9 +188,9 @@ class BoundGraph:
         for index, name in self.mutations:
             with torch.no_grad():
                 self._stored(name).copy_(outputs[index])
-        later = [i for i in self.lazy if isinstance(outputs[i], LazyOutput)]
-        if self.sharded or later:
-            self._wrap(outputs, later, bind_sizes(self.compiled.spec, call))
+        lazy = [i for i in self.lazy if isinstance(outputs[i], LazyOutput)]
+        if self.sharded or lazy:
+            self._wrap(outputs, lazy, bind_sizes(self.compiled.spec, call))
         return outputs
 
     def _stored(self, name: str) -> torch.Tensor:
@@ -204,15 +202,15 @@ class BoundGraph:
         assert param is not None
         return param._local_tensor if isinstance(param, DTensor) else param.detach()
 
-    def _wrap(self, outputs: list[Any], later: list[int], sizes: Mapping[sympy.Symbol, int]) -> None:
+    def _wrap(self, outputs: list[Any], lazy: list[int], sizes: Mapping[sympy.Symbol, int]) -> None:
         shards, mesh, program = self.compiled.shards, self.state.meshes.tensor, self.compiled.program
         assert shards is not None
-        self._watch({id(outputs[i].later): outputs[i].later for i in later})
-        for index in later:
+        self._watch({id(x.outputs): x.outputs for x in (outputs[i] for i in lazy)})
+        for index in lazy:
             value: Any = program.results()[index].meta[VAL]
             made: LazyOutput = outputs[index]
             shape = bind_shape(value.shape, program.sizes, sizes)
-            outputs[index] = LazyTensor.of(made.make, shape, value.dtype, made.later.device)
+            outputs[index] = LazyTensor.of(made.make, shape, value.dtype, made.outputs.device)
         for index in self.sharded:
             shard = shards[index]
             assert shard is not None and mesh is not None
@@ -244,13 +242,13 @@ class BoundGraph:
             if isinstance(parameter, TPTensor):
                 kept.watch(parameter, saved)
 
-    def _watch(self, laters: Mapping[int, Later]) -> None:
-        """Tell what is made later of which parameters: changes of a DTensor do not count as changes of its local tensor."""
-        for later in laters.values():
-            for i in later.inputs:
+    def _watch(self, lazy: Mapping[int, LazyOutputs]) -> None:
+        """Tell lazy outputs which parameters they are made of: a change of a DTensor is none of its local tensor."""
+        for outputs in lazy.values():
+            for i in outputs.inputs:
                 slot = self.slot_of.get(i)
                 if slot is not None:
-                    later.watch(self.inputs[i].name, slot.module._parameters[slot.key])
+                    outputs.watch(self.inputs[i].name, slot.module._parameters[slot.key])
 
 
 class _Step:

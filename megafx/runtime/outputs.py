@@ -16,8 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.distributed.tensor import wrap
-from megafx.distributed.tensor_dispatch import zero_pads
-from megafx.distributed.tensor_layout import gather_shards, make_spec
+from megafx.distributed.tensor_layout import gather_shards, make_spec, zero_pads
 from megafx.ir.program import PLACEMENT, Program
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import Layout, Placement, S

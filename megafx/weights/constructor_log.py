@@ -1,8 +1,13 @@
-"""What a constructor computes, written down: it runs on fake tensors, without memory and without drawing.
+"""What a constructor computes, written down and run again for shards.
 
-Every operation on tensors becomes a `Step`, whatever code calls it. Where the constructor asks for the value of a tensor
-(torch's `trunc_normal_` does, to draw again what is out of range), what the value depends on is run right then, and
-draws what the replay will draw.
+Recording: the constructor runs on fake tensors, without memory and without drawing. Every operation on tensors becomes a
+`Step`, whatever code calls it. Where the constructor asks for the value of a tensor (torch's `trunc_normal_` does, to draw
+again what is out of range), the steps that the value depends on are run right then, and draw what the replay will draw.
+
+Replay: the steps run with memory for little more than one tensor. A tensor's memory is taken when a step writes it and dropped
+after the last step that reads that value: weights that are drawn twice (by a layer's constructor, then by the model's own
+initialisation) have none in between. Steps whose results are never used are left out, except draws: the generator has to pass
+through them.
 """
 
 from __future__ import annotations
@@ -26,14 +31,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megafx.errors import UsageError
 from megafx.ir.source_lines import current_user_line
-
-# -- init replay
-#
-# The log of what a constructor computes (`init_log` writes it), run with memory for little more than one tensor.
-#
-# A tensor's memory is taken when a step writes it and dropped after the last step that reads that value: weights that are drawn
-# twice (by a layer's constructor, then by the model's own initialisation) have none in between. Steps whose results are never
-# used are left out, except for those that draw: the generator has to pass through them.
 
 aten = torch.ops.aten
 Storage = int  # a number for each memory that a recorded tensor lies in
@@ -73,125 +70,32 @@ class Step:
     generator: torch.Generator | None = None
     seeded: torch.Tensor | None = None
 
-    @property
-    def leaves_as_is(self) -> bool:
-        """Whether what it writes stays uninitialised memory."""
-        return self.func.overloadpacket in (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
-
 
 @dataclass
 class Log:
-    """steps in order. memories: bytes and device of each. final: states to which generators were set after their last draw."""
+    """steps in order. memories: bytes and device of each. final: states to which generators were set after their last draw.
+
+    refs: name -> parameter or buffer of the model that was made, aliases included; a real tensor is itself.
+    """
 
     steps: list[Step] = field(default_factory=list)
     memories: dict[Storage, tuple[int, torch.device]] = field(default_factory=dict)
     final: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """order: the steps that run. delivers: memories that have their final value after a step; frees: that are done with."""
-
-    order: list[Step]
-    delivers: dict[int, set[Storage]]
-    frees: dict[int, set[Storage]]
-
-
-def schedule(steps: Sequence[Step], wanted: Collection[Storage], keep: Callable[[Step], bool]) -> Schedule:
-    """What has to run for the final values of `wanted`. keep: whether a draw runs although nothing needs its result."""
-    live: set[Storage] = set()
-    pending = set(wanted)
-    order, delivers, frees = [], {}, {}
-    for step in reversed(steps):
-        final = step.writes & pending
-        if not (step.writes & (live | final)) and not (step.generator is not None and keep(step)):
-            continue
-        order.append(step)
-        delivers[step.number] = set(final)
-        frees[step.number] = set((step.reads | step.writes) - live)
-        pending -= final
-        live = (live | final) - step.overwrites | step.reads
-    return Schedule(order[::-1], delivers, frees)
+    refs: dict[str, Ref | torch.Tensor] = field(default_factory=dict)
 
 
 Deliver = Callable[[Storage, torch.UntypedStorage], None]
 Run = Callable[[Step, Any, Any], Any]
 
 
-def draw_in_order(step: Step, args: Any, kwargs: Any) -> Any:
-    """One step, its draws from the generators as they are."""
-    if step.generator is not None and step.seeded is not None:
-        step.generator.set_state(step.seeded)
-    return step.func(*args, **kwargs)
+# -- recording
 
 
-def replay(log: Log, wanted: Collection[Storage], deliver: Deliver) -> int:
-    """Run the log, all its draws, and call deliver(number, memory) for each wanted memory when it has its final value.
-
-    Generators end in the states in which the constructor leaves them. Returns the most bytes that were held at once.
-    """
-    most = execute(log, schedule(log.steps, wanted, keep=lambda step: True), deliver, draw_in_order)
-    for generator, state in log.final:
-        generator.set_state(state)
-    return most
-
-
-@torch.no_grad()
-def execute(log: Log, plan: Schedule, deliver: Deliver, run: Run) -> int:
-    """Run a schedule; the most bytes that were held at once."""
-    held: dict[Storage, torch.UntypedStorage] = {}
-    most = 0
-
-    def real(x: Any) -> Any:
-        if not isinstance(x, Ref):
-            return x
-        if x.storage not in held:
-            nbytes, device = log.memories[x.storage]
-            held[x.storage] = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        return view(held[x.storage], x)
-
-    for step in plan.order:
-        args, kwargs = tree_map(real, (step.args, step.kwargs), is_leaf=lambda x: isinstance(x, Ref))
-        out = run(step, args, kwargs)
-        for ref, value in zip(step.outputs, tree_leaves(out), strict=True):
-            if ref is not None and ref.storage not in held:
-                held[ref.storage] = _as_recorded(value, ref, log.memories[ref.storage][0])
-        del args, kwargs, out
-        most = max(most, sum(memory.nbytes() for memory in held.values()))
-        for number in plan.delivers[step.number]:
-            deliver(number, held[number])
-        for number in plan.frees[step.number]:
-            held.pop(number, None)
-    return most
-
-
-def _as_recorded(value: torch.Tensor, ref: Ref, nbytes: int) -> torch.UntypedStorage:
-    """The memory of a result, laid out as the fake result was."""
-    if tuple(value.stride()) == ref.stride and value.storage_offset() == ref.offset:
-        return value.untyped_storage()
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=value.device).untyped_storage()
-    view(memory, ref).copy_(value)
-    return memory
-
-
-def view(memory: torch.UntypedStorage, ref: Ref) -> torch.Tensor:
-    """The recorded tensor in real memory."""
-    return torch.empty(0, dtype=ref.dtype, device=memory.device).set_(memory, ref.offset, ref.size, ref.stride)
-
-
-class Recorded(Log):
-    """model: what the factory made, of fake tensors. refs: name -> Ref of its parameters and buffers, aliases included; of a
-    real tensor, the tensor itself."""
-
-    model: nn.Module
-    refs: dict[str, Ref | torch.Tensor]
-
-
-def record(factory: Callable[[], Any], run: Run | None = None) -> Recorded:
+def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
     """Run `factory` on fake tensors; torch's generators are left as they were.
 
     run: how steps are run where values are asked for; default: drawing from the generators. Raises UsageError where the
-    constructor does what depends on values otherwise (shapes), or changes tensors that were there before.
+    constructor makes shapes of values, or changes tensors that were there before.
     """
     recorder = _Recorder(run)
     try:
@@ -206,21 +110,20 @@ def record(factory: Callable[[], Any], run: Run | None = None) -> Recorded:
         recorder.finish()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the factory made a {type(model).__name__}", fix="let it return the model")
-    log = recorder.log
-    log.model = model
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    log.refs = {name: recorder.ref(x) or x.detach() for name, x in named}
-    return log
+    recorder.log.refs = {name: recorder.ref(x) or x.detach() for name, x in named}
+    return recorder.log
 
 
 @contextlib.contextmanager
 def _swapping_fakes() -> Iterator[None]:
-    """`module.double()` and the like: torch swaps fake parameters for new ones, and refuses to where a fake mode has weak
-    references to them. Here the parameter takes over the new one's memory instead; nobody has use for the old one's."""
+    """For `module.double()` and the like, which swap parameters for new ones.
+
+    torch refuses to swap fake ones, since a fake mode has weak references to them. Here the old parameter takes over the new
+    one's memory instead.
+    """
     swap = torch.utils.swap_tensors
-    warnings.filterwarnings(
-        "ignore", "Accessing the data pointer of FakeTensor"
-    )  # copy.deepcopy of a layer does, and clones
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy of a layer does
 
     def take_over(old: torch.Tensor, new: torch.Tensor) -> None:
         if isinstance(old, FakeTensor) and isinstance(new, FakeTensor):
@@ -236,13 +139,24 @@ def _swapping_fakes() -> Iterator[None]:
         torch.utils.swap_tensors = swap
 
 
+_OVERWRITING = frozenset(
+    f"aten::{name}_"
+    for name in (
+        *("normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli"),
+        *("fill", "zero", "copy"),
+    )
+)
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self, run: Run | None) -> None:
         super().__init__()
-        self.log = Recorded()
+        self.log = Log()
         self.numbers: dict[int, Storage] = {}
         self.alive: list[torch.UntypedStorage] = []  # so that no address is used again
-        self.start = [(g, g.get_state()) for g in _default_generators()]
+        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        generators = [torch.default_generator, *(torch.cuda.default_generators if on_cuda else ())]
+        self.start = [(g, g.get_state()) for g in generators]
         self.seen = {id(g): state for g, state in self.start}  # state of each generator at its last draw
         self.users: dict[int, torch.Generator] = {}
         self.values = _Values(self.log, run)
@@ -252,27 +166,22 @@ class _Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and (ref := self.ref(args[0])) is not None:
             with _disable_current_modes():
                 return self.values.of(ref)
-        given_args, given_kwargs = tree_map(self._frozen, (tuple(args), dict(kwargs)))
+        given = tree_map(
+            lambda x: (self.ref(x) or x) if isinstance(x, torch.Tensor) else x, (tuple(args), dict(kwargs))
+        )
         written, whole = self._written(func, args, kwargs)
         known = len(self.log.memories)
         out = func(*args, **kwargs)
         outputs = tuple(self.ref(x) if isinstance(x, torch.Tensor) else None for x in tree_leaves(out))
         made = {r.storage for r in outputs if r is not None and r.storage >= known}
-        reads = {r.storage for r in tree_leaves((given_args, given_kwargs)) if isinstance(r, Ref)} - made
-        reads -= whole - self._sources(args, kwargs)
+        others = {
+            r.storage for r in tree_leaves((given[0][1:], given[1])) if isinstance(r, Ref)
+        }  # but of the first operand
+        reads = {r.storage for r in tree_leaves(given) if isinstance(r, Ref)} - made - (whole - others)
         generator = self._generator(func, kwargs, outputs)
-        step = Step(
-            len(self.log.steps),
-            func,
-            given_args,
-            given_kwargs,
-            outputs,
-            frozenset(reads),
-            frozenset(written | made),
-            frozenset(whole | made),
-            generator,
-            None if generator is None else self._seeded(generator),
-        )
+        seeded = None if generator is None else self._seeded(generator)
+        memories = frozenset(reads), frozenset(written | made), frozenset(whole | made)
+        step = Step(len(self.log.steps), func, given[0], given[1], outputs, *memories, generator, seeded)
         if step.writes or generator is not None:
             self.log.steps.append(step)
         return out
@@ -298,34 +207,29 @@ class _Recorder(TorchDispatchMode):
             self.alive.append(storage)
         return Ref(self.numbers[storage._cdata], x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
-    def _frozen(self, x: Any) -> Any:
-        return (self.ref(x) or x) if isinstance(x, torch.Tensor) else x
-
     def _generator(self, func: Any, kwargs: Any, outputs: tuple[Ref | None, ...]) -> torch.Generator | None:
-        """What an operation draws from; None where it draws nothing."""
+        """The generator that an operation draws from; None where it draws nothing."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         if kwargs.get("generator") is not None:
             return kwargs["generator"]
         device = next((self.log.memories[r.storage][1] for r in outputs if r is not None), torch.device("cpu"))
         if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            return torch.cuda.default_generators[index]
+            return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
         return torch.default_generator
 
     def _seeded(self, generator: torch.Generator) -> torch.Tensor | None:
         """The state of a generator where it is not as it was at the draw before: fake draws change none."""
-        last = self.seen.get(id(generator))
         with _disable_current_modes():
-            state = generator.get_state()
+            last, state = self.seen.get(id(generator)), generator.get_state()
             same = last is not None and torch.equal(last, state)
-        self.seen[id(generator)] = state
-        self.users[id(generator)] = generator
+        self.seen[id(generator)], self.users[id(generator)] = state, generator
         return None if same else state
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[set[Storage], set[Storage]]:
         """(memories written in place, those of them that are overwritten in whole)"""
-        written, whole = set(), set()
+        written: set[Storage] = set()
+        whole: set[Storage] = set()
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -341,40 +245,18 @@ class _Recorder(TorchDispatchMode):
                         fix="let the constructor make what it changes",
                     )
                 written.add(ref.storage)
-                if func._schema.name in _OVERWRITING and self._is_whole(ref):
-                    whole.add(ref.storage)
+                dense = torch.empty_strided(ref.size, ref.stride, device="meta")
+                size = dense.numel() * ref.dtype.itemsize
+                if func._schema.name in _OVERWRITING and ref.offset == 0 and size == self.log.memories[ref.storage][0]:
+                    whole |= {ref.storage} if aten.is_non_overlapping_and_dense.default(dense) else set()
         return written, whole
-
-    def _is_whole(self, ref: Ref) -> bool:
-        count = torch.Size(ref.size).numel()
-        dense = torch.empty_strided(ref.size, ref.stride, device="meta")
-        whole = count * ref.dtype.itemsize == self.log.memories[ref.storage][0]
-        return whole and ref.offset == 0 and aten.is_non_overlapping_and_dense.default(dense)
-
-    def _sources(self, args: Any, kwargs: Any) -> set[Storage]:
-        """Memories of the operands but the first."""
-        values = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, torch.Tensor)]
-        return {r.storage for x in values if (r := self.ref(x)) is not None}
-
-
-_OVERWRITING = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"),
-        *("fill_", "zero_", "copy_"),
-    )
-)
-
-
-def _default_generators() -> list[torch.Generator]:
-    on_cuda = [*torch.cuda.default_generators] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return [torch.default_generator, *on_cuda]
 
 
 class _Values:
     """Numbers that a constructor asks for while it is recorded.
 
-    Every draw is made once to learn the state of its generator before it; what a value depends on is drawn again from there.
+    Every draw is made once, to learn the state of its generator before it; the draws that a value depends on are made again
+    from there.
     """
 
     def __init__(self, log: Log, run: Run | None) -> None:
@@ -413,3 +295,91 @@ class _Values:
         if not known:
             self.now[id(generator)] = generator.get_state()
         return out
+
+
+# -- replay
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """order: the steps that run. delivers: number of a step -> memories that have their final value after it; frees: ... that
+    nothing needs after it."""
+
+    order: list[Step]
+    delivers: dict[int, set[Storage]]
+    frees: dict[int, set[Storage]]
+
+
+def schedule(steps: Sequence[Step], wanted: Collection[Storage], keep: Callable[[Step], bool]) -> Schedule:
+    """The steps that the final values of `wanted` need. keep: whether a draw runs although nothing needs its result."""
+    live: set[Storage] = set()
+    pending = set(wanted)
+    order, delivers, frees = [], {}, {}
+    for step in reversed(steps):
+        final = step.writes & pending
+        if not (step.writes & (live | final)) and not (step.generator is not None and keep(step)):
+            continue
+        order.append(step)
+        delivers[step.number] = set(final)
+        frees[step.number] = set((step.reads | step.writes) - live)
+        pending -= final
+        live = (live | final) - step.overwrites | step.reads
+    return Schedule(order[::-1], delivers, frees)
+
+
+def draw_in_order(step: Step, args: Any, kwargs: Any) -> Any:
+    """One step, its draws from the generators as they are."""
+    if step.generator is not None and step.seeded is not None:
+        step.generator.set_state(step.seeded)
+    return step.func(*args, **kwargs)
+
+
+def replay(log: Log, wanted: Collection[Storage], deliver: Deliver) -> int:
+    """Run the log, all its draws, and call deliver(number, memory) for each wanted memory when it has its final value.
+
+    Generators end in the states in which the constructor leaves them. Returns the most bytes that were held at once.
+    """
+    most = execute(log, schedule(log.steps, wanted, keep=lambda step: True), deliver, draw_in_order)
+    for generator, state in log.final:
+        generator.set_state(state)
+    return most
+
+
+@torch.no_grad()
+def execute(log: Log, plan: Schedule, deliver: Deliver, run: Run) -> int:
+    """Run a schedule; the most bytes that were held at once."""
+    held: dict[Storage, torch.UntypedStorage] = {}
+    most = 0
+
+    def real(x: Any) -> Any:
+        if not isinstance(x, Ref):
+            return x
+        if x.storage not in held:
+            nbytes, device = log.memories[x.storage]
+            held[x.storage] = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        return view(held[x.storage], x)
+
+    for step in plan.order:
+        args, kwargs = tree_map(real, (step.args, step.kwargs), is_leaf=lambda x: isinstance(x, Ref))
+        out = run(step, args, kwargs)
+        for ref, value in zip(step.outputs, tree_leaves(out), strict=True):
+            if ref is None or ref.storage in held:
+                continue
+            if tuple(value.stride()) == ref.stride and value.storage_offset() == ref.offset:
+                held[ref.storage] = value.untyped_storage()
+            else:  # laid out as the fake result was
+                memory = torch.empty(log.memories[ref.storage][0], dtype=torch.uint8, device=value.device)
+                held[ref.storage] = memory.untyped_storage()
+                view(held[ref.storage], ref).copy_(value)
+        del args, kwargs, out
+        most = max(most, sum(memory.nbytes() for memory in held.values()))
+        for number in plan.delivers[step.number]:
+            deliver(number, held[number])
+        for number in plan.frees[step.number]:
+            held.pop(number, None)
+    return most
+
+
+def view(memory: torch.UntypedStorage, ref: Ref) -> torch.Tensor:
+    """The recorded tensor in real memory."""
+    return torch.empty(0, dtype=ref.dtype, device=memory.device).set_(memory, ref.offset, ref.size, ref.stride)

@@ -1,7 +1,11 @@
-"""A folder of safetensors files (or one file) as one collection of named tensors, of which boxes are read.
+"""Safetensors: boxes read out of a folder of files, and one file written as a stream.
 
-Files are opened with the safetensors library, which maps them into memory. Mapped pages count as memory of the process for
-as long as the map lives, so files are mapped anew after every `MAPPED` bytes: little more is held than what was asked for.
+Reading: the safetensors library maps files into memory. Mapped pages count as memory of the process for as long as the map
+lives, so files are mapped anew after every `MAPPED` bytes: little more is held than what was asked for.
+
+Writing: header, then tensor after tensor, hashed on the way and flushed to the disk (`safetensors.torch.save_file` holds all
+bytes of a file in memory a second time). Format: 8 bytes little-endian length of the header, the header as JSON padded with
+spaces to a multiple of 8, the data: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -13,128 +17,40 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from megafx.errors import CheckpointError, MegafxError
 
-# -- safetensors writer
-#
-# One safetensors file, written as a stream: header, then tensor after tensor, hashed on the way, flushed to the disk.
-#
-# (`safetensors.torch.save_file` holds all bytes of a file in memory a second time.) Format: 8 bytes little-endian length of the
-# header, the header as JSON padded with spaces to a multiple of 8, the data:
-# https://github.com/huggingface/safetensors#format.
-
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
+NAMES: dict[str, torch.dtype] = {  # safetensors' name -> dtype
+    **{f"F{n}": getattr(torch, f"float{n}") for n in (64, 32, 16)},
+    **{f"I{n}": getattr(torch, f"int{n}") for n in (64, 32, 16, 8)},
+    **{f"U{n}": getattr(torch, f"uint{n}") for n in (64, 32, 16, 8)},
+    **{"BF16": torch.bfloat16, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
-NAMES = {name: dtype for dtype, name in DTYPES.items()}
-_BLOCK = 1 << 24  # bytes hashed and read at a time
-
-
-@dataclass(frozen=True)
-class Written:
-    """Size of a file in bytes and the digest of its contents."""
-
-    bytes: int
-    digest: str
+DTYPES = {dtype: name for name, dtype in NAMES.items()}
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAPPED = 1 << 25  # bytes; benchmarks/load_memory.py measures what is held
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """torch's dtype -> safetensors' name of it."""
     if dtype not in DTYPES:
         raise CheckpointError(f"safetensors has no {dtype}", fix="convert the tensor before saving it")
     return DTYPES[dtype]
 
 
-def write(
-    path: Path,
-    entries: Sequence[tuple[str, torch.dtype, Sequence[int]]],
-    values: Iterable[torch.Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> Written:
-    """Write tensors under the names of `entries` (name, dtype, shape) and flush them to the disk; `values` in the same order.
-
-    A value is asked for when it is written, so that one at a time has to be on the host.
-    """
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
-    for name, dtype, shape in entries:
-        size = dtype.itemsize * _numel(shape)
-        header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.blake2b(digest_size=16)
-    total = 0
-    with open(path, "wb") as file:
-        for block in (len(text).to_bytes(8, "little"), text):
-            total += _put(file, digest, block)
-        waiting = iter(values)
-        for entry in entries:  # no name here (nor in a zip) holds a value while the next one is made
-            total += _put_value(file, digest, entry, next(waiting, None))
-        if next(waiting, None) is not None:
-            raise ValueError("there are more values than entries")
-        file.flush()
-        os.fsync(file.fileno())
-    return Written(total, digest.hexdigest())
+def torch_dtype(name: str) -> torch.dtype:
+    """safetensors' name of a dtype -> torch's."""
+    if name not in NAMES:
+        raise CheckpointError(f"tensors of dtype {name} are not read", fix="convert them to a dtype of torch")
+    return NAMES[name]
 
 
-def _put_value(
-    file: BinaryIO, digest: hashlib.blake2b, entry: tuple[str, torch.dtype, Sequence[int]], value: torch.Tensor | None
-) -> int:
-    name, dtype, shape = entry
-    if value is None:
-        raise ValueError(f"there is no value for '{name}'")
-    if value.dtype != dtype or tuple(value.shape) != tuple(shape):
-        raise CheckpointError(f"'{name}' is {tuple(value.shape)} {value.dtype}, not {tuple(shape)} {dtype}")
-    if not value.numel():
-        return 0
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return _put(file, digest, raw.numpy().data)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _put(file: BinaryIO, digest: hashlib.blake2b, block: bytes | memoryview) -> int:
-    digest.update(block)
-    file.write(block)
-    return len(block)
-
-
-def digest_of(path: Path) -> str:
-    """What `Written.digest` is of the file as it is now."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-MAPPED = 1 << 25  # bytes; benchmarks/load_memory.py measures what is held
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# -- reading
 
 
 @dataclass(frozen=True)
@@ -144,10 +60,6 @@ class Entry:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def is_float(self) -> bool:
-        return self.dtype.startswith(("F", "BF"))
 
 
 class SafetensorsFiles:
@@ -165,27 +77,28 @@ class SafetensorsFiles:
         wrong: list[str] = []
         for file, names in _files_of(self.path).items():
             try:
-                self._read_header(file, names, wrong)
+                with safe_open(file, framework="pt") as opened:
+                    present = list(opened.keys())
+                    for name in present:
+                        if name in self.entries:
+                            wrong.append(f"{file.name}: '{name}' is in {self.entries[name].file.name} too")
+                        part = opened.get_slice(name)
+                        self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
             except (OSError, SafetensorError) as error:
                 wrong.append(f"{file.name}: {error}")
+                continue
+            if names is not None:
+                wrong += [
+                    f"{file.name}: '{n}' is in the file, and not in {INDEX}" for n in sorted({*present} - {*names})
+                ]
+                wrong += [
+                    f"{file.name}: '{n}' is not in the file, and {INDEX} says so" for n in sorted({*names} - {*present})
+                ]
         if wrong:
             raise listed(f"'{self.path}' cannot be read", wrong, fix="copy the files again")
 
-    def _read_header(self, file: Path, names: Sequence[str] | None, wrong: list[str]) -> None:
-        with safe_open(file, framework="pt") as opened:
-            present = list(opened.keys())
-            for name in sorted({*present} - {*names}) if names is not None else ():
-                wrong.append(f"{file.name}: '{name}' is in the file, and not in {INDEX}")
-            for name in sorted({*names} - {*present}) if names is not None else ():
-                wrong.append(f"{file.name}: '{name}' is not in the file, and {INDEX} says so")
-            for name in present:
-                if name in self.entries:
-                    wrong.append(f"{file.name}: '{name}' is in {self.entries[name].file.name} too")
-                part = opened.get_slice(name)
-                self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
-
     def blocks(self, name: str, box: Sequence[slice]) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """The tensor's values in a box of it, piece by piece: (where in the box, values), values being of the file's dtype.
+        """Values of the tensor in a box of it, piece by piece: (where in the box, values in the file's dtype).
 
         A piece is at most `MAPPED` bytes (or one element of the first dims) and valid until the next one.
         """
@@ -226,7 +139,7 @@ class SafetensorsFiles:
         self._open = None
 
 
-def _files_of(path: Path) -> dict[Path, list[str] | None]:
+def _files_of(path: Path) -> Mapping[Path, list[str] | None]:
     """File -> the names that an index says it has (None without an index)."""
     if path.is_file():
         if path.suffix == ".safetensors":
@@ -257,28 +170,82 @@ _PICKLE_FIX = (
 )
 
 
-def _indexed(index: Path) -> dict[Path, list[str] | None]:
+def _indexed(index: Path) -> dict[Path, list[str]]:
     try:
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"'{index}' is no index of safetensors files: {error}", fix="copy the files again"
         ) from error
-    found: dict[Path, list[str] | None] = {}
+    found: dict[Path, list[str]] = {}
     for name, file in places.items():
-        names = found.setdefault(index.parent / file, [])
-        assert names is not None
-        names.append(name)
+        found.setdefault(index.parent / file, []).append(name)
     return found
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """safetensors' name of a dtype -> torch's."""
-    if name not in NAMES:
-        raise CheckpointError(f"tensors of dtype {name} are not read", fix="convert them to a dtype of torch")
-    return NAMES[name]
 
 
 def listed(found: str, lines: Sequence[str], fix: str = "", kind: type[MegafxError] = CheckpointError) -> MegafxError:
     """An error with one line for each thing found."""
     return kind("\n  ".join([f"{found}:", *lines]), fix=fix)
+
+
+# -- writing
+
+
+class Written(NamedTuple):
+    """Size of a file in bytes and the digest of its contents."""
+
+    bytes: int
+    digest: str
+
+
+def write(
+    path: Path,
+    entries: Sequence[tuple[str, torch.dtype, Sequence[int]]],
+    values: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Write tensors under the names of `entries` (name, dtype, shape) and flush them to the disk; `values` in the same order.
+
+    A value is asked for when it is written, so that one at a time has to be on the host.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, dtype, shape in entries:
+        size = dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "wb") as file:
+        total = _put(file, digest, len(text).to_bytes(8, "little") + text)
+        waiting = iter(values)
+        for entry in entries:  # no name here (nor in a zip) holds a value while the next one is made
+            total += _put(file, digest, _bytes_of(entry, next(waiting, None)))
+        if next(waiting, None) is not None:
+            raise ValueError("there are more values than entries")
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(total, digest.hexdigest())
+
+
+def _bytes_of(entry: tuple[str, torch.dtype, Sequence[int]], value: torch.Tensor | None) -> memoryview:
+    name, dtype, shape = entry
+    if value is None:
+        raise ValueError(f"there is no value for '{name}'")
+    if value.dtype != dtype or tuple(value.shape) != tuple(shape):
+        raise CheckpointError(f"'{name}' is {tuple(value.shape)} {value.dtype}, not {tuple(shape)} {dtype}")
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _put(file: BinaryIO, digest: hashlib.blake2b, block: bytes | memoryview) -> int:
+    digest.update(block)
+    file.write(block)
+    return len(block)
+
+
+def digest_of(path: Path) -> str:
+    """What `Written.digest` is of the file as it is now."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

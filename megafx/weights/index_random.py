@@ -1,9 +1,9 @@
-"""Random initial values by element index: what rank and degree draw a slice makes no difference to it.
+"""Random initial values by element index: they do not depend on the number of ranks, nor on which of them draws a slice.
 
 `normal_` and `uniform_` number `op` of a constructor's log, on a tensor with (row-major) element index i:
 
     counter = (g & 0xffffffff, g >> 32, op, 1) with g = i >> 2        key = low and high 32 bits of the seed
-    word(i) = output word i & 3 of Philox4x32-7 (kernels/philox.py)
+    word(i) = output word i & 3 of Philox4x32-7 (kernels/common/philox.py)
     uniform(i) = low + (high - low) * (word(i) >> 8) / 2**24     (word(i) / 2**32 for fp64 tensors)
     normal(i)  = mean + std * sqrt(-2 log u0) * (cos if i is even else sin)(2 pi u1)     u: (word + 0.5) / 2**32 of i's pair
 

@@ -6,7 +6,7 @@
     torch.manual_seed(0)
     megafx.initialize(model, lambda: Net(config))    # what torch.manual_seed(0); Net(config) gives
 
-The constructor runs once more on fake tensors, which writes down what it computes (`init_log`), whatever code that is:
+The constructor runs once more, on fake tensors; what it computes is written down (constructor_log.py), whatever code that is:
 `reset_parameters`, `model.apply(init)`, loops over named parameters, assignments. The steps then run in order with the
 generators as they are; each tensor that is final is cut to this rank's slices and dropped.
 """
@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from megafx.distributed import agreement
-from megafx.distributed.parameters import runtime_of
+from megafx.distributed.parameters import everyone_of, runtime_of
 from megafx.errors import MegafxError, UsageError
 from megafx.weights.constructor_log import (
-    Recorded,
+    Log,
     Ref,
     Storage,
     draw_in_order,
@@ -38,6 +38,8 @@ from megafx.weights.constructor_log import (
 from megafx.weights.index_random import IndexRandom
 from megafx.weights.state import Stored, all_tensors, give_memory, stored_tensors
 
+aten = torch.ops.aten
+_LEAVE_UNINITIALISED = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty)
 Factory = Callable[[], Any]
 
 
@@ -50,7 +52,7 @@ def initialize(
 ) -> nn.Module:
     """Give every parameter and buffer of `model` the value that factory() gives it in eager mode; returns `model`.
 
-    factory: builds the model (or the like of it: the same names and shapes), as eager code would, on the device on which eager
+    factory: builds the model (or one with the same names and shapes), as eager code would, on the device on which eager
     code would draw; for Hugging Face models it defaults to `type(model)(model.config)`. Values are converted to the dtypes of
     `model`. Ranks draw from rank 0's generators, and hold no more than their shards and the few tensors that are being made.
 
@@ -58,23 +60,22 @@ def initialize(
     only, and nothing that is overwritten. Values are the same at any degree and distributed as eager's are, but they are not
     eager's. Applies to `normal_` and `uniform_`; other draws come from a generator that is seeded for the operation.
 
-    What the constructor cannot do: make shapes of values (`x[x > 0]`), or take values by the address of their memory; what is
-    not made by torch (NumPy arrays) is taken as it is. device: of the memory, where the model has no mesh; default: the CPU.
+    A constructor may not make shapes of values (`x[x > 0]`), nor take values by the address of their memory; NumPy arrays and
+    the like are taken as they are. device: of the memory, where the model has no mesh; default: the CPU.
 
     Collective over all ranks of the model. Raises UsageError, on every rank and before anything is changed.
     """
     runtime = runtime_of(model)
-    group = None if runtime is None else runtime.everyone
-    error: MegafxError | None = None
     if runtime is not None:
         runtime.same_generators(everywhere=True)
-    try:
+    with agreement.raising_together(everyone_of(model)):
         check_planned(model)
         log = recorded(model, factory, seed)
-    except MegafxError as found:
-        error = found
-    agreement.raise_together(error, group)
-    _agree(model, log)
+    if (group := everyone_of(model)) is not None:  # ranks recorded the same steps, with the same seeds in them
+        seeds = b"".join(s.seeded.cpu().numpy().tobytes() for s in log.steps if s.seeded is not None)
+        text = f"{[str(s.func) for s in log.steps]} {hashlib.blake2b(seeds).hexdigest()}"
+        fix = "build the same model on every rank, and seed generators of your own alike"
+        agreement.check_same("what the constructor draws", text, group, fix)
     give_memory(model, device=None if device is None else torch.device(device))
     fill(log, all_tensors(model), seed)
     if runtime is not None:
@@ -94,7 +95,7 @@ def check_planned(model: nn.Module) -> None:
         )
 
 
-def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None) -> Recorded:
+def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None) -> Log:
     """The constructor's steps, checked against the model's names, shapes and ties. Raises UsageError with all that is wrong."""
     log = record(factory or _hugging_face_factory(model), None if seed is None else IndexRandom(seed).run)
     wrong = []
@@ -108,7 +109,10 @@ def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None)
             shape = None if ref is None else (ref.size if isinstance(ref, Ref) else tuple(ref.shape))
             if shape is not None and shape != tuple(tensor.tensor.shape):
                 wrong.append(f"'{name}' is {shape} in the factory's model, {tuple(tensor.tensor.shape)} in this one")
-            if isinstance(ref, Ref) and _is_bare(log, ref.storage):
+            if not isinstance(ref, Ref):
+                continue
+            last = next((step for step in reversed(log.steps) if ref.storage in step.writes), None)
+            if last is None or last.func.overloadpacket in _LEAVE_UNINITIALISED:
                 wrong.append(f"'{name}' is written by no initialiser: in eager mode too it is whatever was in memory")
     if wrong:
         raise UsageError(
@@ -118,7 +122,7 @@ def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None)
     return log
 
 
-def fill(log: Recorded, tensors: Collection[Stored], seed: int | None = None, only_needed: bool = False) -> None:
+def fill(log: Log, tensors: Collection[Stored], seed: int | None = None, only_needed: bool = False) -> None:
     """Run the steps that `tensors` need, and copy this rank's slices of each. seed: as it was for `recorded`.
 
     only_needed: leave out what other tensors draw; values that are drawn are not eager's then.
@@ -135,16 +139,13 @@ def fill(log: Recorded, tensors: Collection[Stored], seed: int | None = None, on
         for tensor, ref in by_memory[number]:
             _copy(tensor, view(memory, ref))
 
-    if only_needed:
-        execute(log, schedule(log.steps, by_memory, keep=lambda step: False), deliver, draw_in_order)
-        return
-    if seed is None:
+    if seed is None and not only_needed:
         replay(log, by_memory, deliver)
         return
-    random = IndexRandom(seed)
-    direct = random.fill_slices(log, by_memory)
-    rest = [number for number in by_memory if number not in direct]
-    execute(log, schedule(log.steps, rest, keep=lambda step: False), deliver, random.run)
+    random = None if seed is None else IndexRandom(seed)
+    direct = set() if random is None else random.fill_slices(log, by_memory)
+    plan = schedule(log.steps, by_memory.keys() - direct, keep=lambda step: False)
+    execute(log, plan, deliver, draw_in_order if random is None else random.run)
 
 
 class Rest:
@@ -157,7 +158,7 @@ class Rest:
         saved = {t.name for t in stored_tensors(model)} - {*also}
         self.model = model
         self.names = [t.name for t in all_tensors(model) if t.tensor.is_meta and t.name not in saved]
-        self.log: Recorded | None = None
+        self.log: Log | None = None
         if self.names:
             try:
                 self.log = recorded(model, factory)
@@ -175,22 +176,6 @@ class Rest:
 def _copy(tensor: Stored, whole: torch.Tensor) -> None:
     for box in tensor.slices:
         tensor.local[box.local].copy_(whole[box.original])
-
-
-def _is_bare(log: Recorded, number: Storage) -> bool:
-    """Whether nothing writes a memory, or what leaves it uninitialised."""
-    last = next((step for step in reversed(log.steps) if number in step.writes), None)
-    return last is None or last.leaves_as_is
-
-
-def _agree(model: nn.Module, log: Recorded) -> None:
-    """Ranks that recorded the same steps, with the same seeds in them."""
-    runtime = runtime_of(model)
-    if runtime is not None and runtime.everyone is not None:
-        seeds = b"".join(s.seeded.cpu().numpy().tobytes() for s in log.steps if s.seeded is not None)
-        text = f"{[str(s.func) for s in log.steps]} {hashlib.blake2b(seeds).hexdigest()}"
-        fix = "build the same model on every rank, and seed generators of your own alike"
-        agreement.check_same("what the constructor draws", text, runtime.everyone, fix)
 
 
 def _hugging_face_factory(model: nn.Module) -> Factory:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megafx.distributed import agreement
-from megafx.distributed.parameters import runtime_of
-from megafx.errors import CheckpointError, MegafxError
+from megafx.distributed.parameters import everyone_of, runtime_of
+from megafx.errors import CheckpointError
 from megafx.weights.files import Entry, SafetensorsFiles, listed, torch_dtype
 from megafx.weights.initialize import Factory, Rest, check_planned
 from megafx.weights.names import Sources, find_sources
@@ -35,24 +35,18 @@ def load_safetensors(
     all tensors that are missing, unexpected, of another shape or kind, and files that are truncated; UsageError where the
     model is not planned yet. Collective over all ranks of the model. Pickles are never read.
     """
-    runtime = runtime_of(model)
-    group = None if runtime is None else runtime.everyone
-    error: MegafxError | None = None
-    try:
+    with agreement.raising_together(everyone_of(model)):
         check_planned(model)
         files = SafetensorsFiles(path)
         tensors = stored_tensors(model)
         sources = find_sources(model, [name for t in tensors for name in t.names], files.entries)
         unfilled = check_fit(tensors, sources, files)
         rest = Rest(model, factory, unfilled)
-    except MegafxError as found:
-        error = found
-    agreement.raise_together(error, group)
     given = give_memory(model, device=None if device is None else torch.device(device))
     _read(stored_tensors(model), sources, files)
     files.close()
     rest.fill()
-    if runtime is not None and given:
+    if given and (runtime := runtime_of(model)) is not None:
         runtime.memory_given()
     if sources.transforms is not None:
         model._weight_conversions = sources.transforms  # type: ignore[assignment]  # what transformers reverts when it saves
@@ -72,15 +66,17 @@ def check_fit(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFil
             wrong.append(f"{parts} cannot be converted: {error}")
     for tensor in tensors:
         present = [name for name in tensor.names if name in sources.direct]
-        for name in present:
-            stored = sources.direct[name]
-            entry = files.entries[stored]
-            wrong += _misfits(tensor, entry.shape, entry, stored)
+        there = [sources.direct[name] for name in present]
+        for name in there:
+            wrong += _misfits(tensor, files.entries[name].shape, files.entries[name], name)
         for name in tensor.names:
             if name in made:
                 wrong += _misfits(tensor, tuple(made[name].shape), None, name)
-        if len(present) > 1 and not wrong:
-            wrong += _unequal(tensor, [sources.direct[name] for name in present], files)
+        for other in there[1:] if not wrong else ():  # tied tensors hold the same, as far as this rank's slices go
+            for box in tensor.slices:
+                pairs = zip(files.blocks(there[0], box.original), files.blocks(other, box.original), strict=True)
+                if not wrong and not all(torch.equal(a, b) for (_, a), (_, b) in pairs):
+                    wrong.append(f"tied in the model, and not equal: {there[0]}, {other}")
         if not present and not any(name in made for name in tensor.names):
             if any(sources.optional(name) for name in tensor.names):
                 unfilled.add(tensor.name)
@@ -108,24 +104,14 @@ def _misfits(tensor: Stored, shape: tuple[int, ...], entry: Entry | None, name: 
             torch_dtype(entry.dtype)
         except CheckpointError as error:
             wrong.append(f"{name}: {error.found}")
-        if entry.is_float != tensor.tensor.dtype.is_floating_point:
+        if entry.dtype.startswith(("F", "BF")) != tensor.tensor.dtype.is_floating_point:
             wrong.append(f"of another kind: {name}, {entry.dtype}, is {tensor.tensor.dtype} in the model (quantized?)")
     return wrong
 
 
-def _unequal(tensor: Stored, names: Sequence[str], files: SafetensorsFiles) -> list[str]:
-    """Tied tensors that a file has under several names hold the same, as far as this rank's slices go."""
-    for box in tensor.slices:
-        for other in names[1:]:
-            pairs = zip(files.blocks(names[0], box.original), files.blocks(other, box.original), strict=True)
-            if not all(torch.equal(a, b) for (_, a), (_, b) in pairs):
-                return [f"tied in the model, and not equal: {names[0]}, {other}"]
-    return []
-
-
 @torch.no_grad()
 def _read(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFiles) -> None:
-    """Values into memory: file by file, then what is converted."""
+    """Fill memory: file by file, then the tensors that are converted."""
     by_name = {name: t for t in tensors for name in t.names}
     direct = {}
     for tensor in tensors:

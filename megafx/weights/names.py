@@ -1,4 +1,4 @@
-"""Which tensors of files are which tensors of a model, and what has to be done to them, for loading and for saving.
+"""Which tensor of a file is which tensor of a model, and what transformers does to it on the way, for loading and for saving.
 
 For Hugging Face models this follows transformers' own tables (`conversion_mapping.py`, `core_model_loading.py`): renamed
 tensors, tensors that are merged or split (experts that files have one by one), the base model's prefix present or absent,
@@ -11,7 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,8 +25,8 @@ class Sources:
     """Where the values of a model's tensors are.
 
     direct: name in the model -> name in the files. converted: groups of tensors that are made together. unexpected: names in
-    the files that nothing takes. optional: whether a name of the model may be missing. rules: what renamed something.
-    transforms: of transformers' that did.
+    the files that the model does not have. optional: whether a name of the model may be missing. rules: how names were matched,
+    for errors. transforms: those of transformers that renamed something.
     """
 
     direct: dict[str, str] = field(default_factory=dict)
@@ -64,13 +64,8 @@ def find_sources(model: nn.Module, names: Sequence[str], stored: Iterable[str]) 
     known = dict.fromkeys(names, True)
     if hasattr(model, "base_model_prefix") and hasattr(model, "config"):
         return _hugging_face(model, known, stored)
-    found = Sources()
-    for name in stored:
-        if name in known:
-            found.direct[name] = name
-        else:
-            found.unexpected.append(name)
-    return found
+    stored = [*stored]
+    return Sources({n: n for n in stored if n in known}, unexpected=[n for n in stored if n not in known])
 
 
 def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> Sources:
@@ -78,13 +73,16 @@ def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> 
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    renamings, converters, by_pattern = _of_kinds(transforms)
     prefix = model.base_model_prefix
     found = Sources(rules="transformers' renamings and the prefix " + repr(prefix))
     groups: dict[str, Conversion] = {}
-    ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected") + _old_buffers(model)
+    ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+    buffers = [name for name, _ in model.named_buffers()]  # old files have some that models keep out of their state now
+    if any(n.endswith("rotary_emb.inv_freq") for n in buffers):  # (as transformers' own loading has it)
+        ignored.append(r"rotary_emb\.inv_freq")
+    if any(n.endswith("position_ids") for n in buffers):
+        ignored.append(r"(^|\.)position_ids$")
     for name in sorted(stored, key=loading.dot_natural_key):
         new, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
         if new not in known and name in known:
@@ -104,15 +102,17 @@ def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> 
     return found
 
 
+def _of_kinds(transforms: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """(renamings, converters, pattern of a name -> its converter)"""
+    from transformers import core_model_loading as loading
+
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    return renamings, converters, {pattern: c for c in converters for pattern in c.source_patterns}
+
+
 def _patterns(model: Any, attribute: str) -> list[str]:
     return sorted(getattr(model, attribute, None) or ())
-
-
-def _old_buffers(model: nn.Module) -> list[str]:
-    """Buffers that old files have, and that models keep out of their state now (as transformers' own loading has it)."""
-    names = [name for name, _ in model.named_buffers()]
-    old = [r"rotary_emb\.inv_freq"] if any(n.endswith("rotary_emb.inv_freq") for n in names) else []
-    return old + ([r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in names) else [])
 
 
 # -- saving
@@ -145,11 +145,14 @@ def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: b
     if not original_format or not (hasattr(model, "base_model_prefix") and hasattr(model, "config")):
         return [_as_it_is(name, name, t) for name, t in kept.items()]
     from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    transforms = [t.reverse_transform() for t in reversed(_saving_transforms(model))]
-    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    used = getattr(model, "_weight_conversions", None)  # those that renamed something when the model was loaded
+    if used is None:  # else all that apply to its class, as transformers has it
+        every = get_model_conversion_mapping(cast(Any, model), add_legacy=False)
+        used = [t for t in every if not isinstance(t, loading.PrefixChange)]
+    transforms = [t.reverse_transform() for t in reversed(used)]
+    renamings, converters, by_pattern = _of_kinds(transforms)
     groups: dict[str, Conversion] = {}
     found = []
     for name in sorted(kept, key=loading.dot_natural_key):
@@ -163,29 +166,14 @@ def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: b
     return found
 
 
-def _saving_transforms(model: Any) -> list[Any]:
-    """Those that renamed something when the model was loaded; else all that apply to its class, as transformers has it."""
-    from transformers import core_model_loading as loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    known = getattr(model, "_weight_conversions", None)
-    if known is not None:
-        return list(known)
-    return [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, loading.PrefixChange)]
-
-
 def _as_it_is(name: str, new: str, stored: Stored) -> Saving:
     return Saving([name], [(new, stored.tensor.dtype, tuple(stored.tensor.shape))], lambda values: [*values])
 
 
 def _converted(group: Conversion, kept: Mapping[str, Stored], rename: Callable[[str], str]) -> Saving:
     names = [name for name, _ in group.parts]
-
-    def meta(name: str) -> torch.Tensor:
-        return torch.empty(kept[name].tensor.shape, dtype=kept[name].tensor.dtype, device="meta")
-
-    made = group.make(meta)
+    about = {name: (kept[name].tensor.shape, kept[name].tensor.dtype) for name in names}
+    made = group.make(lambda name: torch.empty(about[name][0], dtype=about[name][1], device="meta"))
     entries = [(rename(name), x.dtype, tuple(x.shape)) for name, x in made.items()]
-    return Saving(
-        names, entries, lambda values: [*group.make(dict(zip(names, values, strict=True)).__getitem__).values()]
-    )
+    make = lambda values: [*group.make(dict(zip(names, values, strict=True)).__getitem__).values()]  # noqa: E731
+    return Saving(names, entries, make)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import nn
 
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet
+from megafx.distributed.parameters import everyone_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.placements.slices import ShardSlice
 from megafx.weights import files as safetensors_writer
@@ -25,7 +27,9 @@ from megafx.weights.names import Saving, find_savings
 from megafx.weights.state import Stored, stored_tensors
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-Fetch = Callable[[str, int], torch.Tensor | None]  # (name in the model, writing rank) -> the whole tensor on that rank
+Fetch = Callable[
+    [str, int], torch.Tensor | None
+]  # (name in the model, writing rank) -> the whole tensor there, else None
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
@@ -50,47 +54,35 @@ def save_whole(
     folder: Path,
     max_shard_size: int | str,
     caller: str,
-    *,
     variant: str = "",
     original_format: bool = True,
 ) -> None:
-    """`save_pretrained`, for the call that users made. variant: part of the files' names, as transformers has it.
+    """`save_pretrained`, for a call that errors name `caller`. variant: part of the files' names, as transformers has it.
 
     original_format: give tensors that transformers renamed or merged on loading their names and shapes back.
     """
-    runtime = getattr(model, "megafx", None)
-    group = None if runtime is None else runtime.everyone
+    group = everyone_of(model)
     meet(caller, group)
-    error: MegafxError | None = None
-    try:
+    with agreement.raising_together(group):
         limit = bytes_of(max_shard_size)
         tensors = stored_tensors(model)
         bare = [t.name for t in tensors if t.tensor.is_meta]
         if bare:
             raise UsageError(f"{', '.join(bare)} have no values", fix="load or initialise the model first")
         files = plan_files(find_savings(model, tensors, original_format), limit, variant)
-    except MegafxError as found:
-        error = found
-    agreement.raise_together(error, group)
     if group is not None:
         agreement.check_same(f"the folder of {caller}", str(folder), group)
-    gather = _Gather({t.name: t for t in tensors}, group)
-    write_files(folder, files, gather.fetch, group, variant)
-    if _rank(group) == 0:
-        save_config(model, folder, next((p.dtype for p in model.parameters()), None))
-    agreement.raise_together(None, group)
+    write_files(folder, files, _gatherer(tensors, group), group, variant)
+    with agreement.raising_together(group):
+        if group is None or dist.get_rank(group) == 0:
+            save_config(model, folder, next((p.dtype for p in model.parameters()), None))
 
 
-@dataclass
-class PlannedFile:
+class PlannedFile(NamedTuple):
     """A file and what goes into it."""
 
     name: str
     savings: list[Saving]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(s.nbytes for s in self.savings)
 
 
 def plan_files(savings: Sequence[Saving], limit: int, variant: str = "") -> list[PlannedFile]:
@@ -118,35 +110,33 @@ def write_files(
     folder: Path, files: Sequence[PlannedFile], fetch: Fetch, group: dist.ProcessGroup | None, variant: str = ""
 ) -> None:
     """Write the files and the index; `fetch` is called on all ranks, for every tensor in order. Collective."""
-    rank, ranks = _rank(group), 1 if group is None else dist.get_world_size(group)
-    error: MegafxError | None = None
-    try:
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    with _writing(f"'{folder}' cannot be made", group):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as found:
-        error = CheckpointError(f"'{folder}' cannot be made: {found}")
-    agreement.raise_together(error, group)
     for number, file in enumerate(files):
-        writer = number % ranks
-        values = _values(file, fetch, writer, rank)
-        if writer != rank:
-            for _ in values:
-                pass
-            agreement.raise_together(None, group)
-            continue
-        try:
-            entries = [entry for saving in _ordered(file) for entry in saving.entries]
-            safetensors_writer.write(_partial(folder, file.name), entries, values, {"format": "pt"})
-        except (OSError, MegafxError) as found:
-            error = CheckpointError(f"'{folder / file.name}' cannot be written: {found}", fix="nothing was replaced")
-            for _ in values:  # the other ranks are sending
-                pass
-        agreement.raise_together(error, group)
-    try:
+        values = _values(file, fetch, number % ranks, rank)
+        with _writing(f"'{folder / file.name}' cannot be written", group, fix="nothing was replaced"):
+            try:
+                if number % ranks == rank:
+                    entries = [entry for saving in _ordered(file) for entry in saving.entries]
+                    safetensors_writer.write(_partial(folder, file.name), entries, values, {"format": "pt"})
+            except (OSError, MegafxError):
+                deque(values, 0)  # the other ranks are sending
+                raise
+            deque(values, 0)  # sends what another rank writes
+    with _writing(f"files of '{folder}' cannot be replaced", group):
         if rank == 0:
             _finish(folder, files, variant)
-    except OSError as found:
-        error = CheckpointError(f"files of '{folder}' cannot be replaced: {found}")
-    agreement.raise_together(error, group)
+
+
+@contextlib.contextmanager
+def _writing(what: str, group: dist.ProcessGroup | None, fix: str = "") -> Iterator[None]:
+    """Errors of writing, on every rank. Collective."""
+    with agreement.raising_together(group):
+        try:
+            yield
+        except (OSError, MegafxError) as found:
+            raise CheckpointError(f"{what}: {found}", fix=fix) from found
 
 
 def _ordered(file: PlannedFile) -> list[Saving]:
@@ -155,11 +145,12 @@ def _ordered(file: PlannedFile) -> list[Saving]:
 
 
 def _values(file: PlannedFile, fetch: Fetch, writer: int, rank: int) -> Iterator[torch.Tensor]:
+    """A file's tensors in the order in which they are written; on ranks that do not write it, nothing."""
     for saving in _ordered(file):
         whole = [fetch(name, writer) for name in saving.names]
         if writer == rank:
             made = iter(saving.make([x for x in whole if x is not None]))
-            del whole  # what is written is not held while the next tensor comes
+            del whole  # so that it is not held while the next tensor comes
             yield from made
 
 
@@ -180,50 +171,39 @@ def _finish(folder: Path, files: Sequence[PlannedFile], variant: str) -> None:
             path.unlink()
     if len(files) > 1:
         places = {name: file.name for file in files for saving in file.savings for name, _, _ in saving.entries}
-        index = {"metadata": {"total_size": sum(f.nbytes for f in files)}, "weight_map": places}
+        total = sum(saving.nbytes for file in files for saving in file.savings)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
         _partial(folder, listing).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         os.replace(_partial(folder, listing), folder / listing)
 
 
-class _Gather:
-    """Whole tensors, each on the rank that writes it: every box from one rank that holds it."""
-
-    def __init__(self, tensors: dict[str, Stored], group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.tensors = {name: t for t in tensors.values() for name in t.names}
-        self.boxes: list[dict[str, list[ShardSlice]]] = [{name: t.slices for name, t in tensors.items()}]
-        if group is not None:
-            mine = self.boxes[0]
-            self.boxes = [{} for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(self.boxes, mine, group=group)
+def _gatherer(tensors: Sequence[Stored], group: dist.ProcessGroup | None) -> Fetch:
+    """Makes tensors whole, each on the rank that writes it: every box comes from one rank that holds it."""
+    by_name = {name: t for t in tensors for name in t.names}
+    boxes: list[dict[str, list[ShardSlice]]] = agreement.gather_objects({t.name: t.slices for t in tensors}, group)
+    rank = 0 if group is None else dist.get_rank(group)
 
     @torch.no_grad()
-    def fetch(self, name: str, writer: int) -> torch.Tensor | None:
-        """The whole tensor on `writer`, on its device; None on other ranks."""
-        stored, rank = self.tensors[name], _rank(self.group)
+    def fetch(name: str, writer: int) -> torch.Tensor | None:
+        stored = by_name[name]
         local = stored.local
-        order = [writer, *(r for r in range(len(self.boxes)) if r != writer)]
         holders: dict[tuple[Any, Any], tuple[int, ShardSlice]] = {}
-        for r in order:
-            for box in self.boxes[r][stored.name]:
+        for r in (writer, *(r for r in range(len(boxes)) if r != writer)):
+            for box in boxes[r][stored.name]:
                 holders.setdefault((box.offsets, box.sizes), (r, box))
-        whole = local.new_empty(stored.tensor.shape) if rank == writer else None
+        whole = local.new_empty(stored.tensor.shape if rank == writer else ())
         for holder, box in holders.values():
             if holder == rank == writer:
-                assert whole is not None
                 whole[box.original] = local[box.local]
             elif holder == rank:
-                dist.send(local[box.local].contiguous(), group=self.group, group_dst=writer)
+                dist.send(local[box.local].contiguous(), group=group, group_dst=writer)
             elif rank == writer:
-                assert whole is not None
                 part = local.new_empty(box.sizes)
-                dist.recv(part, group=self.group, group_src=holder)
+                dist.recv(part, group=group, group_src=holder)
                 whole[box.original] = part
-        return whole
+        return whole if rank == writer else None
 
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
+    return fetch
 
 
 def bytes_of(size: int | str) -> int:

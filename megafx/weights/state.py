@@ -1,10 +1,10 @@
-"""The tensors that a model's state consists of, each once, with its names and with where this rank's part of it lies.
+"""The tensors of a model's state, each once, with all its names and the place of this rank's part in the original tensor.
 
     for stored in stored_tensors(model):        # parameters, then persistent buffers; tied ones once
         for box in stored.slices:
             stored.local[box.local].copy_(original_tensor[box.original])
 
-`local` shows the memory itself: parameters that merged linears keep side by side are views, and stay so.
+`local` shows the memory itself: parameters that merged linears keep side by side are views, and stay views.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megafx.distributed.failures import meet
-from megafx.distributed.parameters import as_parameter, parameter_slots
+from megafx.distributed.parameters import as_parameter, parameter_slots, runtime_of
 from megafx.distributed.tensor import TPTensor, local_of, slices_of, wrap
 from megafx.placements.slices import ShardSlice
 
@@ -47,9 +47,9 @@ class Stored:
 
 def stored_tensors(model: nn.Module) -> list[Stored]:
     """Every parameter, then every persistent buffer, each once, in the order of their first uses."""
-    kept = {name for name, _ in persistent_buffers(model)}
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return [s for s in all_tensors(model) if s.name in parameters or kept.intersection(s.names)]
+    kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    kept |= {name for name, module, key, _ in _buffers(model) if key not in module._non_persistent_buffers_set}
+    return [s for s in all_tensors(model) if kept.intersection(s.names)]
 
 
 def all_tensors(model: nn.Module) -> list[Stored]:
@@ -61,17 +61,15 @@ def all_tensors(model: nn.Module) -> list[Stored]:
     return [Stored(tuple(names), tensor) for tensor, names in found.values()]
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(FQN, buffer) of those that state dicts have, aliases included."""
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """(FQN, module, key, buffer), aliases included."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{key}" if prefix else key), buffer
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                yield (f"{prefix}.{key}" if prefix else key), module, key, buffer
 
 
-# -- materialize
-#
-# Memory for parameters and buffers of a model on the meta device: this rank's shards only. Values come later.
+# -- memory for a model on meta: this rank's shards only; values come later
 
 
 def give_memory(
@@ -79,12 +77,15 @@ def give_memory(
 ) -> list[str]:
     """Zeros for each meta parameter and buffer that has a wanted name (any alias of it); returns the names that got them.
 
-    Parameters stay the same objects, so that optimizers made of them stay valid (but for those to which something has weak
-    references: recurrent layers' weights). device: of the new memory; default: the
-    mesh's, else that of the model's other parameters, else the CPU.
+    Parameters stay the same objects, so that optimizers made of them stay valid (except parameters with weak references:
+    recurrent layers' weights). device: of the new memory; default: the mesh's, else that of the model's other parameters,
+    else the CPU.
     """
     slots = [(name, slot, p) for name, slot in parameter_slots(model) if (p := slot.get()) is not None]
-    device = device or _device_of([p for _, _, p in slots])
+    if device is None:
+        sharded = next((p for _, _, p in slots if isinstance(p, TPTensor)), None)
+        real = (p.device for _, _, p in slots if not p.is_meta)
+        device = next(real, torch.device("cpu")) if sharded is None else _mesh_device(sharded)
     given: list[str] = []
     done: dict[int, torch.Tensor] = {}
     for name, slot, parameter in slots:
@@ -106,29 +107,14 @@ def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """A meta parameter, plain or sharded, with zeros in it: the same object where torch can swap its contents."""
     made: torch.Tensor
     if isinstance(parameter, TPTensor):
-        device = _mesh_device(parameter)
-        made = wrap(torch.zeros_like(parameter._local_tensor, device=device), parameter._spec)
+        made = wrap(torch.zeros_like(parameter._local_tensor, device=_mesh_device(parameter)), parameter._spec)
     else:
         made = torch.zeros_like(parameter, device=device)
     new = as_parameter(made, like=parameter)
-    if weakref.getweakrefs(parameter):  # as recurrent layers have of their weights; then it cannot be swapped
+    if weakref.getweakrefs(parameter):  # recurrent layers have them of their weights; then it cannot be swapped
         return new
     torch.utils.swap_tensors(parameter, new)
     return parameter
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                yield (f"{prefix}.{key}" if prefix else key), module, key, buffer
-
-
-def _device_of(parameters: list[nn.Parameter]) -> torch.device:
-    sharded = next((p for p in parameters if isinstance(p, TPTensor)), None)
-    if sharded is not None:
-        return _mesh_device(sharded)
-    return next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
 
 
 def _mesh_device(param: TPTensor) -> torch.device:
@@ -136,9 +122,7 @@ def _mesh_device(param: TPTensor) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-# -- state
-#
-# Whole tensors of a parallelized model: state dicts and gradients in the original layout, under the original names.
+# -- whole tensors of a parallelized model: in the original layout, under the original names
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -175,8 +159,8 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _meet(what: str, model: nn.Module) -> None:
     """Ranks that gather alone would wait for others forever: they raise LostRankError."""
-    runtime = getattr(model, "megafx", None)
-    meet(what, getattr(runtime, "group", None))
+    runtime = runtime_of(model)
+    meet(what, None if runtime is None else runtime.group)
 
 
 def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -9,25 +9,28 @@ Legal because: these are the ops' definitions, with the rank filled in; adding z
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from megafx.ir.contracts import fail
-from megafx.ir.program import VAL, Builder, Program
+from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import SizeEmitter
-from megafx.ops.axes import AxisContext
 from megafx.ops.owners import OWNER_INPUT, OWNER_OPS, OWNER_PARAMETER, OWNER_PARAMETER_GRADIENT
 from megafx.placements.moves import same_sizes
+from megafx.planner.context import Planner
 
+REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "drop_expert_values"
 aten = torch.ops.aten
 
 
-def drop_expert_values(program: Program, axes: Mapping[str, AxisContext]) -> int:
-    """Rewrite the program in place for the rank that `axes` describes; the number of ops of owners.py that are gone."""
+def drop_expert_values(program: Program, planner: Planner) -> int:
+    """Return the number of ops of owners.py that are gone."""
+    axes = planner.axes
+    if axes is None:
+        return 0
     found = [n for n in program.graph.nodes if n.op == "call_function" and n.target in OWNER_OPS]
     if not found:
         return 0

@@ -18,29 +18,32 @@ from torch import fx
 from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import MADE_BY, VAL, Builder, Phase, Program
 from megafx.ops.axes import AxisContext
-from megafx.passes.experts.drop_expert_values import drop_expert_values
 from megafx.placements.moves import same_sizes
+from megafx.planner.context import Planner
 
-REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+REQUIRES, ENSURES = Phase.LOWERED, Phase.BOUND
 NAME = "bind_mesh"
 aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
-def bind_mesh(program: Program, axes: Mapping[str, AxisContext]) -> Program:
-    """The LOWERED program of all ranks -> a copy for the rank that `axes` describes."""
-    bound = program.copy()
-    drop_expert_values(bound, axes)
-    for node in list(bound.graph.nodes):
+def bind_mesh(program: Program, planner: Planner) -> int:
+    """Return the number of ops changed: none where there is one rank, without a process group."""
+    program.phase, axes, changes = ENSURES, planner.axes, 0
+    if axes is None:
+        return 0
+    for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional":
             node.args = tuple(axes[a].group_name if isinstance(a, str) and a in axes else a for a in node.args)
+            changes += 1
         elif node.target in _RULES:
-            result = _RULES[node.target](Builder(bound, node, node, NAME), node, axes)
-            _replace(bound, node, result)
-    _own_results(bound)
-    bound.gm.recompile()
-    return bound
+            result = _RULES[node.target](Builder(program, node, node, NAME), node, axes)
+            _replace(program, node, result)
+            changes += 1
+    _own_results(program)
+    program.gm.recompile()
+    return changes
 
 
 def _replace(program: Program, node: fx.Node, result: fx.Node) -> None:

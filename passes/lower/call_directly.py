@@ -10,12 +10,15 @@ Runs on a graph that is executed as it stands. Numbers that the dispatcher would
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from megafx.ir.program import Phase, Program
 from megafx.kernels.common.op import direct
+from megafx.planner.context import Planner
 
 aten = torch.ops.aten
 
@@ -32,8 +35,27 @@ FUNCTIONS = {
 }
 
 
-def call_directly(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same code with such calls; `gm` itself where there are none."""
+REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
+
+
+def call_directly(program: Program, planner: Planner) -> int:
+    """Return the number of such calls."""
+    parts = program.partition
+    if planner.config.compile or parts is None:
+        return 0
+    forward, changes = with_direct_calls(parts.forward)
+    backward, last = parts.backward, parts.last_backward
+    if backward is not None and last is not None:
+        again = last is backward
+        backward, more = with_direct_calls(backward)
+        last = backward if again else with_direct_calls(last)[0]
+        changes += more
+    program.partition = replace(parts, forward=forward, backward=backward, last_backward=last)
+    return changes
+
+
+def with_direct_calls(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
+    """(the same code with such calls, their number); `gm` itself where there are none."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     changes = 0
@@ -50,9 +72,9 @@ def call_directly(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         changes += 1
     if not changes:
-        return gm
+        return gm, 0
     graph.set_codegen(gm.graph._codegen)
-    return fx.GraphModule(gm, graph)
+    return fx.GraphModule(gm, graph), changes
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...] | None:

@@ -15,7 +15,7 @@ Kept is what eager keeps, less what costs nothing to have again:
     recompute  nodes tagged so (ir.RECOMPUTE) are repeated, collectives included: `tag_regathers` tags the all-gathers
                of sequence parallelism
 
-Lazy outputs (`Output.lazy`) are in neither graph: a third one, `later`, computes them from values of forward when somebody
+Lazy outputs (`Output.lazy`) are in neither graph: a third one computes them from values of forward when somebody
 reads them. It keeps what it needs by the same rules, except that it gathers shards again rather than keep them gathered.
 
 A collective that is not tagged is never repeated in backward, and neither is dropout's mask kept: its backward draws it again
@@ -26,8 +26,7 @@ layer, t ranks): kept, 8 N(t-1)/t bytes move and 4sbh(1 - 1/t) bytes more stay; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -35,63 +34,12 @@ from torch import fx
 
 from megafx.analysis.communication import is_region_gather, is_start, start_earlier
 from megafx.analysis.lazy import only_for_lazy
-from megafx.errors import SourceLine
 from megafx.ir.nodes import in_backward, shows_operand, storage_of
-from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Phase, Program, ancestors, fqn_of, source_of
-from megafx.ir.sizes import Sizes
-from megafx.passes.lower.regather import gather_what_is_read, start_next_region
+from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Partition, Phase, Program, Saved, ancestors, fqn_of, source_of
+from megafx.planner.context import Planner
 
-REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+REQUIRES, ENSURES = Phase.BOUND, Phase.PARTITIONED
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Saved:
-    """One thing handed from forward to backward.
-
-    index: of the program's input (from len(inputs) on: of a join), or -1. numel: structural; 0 for what is handed over by
-    reference. shared: the memory is also an input's, a user output's or kept for a lazy output: the user may change it, and
-    backward must not.
-    """
-
-    kind: Literal["input", "size", "value"]
-    index: int
-    name: str
-    fqn: str
-    source: SourceLine | None
-    numel: int
-    itemsize: int
-    shared: bool
-
-
-@dataclass(frozen=True)
-class Partition:
-    """forward(*inputs) -> (*outputs, *kept, *kept for later); backward([*saved, *tangents, *pending]) -> gradients;
-    later(*saved_later) -> lazy outputs.
-
-    forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`, which
-    backward takes as a list and clears. backward is None where the program has no gradients; later is None where no output
-    is lazy: forward gives None in their places (`lazy`) otherwise. joins: further inputs of forward, after the program's:
-    each the join of those of its inputs. gathered: joins (by place) that are not rows as the inputs have them, but
-    `gather_region`s of the inputs: (ranks, axis).
-    """
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    saved: tuple[Saved, ...]
-    later: fx.GraphModule | None = None
-    saved_later: tuple[Saved, ...] = ()
-    lazy: tuple[int, ...] = ()
-    joins: tuple[tuple[int, ...], ...] = ()
-    gathered: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-
-    def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
-        """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
-        total: dict[str, int] = {}
-        for s in self.saved:
-            if s.numel:
-                total[s.fqn] = total.get(s.fqn, 0) + sizes.workload(s.numel) * s.itemsize
-        return total
 
 
 def tag_regathers(program: Program) -> int:
@@ -110,8 +58,14 @@ def tag_regathers(program: Program) -> int:
     return count
 
 
-def partition(program: Program) -> Partition:
-    """See the module docstring. The program itself is left as it is."""
+def partition(program: Program, planner: Planner) -> int:
+    """Fill `program.partition`; return how many values are kept."""
+    program.partition = cut(program)
+    program.phase = ENSURES
+    return len(program.partition.saved)
+
+
+def cut(program: Program) -> Partition:
     results = list(program.results())
     is_gradient = [o.kind == "gradient" for o in program.outputs]
     outputs = [r for r, g in zip(results, is_gradient, strict=True) if not g]
@@ -133,13 +87,13 @@ def partition(program: Program) -> Partition:
     gm = _module(program, backward.finish(saved))
     gm.graph.set_codegen(Boxed())
     gm.recompile()
-    later, saved_later, lazy = _later(program, outputs)
+    lazy_graph, saved_for_lazy, lazy = _lazy_graph(program, outputs)
     present = [None if i in lazy else n for i, n in enumerate(outputs)]
-    values = [n for n in (*saved, *saved_later) if _kind(n) != "input"]
+    values = [n for n in (*saved, *saved_for_lazy) if _kind(n) != "input"]
     forward = _module(program, _extract(program, inputs, [*present, *values]))
-    shared = {storage_of(n) for n in (*present, *saved_later) if isinstance(n, fx.Node)}
-    described = [tuple(_describe(program, n, index, shared) for n in each) for each in (saved, saved_later)]
-    return Partition(forward, gm, described[0], later, described[1], lazy, joins, gathered)
+    shared = {storage_of(n) for n in (*present, *saved_for_lazy) if isinstance(n, fx.Node)}
+    described = [tuple(_describe(program, n, index, shared) for n in each) for each in (saved, saved_for_lazy)]
+    return Partition(forward, gm, described[0], lazy_graph, described[1], lazy, joins, gathered, gm)
 
 
 def _in_order(program: Program, saved: set[fx.Node]) -> list[fx.Node]:
@@ -147,7 +101,7 @@ def _in_order(program: Program, saved: set[fx.Node]) -> list[fx.Node]:
     return sorted((n for n in program.graph.nodes if n in saved), key=lambda n: _KINDS.index(_kind(n)))
 
 
-def _later(program: Program, outputs: list[Any]) -> tuple[fx.GraphModule | None, list[fx.Node], tuple[int, ...]]:
+def _lazy_graph(program: Program, outputs: list[Any]) -> tuple[fx.GraphModule | None, list[fx.Node], tuple[int, ...]]:
     """(graph of the lazy outputs, what it takes, their places among the outputs)."""
     specs = [o for o in program.outputs if o.kind != "gradient"]
     lazy = tuple(i for i, o in enumerate(specs) if o.lazy and isinstance(outputs[i], fx.Node))
@@ -235,7 +189,6 @@ class _Backward:
                 self._require(node)
         for node in [n for n in self.order if is_start(n) and not (in_backward(n) or is_region_gather(n))]:
             self.order = start_earlier(self.order, node)
-        self.order = start_next_region(self.order)
 
     def _place(self, node: fx.Node) -> None:
         for operand in node.all_input_nodes:
@@ -260,7 +213,6 @@ class _Backward:
         for node in self.order:
             new[node] = graph.node_copy(node, new.__getitem__)
         graph.output(tuple(new[g] if isinstance(g, fx.Node) else g for g in self.gradients))
-        gather_what_is_read(graph)
         return graph
 
 

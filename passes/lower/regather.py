@@ -5,7 +5,7 @@ Before:  %w = wait_tensor(gather_region([%a, %b], 2, 'dp_shard')); %dx = mm(%dy,
 After:   %w = wait_tensor(gather_region([%a], 2, 'dp_shard')); %s2 = gather_region([%c], 2, 'dp_shard')
          %dx = mm(%dy, view(%w[:n])); %w2 = wait_tensor(%s2); %du = mm(%dx, view(%w2))
 Legal because: shards are inputs, so a gather can start at any time, on every rank at the same place; what no view shows is read
-by nobody. `partition` does this to the backward graph that it writes.
+by nobody.
 """
 
 from __future__ import annotations
@@ -16,10 +16,31 @@ import torch
 from torch import fx
 
 from megafx.analysis.communication import is_region_gather, is_wait
-from megafx.ir.program import FQN, VAL
+from megafx.ir.program import FQN, VAL, Phase, Program
 from megafx.ops.gather_region import starts
+from megafx.planner.context import Planner
 
 aten = torch.ops.aten
+
+
+REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
+
+
+def regather(program: Program, planner: Planner) -> int:
+    """Change the backward graph, and that of lazy outputs; return the number of gathers that moved, and of shards left out."""
+    parts, changes = program.partition, 0
+    for gm in () if parts is None else (parts.backward, parts.lazy_graph):
+        if gm is None or not any(map(is_region_gather, gm.graph.nodes)):
+            continue
+        nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+        order = start_next_region(nodes)
+        for node in order:
+            gm.graph.output_node().prepend(node)
+        changes += sum(a is not b and is_region_gather(b) for a, b in zip(nodes, order, strict=True))
+        changes += gather_what_is_read(gm.graph)
+        gm.graph.lint()
+        gm.recompile()
+    return changes
 
 
 def start_next_region(order: list[fx.Node]) -> list[fx.Node]:

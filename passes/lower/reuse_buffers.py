@@ -10,6 +10,7 @@ Runs on a graph that is executed as it stands; Inductor plans memory by itself. 
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,18 +19,37 @@ from torch import fx
 from megafx.analysis.communication import is_wait
 from megafx.ir.facts import declare, facts_of
 from megafx.ir.nodes import shows_operand, storage_of
-from megafx.ir.program import VAL
+from megafx.ir.program import VAL, Phase, Program
+from megafx.planner.context import Planner
 
 declare("aten.addmm.default", inplace=(0, torch.ops.aten.addmm_.default))
 
 
-def reuse_buffers(gm: fx.GraphModule, given: Container[str] = ()) -> fx.GraphModule:
-    """The same code with calls that write in place where that is legal; `gm` itself where there are none.
+REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
+
+
+def reuse_buffers(program: Program, planner: Planner) -> int:
+    """Return the number of calls that write in place. A backward that runs again must find what was kept."""
+    parts = program.partition
+    if planner.config.compile or parts is None:
+        return 0
+    forward, changes = write_in_place(parts.forward)
+    last = parts.backward
+    if last is not None:
+        owned = {s.name for s in parts.saved if s.kind == "value" and not s.shared}
+        last, more = write_in_place(last, owned)
+        changes += more
+    program.partition = replace(parts, forward=forward, last_backward=last)
+    return changes
+
+
+def write_in_place(gm: fx.GraphModule, given: Container[str] = ()) -> tuple[fx.GraphModule, int]:
+    """(the same code with calls that write in place where that is legal, their number); `gm` itself where there are none.
 
     given: names of placeholders whose memory is the graph's to overwrite, as values kept for one backward are.
     """
     if not any(facts_of(node.target).inplace for node in gm.graph.nodes):
-        return gm
+        return gm, 0
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     changes = 0
@@ -39,9 +59,9 @@ def reuse_buffers(gm: fx.GraphModule, given: Container[str] = ()) -> fx.GraphMod
             node.target = inplace[1]
             changes += 1
     if not changes:
-        return gm
+        return gm, 0
     graph.set_codegen(gm.graph._codegen)
-    return fx.GraphModule(gm, graph)
+    return fx.GraphModule(gm, graph), changes
 
 
 def _may_write(node: fx.Node, operand: Any, given: Container[str]) -> bool:

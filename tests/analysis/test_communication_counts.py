@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 import real_sizes
+from lowered import parts_of
 from torch import fx
 
 from megafx.analysis.communication import Communication, collective_nodes, communication
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.ir.dump import target_text
-from megafx.ir.program import PHASE, Program
-from megafx.passes.lower.partition import Partition, partition, tag_regathers
+from megafx.ir.program import PHASE, Partition, Program
+from megafx.passes.lower.partition import tag_regathers
 from megafx.placements.types import ALL_GATHER as AG
 from megafx.placements.types import ALL_REDUCE as AR
 from megafx.placements.types import REDUCE_SCATTER as RS
@@ -179,7 +180,7 @@ def _reaches_a_product(start: fx.Node) -> bool:
 
 def _parts(name: str, t: int, regather: bool) -> tuple[Partition, Program]:
     program = _compiled(name, t, True, regather).program
-    return partition(program), program
+    return parts_of(program), program
 
 
 def test_gathering_again_costs_two_gathers_a_layer() -> None:

@@ -1,4 +1,4 @@
-"""Covers: convert.py and `megafx convert`: checkpoints as Hugging Face files and back, one process."""
+"""Covers: checkpoint/convert.py and `megafx convert`: checkpoints as Hugging Face files and back, one process."""
 
 from __future__ import annotations
 

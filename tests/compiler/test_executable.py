@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from local_programs import local_program
+from lowered import executable_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,11 +34,13 @@ def inputs_of(batch: int = 2) -> dict[str, Any]:
     return {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(batch, 3, 4).double()}
 
 
-def made(function: Any, inputs: dict[str, Any], differentiated: tuple[int, ...] = (0,)) -> Executable:
+def made(
+    function: Any, inputs: dict[str, Any], differentiated: tuple[int, ...] = (0,), compile: bool = False
+) -> Executable:
     program = local_program(function, inputs, varying=("x",), loss=True)
     wrt = [i for i, spec in enumerate(program.inputs) if spec.kind == "param"]
     differentiate(program, wrt, list(differentiated))
-    return Executable.of(program)
+    return executable_of(program, compile=compile)
 
 
 ONE = torch.ones((), dtype=torch.float64)
@@ -45,7 +48,7 @@ ONE = torch.ones((), dtype=torch.float64)
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_computes_what_autograd_computes_at_two_shapes(compiled: bool) -> None:
-    executable = made(mlp, inputs_of())
+    executable = made(mlp, inputs_of(), compile=compiled)
     if compiled:
         torch._dynamo.reset()
         executable = executable.compiled(backend="aot_eager")
@@ -81,7 +84,7 @@ def test_compiled_graphs_have_the_sizes_of_the_program_and_no_others(again: bool
             bool(min(sizes_of(gm.graph)) < 4)  # asking makes a guard: batch 5 is not what the graphs of batch 2 are for
         return gm.forward
 
-    executable = made(mlp, inputs_of()).compiled(backend=backend)
+    executable = made(mlp, inputs_of(), compile=True).compiled(backend=backend)
     for batch in (2, 5, 3):
         _, kept = executable.forward(list(inputs_of(batch).values()))
         assert kept is not None
@@ -186,7 +189,7 @@ def test_runs_under_the_context_and_without_autocast() -> None:
         yield
         entered.append("out")
 
-    executable = Executable.of(program, context)
+    executable = executable_of(program, context)
     with torch.autocast("cpu", torch.bfloat16):
         (y,), kept = executable.forward([torch.ones(4, 4, requires_grad=True), torch.ones(3, 4)])
     assert y.dtype is torch.float32 and not y.requires_grad and kept is None

@@ -12,7 +12,7 @@ from torch import nn
 
 import megafx
 import megafx.kernels.loss.logits_chunks as kernels
-from megafx.compiler import executable as later
+from megafx.compiler import executable as executables
 from megafx.errors import UsageError
 from megafx.ir.program import VAL
 from megafx.runtime.outputs import LazyTensor
@@ -120,13 +120,13 @@ def test_what_it_needs_dies_with_it(models, monkeypatch):
     """The hidden states live as long as the output object does, and no longer than until the logits are made."""
     model, _ = models
     kept = []
-    make = later.Later.__init__
+    make = executables.LazyOutputs.__init__
 
     def watched(self, saved, values, run, inputs):
         make(self, saved, values, run, inputs)
         kept.extend(weakref.ref(v) for s, v in zip(saved, values, strict=True) if s.kind == "value")
 
-    monkeypatch.setattr(later.Later, "__init__", watched)
+    monkeypatch.setattr(executables.LazyOutputs, "__init__", watched)
     for read in (False, True):
         kept.clear()
         out = model(**batch())

@@ -1,4 +1,4 @@
-"""Covers: distributed/failures.py, finite.py, and what a step does when a rank is gone: on real gloo ranks.
+"""Covers: distributed/failures.py, check_finite, and what a step does when a rank is gone: on real gloo ranks.
 
 Run as a script, this file is one of two ranks.
 """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from lowered import bound
 from ranks import check
 
 from megafx.ir.program import Program
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.communicate.expand_transitions import expand_transitions
-from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import TRANSITIONS, Layout, Placement, S, dual
 from megafx.testing import graph, run_pass, transition, with_backward
@@ -50,7 +50,7 @@ def expanded(src: Placement, dst: Placement, shape: torch.Size, mesh: dict[str, 
         out=f"{dst}@tp",
         local=True,
     )
-    return bind_mesh(run_pass(expand_transitions, with_backward(program)), mesh)
+    return bound(run_pass(expand_transitions, with_backward(program)), mesh)
 
 
 @check(2)

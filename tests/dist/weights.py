@@ -119,19 +119,24 @@ def initialised(name: str, model: nn.Module, folder: Path) -> None:
 @contextlib.contextmanager
 def whole_tensors_one_at_a_time() -> Iterator[list[int]]:
     """Yields the sizes of the tensors that this rank makes whole; an earlier one is gone when the next one is made."""
-    fetch = save_weights._Gather.fetch
+    gatherer = save_weights._gatherer
     sizes: list[int] = []
     alive: list[weakref.ref] = []
 
-    def counted(self, name: str, writer: int) -> torch.Tensor | None:
-        assert not any(r() is not None for r in alive), f"an earlier tensor is still held when '{name}' comes"
-        value = fetch(self, name, writer)
-        if value is not None:
-            sizes.append(value.numel())
-            alive.append(weakref.ref(value))
-        return value
+    def counting(tensors, group):
+        fetch = gatherer(tensors, group)
 
-    with mock.patch.object(save_weights._Gather, "fetch", counted):
+        def counted(name: str, writer: int) -> torch.Tensor | None:
+            assert not any(r() is not None for r in alive), f"an earlier tensor is still held when '{name}' comes"
+            value = fetch(name, writer)
+            if value is not None:
+                sizes.append(value.numel())
+                alive.append(weakref.ref(value))
+            return value
+
+        return counted
+
+    with mock.patch.object(save_weights, "_gatherer", counting):
         yield sizes
 
 

@@ -482,6 +482,10 @@ def both_ways(x: Any, y: Any, g: Any, w: Any) -> Any:
     )
 
 
+def dropped(program: Program, rank: int) -> int:
+    return drop_expert_values(program, make_planner(axes={"tp": AxisContext(rank, 2)}))
+
+
 def test_golden_of_what_each_rank_runs() -> None:
     start = graph(
         both_ways,
@@ -492,11 +496,7 @@ def test_golden_of_what_each_rank_runs() -> None:
         out=("P@tp", "P@tp", "I@tp"),
     )
     owner, other = start.copy(), start.copy()
-    assert (
-        drop_expert_values(owner, {"tp": AxisContext(1, 2)})
-        == drop_expert_values(other, {"tp": AxisContext(0, 2)})
-        == 5
-    )
+    assert dropped(owner, 1) == dropped(other, 0) == 5
     expect(
         owner,
         """\
@@ -526,4 +526,4 @@ def test_golden_of_what_each_rank_runs() -> None:
         return %4, %5, %6
         """,
     )
-    assert drop_expert_values(owner, {"tp": AxisContext(1, 2)}) == 0
+    assert dropped(owner, 1) == 0

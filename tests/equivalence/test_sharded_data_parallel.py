@@ -14,6 +14,7 @@ import pytest
 import torch
 from data_mesh import compile_on, inputs_on, mesh_of, run_on, seeded, storage
 from harness import Case, errors
+from lowered import parts_of
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -22,7 +23,6 @@ from megafx.capture.export import capture_call
 from megafx.checks.simulate import Logical, simulate
 from megafx.compiler.pipeline import Compiled
 from megafx.ir.program import VAL
-from megafx.passes.lower.partition import partition
 from megafx.placements.data_axis import COPY_AXIS, REPLICA_AXIS, SHARD_AXIS, DataAxis
 from megafx.placements.slices import shard_slices
 from megafx.placements.tensors import shard_tensor, unshard_tensors
@@ -167,7 +167,7 @@ class Gathered:
 
 def run_halves(case: Case, compiled: Compiled, data: DataAxis, *watches: Gathered) -> tuple[list[Any], list[Any]]:
     """What each rank's backward graph gives, and what the joint graph gives. watches: of forward, of backward."""
-    parts, mesh = partition(compiled.program), mesh_of(data, compiled.plan.t)
+    parts, mesh = parts_of(compiled.program), mesh_of(data, compiled.plan.t)
     per_rank = inputs_on(case, compiled, data, seeded(case, 4))
     count = len(parts.forward.graph.find_nodes(op="placeholder"))
     forward, backward = watches or (None, None)
@@ -245,7 +245,7 @@ def test_linears_whose_parameters_are_gathered_side_by_side_are_merged(form, t):
     compiled = compile_on(case, data, t, fusion_profile="all")
     merged = [f.fqn for f in compiled.program.fusions if f.stage == "merge_linears"]
     assert sorted(merged) == ["h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp"]
-    for part in (compiled.program.gm, partition(compiled.program).backward):  # nothing is copied together
+    for part in (compiled.program.gm, parts_of(compiled.program).backward):  # nothing is copied together
         assert part is not None and not any("join_parameters" in str(n.target) for n in part.graph.nodes)
     alone = case.run(case.compile(1), inputs)
     for found in run_on(case, compiled, data, inputs):

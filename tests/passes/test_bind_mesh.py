@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from lowered import bound as bound_to
 from torch import fx
 
 from megafx.ir.program import Builder, Program
 from megafx.ops.axes import AxisContext
 from megafx.passes.communicate.expand_transitions import expand_transitions
-from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.testing import expect, graph, run_pass, transition
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
@@ -20,7 +20,7 @@ aten, mfx = torch.ops.aten, torch.ops.megafx
 def bound(dst: str, x: str, rank: int, after: Any = lambda y: y, out: str | None = None) -> Program:
     out = out if out is not None else dst.partition("/")[0]
     program = graph(lambda x: after(transition(x, dst)), x=x, out=f"{out}@tp", local=True)
-    return bind_mesh(run_pass(expand_transitions, program), {"tp": AxisContext(rank, 2, "7")})
+    return bound_to(run_pass(expand_transitions, program), {"tp": AxisContext(rank, 2, "7")})
 
 
 def test_groups_are_named() -> None:
@@ -83,7 +83,7 @@ def test_ranks_fill_in_their_coordinate(rank: int) -> None:
     program = graph(lambda x: aten.add(x, x), x="i64[3]", local=True)
     (add,) = program.graph.find_nodes(op="call_function", target=aten.add.Tensor)
     add.update_arg(1, Builder(program, add, add, "test")(mfx.axis_index.default, "tp", torch.device("cpu")))
-    program = bind_mesh(run_pass(expand_transitions, program), {"tp": AxisContext(rank, 2)})
+    program = bound_to(run_pass(expand_transitions, program), {"tp": AxisContext(rank, 2)})
     assert program.gm(torch.zeros(3, dtype=torch.int64))[0].tolist() == [rank] * 3
 
 
@@ -92,7 +92,7 @@ def test_the_program_of_all_ranks_is_left_as_it_was() -> None:
         expand_transitions, graph(lambda x: transition(x, "S1"), x="f32[4 6] I@tp", out="S1@tp", local=True)
     )
     before = str(program.graph)
-    bind_mesh(program, {"tp": AxisContext(1, 2, "7")})
+    bound_to(program, {"tp": AxisContext(1, 2, "7")})
     assert str(program.graph) == before
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from lowered import parts_of
 
 from megafx.checks.simulate import simulate
 from megafx.ir.program import FQN, RECOMPUTE, VAL, Program
 from megafx.passes.communicate.gather_parameters import gather_parameters, gathers
-from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import gather_what_is_read, start_next_region
 from megafx.placements.data_axis import COPY_AXIS, SHARD_AXIS, DataAxis
 from megafx.placements.types import I, Layout, Placement, S
@@ -103,8 +103,8 @@ def test_each_dtype_and_group_of_ranks_has_its_own():
 def test_backward_gathers_again_in_one_form_and_reads_what_is_kept_in_the_other():
     fsdp, zero1 = gathered("fsdp"), gathered("zero1")
     assert all(n.meta.get(RECOMPUTE) for n in gathers(fsdp.graph))
-    assert partition(fsdp).joins == () and len([*gathers(partition(fsdp).forward.graph)]) == 2
-    parts = partition(zero1)  # the gathers are further inputs
+    assert parts_of(fsdp).joins == () and len([*gathers(parts_of(fsdp).forward.graph)]) == 2
+    parts = parts_of(zero1)  # the gathers are further inputs
     assert parts.joins == ((1, 2), (3,)) and parts.gathered == {0: (2, SHARD_AXIS), 1: (2, SHARD_AXIS)}
     assert [*gathers(parts.forward.graph)] == [] and len(parts.forward.graph.find_nodes(op="placeholder")) == 6
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import megafx
 from megafx.config import Config
-from megafx.distributed.parameters import Joined, parameter_slots, place_joined, side_by_side
+from megafx.distributed.parameters import JoinedParameters, parameter_slots, place_joined, side_by_side
 from megafx.ir import dump
 from megafx.passes.fuse.merge_linears import merge_linears
 from megafx.testing import assert_same, expect, graph, make_planner, run_pass
@@ -260,7 +260,7 @@ def test_memory_that_is_shared_is_left_alone():
 
 def test_joined_follows_parameters_that_move():
     a, b = torch.arange(6.0).view(3, 2), torch.arange(4.0).view(2, 2)
-    join = Joined((1, 0))
+    join = JoinedParameters((1, 0))
     assert torch.equal(join([a, b]), torch.cat([b, a])) and join.view is None
     memory = torch.cat([b.flatten(), a.flatten()])
     b, a = memory[:4].view(2, 2), memory[4:].view(3, 2)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from local_programs import local_program
+from lowered import parts_of
 from torch import nn
 from torch.nn import functional as F
 
-from megafx.ir.program import FQN, RECOMPUTE, Program
+from megafx.ir.program import FQN, RECOMPUTE, Partition, Program
 from megafx.passes.backward.build_joint_graph import differentiate
-from megafx.passes.lower.partition import Partition, partition
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -58,7 +58,7 @@ def mlp(w: Any, v: Any, x: Any) -> tuple[Any, ...]:
 def test_an_mlp_keeps_the_two_activations_and_refers_to_inputs() -> None:
     inputs = {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(2, 3, 4)}
     program = joint(mlp, inputs)
-    parts = partition(program)
+    parts = parts_of(program)
     # the input and the output of gelu: not their views, not the transposed weights, not x again
     assert [k for k in saved(parts) if not k.startswith("value")] == ["input v", "input x"]
     assert [n.split()[1] for n in saved(parts) if n.startswith("value")] == ["mm", "gelu"]
@@ -73,7 +73,7 @@ def test_saved_bytes_name_the_module() -> None:
         if node.op == "call_function":
             node.meta[FQN] = "act" if "gelu" in str(node.target) else "fc"
     differentiate(program, [0, 1], [0])
-    assert partition(program).saved_bytes(program.sizes) == {"fc": 144, "act": 144}
+    assert parts_of(program).saved_bytes(program.sizes) == {"fc": 144, "act": 144}
 
 
 def test_sizes_are_kept_as_integers() -> None:
@@ -82,7 +82,7 @@ def test_sizes_are_kept_as_integers() -> None:
 
     inputs = {"w": parameter(4), "x": torch.randn(3, 4)}
     program = joint(function, inputs, varying=("x",))
-    parts = partition(program)
+    parts = parts_of(program)
     assert [s.kind for s in parts.saved].count("size") == 1
     for b in (3, 5):
         check(parts, function, {**inputs, "x": torch.randn(b, 4)})
@@ -94,7 +94,7 @@ def test_q_k_and_v_are_kept_as_one_value() -> None:
         return (F.scaled_dot_product_attention(q, k, v, is_causal=True),)
 
     inputs = {"w": parameter(24, 8), "x": torch.randn(2, 5, 8)}
-    parts = partition(joint(function, inputs))
+    parts = parts_of(joint(function, inputs))
     values = [s for s in parts.saved if s.kind == "value"]
     assert [s.numel for s in values] == [2 * 5 * 24, 2 * 2 * 5 * 4, 2 * 2 * 5]  # qkv, output, log-sum-exp
     assert "unbind" in ops(parts.backward)
@@ -107,7 +107,7 @@ def test_low_precision_copies_of_parameters_are_made_again() -> None:
         return (F.linear(hidden.float(), v),)
 
     inputs = {"w": parameter(6, 4), "v": parameter(4, 6), "x": parameter(3, 4, dtype=torch.bfloat16)}
-    parts = partition(joint(function, inputs))
+    parts = parts_of(joint(function, inputs))
     assert saved(parts) == ["input w", "input v", "input x", "value _to_copy_1"]
     assert ops(parts.backward).count("_to_copy") == 3  # w again; and the gradients of w and of hidden
     check(parts, function, inputs)
@@ -119,7 +119,7 @@ def test_tagged_nodes_are_computed_again() -> None:
     for node in program.graph.nodes:
         if "gelu.default" in str(node.target):
             node.meta[RECOMPUTE] = True
-    parts = partition(program)
+    parts = parts_of(program)
     assert [n for n in saved(parts) if n.startswith("value")] == ["value mm"]
     assert ops(parts.backward).count("gelu") == 1 and ops(parts.forward).count("gelu") == 1
     check(parts, mlp, inputs)
@@ -130,7 +130,7 @@ def test_forward_computes_nothing_that_only_backward_needs() -> None:
         return (torch.special.expit(x @ w).pow(3).sum(),)
 
     inputs = {"w": parameter(4, 6), "x": torch.randn(3, 4)}
-    parts = partition(joint(function, inputs))
+    parts = parts_of(joint(function, inputs))
     assert ops(parts.forward) == ["mm", "sigmoid", "pow", "sum"]
     assert "pow" in ops(parts.backward)
     check(parts, function, inputs)
@@ -142,11 +142,11 @@ def test_what_the_user_can_change_is_marked() -> None:
         return (y, (y * y).view(-1))
 
     inputs = {"w": parameter(4), "x": torch.randn(3, 4)}
-    parts = partition(joint(function, inputs))
+    parts = parts_of(joint(function, inputs))
     assert {s.name: s.shared for s in parts.saved} == {"x": True, "tanh": True}
 
 
 def test_program_without_gradients_has_a_forward_only() -> None:
     program = local_program(mlp, {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(2, 3, 4)})
-    parts = partition(program)
+    parts = parts_of(program)
     assert parts.backward is None and parts.saved == ()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from local_programs import local_program
+from lowered import parts_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +17,6 @@ from megafx.ir.facts import facts_of
 from megafx.ir.program import Program
 from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.backward.recompute_activations import recompute_activations
-from megafx.passes.lower.partition import partition
 from megafx.testing import make_planner
 
 ops = torch.ops.megafx
@@ -58,7 +58,7 @@ def joint(function: Any, inputs: dict[str, Any]) -> Program:
 
 def activations(program: Program) -> list[str]:
     names = {n.name for n in program.graph.nodes if "glu" in str(n.target) or "act" in str(n.target)}
-    return [s.name for s in partition(program).saved if s.name in names]
+    return [s.name for s in parts_of(program).saved if s.name in names]
 
 
 @pytest.mark.parametrize("function", [swiglu, packed, packed_bias, gelu, bias_gelu])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from local_programs import local_program
+from lowered import parts_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +18,7 @@ from megafx.passes.backward.build_joint_graph import differentiate
 from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
 from megafx.passes.communicate.expand_transitions import expand_transitions
 from megafx.passes.communicate.schedule_collectives import schedule_collectives
-from megafx.passes.lower.partition import partition, tag_regathers
+from megafx.passes.lower.partition import tag_regathers
 from megafx.placements.types import Layout, Placement, S
 from megafx.testing import make_planner
 
@@ -228,7 +229,7 @@ def test_regathered_inputs_trade_bytes_for_memory(fused: bool) -> None:
     for regather in (False, True):
         program, values, placements = lowered(True, fused, layers, regather)
         schedule_collectives(program, make_planner())
-        parts = partition(program)
+        parts = parts_of(program)
         assert parts.backward is not None
         gathers = sum("all_gather" in str(n.target) for gm in (parts.forward, parts.backward) for n in gm.graph.nodes)
         found[regather] = gathers, sum(parts.saved_bytes(program.sizes).values())

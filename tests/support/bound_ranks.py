@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 from harness import values_of
+from lowered import bound
 from torch import Tensor, fx, nn
 
 from megafx.checks.simulate import CROSS_RANK, Logical, local_inputs, logical_of
 from megafx.compiler.pipeline import Compiled
 from megafx.ir.program import Program
 from megafx.ops.axes import AxisContext
-from megafx.passes.lower.bind_mesh import bind_mesh
 
 
 def bound_programs(made: Compiled) -> list[Program]:
     """Each rank's. The axis is its own group."""
     t = made.plan.t
-    return [bind_mesh(made.program, {"tp": AxisContext(rank, t, "tp")}) for rank in range(t)]
+    return [bound(made.program, {"tp": AxisContext(rank, t, "tp")}) for rank in range(t)]
 
 
 class _Rank(fx.Interpreter):

@@ -17,7 +17,7 @@ from megafx.weights.state import all_tensors
 
 @dataclass
 class Part:
-    """A tensor of one rank, as `stored.Stored` describes one, without a process group."""
+    """A tensor of one rank, as `weights.state.Stored` describes one, without a process group."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor

@@ -109,10 +109,9 @@ def define_op(
         define_gradient(name, functools.partial(_no_second_gradient, name), lambda ctx, inputs, output: None)
     if inplace is not None:
         at = [a.name for a in op._schema.arguments].index(inplace.operand)
-        head, arrow, result = schema.replace(f"Tensor {inplace.operand}", f"Tensor(a!) {inplace.operand}").partition(
-            "->"
-        )
-        writing = f"{head.replace(name, name + '_', 1)}{arrow}{result.replace('Tensor', 'Tensor(a!)')}"
+        head, _, result = schema.partition("->")
+        head = head.replace(name, f"{name}_", 1).replace(f"Tensor {inplace.operand}", f"Tensor(a!) {inplace.operand}")
+        writing = f"{head}->{result.replace('Tensor', 'Tensor(a!)')}"
         shown = lambda *args: args[at]  # noqa: E731
         declare(op, inplace=(at, define_op(writing, reference=inplace.reference, triton=inplace.triton, fake=shown)))
     return op

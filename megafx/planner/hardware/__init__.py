@@ -92,5 +92,5 @@ class Hardware:
             raise ConfigError(f"{where} has an unknown field '{wrong}'", fix=f"fields: {', '.join(known)}")
         missing = [k for k in known if k not in data]
         if missing:
-            raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="see megafx/hardware/h200-nvlink.yaml")
+            raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="see megafx/planner/hardware/h200-nvlink.yaml")
         return Hardware(**data)

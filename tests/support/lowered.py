@@ -1,0 +1,43 @@
+"""The last passes of the pipeline on a graph that did not go through the others: one rank's graph, its parts, what runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from megafx.compiler.executable import Context, Executable
+from megafx.config import Config
+from megafx.ir.program import Partition, Program
+from megafx.ops.axes import AxisContext
+from megafx.passes.experts.drop_expert_values import drop_expert_values
+from megafx.passes.lower.bind_mesh import bind_mesh
+from megafx.passes.lower.call_directly import call_directly
+from megafx.passes.lower.partition import partition
+from megafx.passes.lower.regather import regather
+from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.testing import make_planner
+
+
+def bound(program: Program, axes: Mapping[str, AxisContext]) -> Program:
+    """A copy for the rank that `axes` describes."""
+    program, planner = program.copy(), make_planner(axes=axes)
+    drop_expert_values(program, planner)
+    bind_mesh(program, planner)
+    return program
+
+
+def parts_of(program: Program) -> Partition:
+    """The graphs that a program is cut into."""
+    program, planner = program.copy(), make_planner()
+    partition(program, planner)
+    regather(program, planner)
+    assert program.partition is not None
+    return program.partition
+
+
+def executable_of(program: Program, context: Context = contextlib.nullcontext, **config: Any) -> Executable:
+    program, planner = program.copy(), make_planner(1, Config(**config))
+    for step in (partition, regather, reuse_buffers, call_directly):
+        step(program, planner)
+    return Executable(program, context)
