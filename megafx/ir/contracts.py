@@ -93,8 +93,9 @@ def check_functional(program: Program) -> None:
 
 
 def _is_assert(target: torch._ops.OpOverload) -> bool:
-    name = target._schema.name.split("::")[1]
-    return name.startswith(("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain"))
+    return target._schema.name.split("::")[1].startswith(
+        ("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain")
+    )
 
 
 def check_sizes_rooted(program: Program) -> None:
@@ -250,7 +251,7 @@ def _check_shard_fits(
 
 
 def ranks_of(program: Program) -> int | None:
-    """Ranks of the axis, as the transitions say; None without any."""
+    """Ranks of the axis, as the first transition says (1 until shapes are local); None without one."""
     return next((int(n.args[6]) for n in program.graph.nodes if is_transition(n)), None)
 
 

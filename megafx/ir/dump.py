@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from megafx.errors import UsageError
+from megafx.ir.contracts import is_transition, ranks_of
 from megafx.ir.nodes import in_backward
 from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Input, Output, Phase, Program, fqn_of, source_of
 from megafx.placements.types import Owned
@@ -68,24 +69,12 @@ def op_text(node: fx.Node) -> str:
     return f"{target_text(node.target)} (%{node.name})" if node.op == "call_function" else f"%{node.name}"
 
 
-def axis_size(program: Program) -> int | None:
-    """Ranks of the axis, as the first transition of the graph says (1 until shapes are local); None without one."""
-    for node in program.graph.nodes:
-        if node.op == "call_function" and _is_transition(node.target):
-            return int(node.args[6])
-    return None
-
-
-def _is_transition(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.name == "megafx::transition"
-
-
 class Shapes:
     """Texts of sizes, dtypes, placements of one program. Symbols without a name are d0, d1, ... as they appear."""
 
     def __init__(self, program: Program, t: int | None = None) -> None:
         self.program = program
-        self.t = t if t is not None else axis_size(program)
+        self.t = t if t is not None else ranks_of(program)
         sizes = program.sizes
         self._names = {symbol: name for name, symbol in sizes.symbols.items()}
         self._names |= {symbol: count.name for symbol, count in sizes.row_counts.items()}
@@ -141,7 +130,7 @@ def _argument(value: Any, names: dict[fx.Node, str]) -> str:
 
 
 def _call(node: fx.Node, names: dict[fx.Node, str], *, qualified: bool = False) -> str:
-    if _is_transition(node.target) and not qualified:
+    if is_transition(node) and not qualified:
         x, src, dst = node.args[:3]
         return f"transition({_argument(x, names)}, {src} -> {dst})"
     arguments = [_argument(a, names) for a in node.args]

@@ -330,11 +330,6 @@ def ancestors(roots: Iterable[Any], stop: Callable[[fx.Node], bool] = lambda nod
     return seen
 
 
-def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """Operands that are tensors, in argument order, each once."""
-    return [n for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]
-
-
 def active_nodes(program: Program) -> set[fx.Node]:
     """Nodes whose value depends on a parameter or a floating user input: those that get placements.
 

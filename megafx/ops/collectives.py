@@ -16,7 +16,7 @@ and cross entropy) must be executed:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,22 +90,11 @@ def _(x, src, dst, src_layout, dst_layout, axis, size):
     return x.new_empty(shape_after(x.shape, src, dst, src_layout, dst_layout, size))
 
 
-def _transition_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.move = inputs[1:]
-
-
 def dual_arguments(
     src: str, dst: str, src_layout: Sequence[int], dst_layout: Sequence[int], axis: str, size: int
 ) -> tuple[Any, ...]:
     """Arguments of a transition -> those of its backward: a gradient has the dual placement and moves from dst to src."""
     return _dual_tag(dst), _dual_tag(src), dst_layout, src_layout, axis, size
-
-
-def _transition_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return torch.ops.megafx.transition(grad, *dual_arguments(*ctx.move)), None, None, None, None, None, None
-
-
-transition.register_autograd(_transition_backward, setup_context=_transition_context)
 
 
 @torch.library.custom_op("megafx::axis_index", mutates_args=())
@@ -163,40 +152,27 @@ def _(x: Tensor, axis: str, size: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.where = inputs[1:]
-
-
-batch_sum.register_autograd(
-    lambda ctx, grad: (torch.ops.megafx.batch_sum(grad, *ctx.where), None, None), setup_context=_sum_context
-)
-
-
 declare("megafx.batch_sum.default", rule="lin: ... -> ...")
 declare("megafx.rank0_only.default", types="R -> P")
 for _name in ("axis_index", "rank_select", "rank_place"):
     declare(f"megafx.{_name}.default", types="-> V")
 
 
-def _select_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.axis = inputs
-    ctx.size = x.shape[0]
+def _differentiate(op: Any, gradient: Callable[..., Tensor]) -> None:
+    """gradient(gradient of the result, shape of the operand, *other arguments) -> gradient of the operand."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.shape, ctx.rest = inputs[0].shape, inputs[1:]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return gradient(grad, ctx.shape, *ctx.rest), *([None] * len(ctx.rest))
+
+    op.register_autograd(backward, setup_context=save)
 
 
-def _place_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.axis = inputs[2]
-
-
-def _rank0_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.axis = inputs[1]
-
-
-rank_select.register_autograd(
-    lambda ctx, grad: (torch.ops.megafx.rank_place(grad, ctx.size, ctx.axis), None), setup_context=_select_context
-)
-rank_place.register_autograd(
-    lambda ctx, grad: (torch.ops.megafx.rank_select(grad, ctx.axis), None, None), setup_context=_place_context
-)
-rank0_only.register_autograd(
-    lambda ctx, grad: (torch.ops.megafx.rank0_only(grad, ctx.axis), None), setup_context=_rank0_context
-)
+mfx = torch.ops.megafx
+_differentiate(transition, lambda grad, shape, *ends: mfx.transition(grad, *dual_arguments(*ends)))
+_differentiate(batch_sum, lambda grad, shape, axis, size: mfx.batch_sum(grad, axis, size))
+_differentiate(rank_select, lambda grad, shape, axis: mfx.rank_place(grad, shape[0], axis))
+_differentiate(rank_place, lambda grad, shape, size, axis: mfx.rank_select(grad, axis))
+_differentiate(rank0_only, lambda grad, shape, axis: mfx.rank0_only(grad, axis))

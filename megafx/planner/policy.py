@@ -1,7 +1,7 @@
 """Policies: strategies that the planner may not use, each removed with a reason that the report shows.
 
-Costs alone find cheaper and stranger plans than Megatron's: hidden-sharded residuals,
-tensor parallelism turned into data parallelism, weights gathered at every use. The default policy takes those away, hard:
+Costs alone find cheaper and stranger plans than Megatron's: hidden-sharded residuals, tensor parallelism turned into data
+parallelism, weights gathered at every use. The default policy forbids them:
 
     batch        the batch dim is not sharded on the tensor-parallel axis (that is data parallelism)
     sequence     with sequence_parallel=False no dim of the sequence is sharded; with True, norms run on a sequence shard
@@ -40,37 +40,16 @@ SEQUENCE_WANTED = "sequence_parallel=True: norms, dropouts and residuals run on 
 
 Place = tuple[fx.Node, int]  # a dim of a value
 
-RANKINGS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "topk.default",
-        "sort.default",
-        "sort.stable",
-        "argsort.default",
-        "argsort.stable",
-        "argmax.default",
-        "argmin.default",
-    )
-)
-EXTREMES = frozenset(("aten.max.dim", "aten.min.dim"))  # rank where they are asked for indices, not for values alone
-VIEWS_OF_WEIGHTS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "t.default",
-        "transpose.int",
-        "permute.default",
-        "numpy_T.default",
-        "to.dtype",
-        "view.default",
-        "reshape.default",
-        "slice.Tensor",
-        "select.int",
-        "unsqueeze.default",
-        "squeeze.dim",
-        "contiguous.default",
-        "clone.default",
-        "_to_copy.default",
-    ]
+
+def _aten(ops: str) -> frozenset[str]:
+    return frozenset(f"aten.{op}" for op in ops.split())
+
+
+RANKINGS = _aten("topk.default sort.default sort.stable argsort.default argsort.stable argmax.default argmin.default")
+EXTREMES = _aten("max.dim min.dim")  # they rank only if asked for indices
+VIEWS_OF_WEIGHTS = _aten(
+    "t.default transpose.int permute.default numpy_T.default to.dtype view.default reshape.default slice.Tensor select.int "
+    "unsqueeze.default squeeze.dim contiguous.default clone.default _to_copy.default"
 )
 
 

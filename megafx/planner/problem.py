@@ -26,7 +26,7 @@ from megafx.planner.context import Accepts, Planner, accepts, way_out
 from megafx.planner.cost import PARTIAL_TIE_SECONDS, cost_kind, op_seconds, optimizer_seconds, transition_seconds
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.planner.policy import Policy
-from megafx.planner.solver import Solution, Table
+from megafx.planner.solver import Table
 from megafx.rules.strategies import OpRule, Strategy
 
 MAX_EXTRA_PLACEMENTS = 2  # measured on 6 instances: the optimum with 2 equals that with 3 (planner experiment)
@@ -336,10 +336,6 @@ def shard_candidates(cuts: Any) -> list[Placement]:
 
 def removals(node: fx.Node, gone: dict[str, int]) -> list[Removal]:
     return [Removal(node.name, fqn_of(node), count, reason) for reason, count in gone.items()]
-
-
-def assignment_of(solution: Solution) -> dict[Any, int]:
-    return solution.assignment
 
 
 def told_terms(node: fx.Node) -> int | None:

@@ -2,9 +2,8 @@
 
 Every active value starts with a contiguous cut of each dim, and of each factor of a merged dim. Each cut is carried through
 the ops that make and use the value (factors, views, slices), forward and backward, until nothing new comes up: a head cut of
-an attention value becomes a block cut of the fused projection before it, of its weight and of its bias. A cut of one slice
-of a value becomes a cut of the whole with one block for each interval between the bounds of
-all slices of that dim.
+an attention value becomes a block cut of the fused projection before it, of its weight and of its bias. A cut of one
+slice of a value becomes a cut of the whole, with one block for each interval between the bounds of all slices of that dim.
 
 Each (value, dim, layout) is visited once, and what it implies at an op is memoised by the op's template, so that equal
 layers cost dictionary lookups only. Nothing is pruned but duplicates: pruning loses optima.
@@ -166,6 +165,6 @@ def _transfer(
     return layouts, tuple(implied)
 
 
-def strategies(rule: OpRule, candidates: Candidates, sizes: Sizes, t: int) -> list[Strategy]:
+def strategies(rule: OpRule, candidates: Candidates, t: int) -> list[Strategy]:
     """Every legal row of a node's rule, for the layouts that `candidates` found for its factors."""
     return list(rows(rule.template, candidates.layouts_of(rule.node), t))

@@ -47,7 +47,7 @@ def attention_dropout(editor: Editor, node: fx.Node) -> bool:
     if mask is not None:
         mask = _with_leading_ones(editor, node, mask)
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])
-    drawn = (p, -1, -1, [], AXIS)
+    drawn: tuple[Any, ...] = (p, -1, -1, [], AXIS)
     out = emit(torch.ops.megafx.attention.default, q, k, v, mask, None, None, factor, causal, 0, 0.0, *drawn)
     for _ in range(4 - rank):
         out = emit(aten.select.int, out, 0, 0)
@@ -97,7 +97,7 @@ def number_dropouts(editor: Editor) -> int:
         if node.target is not aten.dropout.default:
             set_arguments(node, seed=seed, op_id=op_id)
             continue
-        drawn = (seed, float(argument(node, "p")), op_id, -1, [], AXIS)
+        drawn: tuple[Any, ...] = (seed, float(argument(node, "p")), op_id, -1, [], AXIS)
         replace(node, editor.at(node)(torch.ops.megafx.dropout.default, node.args[0], *drawn))
     return len(nodes)
 

@@ -9,15 +9,13 @@ After:   %a, %b, %c (this rank's rows of them)
          %w2 = wait_tensor(%s2); %u = mm(%z, t(view(%w2)))
 Legal because: ranks hold consecutive rows of one value, padded to be of equal number; put together they are the value.
 
-A region is a layer, or what is used before, between or after layers (megafx/analysis/layers.py). Where a parameter is
-used says to
-which it belongs: one that is used in two regions is gathered in both. A region takes one collective for each dtype and group
-of ranks (parameters that tensor-parallel ranks hold whole are shared among them too).
+A region is a layer, or what is used before, between or after layers (megafx/analysis/layers.py). A parameter belongs to the
+regions that use it: one that two regions use is gathered in both. A region takes one collective for each dtype and group of
+ranks (parameters that tensor-parallel ranks hold whole are shared among them too).
 
-In the form 'fsdp' nothing of it is kept: backward gathers again what it needs (ir.RECOMPUTE;
-passes/lower/regather.py). In the form
-'zero1' the gather itself is made by whoever runs the graph, once for each change of the shards (`partition`), and only waited
-for here.
+In the form 'fsdp' the gathered parameters are not kept: backward gathers them again (ir.RECOMPUTE; passes/lower/regather.py).
+In the form 'zero1' whoever runs the graph makes the gather, once for each change of the shards (`partition`); here it is only
+waited for.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _strategies(rule: OpRule, candidates: Any, program: Program, planner: Planne
         return [Strategy((I,) * len(rule.operands), I, "", "")]
     if rule.node in planner.owners:
         return [_strategy_of_region(rule, planner.owners[rule.node])]
-    return strategies(rule, candidates, program.sizes, planner.t)
+    return strategies(rule, candidates, planner.t)
 
 
 def _optimum(problem: Problem) -> tuple[Plan, Solution]:

@@ -50,7 +50,7 @@ class Case:
         return next(n for n in self.program.graph.nodes if n.name == name)
 
     def every(self, name: str) -> list[Any]:
-        return strategies(self.rules[self.node(name)], self.candidates, self.program.sizes, T)
+        return strategies(self.rules[self.node(name)], self.candidates, T)
 
     def left(self, name: str, **options: Any) -> tuple[set[str], dict[str, int]]:
         """(strategies left as text, {reason: count taken})."""

@@ -35,7 +35,7 @@ def cuts(function, t: int, **tensors: torch.Tensor) -> tuple[dict[str, set[str]]
 
 def rows_of(op: str, rules: dict[fx.Node, OpRule], found: Candidates, t: int) -> list[str]:
     rule = next(r for n, r in rules.items() if op in str(n.target))
-    return [f"{s.factor}: {s}" for s in strategies(rule, found, Sizes(), t) if s.factor]
+    return [f"{s.factor}: {s}" for s in strategies(rule, found, t) if s.factor]
 
 
 def x(*shape: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_fused_projection_of_25_heads_on_4_ranks():
     linear = rows_of("linear", rules, candidates, 4)
     assert "n: R S0/3*(25x64) S0/3*(25x64) -> S2/3*(25x64)" in linear
     attention = next(r for n, r in rules.items() if "attention" in str(n.target))
-    by_heads = [s for s in strategies(attention, candidates, Sizes(), 4) if s.factor == "h"]
+    by_heads = [s for s in strategies(attention, candidates, 4) if s.factor == "h"]
     assert [str(s.out.cut) for s in by_heads] == ["25"]
 
 
@@ -103,7 +103,7 @@ def test_fewer_kv_heads_than_ranks():
 
 
 def last_linear(rules: dict[fx.Node, OpRule], found: Candidates, t: int):
-    return strategies([r for n, r in rules.items() if "linear" in str(n.target)][-1], found, Sizes(), t)
+    return strategies([r for n, r in rules.items() if "linear" in str(n.target)][-1], found, t)
 
 
 def test_heads_interleaved_with_qkv():
@@ -172,7 +172,7 @@ def test_same_graph_same_order():
     for _ in range(2):
         nodes, rules = trace(lambda **k: gpt_attention(4, **k), **tensors)
         found = find_candidates(rules, nodes.values(), Sizes(), 2)
-        listings.append([str(s) for r in rules.values() for s in strategies(r, found, Sizes(), 2)])
+        listings.append([str(s) for r in rules.values() for s in strategies(r, found, 2)])
     assert listings[0] == listings[1]
 
 
@@ -241,7 +241,7 @@ def test_126_layers_in_about_two_seconds():
     params, rules, start = deep(126)
     sizes = Sizes()
     found = find_candidates(rules, params, sizes, 8)
-    rows = {n: strategies(r, found, sizes, 8) for n, r in rules.items()}
+    rows = {n: strategies(r, found, 8) for n, r in rules.items()}
     seconds = time.perf_counter() - start
     assert len(rules) > 5000 and not [r for r in rules.values() if r.kind == "none"]
     assert seconds < 10, f"{seconds:.1f} s"
@@ -262,4 +262,4 @@ def test_uneven_contiguous_cuts_exist_but_stay_out_of_views():
 
 
 def strategies_of(op: str, rules: dict[fx.Node, OpRule], found: Candidates):
-    return strategies(next(r for n, r in rules.items() if op in str(n.target)), found, Sizes(), 2)
+    return strategies(next(r for n, r in rules.items() if op in str(n.target)), found, 2)

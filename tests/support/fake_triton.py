@@ -53,6 +53,7 @@ def fake_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     from triton.runtime.jit import JITFunction
 
     import megafx.kernels.attention.attention as attention
+    import megafx.kernels.dropout.dropout as dropout
     from megafx.kernels.common import op, replay
 
     log: list[Any] = []
@@ -66,7 +67,7 @@ def fake_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
     monkeypatch.setattr(replay, "supported", lambda: True)
-    for module in (op, attention):
+    for module in (op, attention, dropout):
         monkeypatch.setattr(module, "runs_triton", lambda x: x.dtype != torch.float64)
     before = driver._active
     driver.set_active(Driver())

@@ -82,7 +82,8 @@ def run_ranks(
     The usual variables RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set beside `environment`. ends: the exit status of
     each rank, 0 unless given.
     """
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    here = Path(__file__).parent
+    path = os.pathsep.join(filter(None, [str(here), str(here.parent / "models"), os.environ.get("PYTHONPATH")]))
     plain = {k: v for k, v in os.environ.items() if not k.startswith("MEGAFX_")}
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     world["CUDA_VISIBLE_DEVICES"] = ""  # gloo

@@ -24,7 +24,7 @@ from torch import Tensor
 from megafx.ir.facts import DRAWN, SEED, real
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import DRAW, Draw, Run, check_draw, runs_here
-from megafx.kernels.common.op import HAVE_TRITON, define_gradient, define_op, new_like
+from megafx.kernels.common.op import HAVE_TRITON, define_gradient, define_op, new_like, runs_triton
 
 # Philox calls at a time; measured on a Xeon with 2 MiB of L2: 16384 -> 6.4 ns an element, 1024 -> 21, 65536 -> 7.5.
 CPU_CHUNK, CUDA_CHUNK = 1 << 14, 1 << 22
@@ -89,7 +89,7 @@ def dropout(x: Tensor, *drawing: Any) -> Tensor:
     if below == philox.DRAWS:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     x, runs = x.contiguous(), runs_here(x.shape, draw)
-    if x.device.type == "cuda" and HAVE_TRITON:
+    if runs_triton(x) or (x.is_cuda and HAVE_TRITON):  # fp64 too: the bits are the same
         from megafx.kernels.dropout import dropout_triton
 
         return dropout_triton.dropout(x, draw.seed.to(x.device), draw.p, draw.op_id, runs)
