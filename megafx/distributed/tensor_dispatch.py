@@ -13,14 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafx.distributed.tensor_layout import (
-    LayoutShard,
-    is_permuted,
-    make_spec,
-    physical_spec,
-    placement_of,
-    zero_pads,
-)
+from megafx.distributed.tensor_layout import LayoutShard, is_permuted, make_spec, physical_spec, placement_of, zero_pads
 from megafx.errors import UsageError
 from megafx.placements.tensors import shard_tensor
 

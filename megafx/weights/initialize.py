@@ -24,17 +24,7 @@ from torch import nn
 from megafx.distributed import agreement
 from megafx.distributed.parameters import everyone_of, runtime_of
 from megafx.errors import MegafxError, UsageError
-from megafx.weights.constructor_log import (
-    Log,
-    Ref,
-    Storage,
-    draw_in_order,
-    execute,
-    record,
-    replay,
-    schedule,
-    view,
-)
+from megafx.weights.constructor_log import Log, Ref, Storage, draw_in_order, execute, record, replay, schedule, view
 from megafx.weights.index_random import IndexRandom
 from megafx.weights.state import Stored, all_tensors, give_memory, stored_tensors
 
