@@ -84,9 +84,6 @@ def is_cache(value: Any, bases: tuple[str, ...] = ("Cache",)) -> bool:
     return any(c.__name__ in bases and c.__module__.startswith("transformers") for c in type(value).__mro__)
 
 
-# -- a call's caches
-
-
 def states_for_caches(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
@@ -137,9 +134,6 @@ def _take_apart(value: Any, path: str, tensors: dict[str, torch.Tensor], inputs:
     )
 
 
-# -- in capture
-
-
 class Revived:
     """The caches of a call while it is captured: live again, on the tensors that are traced."""
 
@@ -173,9 +167,6 @@ class Revived:
             return returned
         known = frozenset(map(id, self.inputs))
         return Updated(returned, tuple(state_of(c, known) for c in self.caches))
-
-
-# -- after a call
 
 
 def give_back(result: Any, caches: Sequence[Any]) -> Any:
@@ -225,9 +216,6 @@ def _write(form: Form, tensors: Iterator[torch.Tensor], old: Any, copies: bool =
             value = value.clone()
         vars(new)[name] = value
     return new
-
-
-# -- sizes
 
 
 def growing_dims(tree: Any) -> dict[str, tuple[int, ...]]:

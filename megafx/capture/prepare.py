@@ -78,8 +78,8 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
     table = [Replacement(SymNode, "guard_bool", lambda old: passing_checks(old, note), why)]
 
     why = "a Function whose backward is not the derivative of its forward becomes one node"
-    own = _SingleLevelFunction  # below `Function`, whose bound `apply` models may hold
-    table += [Replacement(own, "apply", lambda old: apply_of_capture(note), why)]
+    # Below `Function`, whose bound `apply` models may hold.
+    table += [Replacement(_SingleLevelFunction, "apply", lambda old: apply_of_capture(note), why)]
 
     why = "the hooks of checkpointing cannot be traced, and a graph recomputes nothing because of them"
     new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note)  # noqa: E731

@@ -43,28 +43,16 @@ class LoadedCheckpoint:
 
 @overload
 def save_checkpoint(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Optimizers = None,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-    asynchronous: Literal[False] = False,
-) -> Path: ...
+    folder: str | Path, model: nn.Module, optimizer: Optimizers = None, *, step: int, asynchronous: Literal[False] = False,
+    extra: Mapping[str, Any] | None = None, keep: int | None = None,
+) -> Path: ...  # fmt: skip
 
 
 @overload
 def save_checkpoint(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Optimizers = None,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-    asynchronous: Literal[True],
-) -> Future[Path]: ...
+    folder: str | Path, model: nn.Module, optimizer: Optimizers = None, *, step: int, asynchronous: Literal[True],
+    extra: Mapping[str, Any] | None = None, keep: int | None = None,
+) -> Future[Path]: ...  # fmt: skip
 
 
 def save_checkpoint(

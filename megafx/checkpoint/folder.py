@@ -68,9 +68,6 @@ class Content(NamedTuple):
         return Content(data["step"], tensors, files, data["objects"])
 
 
-# -- one folder
-
-
 def write_content(folder: Path, content: Content) -> None:
     """Write `metadata.json` and flush it to the disk."""
     data = content.to_json()
@@ -119,9 +116,6 @@ def damage(folder: Path, names: Iterable[str], content: Content) -> str | None:
 def _digest(data: Any) -> str:
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-# -- the root
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -21,13 +21,11 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from megafx.distributed.tensor import wrap
+from megafx.distributed.tensor import local_of, wrap
 from megafx.errors import CheckpointError, UsageError
 from megafx.weights.state import stored_tensors
 
-State = dict[
-    str, torch.Tensor
-]  # of this rank: TPTensors describe their slices in original coordinates, others are whole
+State = dict[str, torch.Tensor]  # this rank's: TPTensors know their slices' original coordinates, others are whole
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -75,12 +73,8 @@ def collect(
 
 def copied(state: State) -> State:
     """The same values in CPU memory of their own."""
-    return {
-        name: wrap(x._local_tensor.to("cpu", copy=True), x._spec)
-        if isinstance(x, DTensor)
-        else x.detach().to("cpu", copy=True)
-        for name, x in state.items()
-    }
+    locals_ = {name: local_of(x).to("cpu", copy=True) for name, x in state.items()}
+    return {n: wrap(x, s._spec) if isinstance(s := state[n], DTensor) else x for n, x in locals_.items()}
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -101,8 +101,6 @@ def names_there(there: Iterable[str], names: Iterable[str]) -> dict[str, str]:
     return {name: prefix + name for name in names if prefix + name in present}
 
 
-# -- optimizers
-
 _ENTRY = re.compile(r"(?:(.+?)\.)?(state|param_groups)\.(.+)\.([^.]+)")
 _FIX = "save what get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict gives"
 Entries = dict[str, dict[str, Any]]  # FQN of a parameter, or number of a group -> {key: encoded value}

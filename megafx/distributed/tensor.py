@@ -80,14 +80,9 @@ class TPTensor(DispatchedTensor):
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        chunks, kind = self.__create_chunk_list__(), WriteItemType.SHARD
+        about = [TensorWriteData(chunk=chunk, properties=properties, size=self.size()) for chunk in chunks]
+        return [WriteItem(MetadataIndex(fqn, a.chunk.offsets), kind, tensor_data=a) for a in about]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         for box in slices_of(self):

@@ -105,9 +105,6 @@ def physical_spec(mesh: DeviceMesh, shard: LayoutShard, shape: torch.Size, dtype
     return DTensorSpec(mesh, (Shard(shard.dim),), tensor_meta=TensorMeta(torch.Size(physical), stride, dtype))
 
 
-# -- padding
-
-
 def zero_pads(local: torch.Tensor, spec: DTensorSpec) -> None:
     """Zero, in place, the padding of a permuted shard."""
     shard = cast(LayoutShard, spec.placements[0])

@@ -166,17 +166,14 @@ class _Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and (ref := self.ref(args[0])) is not None:
             with _disable_current_modes():
                 return self.values.of(ref)
-        given = tree_map(
-            lambda x: (self.ref(x) or x) if isinstance(x, torch.Tensor) else x, (tuple(args), dict(kwargs))
-        )
+        given = tree_map(lambda x: (isinstance(x, torch.Tensor) and self.ref(x)) or x, (tuple(args), dict(kwargs)))
         written, whole = self._written(func, args, kwargs)
         known = len(self.log.memories)
         out = func(*args, **kwargs)
         outputs = tuple(self.ref(x) if isinstance(x, torch.Tensor) else None for x in tree_leaves(out))
         made = {r.storage for r in outputs if r is not None and r.storage >= known}
-        others = {
-            r.storage for r in tree_leaves((given[0][1:], given[1])) if isinstance(r, Ref)
-        }  # but of the first operand
+        # of all operands but the first
+        others = {r.storage for r in tree_leaves((given[0][1:], given[1])) if isinstance(r, Ref)}
         reads = {r.storage for r in tree_leaves(given) if isinstance(r, Ref)} - made - (whole - others)
         generator = self._generator(func, kwargs, outputs)
         seeded = None if generator is None else self._seeded(generator)

@@ -50,9 +50,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return NAMES[name]
 
 
-# -- reading
-
-
 @dataclass(frozen=True)
 class Entry:
     """A tensor in a file: dtype as safetensors names it (F32, BF16, I64, ...)."""
@@ -186,9 +183,6 @@ def _indexed(index: Path) -> dict[Path, list[str]]:
 def listed(found: str, lines: Sequence[str], fix: str = "", kind: type[MegafxError] = CheckpointError) -> MegafxError:
     """An error with one line for each thing found."""
     return kind("\n  ".join([f"{found}:", *lines]), fix=fix)
-
-
-# -- writing
 
 
 class Written(NamedTuple):

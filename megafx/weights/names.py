@@ -115,9 +115,6 @@ def _patterns(model: Any, attribute: str) -> list[str]:
     return sorted(getattr(model, attribute, None) or ())
 
 
-# -- saving
-
-
 @dataclass
 class Saving:
     """Tensors of the model that become tensors of a file together. entries: (name in the file, dtype, shape)."""

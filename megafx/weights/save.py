@@ -27,9 +27,7 @@ from megafx.weights.names import Saving, find_savings
 from megafx.weights.state import Stored, stored_tensors
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-Fetch = Callable[
-    [str, int], torch.Tensor | None
-]  # (name in the model, writing rank) -> the whole tensor there, else None
+Fetch = Callable[[str, int], torch.Tensor | None]  # (name in the model, writing rank) -> the whole tensor there
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
