@@ -129,9 +129,8 @@ def _take_apart(value: Any, path: str, tensors: dict[str, torch.Tensor], inputs:
     if isinstance(value, _PLAIN):
         return ("value", type(value), value)
     kind = type(value)
-    raise CaptureError(
-        f"a cache holds '{path}', a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph", fix=_WAY_OUT
-    )
+    found = f"a cache holds '{path}', a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph"
+    raise CaptureError(found, fix=_WAY_OUT)
 
 
 class Revived:

@@ -93,12 +93,8 @@ class LayerDraws(TorchFunctionMode):
             given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
             first = output[0] if several else output
             if given is None or not isinstance(first, Tensor) or given.shape != first.shape:
-                raise CaptureError(
-                    "a layer that layerdrop may leave out does not return a tensor like its first argument",
-                    module=fqn,
-                    source=current_user_line(),
-                    fix="set layerdrop to 0",
-                )
+                found = "a layer that layerdrop may leave out does not return a tensor like its first argument"
+                raise CaptureError(found, module=fqn, source=current_user_line(), fix="set layerdrop to 0")
             self.note(
                 f"layerdrop: layers of '{fqn.rpartition('.')[0]}' are dropped at random in every call; a dropped one is "
                 f"computed all the same, and its parameters get gradients of zero, where eager leaves none"

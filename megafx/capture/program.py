@@ -67,9 +67,8 @@ def name_inputs(
             inputs.append(Input("constant", name))
         elif isinstance(spec.arg, ConstantArgument):
             if node.users:
-                raise CaptureError(
-                    f"the graph computes with the Python value {spec.arg.value!r} as if it were a tensor"
-                )
+                found = f"the graph computes with the Python value {spec.arg.value!r} as if it were a tensor"
+                raise CaptureError(found)
             exported.graph.erase_node(node)
         else:
             inputs.append(Input("user", next(names)))

@@ -81,9 +81,8 @@ def save_checkpoint(
     """
     _settle()
     if not isinstance(step, int) or step < 0 or (keep is not None and keep < 1):
-        raise UsageError(
-            f"save_checkpoint(step={step!r}, keep={keep!r})", fix="step is at least 0, keep at least 1 or None"
-        )
+        found = f"save_checkpoint(step={step!r}, keep={keep!r})"
+        raise UsageError(found, fix="step is at least 0, keep at least 1 or None")
     group = _saving_group(model, asynchronous, "megafx.save_checkpoint")
     state, data = collect(model, optimizer, extra or {}, dist.get_rank(group) if group is not None else 0)
     if group is not None:
@@ -168,9 +167,8 @@ def load_checkpoint(
         if found is None:
             if missing_ok:
                 return None
-            raise CheckpointError(
-                f"there is no checkpoint in {path}", fix="name the folder that save_checkpoint was given"
-            )
+            problem = f"there is no checkpoint in {path}"
+            raise CheckpointError(problem, fix="name the folder that save_checkpoint was given")
         path, content, skipped = found
     with raising_together(group):
         check_planned(model)

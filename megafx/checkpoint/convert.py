@@ -82,9 +82,8 @@ def _opened(source: Path, model: nn.Module | None) -> tuple[Shapes, dict[str, st
     else:
         path = latest_checkpoint(source)
         if path is None:
-            raise CheckpointError(
-                f"there is no valid checkpoint in '{source}'", fix="load_checkpoint says what is wrong"
-            )
+            found = f"there is no valid checkpoint in '{source}'"
+            raise CheckpointError(found, fix="load_checkpoint says what is wrong")
         content = checkpoint_folder.read_content(path)
         about = {n: (t.shape, torch_dtype(t.dtype)) for n, t in content.tensors.items() if n.startswith("model.")}
         names = {n.removeprefix("model."): n for n in about}

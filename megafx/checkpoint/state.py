@@ -40,9 +40,8 @@ def collect(
     aliases: dict[str, str] = {}
     for stored in stored_tensors(model):
         if stored.tensor.is_meta:
-            raise UsageError(
-                f"'{stored.name}' is on the meta device: it has no values to save", fix="load or initialise it"
-            )
+            found = f"'{stored.name}' is on the meta device: it has no values to save"
+            raise UsageError(found, fix="load or initialise it")
         tensors[f"model.{stored.name}"] = stored.tensor
         aliases |= dict.fromkeys(stored.names[1:], stored.name)
     objects = {k: v for k, v in model.state_dict().items() if not isinstance(v, torch.Tensor)}
@@ -62,9 +61,8 @@ def collect(
     for name, tensor in list(tensors.items()):
         if isinstance(tensor, DTensor):
             if any(p.is_partial() for p in tensor.placements):
-                raise CheckpointError(
-                    f"'{name}', whose ranks hold summands, is to be saved", fix="redistribute it first"
-                )
+                found = f"'{name}', whose ranks hold summands, is to be saved"
+                raise CheckpointError(found, fix="redistribute it first")
             tensors[name] = wrap(tensor._local_tensor.detach(), tensor._spec)
         elif rank != 0 and name.startswith(("rng.", "extra.")):
             del tensors[name]

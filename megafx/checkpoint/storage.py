@@ -133,10 +133,8 @@ class FolderWriter(_Storage, StorageWriter):
         folder = checkpoint_folder.partial(self.root, self.step)
         for name, file in files.items():
             if not (folder / name).exists() or (folder / name).stat().st_size != file.bytes:
-                raise CheckpointError(
-                    f"{folder / name}, which another rank wrote, is not to be seen by rank 0",
-                    fix="save to a file system that all ranks share",
-                )
+                found = f"{folder / name}, which another rank wrote, is not to be seen by rank 0"
+                raise CheckpointError(found, fix="save to a file system that all ranks share")
         tensors = {}
         for name, about in metadata.state_dict_metadata.items():
             assert isinstance(about, TensorStorageMetadata)

@@ -76,9 +76,8 @@ def meet(what: str, group: dist.ProcessGroup | None) -> None:
         store.delete_key(f"{prefix}/{number - 1}/{mine}")  # all have read it: they are here
     other = next((rank for rank, text in texts.items() if text != what), None)
     if other is not None:
-        raise LostRankError(
-            f"rank {mine} calls {what}, rank {other} {texts[other]}", fix="make the same calls on all ranks"
-        )
+        found = f"rank {mine} calls {what}, rank {other} {texts[other]}"
+        raise LostRankError(found, fix="make the same calls on all ranks")
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -63,10 +63,8 @@ class TPTensor(DispatchedTensor):
             return self
         if all(p.is_replicate() for p in placements):
             return DTensor.from_local(self.full_tensor(), self._spec.mesh, list(placements), run_check=False)
-        raise UsageError(
-            f"{self._spec.placements[0]} cannot be redistributed to {tuple(placements)}",
-            fix="use full_tensor(), then torch.distributed.tensor.distribute_tensor",
-        )
+        found = f"{self._spec.placements[0]} cannot be redistributed to {tuple(placements)}"
+        raise UsageError(found, fix="use full_tensor(), then torch.distributed.tensor.distribute_tensor")
 
     # -- torch.distributed.checkpoint: chunks in logical coordinates, one for each box that this rank holds
 

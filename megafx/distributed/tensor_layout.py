@@ -54,10 +54,8 @@ class LayoutShard(Shard):
         return gather_shards(local_tensor, self.placement, mesh.get_group(mesh_dim))
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise UsageError(
-            f"torch asked for {self} as if its shards were torch.chunk's, which they are not",
-            fix="use full_tensor() or megafx.full_state_dict(model), which give the logical tensor",
-        )
+        found = f"torch asked for {self} as if its shards were torch.chunk's, which they are not"
+        raise UsageError(found, fix="use full_tensor() or megafx.full_state_dict(model), which give the logical tensor")
 
     _split_tensor = _shard_tensor = _replicate_to_shard = _to_new_shard_dim = _reduce_shard_tensor = _refuse
     local_shard_size_and_offset = _local_shard_size_and_offset = _refuse

@@ -236,11 +236,8 @@ class _Recorder(TorchDispatchMode):
                     continue
                 ref = self.ref(x)
                 if ref is None:
-                    raise UsageError(
-                        f"{func} writes a tensor that was there before the constructor ran",
-                        source=current_user_line(),
-                        fix="let the constructor make what it changes",
-                    )
+                    found = f"{func} writes a tensor that was there before the constructor ran"
+                    raise UsageError(found, source=current_user_line(), fix="let the constructor make what it changes")
                 written.add(ref.storage)
                 dense = torch.empty_strided(ref.size, ref.stride, device="meta")
                 size = dense.numel() * ref.dtype.itemsize

@@ -171,9 +171,8 @@ def _indexed(index: Path) -> dict[Path, list[str]]:
     try:
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"'{index}' is no index of safetensors files: {error}", fix="copy the files again"
-        ) from error
+        problem = f"'{index}' is no index of safetensors files: {error}"
+        raise CheckpointError(problem, fix="copy the files again") from error
     found: dict[Path, list[str]] = {}
     for name, file in places.items():
         found.setdefault(index.parent / file, []).append(name)
