@@ -68,10 +68,7 @@ pytree.register_pytree_node(
     Updated,
     lambda u: ([u.output, u.caches], None),
     lambda values, _: Updated(*values),
-    flatten_with_keys_fn=lambda u: (
-        [(pytree.GetAttrKey("output"), u.output), (pytree.GetAttrKey("caches"), u.caches)],
-        None,
-    ),
+    flatten_with_keys_fn=lambda u: ([(pytree.GetAttrKey(name), value) for name, value in vars(u).items()], None),
 )
 
 

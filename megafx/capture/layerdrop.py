@@ -123,8 +123,9 @@ def droppable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def following(draws: LayerDraws) -> Iterator[None]:
-    """Within, what is traced drops layers by the draws of the model's own code."""
-    with draws:
+def following(draws: LayerDraws | None) -> Iterator[None]:
+    """Within, what is traced drops layers by the draws of the model's own code; None: it drops none."""
+    with draws or contextlib.nullcontext():
         yield
-        draws.check()
+        if draws is not None:
+            draws.check()

@@ -6,9 +6,6 @@ The model's parameters become fakes, caches and checkpointing are switched off, 
 are replaced. What is replaced, and why, is the table of `replacements`: nothing of it is active outside of a capture, nor
 while another thread captures.
 
-Export's own output is kept off the terminal meanwhile (`_quiet` in export.py), and a submodule that is called by itself is
-traced without its hooks (`without_hooks`).
-
 Two replacements are not of a capture and stand elsewhere: `torch.utils.swap_tensors` while constructors run whose initial
 values are recorded (weights/constructor_log.py), and DTensor's `_custom_op_handlers`, for good, so that operations on sharded
 parameters work (distributed/tensor_dispatch.py).
@@ -47,9 +44,6 @@ Note = Callable[[str], None]
 _TRACEABLE_ATTENTION = ("eager", "sdpa")
 _LOCK = threading.RLock()  # what is replaced is replaced for the whole process: one capture at a time
 _ABSENT = object()
-
-
-# -- what is replaced while a model is traced, and why
 
 
 class Replacement(NamedTuple):
@@ -157,9 +151,6 @@ def _refusing_conversions(model: nn.Module) -> Callable[..., Any]:
     return apply
 
 
-# -- the model
-
-
 @contextlib.contextmanager
 def prepared(
     model: nn.Module,
@@ -188,10 +179,7 @@ def prepared(
             _make_fake(model, fake_mode, device, stand_ins)
             draws = LayerDraws(device, note)
             dropping = any(True for _ in droppable_layers(model))
-            with (
-                replaced(replacements(model, note, left, draws)),
-                following(draws) if dropping else contextlib.nullcontext(),
-            ):
+            with replaced(replacements(model, note, left, draws)), following(draws if dropping else None):
                 yield
             whole = sum(p.numel() for p in model.parameters())
             for each in left:

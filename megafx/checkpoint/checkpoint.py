@@ -101,8 +101,6 @@ def _write(state: State, writer: FolderWriter, group: dist.ProcessGroup | None) 
     return Path(broadcast_object(str(writer.path), group))
 
 
-# -- who saves, and the one save that may be under way in the background
-
 _side: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (the default group, a gloo group of the same ranks)
 _threads = ThreadPoolExecutor(1, thread_name_prefix="megafx-checkpoint")
 _under_way: Future[Path] | None = None

@@ -120,9 +120,7 @@ def _digest(data: Any) -> str:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether the folder is one checkpoint rather than a root of several."""
-    return (
-        (folder / METADATA).exists() or (folder / TORCH_METADATA).exists() or _NAME.fullmatch(folder.name) is not None
-    )
+    return any((folder / name).exists() for name in (METADATA, TORCH_METADATA)) or bool(_NAME.fullmatch(folder.name))
 
 
 def checkpoints(root: Path) -> list[Path]:

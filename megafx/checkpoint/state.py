@@ -87,9 +87,6 @@ def finish_model(model: nn.Module, objects: dict[str, Any]) -> None:
         torch.autograd.graph.increment_version(stored.tensor)
 
 
-# -- optimizers
-
-
 def several_of(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
     """None, one or several -> a list."""
     if optimizers is None:
@@ -183,20 +180,18 @@ def finish_optimizer(
     optimizer.load_state_dict({**now, "state": state, "param_groups": groups})
 
 
-# -- plain data: Python data with tensors in it <-> JSON that names the tensors
-#
-#     encode({"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}, "extra", tensors)
-#         -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra.ema"}}, tensors["extra.ema"] = tensor
-#
-# What JSON cannot say is an object with one key that begins with '$': tuples, dicts with keys that are no strings, infinities
-# and NaN, dtypes. Anything else is refused: reading a checkpoint never runs code of its writer.
-
 _DICTS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 _KINDS = {kind: tag for tag, kind in _DICTS.items()}
 
 
 def encode(value: Any, path: str, tensors: State) -> Any:
-    """`value` as JSON data. Its tensors go into `tensors` under their path. Raises CheckpointError with the path."""
+    """`value` as JSON data. Its tensors go into `tensors` under their path. Raises CheckpointError with the path.
+
+        {"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}, of path "extra"
+        {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra.ema"}}
+
+    What JSON cannot say is an object with one key that begins with '$'. Reading it back never runs code of its writer.
+    """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if type(value) is float:

@@ -240,9 +240,6 @@ def _unscale_gradients(
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
 
-# -- everything else
-
-
 def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
     """Run `func` as DTensor's own, with permuted tensors only where the order of elements does not matter."""
     name = _op_name(func)

@@ -88,9 +88,6 @@ Deliver = Callable[[Storage, torch.UntypedStorage], None]
 Run = Callable[[Step, Any, Any], Any]
 
 
-# -- recording
-
-
 def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
     """Run `factory` on fake tensors; torch's generators are left as they were.
 
@@ -139,13 +136,8 @@ def _swapping_fakes() -> Iterator[None]:
         torch.utils.swap_tensors = swap
 
 
-_OVERWRITING = frozenset(
-    f"aten::{name}_"
-    for name in (
-        *("normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli"),
-        *("fill", "zero", "copy"),
-    )
-)
+_DRAWS = ("normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli")
+_OVERWRITING = frozenset(f"aten::{name}_" for name in (*_DRAWS, "fill", "zero", "copy"))
 
 
 class _Recorder(TorchDispatchMode):
@@ -289,9 +281,6 @@ class _Values:
         if not known:
             self.now[id(generator)] = generator.get_state()
         return out
-
-
-# -- replay
 
 
 @dataclass(frozen=True)

@@ -85,12 +85,9 @@ class SafetensorsFiles:
                 wrong.append(f"{file.name}: {error}")
                 continue
             if names is not None:
-                wrong += [
-                    f"{file.name}: '{n}' is in the file, and not in {INDEX}" for n in sorted({*present} - {*names})
-                ]
-                wrong += [
-                    f"{file.name}: '{n}' is not in the file, and {INDEX} says so" for n in sorted({*names} - {*present})
-                ]
+                more, less = sorted({*present} - {*names}), sorted({*names} - {*present})
+                wrong += [f"{file.name}: '{n}' is in the file, and not in {INDEX}" for n in more]
+                wrong += [f"{file.name}: '{n}' is not in the file, and {INDEX} says so" for n in less]
         if wrong:
             raise listed(f"'{self.path}' cannot be read", wrong, fix="copy the files again")
 
