@@ -156,7 +156,7 @@ def prepared(
     model: nn.Module,
     fake_mode: FakeTensorMode,
     device: torch.device,
-    stand_ins: Mapping[str, torch.Tensor],
+    stand_ins: Mapping[str, Tensor],
     note: Note,
     eager: Sequence[str] = (),
     note_eager: Callable[[str, str], None] = lambda text, fqn: None,
@@ -246,9 +246,9 @@ def _keep_layers(module: nn.Module, path: str, note: Note) -> None:
 
 
 def _make_fake(
-    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, stand_ins: Mapping[str, torch.Tensor]
+    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, stand_ins: Mapping[str, Tensor]
 ) -> None:
-    memo: dict[int, torch.Tensor] = {}
+    memo: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -262,12 +262,8 @@ def _make_fake(
 
 
 def fake_like(
-    like: torch.Tensor,
-    fake_mode: FakeTensorMode,
-    device: torch.device,
-    keep: torch.Tensor,
-    shape: tuple[int, ...] | None = None,
-) -> torch.Tensor:
+    like: Tensor, fake_mode: FakeTensorMode, device: torch.device, keep: Tensor, shape: tuple[int, ...] | None = None
+) -> Tensor:
     """A fake of `like` (or of `shape`), a parameter if `keep` is one; a meta tensor becomes one on `device`."""
     where = device if like.device.type == "meta" else like.device
     with fake_mode, torch.no_grad():
@@ -279,7 +275,7 @@ def fake_like(
 
 def target_device(model: nn.Module, leaves: list[Any]) -> torch.device:
     """Where the graph will run: the first real device of the model or of the inputs; for meta alone, CUDA if there is any."""
-    for tensor in (*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, torch.Tensor))):
+    for tensor in (*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, Tensor))):
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
