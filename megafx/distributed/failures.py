@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megafx.errors import LostRankError
 
 LONGEST_WAIT = timedelta(minutes=5)  # for ranks that should call something too, where the group's timeout is longer
+SECONDS = 0.1  # at exit, without the lock held: gloo's thread needs microseconds of them
 _SIGNS = ("gloo", "connection closed", "connection reset", "connection was closed", "timed out", "timeout", "nccl")
 
 
@@ -95,4 +96,4 @@ def wait_at_exit() -> None:
     down ends the process: "terminate called without an active exception", exit code -6, in one of five runs of a script that
     holds a DeviceMesh and whose last act is a collective (torch 2.13, CPU, 2 ranks, 2026-11-22; pytorch/pytorch#179291).
     """
-    atexit.register(time.sleep, 0.1)  # seconds, without the lock held: the thread needs microseconds of them
+    atexit.register(time.sleep, SECONDS)
