@@ -161,8 +161,7 @@ def load_checkpoint(
     group = _saving_group(model, False, "megafx.load_checkpoint")
     path, content, skipped = Path(folder), None, dict[Path, str]()
     if not broadcast_object((path / checkpoint_folder.TORCH_METADATA).exists(), group):
-        found = _newest_valid(path, group)
-        if found is None:
+        if (found := _newest_valid(path, group)) is None:
             if missing_ok:
                 return None
             problem = f"there is no checkpoint in {path}"

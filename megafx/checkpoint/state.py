@@ -99,8 +99,7 @@ def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[st
     names = {id(p): name for name, p in model.named_parameters()}
     found = []
     for group in optimizer.param_groups:
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
+        if unknown := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
             raise UsageError(
                 f"the optimizer holds {len(unknown)} parameters that the model does not have (the first of shape {unknown[0]})",
                 fix="give the model that the optimizer was made of",

@@ -160,8 +160,7 @@ def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: di
     bad = torch.stack([x.detach().isfinite().all().logical_not() for _, x in named]).to(torch.int32)
     if group is not None:
         dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
-    names = [name for (name, _), found in zip(named, bad.tolist(), strict=True) if found]
-    if names:
+    if names := [name for (name, _), found in zip(named, bad.tolist(), strict=True) if found]:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise NumericError(
             f"{what} not finite: {', '.join(names[:5])}{more}",

@@ -20,12 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -226,8 +222,7 @@ class _Recorder(TorchDispatchMode):
             for x in tree_leaves(value):
                 if not isinstance(x, torch.Tensor):
                     continue
-                ref = self.ref(x)
-                if ref is None:
+                if (ref := self.ref(x)) is None:
                     found = f"{func} writes a tensor that was there before the constructor ran"
                     raise UsageError(found, source=current_user_line(), fix="let the constructor make what it changes")
                 written.add(ref.storage)
@@ -268,8 +263,7 @@ class _Values:
         return value
 
     def _draw(self, step: Step, args: Any, kwargs: Any) -> Any:
-        generator = step.generator
-        if generator is None:
+        if (generator := step.generator) is None:
             return step.func(*args, **kwargs)
         known = step.number in self.states
         if not known:

@@ -37,8 +37,7 @@ class IndexRandom:
 
     def run(self, step: Step, args: Any, kwargs: Any) -> Any:
         """In place of an operation of the log: `normal_` and `uniform_` by index, other draws from a generator of their own."""
-        generator = step.generator
-        if generator is None:
+        if (generator := step.generator) is None:
             return step.func(*args, **kwargs)
         if step.func in _FILLS:
             box = ShardSlice((0,) * args[0].dim(), (0,) * args[0].dim(), tuple(args[0].shape))

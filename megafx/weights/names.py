@@ -93,8 +93,7 @@ def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> 
         elif pattern is None:
             found.direct[new] = name
         else:
-            group = groups.setdefault(new, Conversion(by_pattern[pattern], new, [], model))
-            group.parts.append((name, pattern))
+            groups.setdefault(new, Conversion(by_pattern[pattern], new, [], model)).parts.append((name, pattern))
     found.converted = [*groups.values()]
     found.transforms = [t for t in transforms if t.was_used()]
     may_miss = _patterns(model, "_keys_to_ignore_on_load_missing")
