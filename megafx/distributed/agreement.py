@@ -95,10 +95,7 @@ def _gather_hashes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | N
 
 
 def agree_on_weights(model: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
-    """Compare (still whole) parameters and buffers of all ranks; take rank 0's where they differ. Returns their names.
-
-    Names, shapes and dtypes have to be the same.
-    """
+    """Compare (still whole) parameters and buffers of all ranks; take rank 0's where values differ. Returns their names."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     described = "\n".join(f"{n}: {tuple(x.shape)} {x.dtype} {'meta' if x.is_meta else ''}" for n, x in tensors)
     check_same("the model", described, group, fix="build the same model on every rank")
@@ -170,10 +167,8 @@ def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: di
 
 
 def draw_seed(device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """0-d int64 on `device` from torch's default generator there: rank 0's, on every rank; no host synchronisation.
-
-    Every rank draws, so that generators advance alike; the sequence is the one of a single process.
-    """
+    """0-d int64 on `device` from torch's default generator there: rank 0's, on every rank; no host synchronisation. Every rank
+    draws, so that generators advance alike."""
     seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
     if group is not None:
         dist.broadcast(seed, group_src=0, group=group)

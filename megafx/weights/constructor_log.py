@@ -4,10 +4,8 @@ Recording: the constructor runs on fake tensors, without memory and without draw
 `Step`, whatever code calls it. Where the constructor asks for the value of a tensor (torch's `trunc_normal_` does, to draw
 again what is out of range), the steps that the value depends on are run right then, and draw what the replay will draw.
 
-Replay: the steps run with memory for little more than one tensor. A tensor's memory is taken when a step writes it and dropped
-after the last step that reads that value: weights that are drawn twice (by a layer's constructor, then by the model's own
-initialisation) have none in between. Steps whose results are never used are left out, except draws: the generator has to pass
-through them.
+Replay: the steps run with memory for little more than one tensor, taken when a step writes it and dropped after the last step
+that reads that value. Steps whose results are never used are left out, except draws: the generator has to pass through them.
 """
 
 from __future__ import annotations
@@ -110,11 +108,8 @@ def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
 
 @contextlib.contextmanager
 def _swapping_fakes() -> Iterator[None]:
-    """For `module.double()` and the like, which swap parameters for new ones.
-
-    torch refuses to swap fake ones, since a fake mode has weak references to them. Here the old parameter takes over the new
-    one's memory instead.
-    """
+    """For `module.double()` and the like: torch refuses to swap fake parameters, since a fake mode has weak references to them.
+    Here the old parameter takes over the new one's memory instead."""
     swap = torch.utils.swap_tensors
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy of a layer does
 
@@ -234,11 +229,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Values:
-    """Numbers that a constructor asks for while it is recorded.
-
-    Every draw is made once, to learn the state of its generator before it; the draws that a value depends on are made again
-    from there.
-    """
+    """Numbers that a constructor asks for while it is recorded. Every draw is made once, to learn the state of its generator
+    before it; the draws that a value depends on are made again from there."""
 
     def __init__(self, log: Log, run: Run | None) -> None:
         self.log, self.run = log, run

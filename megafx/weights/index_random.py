@@ -8,8 +8,7 @@
     normal(i)  = mean + std * sqrt(-2 log u0) * (cos if i is even else sin)(2 pi u1)     u: (word + 0.5) / 2**32 of i's pair
 
 computed in fp32 (in fp64 for fp64 tensors) and rounded to the tensor's dtype. The last counter word keeps these draws apart
-from those of dropout masks. The normal numbers are Box and Muller's ("A note on the generation of random normal deviates",
-1958).
+from those of dropout masks. Normal numbers: Box and Muller, "A note on the generation of random normal deviates", 1958.
 """
 
 from __future__ import annotations
