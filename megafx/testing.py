@@ -105,16 +105,9 @@ class _Maker:
         self.shape_env = ShapeEnv()
         self.symbols: dict[str, torch.SymInt] = {}
         self.emitter: SizeEmitter | None = None
+        gm, mode = fx.GraphModule(torch.nn.Module(), traced), FakeTensorMode(shape_env=self.shape_env)
         phase = Phase.LOCAL if local else Phase.PLANNED
-        self.program = Program(
-            fx.GraphModule(torch.nn.Module(), traced),
-            [],
-            [],
-            Sizes(),
-            FakeTensorMode(shape_env=self.shape_env),
-            tree_structure(()),
-            phase=phase,
-        )
+        self.program = Program(gm, [], [], Sizes(), mode, tree_structure(()), phase=phase)
         self.program.gm.graph = traced
 
     def placeholder(self, node: fx.Node, text: str) -> Input:
@@ -362,9 +355,6 @@ def _run_with_autograd(program: Program, values: dict[str, Tensor], seed: int) -
     )
     found = {o.name: tree_map(lambda x: x.detach(), r) for o, r in zip(program.outputs, results, strict=True)}
     return Logical(found, dict(zip(names, grads, strict=True)))
-
-
-# -- patterns
 
 
 @dataclass
