@@ -217,10 +217,7 @@ define_op(
     "bias_act_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
     " -> (Tensor dx, Tensor dbias, Tensor y)",
     rule=_backward_rule,
-    samples=[
-        (real(4, 6), real(4, 6), None, "silu", False),
-        (real(4, 6), real(4, 6), real(6), "gelu_tanh", True),
-    ],
+    samples=[(real(4, 6), real(4, 6), None, "silu", False), (real(4, 6), real(4, 6), real(6), "gelu_tanh", True)],
     recompute="bias_act",
     reference=bias_act_backward_reference,
     triton="activation.activation_triton:bias_act_backward",
@@ -260,10 +257,7 @@ define_op(
     "glu_packed_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
     " -> (Tensor dx, Tensor dbias, Tensor y)",
     rule=_backward_rule,
-    samples=[
-        (real(4, 6), real(4, 12), None, "silu", False),
-        (real(4, 6), real(4, 12), real(12), "gelu_quick", True),
-    ],
+    samples=[(real(4, 6), real(4, 12), None, "silu", False), (real(4, 6), real(4, 12), real(12), "gelu_quick", True)],
     recompute="glu_packed",
     reference=glu_packed_backward_reference,
     triton="activation.activation_triton:glu_packed_backward",

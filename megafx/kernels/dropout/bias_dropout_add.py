@@ -107,10 +107,7 @@ define_op(
     samples=[(real(4, 6), torch.float64, torch.float64, SEED, *DRAWN)],
     reference=bias_dropout_add_backward_reference,
     triton="dropout.bias_dropout_add_triton:bias_dropout_add_backward",
-    fake=lambda grad, dtype, bias_dtype, *_: (
-        new_like(grad, dtype),
-        grad.new_empty(grad.shape[-1:], dtype=bias_dtype),
-    ),
+    fake=lambda grad, dtype, bias_dtype, *_: (new_like(grad, dtype), grad.new_empty(grad.shape[-1:], dtype=bias_dtype)),
 )
 define_op(
     "column_sum(Tensor x, ScalarType dtype) -> Tensor",
