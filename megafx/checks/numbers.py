@@ -44,14 +44,16 @@ def _run_on_data(
     program: Program, values: Mapping[str, Any], storage: Mapping[str, Placement], data: DataAxis, t: int
 ) -> Logical:
     """As `run_logical`, on data.ranks times t ranks. values: of the whole batch, or of one rank's where losses are its own."""
-    sharded = any(map(is_region_gather, program.graph.nodes))
+    sharded, n = any(map(is_region_gather, program.graph.nodes)), data.shard_ranks * t
     inputs: list[list[Any]] = []
     for part in range(data.ranks):
         given = local_inputs(program, _part(program, values, part, data.ranks), storage, t)
         for rank, mine in enumerate(given if sharded else ()):
             for i, spec in enumerate(program.inputs):
                 if spec.kind == "param":
-                    mine[i] = _shard(values[spec.name], storage.get(spec.name, I), data, t, part, rank)
+                    whole = values[spec.name]
+                    placement = nested(storage.get(spec.name, I), whole.shape, t, data.shard_ranks)
+                    mine[i] = shard_tensor(whole, placement, part % data.shard_ranks * t + rank, n).clone()
         inputs += given
     sizes = {REPLICA_AXIS: data.replicas, SHARD_AXIS: data.shard_ranks} if data.sharded else {BATCH_AXIS: data.ranks}
     results = simulate(program, inputs, mesh={**sizes, TENSOR_AXIS: t})
@@ -68,8 +70,12 @@ def _run_on_data(
             found.outputs[output.name] = torch.cat(each, placement.dim)
         elif placement.kind == "P" and not reduced and isinstance(each[0], Tensor):
             found.outputs[output.name] = torch.stack(each).sum(0)
-    if skipped:
-        _unshard(program, found, results, values, storage, data, t)
+    if skipped:  # gradients are those of the shards of the ranks of the first copy
+        for i, spec in enumerate(program.outputs):
+            if spec.kind == "gradient":
+                locals_ = [r[i] for r in results[:n]]
+                placement = dual(nested(storage.get(spec.name, I), values[spec.name].shape, t, data.shard_ranks))
+                found.gradients[spec.name] = None if locals_[0] is None else unshard_tensors(locals_, placement, n)
     elif not reduced:
         for name, first in found.gradients.items():
             if first is not None:
@@ -95,30 +101,6 @@ def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) ->
         if dim is not None and spec.name in mine:
             mine[spec.name] = mine[spec.name].chunk(parts, dim)[part].contiguous()
     return mine
-
-
-def _shard(whole: Tensor, tensor: Placement, data: DataAxis, t: int, part: int, rank: int) -> Tensor:
-    placement = nested(tensor, whole.shape, t, data.shard_ranks)
-    return shard_tensor(whole, placement, part % data.shard_ranks * t + rank, data.shard_ranks * t).clone()
-
-
-def _unshard(
-    program: Program,
-    found: Logical,
-    results: list[list[Any]],
-    values: Mapping[str, Any],
-    storage: Mapping[str, Placement],
-    data: DataAxis,
-    t: int,
-) -> None:
-    """Gradients from the shards of the ranks of the first copy."""
-    n = data.shard_ranks * t
-    for i, spec in enumerate(program.outputs):
-        if spec.kind == "gradient":
-            locals_ = [r[i] for r in results[:n]]
-            placement = nested(storage.get(spec.name, I), values[spec.name].shape, t, data.shard_ranks)
-            whole = None if locals_[0] is None else unshard_tensors(locals_, dual(placement), n)
-            found.gradients[spec.name] = whole
 
 
 # -- the check
@@ -169,8 +151,10 @@ class NumberCheck:
             self.before = program.copy()
 
     def _is_random(self, program: Program) -> bool:
-        """Whether two runs differ: until canonicalize, dropout draws from torch's own generator."""
-        return _may_draw(program) and bool(_differences(self._run(program), self.expected))
+        """Whether two runs differ: until canonicalize, dropout draws from torch's own generator (attention's too)."""
+        ops = (n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+        may_draw = any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
+        return may_draw and bool(_differences(self._run(program), self.expected))
 
     def _run(self, program: Program) -> Logical:
         self._make_up_inputs(program)
@@ -230,14 +214,6 @@ def _storage(program: Program) -> dict[str, Placement]:
     return {s.name: node.meta[PLACEMENT] for node, s in given if s.kind == "param" and PLACEMENT in node.meta}
 
 
-def _may_draw(program: Program) -> bool:
-    """Whether some op can draw from torch's own generator (attention can; it does where its dropout is not 0)."""
-    return any(
-        isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
-        for n in program.graph.nodes
-    )
-
-
 def _made_up(spec: Input, value: Any, dim: int = 0, times: int = 1) -> Any:
     """A value like the placeholder's, with `times` as many rows in `dim`. Whole numbers (ids, labels, masks) are 0 or 1."""
     if not isinstance(value, Tensor):
@@ -277,15 +253,10 @@ def _differences(found: Logical, expected: Logical) -> dict[str, float]:
     errors: dict[str, float] = {}
     for what, theirs, ours in pairs:
         # a value that is zero but for rounding (the gradient of a key bias) is compared with the largest of its kind
-        largest = max((float(x.double().norm()) for x in ours.values() if _is_float(x)), default=0.0)
-        errors |= {
-            f"{what} '{name}'": _error(theirs[name], ours[name], largest / 100) for name in theirs if name in ours
-        }
+        floats = (x for x in ours.values() if isinstance(x, Tensor) and x.dtype.is_floating_point)
+        floor = max((float(x.double().norm()) for x in floats), default=0.0) / 100
+        errors |= {f"{what} '{name}'": _error(theirs[name], ours[name], floor) for name in theirs if name in ours}
     return {what: error for what, error in errors.items() if error > 0.0}
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype.is_floating_point
 
 
 def _error(found: Any, expected: Any, floor: float) -> float:

@@ -270,12 +270,7 @@ class _Tracing:
     # -- reading the trace
 
     def _finish(self, program: Program) -> Trace:
-        inputs, seeds = {}, set()
-        for node, spec in program.input_nodes():
-            if spec.kind == "seed":
-                seeds.add(node)
-            else:
-                inputs[node] = spec.name
+        inputs = {node: spec.name for node, spec in program.input_nodes() if spec.kind != "seed"}
         results = program.results()
         for node, name in inputs.items():
             if not node.users:
@@ -288,21 +283,11 @@ class _Tracing:
             arguments = {name: self._value(value) for name, value in arguments_of(node)}
             commutes = node.target in COMMUTES and arguments.get("alpha", 1) == 1
             calls[node] = TraceCall(node.target, tuple(arguments.items()), commutes)
-        return Trace(
-            self.pattern,
-            self.variant,
-            self.dtypes,
-            self.lead,
-            self.specs,
-            program.graph,
-            inputs,
-            results,
-            tuple(sorted(results, key=lambda r: -len(ancestors([r])))),
-            calls,
-            tuple(filter(is_draw, nodes)),
-            {name: float(marker) for name, marker in self.marker_of.items()},
-            Counter(n.target for n in nodes),
-        )
+        search = tuple(sorted(results, key=lambda r: -len(ancestors([r]))))
+        drops, targets = tuple(filter(is_draw, nodes)), Counter(n.target for n in nodes)
+        markers = {name: float(marker) for name, marker in self.marker_of.items()}
+        declared = (self.pattern, self.variant, self.dtypes, self.lead, self.specs)
+        return Trace(*declared, program.graph, inputs, results, search, calls, drops, markers, targets)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):

@@ -305,18 +305,10 @@ def product_config() -> dict[str, Any]:
 
 
 def backward(
-    grad: Tensor,
-    x: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    into: Sequence[Tensor] | None = None,
-    workspace: int = WORKSPACE,
-    separate: bool | None = None,
-    by_query: dict[str, Any] | None = None,
-    by_key: dict[str, Any] | None = None,
-    by_product: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Inputs, out: Tensor, lse: Tensor, *, into: Sequence[Tensor] | None = None,
+    workspace: int = WORKSPACE, separate: bool | None = None, by_query: dict[str, Any] | None = None,
+    by_key: dict[str, Any] | None = None, by_product: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """into: memory for the results. separate: ds by memory; None: where that is faster. by_query, by_key, by_product:
     overrides of the configurations."""
     dq, dk, dv = into or (heads_inside(x.q), heads_inside(x.k), heads_inside(x.v))

@@ -26,13 +26,17 @@ from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.dropout import dropout
 
 
+def check_bias(name: str, x: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and (x.dim() == 0 or bias.dim() != 1 or bias.shape[0] != x.shape[-1]):
+        raise ValueError(f"{name}: bias {tuple(bias.shape)} does not fit the last dim of x {tuple(x.shape)}")
+
+
 def check_sum(name: str, x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     if not (x.is_floating_point() and residual.is_floating_point()):
         raise TypeError(f"{name} needs floating-point tensors, got x {x.dtype} and residual {residual.dtype}")
     if x.shape != residual.shape:
         raise ValueError(f"{name}: x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape")
-    if bias is not None and (x.dim() == 0 or bias.dim() != 1 or bias.shape[0] != x.shape[-1]):
-        raise ValueError(f"{name}: bias {tuple(bias.shape)} does not fit the last dim of x {tuple(x.shape)}")
+    check_bias(name, x, bias)
 
 
 def dropped_reference(u: Tensor, draw: Draw) -> Tensor:

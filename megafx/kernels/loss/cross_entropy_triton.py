@@ -10,8 +10,6 @@ before the first and after the last whole group are read apart. Nothing is copie
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,13 @@ from torch import Tensor
 
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.tiles_triton import exp
-from megafx.kernels.loss.cross_entropy_reference import Loss, local_stats, plain_gradient
+from megafx.kernels.loss.cross_entropy import (  # noqa: F401  as ops: they launch the kernels below
+    backward,
+    rank_statistics,
+    ranks_backward,
+    ranks_loss,
+)
+from megafx.kernels.loss.cross_entropy_reference import Loss
 from megafx.placements.types import Piece
 
 STATISTICS_TILE = (4, 1024)  # DEEP, WIDE; the fastest of those tried on an H200
@@ -292,14 +296,9 @@ def combine(all_stats: Tensor, target: Tensor, how: Loss, check: bool) -> tuple[
 
 
 def gradient(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    norm: Tensor,
-    how: Loss,
-    out: Tensor | None = None,
+    grad: Tensor, logits: Tensor, target: Tensor, norm: Tensor, how: Loss, out: Tensor | None = None,
     lse_grad: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Of one run of classes; 0 in columns outside of it. out: where to write it, possibly `logits` itself."""
     logits, target, norm = _rows_apart(logits), target.contiguous(), norm.contiguous()
     (piece,) = how.pieces
@@ -321,49 +320,6 @@ def gradient(
             SAME=same, LSE=lse_grad is not None, N=tile, num_warps=4 if tile >= 1024 else 1,
         )  # fmt: skip
     return out
-
-
-# -- what ops call
-
-
-def backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    norm: Tensor,
-    lse_grad: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-) -> Tensor:
-    return gradient(grad, logits, target, norm, Loss.whole(ignore_index, smoothing, logits), None, lse_grad)
-
-
-def rank_stats(logits: Tensor, target: Tensor, *shard: Any) -> Tensor:
-    pieces = Loss.of_rank(0, 0.0, *shard).pieces
-    return stats(logits, target, pieces[0]) if len(pieces) == 1 else local_stats(logits, target, pieces)
-
-
-def ranks_loss(
-    logits: Tensor, target: Tensor, all_stats: Tensor, ignore_index: int, smoothing: float, lse: bool, *shard: Any
-) -> Tensor:
-    loss, norm = combine(all_stats, target, Loss.of_rank(ignore_index, smoothing, *shard), True)
-    return torch.stack([loss, norm.sum(1)]) if lse else loss
-
-
-def ranks_backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    all_stats: Tensor,
-    lse_grad: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    *shard: Any,
-) -> Tensor:
-    how = Loss.of_rank(ignore_index, smoothing, *shard)
-    norm = combine(all_stats, target, how, False)[1]
-    make = gradient if len(how.pieces) == 1 else plain_gradient
-    return make(grad, logits, target, norm, how, None, lse_grad)
 
 
 def linear_cross_entropy_backward(x: Tensor, factor: Tensor) -> Tensor:

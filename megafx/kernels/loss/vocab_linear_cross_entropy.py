@@ -102,11 +102,7 @@ define_op(
     f"linear_ce_loss_backward(Tensor grad, {_LAYER}, {GRADIENT}) -> (Tensor, Tensor, Tensor)",
     types="R, R, S0, S0, R, stats, R -> P; S0; S0",
     reference=backward,
-    fake=lambda grad, x, weight, bias, *_: (
-        new_like(x),
-        new_like(weight),
-        weight.new_empty(0) if bias is None else new_like(bias),
-    ),
+    fake=lambda grad, x, w, bias, *_: (new_like(x), new_like(w), w.new_empty(0) if bias is None else new_like(bias)),
 )
 
 

@@ -57,13 +57,9 @@ def add_norm_reference(
 
 
 def empty_gradients(
-    h: Tensor,
-    weight: Tensor | None,
-    wanted: Sequence[bool],
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
+    h: Tensor, weight: Tensor | None, wanted: Sequence[bool], dtype: torch.dtype, bias_dtype: torch.dtype | None,
     draw: Draw,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Uninitialised dresidual, dx, dweight, dnorm_bias, dbias; [0] for what is not wanted."""
     dx = new_like(h, dtype) if draws(draw.p) or dtype != h.dtype else h.new_empty(0, dtype=dtype)
     dbias = h.new_empty(h.shape[-1:] if bias_dtype is not None else (0,), dtype=bias_dtype or h.dtype)
@@ -71,16 +67,9 @@ def empty_gradients(
 
 
 def add_norm_backward_reference(
-    h: Tensor,
-    grad_y: Tensor,
-    grad_h: Tensor | None,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    outputs: tuple[Tensor, ...],
-    draw: Draw,
-) -> tuple[Tensor, ...]:
+    h: Tensor, grad_y: Tensor, grad_h: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    offset: float, outputs: tuple[Tensor, ...], draw: Draw,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Fills the outputs of `empty_gradients`."""
     compute = wide(h.dtype)
     d, dweight, dnorm_bias = norm_gradients(grad_y.to(compute), h.to(compute), weight, mean, rstd, offset)

@@ -137,11 +137,7 @@ define_op(
     partials=(((2,), "PRR"),),  # the gradient of x alone depends on the weight
     reference=layer_norm_backward_reference,
     triton="norm.norms_launch:layer_norm_backward",
-    fake=lambda grad, x, weight, mean, rstd, want_weight, want_bias: (
-        new_like(x),
-        vector_like(x, weight, want_weight),
-        vector_like(x, weight, want_bias),
-    ),
+    fake=lambda grad, x, weight, mean, rstd, *wanted: (new_like(x), *(vector_like(x, weight, w) for w in wanted)),
 )
 
 
