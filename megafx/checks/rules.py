@@ -75,14 +75,12 @@ def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Itera
         own = given.get(op) or registered_rule(op)
         samples = samples_of(op, own)
         if not samples:
-            report.findings.append(
-                Finding(op, "unchecked", "-", "no sample call (`samples` of its definition, or rule_samples.py)")
-            )
+            why = "no sample call (`samples` of its definition, or rule_samples.py)"
+            report.findings.append(Finding(op, "unchecked", "-", why))
         for sample in samples:
             for size in t:
                 report.findings += _check(sample, own, size)
-    seen: dict[Finding, None] = dict.fromkeys(report.findings)
-    report.findings = list(seen)
+    report.findings = list(dict.fromkeys(report.findings))
     return report
 
 

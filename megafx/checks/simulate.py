@@ -133,23 +133,19 @@ class _Lockstep:
         results: Values = [None] * self.t
         for group in self.groups[axis] if axis is not None else [list(range(self.t))]:
             theirs = [args[r] for r in group]
-            if node.target is not mfx.owner_parameter.default:  # which the others hold nothing of
-                self._check_agreement(node, theirs)
+            alike = theirs if node.target is not mfx.owner_parameter.default else ()  # of which the others hold nothing
+            for rank, given in enumerate(alike):  # ranks that disagree on a collective hang or mix data up
+                if given[1:] != theirs[0][1:] or _shapes(given[0]) != _shapes(theirs[0][0]):
+                    raise PlacementError(
+                        f"%{node.name} ({node.target}): rank {rank} calls it with {_shapes(given[0])}, {given[1:]}, "
+                        f"rank 0 with {_shapes(theirs[0][0])}, {theirs[0][1:]}",
+                        module=fqn_of(node),
+                        source=source_of(node),
+                    )
             made = CROSS_RANK[node.target]([a[0] for a in theirs], *theirs[0][1:], **kwargs[group[0]])
             for rank, value in zip(group, made, strict=True):
                 results[rank] = value
         return results
-
-    def _check_agreement(self, node: fx.Node, args: Sequence[tuple[Any, ...]]) -> None:
-        """Real ranks that disagree on a collective hang or mix data up."""
-        for rank, theirs in enumerate(args):
-            if theirs[1:] != args[0][1:] or _shapes(theirs[0]) != _shapes(args[0][0]):
-                raise PlacementError(
-                    f"%{node.name} ({node.target}): rank {rank} calls it with {_shapes(theirs[0])}, {theirs[1:]}, "
-                    f"rank 0 with {_shapes(args[0][0])}, {args[0][1:]}",
-                    module=fqn_of(node),
-                    source=source_of(node),
-                )
 
 
 def _shapes(x: Any) -> Any:

@@ -141,8 +141,7 @@ class Trace:
         return self.search[0]
 
     def __str__(self) -> str:
-        details = [str(self.variant)] if str(self.variant) else []
-        return f"{self.pattern.name}({', '.join(details)})"
+        return f"{self.pattern.name}({self.variant})"
 
     def key(self) -> Any:
         """Equal for traces that match the same graphs."""
@@ -218,8 +217,12 @@ class _Tracing:
         mode = _fake_mode()
         names = [n for n in self.specs if n not in self.variant.absent]
         with mode:
-            dtypes = DTYPE_OF | self.dtypes
-            values = {n: torch.empty(self._shape(self.specs[n]), dtype=dtypes[self.specs[n].dtype]) for n in names}
+            dtypes, values = DTYPE_OF | self.dtypes, {}
+            for n, spec in ((n, self.specs[n]) for n in names):
+                lead = [f"_{self.lead - i}" for i in range(self.lead)] if spec.dots else []
+                shape = [self._prime(letter) for letter in lead]
+                shape += [dim.coefficient * math.prod(map(self._prime, dim.letters)) for dim in spec.dims]
+                values[n] = torch.empty(shape, dtype=dtypes[spec.dtype])
             seed = torch.empty((), dtype=torch.int64)
         takes = parameters(self.pattern.match)
         inputs = [Input("param" if self.specs[n].param else "user", n) for n in names]
@@ -249,10 +252,6 @@ class _Tracing:
         program = Program(gm, inputs, outputs, Sizes(), mode, tree_structure(tuple(range(len(results)))))
         canonical_form().program(program)
         return self._finish(program)
-
-    def _shape(self, spec: TensorSpec) -> list[int]:
-        lead = [self._prime(f"_{self.lead - i}") for i in range(self.lead)] if spec.dots else []
-        return lead + [dim.coefficient * math.prod(map(self._prime, dim.letters)) for dim in spec.dims]
 
     def _prime(self, letter: str) -> int:
         if letter not in self.prime_of:

@@ -75,27 +75,31 @@ def _check_activation(act: str) -> None:
         raise ValueError(f"unknown activation '{act}': it must be one of {', '.join(ACTIVATIONS)}")
 
 
-def check_bias_act(x: Tensor, bias: Tensor | None, act: str) -> None:
+def check_bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """-> x; so do the checks below, of what the result is like."""
     _check_activation(act)
     if not x.is_floating_point():
         raise TypeError(f"bias_act needs a floating-point tensor, got {x.dtype} {tuple(x.shape)}")
     check_bias("bias_act", x, bias)
+    return x
 
 
-def check_glu(gate: Tensor, up: Tensor, act: str) -> None:
+def check_glu(gate: Tensor, up: Tensor, act: str) -> Tensor:
     _check_activation(act)
     if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
         raise ValueError(
             f"glu needs gate and up of one shape and floating dtype, got {gate.dtype} {tuple(gate.shape)} and "
             f"{up.dtype} {tuple(up.shape)}"
         )
+    return gate
 
 
-def check_glu_packed(x: Tensor, bias: Tensor | None, act: str) -> None:
+def check_glu_packed(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     _check_activation(act)
     if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"glu_packed needs a floating-point x [..., 2h], got {x.dtype} {tuple(x.shape)}")
     check_bias("glu_packed", x, bias)
+    return x
 
 
 # -- plain torch
@@ -163,21 +167,6 @@ def glu_packed_backward_reference(
 # -- ops
 
 
-def _bias_act_fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_bias_act(x, bias, act)
-    return new_like(x)
-
-
-def _glu_fake(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    check_glu(gate, up, act)
-    return new_like(gate)
-
-
-def _glu_packed_fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_glu_packed(x, bias, act)
-    return half(x)
-
-
 def bias_like(x: Tensor, bias: Tensor | None) -> Tensor:
     """An empty gradient of the bias; [0] without one."""
     return x.new_empty(0) if bias is None else new_like(bias)
@@ -202,7 +191,7 @@ define_op(
     samples=[(real(4, 6, 6), real(6), "gelu"), (real(4, 6), None, "relu2")],
     reference=bias_act_reference,
     triton="activation.activation_triton:bias_act",
-    fake=_bias_act_fake,
+    fake=lambda *args: new_like(check_bias_act(*args)),
 )
 define_op(
     "bias_act_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
@@ -220,7 +209,7 @@ define_op(
     samples=[(real(4, 6), real(4, 6), "silu")],
     reference=glu_reference,
     triton="activation.activation_triton:glu",
-    fake=_glu_fake,
+    fake=lambda *args: new_like(check_glu(*args)),
 )
 define_op(
     "glu_backward(Tensor grad, Tensor gate, Tensor up, str act, bool want_output)"
@@ -238,7 +227,7 @@ define_op(
     samples=[(real(4, 6, 12), real(12), "silu"), (real(4, 12), None, "gelu_tanh")],
     reference=glu_packed_reference,
     triton="activation.activation_triton:glu_packed",
-    fake=_glu_packed_fake,
+    fake=lambda *args: half(check_glu_packed(*args)),
 )
 define_op(
     "glu_packed_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
