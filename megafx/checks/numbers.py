@@ -128,7 +128,12 @@ class NumberCheck:
     def after(self, name: str, program: Program) -> None:
         """Compare with what the program computed before pass `name`; raises MegafxError where it differs."""
         if program.batch is not None and program.batch.whole and self.parts == 1:
-            self._lengthen(program, program.batch.ranks)
+            self.parts = program.batch.ranks  # from now on the batch is that of all data-parallel ranks
+            for node, spec in program.input_nodes():
+                dim = _rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
+                if dim is not None:
+                    self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, self.parts)
+            self.expected = run_logical(self.before, self.values, {}, 1)
         try:
             found = self._run(program)
             if found.gradients and not self.expected.gradients:
@@ -168,15 +173,6 @@ class NumberCheck:
         self.storage.update(_storage(program))  # kept: later passes need not carry placements on
         return run_logical(program, self.values, self.storage, self.ranks)
 
-    def _lengthen(self, program: Program, parts: int) -> None:
-        """From now on the batch is that of all data-parallel ranks."""
-        self.parts = parts
-        for node, spec in program.input_nodes():
-            dim = _rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
-            if dim is not None:
-                self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, parts)
-        self.expected = run_logical(self.before, self.values, {}, 1)
-
     def _make_up_inputs(self, program: Program) -> None:
         """A value for each input that has none yet, by its name alone: passes may add inputs, never change one."""
         for node, spec in program.input_nodes():
@@ -190,9 +186,7 @@ class NumberCheck:
 
     def _autograd(self, program: Program, found: Logical) -> dict[str, Tensor | None]:
         """Gradients of a graph with global shapes, for the tangents of the joint graph."""
-        leaves = {}
-        for name in found.gradients:
-            leaves[name] = self.values[name].detach().clone().requires_grad_()
+        leaves = {name: self.values[name].detach().clone().requires_grad_() for name in found.gradients}
         inputs = [
             program.constants[s.name] if s.kind == "constant" else leaves.get(s.name, self.values[s.name])
             for s in program.inputs

@@ -46,14 +46,10 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 
 def simulate(
-    program: Program | fx.GraphModule,
-    per_rank_inputs: Sequence[Sequence[Any]],
-    *,
-    axis: str = "tp",
-    mesh: Mapping[str, int] | None = None,
-    watch: Callable[[fx.Node, Values], None] | None = None,
+    program: Program | fx.GraphModule, per_rank_inputs: Sequence[Sequence[Any]], *, axis: str = "tp",
+    mesh: Mapping[str, int] | None = None, watch: Callable[[fx.Node, Values], None] | None = None,
     gradients: bool = False,
-) -> list[list[Any]]:
+) -> list[list[Any]]:  # fmt: skip
     """Run the graph on len(per_rank_inputs) ranks. mesh: sizes of the axes by name; by default one, `axis`, has all ranks.
     watch: called with each node and its value on every rank. gradients: let autograd follow, of a graph without backward."""
     gm = program.gm if isinstance(program, Program) else program
@@ -334,13 +330,9 @@ def run_logical(
 
 
 def logical_of(
-    program: Program,
-    results: Sequence[Sequence[Any]],
-    inputs: Sequence[Any],
-    placements: Mapping[str, Placement],
-    t: int,
-    skipped: str = "",
-) -> Logical:
+    program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Any], placements: Mapping[str, Placement],
+    t: int, skipped: str = "",
+) -> Logical:  # fmt: skip
     """Results of the t ranks put together, without outputs of kind `skipped`. inputs: of the first rank."""
     logical = Logical()
     for i, spec in enumerate(program.outputs):
@@ -399,14 +391,9 @@ class Divergence:
 
 
 def first_divergence(
-    program: Program,
-    per_rank_inputs: Sequence[Sequence[Any]],
-    reference: Program,
-    reference_inputs: Sequence[Any],
-    *,
-    tolerance: float | None = None,
-    axis: str = "tp",
-) -> Divergence | None:
+    program: Program, per_rank_inputs: Sequence[Sequence[Any]], reference: Program, reference_inputs: Sequence[Any], *,
+    tolerance: float | None = None, axis: str = "tp",
+) -> Divergence | None:  # fmt: skip
     """Run `program` on all ranks and `reference` (the same graph before it was localized, or for t = 1) on one.
 
     Nodes correspond by name. A node's value is put together by its placement; nodes without one are not compared.

@@ -64,12 +64,9 @@ def patterns_of(patterns: Iterable[type[Pattern]], config: Config, *, local: boo
 
 
 def rewrite(
-    program: Program,
-    patterns: Iterable[type[Pattern]],
-    by: str,
-    refuse: Refuse | None = None,
+    program: Program, patterns: Iterable[type[Pattern]], by: str, refuse: Refuse | None = None,
     declines: Declines | None = None,
-) -> Rewritten:
+) -> Rewritten:  # fmt: skip
     """Replace every match, in place.
 
     by: the pass that asks. refuse: what new ops have to pass. declines: why a match is left as it is although it could be

@@ -153,9 +153,8 @@ def parse_spec(text: str) -> TensorSpec:
 def _dim(word: str, text: str) -> DimSpec:
     found = _DIM.fullmatch(word)
     if found is None or not found["product"]:
-        raise PatternError(
-            f"'{word}' in '{text}' is no dim", fix="write h, 4, 2h, n*d or 1|s; '...' only in front of all others"
-        )
+        fix = "write h, 4, 2h, n*d or 1|s; '...' only in front of all others"
+        raise PatternError(f"'{word}' in '{text}' is no dim", fix=fix)
     number, letters = re.fullmatch(r"(\d*)(.*)", found["product"]).groups()  # type: ignore[union-attr]
     return DimSpec(int(number or 1), tuple(x for x in letters.split("*") if x), bool(found["one"]))
 

@@ -151,10 +151,8 @@ class Replacer:
                 raise PatternError(f"{match.trace}: make returns {made!r}, which is no tensor")
             sizes = self.program.sizes
             if made.dtype != have.dtype or sizes.shape(made) != sizes.shape(have):
-                return (
-                    f"it would make {dtype_text(made.dtype)}{list(made.shape)} of "
-                    f"{dtype_text(have.dtype)}{list(have.shape)}"
-                )
+                new, old = (f"{dtype_text(x.dtype)}{list(x.shape)}" for x in (made, have))
+                return f"it would make {new} of {old}"
         return ""
 
     # -- into the graph

@@ -232,9 +232,7 @@ define_op(
     types="S1, R, stats -> R",
     reference=ranks_loss,
     triton="loss.cross_entropy_triton:ranks_loss",
-    fake=lambda logits, target, all_stats, ignore_index, smoothing, lse, *_: losses_like(
-        all_stats, logits.shape[0], lse
-    ),
+    fake=lambda logits, target, all_stats, *how: losses_like(all_stats, logits.shape[0], how[2]),
 )
 define_op(
     f"ce_loss_backward(Tensor grad, Tensor logits, Tensor target, {GRADIENT}) -> Tensor",

@@ -17,12 +17,7 @@ from torch import Tensor
 
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.tiles_triton import exp
-from megafx.kernels.loss.cross_entropy import (  # noqa: F401  as ops: they launch the kernels below
-    backward,
-    rank_statistics,
-    ranks_backward,
-    ranks_loss,
-)
+from megafx.kernels.loss.cross_entropy import backward, rank_statistics, ranks_backward, ranks_loss  # noqa: F401  for ops
 from megafx.kernels.loss.cross_entropy_reference import Loss
 from megafx.placements.types import Piece
 

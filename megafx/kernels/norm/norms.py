@@ -77,9 +77,8 @@ def norm_gradients(
 
 
 def _wanted(sums: Tensor, wanted: bool, like: Tensor | None) -> Tensor:
-    if not wanted:
-        return sums.new_empty(0, dtype=sums.dtype if like is None else like.dtype)
-    return sums.to(sums.dtype if like is None else like.dtype, copy=True)
+    dtype = sums.dtype if like is None else like.dtype
+    return sums.to(dtype, copy=True) if wanted else sums.new_empty(0, dtype=dtype)
 
 
 # -- layer_norm
