@@ -23,8 +23,6 @@ from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.strategies import OpRule
 
 Accepts = frozenset[str | Placement]  # kinds ('S'), tags ('S1') or full placements
-
-
 Gradients = Literal["reduce", "hold", "add"]
 
 
@@ -92,8 +90,7 @@ def accepted_outputs(
 ) -> dict[fx.Node, Accepts]:
     """For each active node that is a graph output: the placements it may leave at.
 
-    Caches leave as an earlier graph's did; the first graph's as they come, but cut along no dim whose size differs between
-    calls.
+    Caches leave as an earlier graph's did; the first graph's as they come, but cut along no dim whose size varies by call.
     The loss and mutated buffers leave invariant. Beside a loss other outputs are lazy, and with gather_outputs=False they
     stay sharded; a value that is both must satisfy both.
     """
@@ -105,17 +102,13 @@ def accepted_outputs(
             continue
         kinds: Accepts = ANY_VALUE if lazy and spec.kind == "user" and not spec.loss else WHOLE
         if spec.cache:
-            kinds = _cache_placements(node, caches.get(spec.cache))
+            shape, settled = node.meta[VAL].shape, caches.get(spec.cache)
+            static = [f"S{d}" for d, n in enumerate(shape) if isinstance(n, int)] if settled is None else []
+            kinds = frozenset(["I", "R", *static])
+            if settled is not None and settled.is_shard and settled.cut.size == shape[settled.dim]:
+                kinds = frozenset([settled])
         found[node] = found.get(node, kinds) & kinds or WHOLE
     return found
-
-
-def _cache_placements(node: fx.Node, settled: Placement | None) -> Accepts:
-    shape = node.meta[VAL].shape
-    if settled is not None and settled.is_shard and settled.cut.size == shape[settled.dim]:
-        return frozenset([settled])
-    static = [f"S{d}" for d, n in enumerate(shape) if isinstance(n, int)] if settled is None else []
-    return frozenset(["I", "R", *static])
 
 
 def price_workload(program: Program, config: Config) -> None:

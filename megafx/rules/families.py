@@ -86,11 +86,9 @@ def dims(shape: Shape, whole: Any = (), start: int = 0) -> str:
     return " ".join(f"f{i + start}" + ("!" if i in whole else "") for i in range(len(shape)))
 
 
-# -- views: mapped by views.py, not by factors
-
 _VIEW_OPS = (
     "view.default reshape.default _unsafe_view.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims "
     "flatten.using_ints unflatten.int ravel.default view_as.default reshape_as.default view_copy.default "
     "_reshape_alias.default"
 )
-VIEWS = frozenset(f"aten.{op}" for op in _VIEW_OPS.split())
+VIEWS = frozenset(f"aten.{op}" for op in _VIEW_OPS.split())  # mapped by views.py, not by factors
