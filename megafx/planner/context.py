@@ -10,7 +10,7 @@ from typing import Literal
 from torch import fx
 
 from megafx.config import Config
-from megafx.ir.program import PLACEMENT, VAL, Input, Program
+from megafx.ir.program import VAL, Input, Program
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import I, Placement
@@ -120,10 +120,6 @@ def price_workload(program: Program, config: Config) -> None:
         for name, symbol in sizes.symbols.items():
             if name == "seq" or name.startswith("target"):
                 sizes.workload_of[symbol] = config.seq_length
-
-
-def placement_of(node: fx.Node) -> Placement | None:
-    return node.meta.get(PLACEMENT)
 
 
 def declines(program: Program, planner: Planner) -> Declines | None:

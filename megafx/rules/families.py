@@ -74,8 +74,7 @@ FAMILIES: dict[str, Family] = {}
 
 def family(*ops: str) -> Callable[[Family], Family]:
     def register(function: Family) -> Family:
-        for op in ops:
-            FAMILIES[op if "." in op.partition(".")[2] else op + ".default"] = function
+        FAMILIES.update({op if "." in op.partition(".")[2] else op + ".default": function for op in ops})
         return function
 
     return register

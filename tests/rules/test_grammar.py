@@ -39,7 +39,7 @@ def rule(target, *args, own=None, inactive=(), **kwargs) -> OpRule:
 def rows(r: OpRule, t: int = 2) -> list[str]:
     inputs = [o.node for o in r.operands if o.active]
     found = find_candidates({r.node: r}, dict.fromkeys(inputs), Sizes(), t)
-    return [f"{s.factor}: {s}" if s.factor else str(s) for s in strategies(r, found, Sizes(), t)]
+    return [f"{s.factor}: {s}" if s.factor else str(s) for s in strategies(r, found, t)]
 
 
 def x(*shape: int) -> torch.Tensor:
