@@ -181,7 +181,7 @@ def test_grouped_heads_shard_by_group_or_inside_each():
 
 def strategies_of(r: OpRule, t: int):
     inputs = dict.fromkeys(o.node for o in r.operands if o.active)
-    return strategies(r, find_candidates({r.node: r}, inputs, Sizes(), t), Sizes(), t)
+    return strategies(r, find_candidates({r.node: r}, inputs, Sizes(), t), t)
 
 
 def test_vocabulary_factors():
