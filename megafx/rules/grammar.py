@@ -213,7 +213,7 @@ def bind(
             found.append(None if broadcast or not left else left[0] if len(left) == 1 else f"({' '.join(left)})")
         return tuple(found)
 
-    ins = [ds and entries(i, ds, s) for i, (ds, s) in enumerate(zip(dims, operands, strict=True))]
+    ins = [None if ds is None else entries(i, ds, s) for i, (ds, s) in enumerate(zip(dims, operands, strict=True))]
     return Bound(tuple(ins), tuple(entries(-1, ds, s) for ds, s in zip(outs, made, strict=True)), sizes, forbidden)
 
 

@@ -59,4 +59,4 @@ def test_only_rank_0_reports(monkeypatch):
 
 def test_every_flag_is_documented():
     doc = sys.modules["megafx.debugging"].__doc__
-    assert set(re.findall(r"MEGAFX_[A-Z_]+", doc)) == {name for name in FLAGS}
+    assert set(re.findall(r"MEGAFX_[A-Z_]+", doc)) == set(FLAGS)
