@@ -204,7 +204,7 @@ class Program:
         result = graph.graph_copy(self.graph, {})
         graph.output(result).meta.update(self.output_node().meta)
         gm = fx.GraphModule(self.gm, graph)
-        lists = {name: [*getattr(self, name)] for name in ("inputs", "outputs", "notes", "fusions")}
+        lists: dict[str, Any] = {name: [*getattr(self, name)] for name in ("inputs", "outputs", "notes", "fusions")}
         return replace(self, gm=gm, assumed=dict(self.assumed), **lists)
 
     def placeholders(self) -> list[fx.Node]:

@@ -136,14 +136,14 @@ class Plan:
         sizes = Sizes() if sizes is None else sizes
         for name in data["workload"]:
             sizes.symbols.setdefault(name, sympy.Symbol(name, integer=True, positive=True))
-        text = _SizeText(sizes)
+        reader = _SizeText(sizes)
 
         def all_of(items: Iterable[list[Any]]) -> tuple[Placement, ...]:
-            return tuple(_decode(p, text) for p in items)
+            return tuple(_decode(p, reader) for p in items)
 
-        data["params"] = {k: _decode(p, text) for k, p in data["params"].items()}
+        data["params"] = {k: _decode(p, reader) for k, p in data["params"].items()}
         data["ops"] = {
-            k: OpChoice(all_of(o["ins"]), _decode(o["out"], text), o["factor"], o["fqn"], o["note"])
+            k: OpChoice(all_of(o["ins"]), _decode(o["out"], reader), o["factor"], o["fqn"], o["note"])
             for k, o in data["ops"].items()
         }
         conversions = data.pop("conversions")
