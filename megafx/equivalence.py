@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megafx.capture.export import capture_call
-from megafx.checks.simulate import (
-    TOLERANCE,
-    Divergence,
-    Logical,
-    first_divergence,
-    local_inputs,
-    relative_errors,
-    run_logical,
-)
+from megafx.checks import simulate
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import UsageError
@@ -38,7 +30,7 @@ class Verdict:
     tolerance: float
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
-    divergence: Divergence | None = None
+    divergence: simulate.Divergence | None = None
 
     @property
     def ok(self) -> bool:
@@ -83,8 +75,7 @@ def verify_call(
         program = capture_call(
             model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules
         )
-        planner = Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param")
-        return compile_program(program, planner)
+        return compile_program(program, Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param"))
 
     sharded, single = compiled(t), compiled(1)
     plain = _plain(model)
@@ -92,10 +83,11 @@ def verify_call(
     seed = torch.initial_seed() % 2**62
     values = input_values(sharded.program, model, args, kwargs, loss_inputs=loss_inputs, seed=seed)
     values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
-    tangents = {name: torch.ones_like(eager[name]) for name in _differentiated(single)}
+    differentiated = [single.program.outputs[i].name for i in single.differentiated]
+    tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
     values |= tangents
-    found = run_logical(sharded.program, values, sharded.plan.params, t)
-    alone = run_logical(single.program, values, single.plan.params, 1)
+    found = simulate.run_logical(sharded.program, values, sharded.plan.params, t)
+    alone = simulate.run_logical(single.program, values, single.plan.params, 1)
     random = any(spec.kind == "seed" for spec in sharded.program.inputs)
     if random:
         outputs, gradients = alone.outputs, alone.gradients
@@ -105,16 +97,11 @@ def verify_call(
         gradients = {name: p.grad for name, p in plain.named_parameters()}
     limit = _rounding(single) if tolerance is None else tolerance
     verdict = Verdict(t, "megafx at t=1" if random else "eager", limit)
-    verdict.outputs, verdict.gradients = relative_errors(found, Logical(outputs, gradients))
+    verdict.outputs, verdict.gradients = simulate.relative_errors(found, simulate.Logical(outputs, gradients))
     if not verdict.ok:
-        placements = sharded.plan.params
-        verdict.divergence = first_divergence(
-            sharded.program,
-            local_inputs(sharded.program, values, placements, t),
-            single.program,
-            local_inputs(single.program, values, single.plan.params, 1)[0],
-            tolerance=limit,
-        )
+        ours = simulate.local_inputs(sharded.program, values, sharded.plan.params, t)
+        theirs = simulate.local_inputs(single.program, values, single.plan.params, 1)[0]
+        verdict.divergence = simulate.first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
     return verdict
 
 
@@ -142,13 +129,9 @@ def _eager_outputs(
     return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
 
-def _differentiated(compiled: Compiled) -> list[str]:
-    """Names of the outputs that bring a tangent."""
-    return [compiled.program.outputs[i].name for i in compiled.differentiated]
-
-
 def _rounding(compiled: Compiled) -> float:
     """What the coarsest dtype of inputs and casts rounds to: fp64 models may compute their loss in fp32."""
     nodes = [n for n in compiled.program.graph.nodes if n.op == "placeholder" or "_to_copy" in str(n.target)]
     dtypes = {n.meta[VAL].dtype for n in nodes if isinstance(n.meta[VAL], Tensor)}
-    return max((TOLERANCE[d] for d in dtypes if d in TOLERANCE), default=TOLERANCE[torch.float32])
+    known = [simulate.TOLERANCE[d] for d in dtypes if d in simulate.TOLERANCE]
+    return max(known, default=simulate.TOLERANCE[torch.float32])

@@ -84,10 +84,8 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> None:
-    """Cut each replicated parameter, and its gradient, as `placements` (FQN -> I or S; any alias of a tied one) says.
-
-    In place: only the local tensor and the spec of the TPTensor change, its logical shape does not.
-    """
+    """Cut each replicated parameter, and its gradient, as `placements` (FQN -> I or S; any alias of a tied one) says, in place:
+    only the local tensor and the spec of the TPTensor change, its logical shape does not."""
     done: dict[int, tuple[str, Placement]] = {}
     for fqn, slot in parameter_slots(model):
         param = slot.get()
@@ -155,19 +153,13 @@ def everyone_of(model: nn.Module) -> dist.ProcessGroup | None:
     return None if runtime is None else runtime.everyone
 
 
-# -- joined parameters: a graph reads them as one tensor, their rows one below the other
-#
-# They are views of one memory where they lie side by side in it; else they are copied together at each call.
-
-
 def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
     """One view of parameters that follow each other in one memory; None where they do not."""
     first = parameters[0]
     memory, at = first.untyped_storage().data_ptr(), first.data_ptr()
     for p in parameters:
-        if p.data_ptr() != at or p.dtype != first.dtype or not p.is_contiguous():
-            return None
-        if p.untyped_storage().data_ptr() != memory:
+        follows = p.data_ptr() == at and p.untyped_storage().data_ptr() == memory
+        if not follows or p.dtype != first.dtype or not p.is_contiguous():
             return None
         at += p.numel() * p.element_size()
     rows = sum(p.shape[0] for p in parameters)
@@ -175,7 +167,10 @@ def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 class JoinedParameters:
-    """The join of some of a graph's inputs, at each call; the view of the last call while they have not moved."""
+    """The join of some of a graph's inputs, their rows one below the other, at each call.
+
+    A view where they lie side by side in one memory (that of the last call while they have not moved), else a copy.
+    """
 
     def __init__(self, indices: tuple[int, ...]) -> None:
         self.indices = indices
@@ -192,11 +187,8 @@ class JoinedParameters:
 
 @torch.no_grad()
 def place_joined(model: nn.Module, slots: Mapping[str, Slot], groups: Iterable[list[str]]) -> list[list[str]]:
-    """Put (the local tensors of) the parameters of each group side by side into one memory; the groups that stay apart.
-
-    The parameters stay the same objects, with the same values and gradients. Parameters whose storage is shared, and tensor
-    subclasses, are left as they are.
-    """
+    """Put (the local tensors of) the parameters of each group, the same objects, side by side into one memory; the groups that
+    stay apart: those with tensor subclasses, or parameters whose storage is shared."""
     users: Counter[int] = Counter()
     for tensor in [*model.parameters(), *model.buffers()]:
         users[_memory(_local(tensor))] += 1

@@ -4,10 +4,8 @@ Recording: the constructor runs on fake tensors, without memory and without draw
 `Step`, whatever code calls it. Where the constructor asks for the value of a tensor (torch's `trunc_normal_` does, to draw
 again what is out of range), the steps that the value depends on are run right then, and draw what the replay will draw.
 
-Replay: the steps run with memory for little more than one tensor. A tensor's memory is taken when a step writes it and dropped
-after the last step that reads that value: weights that are drawn twice (by a layer's constructor, then by the model's own
-initialisation) have none in between. Steps whose results are never used are left out, except draws: the generator has to pass
-through them.
+Replay: the steps run with memory for little more than one tensor, taken when a step writes it and dropped after the last step
+that reads that value. Steps whose results are never used are left out, except draws: the generator has to pass through them.
 """
 
 from __future__ import annotations
@@ -20,12 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -88,9 +82,6 @@ Deliver = Callable[[Storage, torch.UntypedStorage], None]
 Run = Callable[[Step, Any, Any], Any]
 
 
-# -- recording
-
-
 def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
     """Run `factory` on fake tensors; torch's generators are left as they were.
 
@@ -117,11 +108,8 @@ def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
 
 @contextlib.contextmanager
 def _swapping_fakes() -> Iterator[None]:
-    """For `module.double()` and the like, which swap parameters for new ones.
-
-    torch refuses to swap fake ones, since a fake mode has weak references to them. Here the old parameter takes over the new
-    one's memory instead.
-    """
+    """For `module.double()` and the like: torch refuses to swap fake parameters, since a fake mode has weak references to them.
+    Here the old parameter takes over the new one's memory instead."""
     swap = torch.utils.swap_tensors
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy of a layer does
 
@@ -139,13 +127,8 @@ def _swapping_fakes() -> Iterator[None]:
         torch.utils.swap_tensors = swap
 
 
-_OVERWRITING = frozenset(
-    f"aten::{name}_"
-    for name in (
-        *("normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli"),
-        *("fill", "zero", "copy"),
-    )
-)
+_DRAWS = ("normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli")
+_OVERWRITING = frozenset(f"aten::{name}_" for name in (*_DRAWS, "fill", "zero", "copy"))
 
 
 class _Recorder(TorchDispatchMode):
@@ -166,17 +149,14 @@ class _Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and (ref := self.ref(args[0])) is not None:
             with _disable_current_modes():
                 return self.values.of(ref)
-        given = tree_map(
-            lambda x: (self.ref(x) or x) if isinstance(x, torch.Tensor) else x, (tuple(args), dict(kwargs))
-        )
+        given = tree_map(lambda x: (isinstance(x, torch.Tensor) and self.ref(x)) or x, (tuple(args), dict(kwargs)))
         written, whole = self._written(func, args, kwargs)
         known = len(self.log.memories)
         out = func(*args, **kwargs)
         outputs = tuple(self.ref(x) if isinstance(x, torch.Tensor) else None for x in tree_leaves(out))
         made = {r.storage for r in outputs if r is not None and r.storage >= known}
-        others = {
-            r.storage for r in tree_leaves((given[0][1:], given[1])) if isinstance(r, Ref)
-        }  # but of the first operand
+        # of all operands but the first
+        others = {r.storage for r in tree_leaves((given[0][1:], given[1])) if isinstance(r, Ref)}
         reads = {r.storage for r in tree_leaves(given) if isinstance(r, Ref)} - made - (whole - others)
         generator = self._generator(func, kwargs, outputs)
         seeded = None if generator is None else self._seeded(generator)
@@ -237,13 +217,9 @@ class _Recorder(TorchDispatchMode):
             for x in tree_leaves(value):
                 if not isinstance(x, torch.Tensor):
                     continue
-                ref = self.ref(x)
-                if ref is None:
-                    raise UsageError(
-                        f"{func} writes a tensor that was there before the constructor ran",
-                        source=current_user_line(),
-                        fix="let the constructor make what it changes",
-                    )
+                if (ref := self.ref(x)) is None:
+                    found = f"{func} writes a tensor that was there before the constructor ran"
+                    raise UsageError(found, source=current_user_line(), fix="let the constructor make what it changes")
                 written.add(ref.storage)
                 dense = torch.empty_strided(ref.size, ref.stride, device="meta")
                 size = dense.numel() * ref.dtype.itemsize
@@ -253,11 +229,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Values:
-    """Numbers that a constructor asks for while it is recorded.
-
-    Every draw is made once, to learn the state of its generator before it; the draws that a value depends on are made again
-    from there.
-    """
+    """Numbers that a constructor asks for while it is recorded. Every draw is made once, to learn the state of its generator
+    before it; the draws that a value depends on are made again from there."""
 
     def __init__(self, log: Log, run: Run | None) -> None:
         self.log, self.run = log, run
@@ -282,8 +255,7 @@ class _Values:
         return value
 
     def _draw(self, step: Step, args: Any, kwargs: Any) -> Any:
-        generator = step.generator
-        if generator is None:
+        if (generator := step.generator) is None:
             return step.func(*args, **kwargs)
         known = step.number in self.states
         if not known:
@@ -295,9 +267,6 @@ class _Values:
         if not known:
             self.now[id(generator)] = generator.get_state()
         return out
-
-
-# -- replay
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,6 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
                 yield (f"{prefix}.{key}" if prefix else key), module, key, buffer
 
 
-# -- memory for a model on meta: this rank's shards only; values come later
-
-
 def give_memory(
     model: nn.Module, wanted: Callable[[str], bool] = lambda name: True, device: torch.device | None = None
 ) -> list[str]:
@@ -122,9 +119,6 @@ def _mesh_device(param: TPTensor) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-# -- whole tensors of a parallelized model: in the original layout, under the original names
-
-
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
     """The logical tensor of a parameter, gradient or optimizer state; plain tensors as they are. Collective."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -164,8 +158,6 @@ def _meet(what: str, model: nn.Module) -> None:
 
 
 def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Make a model with sharded parameters ready for `nn.Module.load_state_dict(state)`, whose copies then shard whole tensors.
-
-    Meta parameters and buffers that `state` has values for get memory; parameters keep their identity.
-    """
+    """Before `nn.Module.load_state_dict(state)`, whose copies then shard whole tensors: meta parameters and buffers that
+    `state` has values for get memory; parameters keep their identity."""
     give_memory(model, lambda name: isinstance(value := state.get(name), torch.Tensor) and not value.is_meta)
