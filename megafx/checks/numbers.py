@@ -71,11 +71,11 @@ def _run_on_data(
         elif placement.kind == "P" and not reduced and isinstance(each[0], Tensor):
             found.outputs[output.name] = torch.stack(each).sum(0)
     if skipped:  # gradients are those of the shards of the ranks of the first copy
-        for i, spec in enumerate(program.outputs):
-            if spec.kind == "gradient":
+        for i, output in enumerate(program.outputs):
+            if output.kind == "gradient":
                 locals_ = [r[i] for r in results[:n]]
-                placement = dual(nested(storage.get(spec.name, I), values[spec.name].shape, t, data.shard_ranks))
-                found.gradients[spec.name] = None if locals_[0] is None else unshard_tensors(locals_, placement, n)
+                placement = dual(nested(storage.get(output.name, I), values[output.name].shape, t, data.shard_ranks))
+                found.gradients[output.name] = None if locals_[0] is None else unshard_tensors(locals_, placement, n)
     elif not reduced:
         for name, first in found.gradients.items():
             if first is not None:
