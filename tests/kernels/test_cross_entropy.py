@@ -354,7 +354,7 @@ def test_inductor_knows_what_is_written(monkeypatch):
     cross_entropy_triton.forward(x, y, -100, 0.1)
     cross_entropy_triton.stats(x, y, Piece(0, 0, 1001))
     cross_entropy_triton.combine(torch.randn(2, 5, 4), y, module.Loss.whole(-100, 0.1, x), True)
-    cross_entropy_triton.gradient(torch.ones(5), x, y, norm, module.Loss.whole(-100, 0.1, x), None, torch.ones(5))
+    cross_entropy_triton.backward(torch.ones(5), x, y, norm, torch.ones(5), -100, 0.1)
     expected = {"_forward": {"loss", "norm", "ok"}, "_stats": {"out"}, "_combine": {"loss", "norm", "ok"}}
     assert written == expected | {"_gradient": {"out"}}
 

@@ -10,6 +10,8 @@ before the first and after the last whole group are read apart. Nothing is copie
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +19,7 @@ from torch import Tensor
 
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.tiles_triton import exp
-from megafx.kernels.loss.cross_entropy import backward, rank_statistics, ranks_backward, ranks_loss  # noqa: F401  for ops
-from megafx.kernels.loss.cross_entropy_reference import Loss
+from megafx.kernels.loss.cross_entropy_reference import Loss, local_stats, plain_gradient
 from megafx.placements.types import Piece
 
 STATISTICS_TILE = (4, 1024)  # DEEP, WIDE; the fastest of those tried on an H200
@@ -315,6 +316,38 @@ def gradient(
             SAME=same, LSE=lse_grad is not None, N=tile, num_warps=4 if tile >= 1024 else 1,
         )  # fmt: skip
     return out
+
+
+# -- what ops call
+
+
+def backward(
+    grad: Tensor, logits: Tensor, target: Tensor, norm: Tensor, lse_grad: Tensor | None, ignore_index: int,
+    smoothing: float,
+) -> Tensor:  # fmt: skip
+    return gradient(grad, logits, target, norm, Loss.whole(ignore_index, smoothing, logits), None, lse_grad)
+
+
+def rank_statistics(logits: Tensor, target: Tensor, *shard: Any) -> Tensor:
+    pieces = Loss.of_rank(0, 0.0, *shard).pieces
+    return stats(logits, target, pieces[0]) if len(pieces) == 1 else local_stats(logits, target, pieces)
+
+
+def ranks_loss(
+    logits: Tensor, target: Tensor, all_stats: Tensor, ignore_index: int, smoothing: float, lse: bool, *shard: Any
+) -> Tensor:
+    loss, norm = combine(all_stats, target, Loss.of_rank(ignore_index, smoothing, *shard), True)
+    return torch.stack([loss, norm.sum(1)]) if lse else loss
+
+
+def ranks_backward(
+    grad: Tensor, logits: Tensor, target: Tensor, all_stats: Tensor, lse_grad: Tensor | None, ignore_index: int,
+    smoothing: float, *shard: Any,
+) -> Tensor:  # fmt: skip
+    how = Loss.of_rank(ignore_index, smoothing, *shard)
+    norm = combine(all_stats, target, how, False)[1]
+    make = gradient if len(how.pieces) == 1 else plain_gradient
+    return make(grad, logits, target, norm, how, None, lse_grad)
 
 
 def linear_cross_entropy_backward(x: Tensor, factor: Tensor) -> Tensor:
