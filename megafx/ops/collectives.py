@@ -65,8 +65,7 @@ def _place(x: Tensor, size: int, rank: int) -> Tensor:
     return out
 
 
-def _dual_tag(tag: str) -> str:
-    return {"R": "P", "P": "R"}.get(tag, tag)
+_DUAL = {"R": "P", "P": "R"}
 
 
 @torch.library.custom_op("megafx::transition", mutates_args=())
@@ -94,7 +93,7 @@ def dual_arguments(
     src: str, dst: str, src_layout: Sequence[int], dst_layout: Sequence[int], axis: str, size: int
 ) -> tuple[Any, ...]:
     """Arguments of a transition -> those of its backward: a gradient has the dual placement and moves from dst to src."""
-    return _dual_tag(dst), _dual_tag(src), dst_layout, src_layout, axis, size
+    return _DUAL.get(dst, dst), _DUAL.get(src, src), dst_layout, src_layout, axis, size
 
 
 @torch.library.custom_op("megafx::axis_index", mutates_args=())

@@ -66,12 +66,9 @@ _define("owner_input_gradient", "P -> P", lambda x, own: x.clone() if own else t
 _define("owner_parameter_gradient", "P -> O", lambda x, own: x.clone() if own else x.new_zeros([0, *x.shape[1:]]))
 
 ops = torch.ops.megafx
-OWNER_PARAMETER, OWNER_INPUT, OWNER_OUTPUT = (
-    ops.owner_parameter.default,
-    ops.owner_input.default,
-    ops.owner_output.default,
-)
-OWNER_INPUT_GRADIENT, OWNER_PARAMETER_GRADIENT = ops.owner_input_gradient.default, ops.owner_parameter_gradient.default
+OWNER_PARAMETER, OWNER_PARAMETER_GRADIENT = ops.owner_parameter.default, ops.owner_parameter_gradient.default
+OWNER_INPUT, OWNER_INPUT_GRADIENT = ops.owner_input.default, ops.owner_input_gradient.default
+OWNER_OUTPUT = ops.owner_output.default
 OWNER_OPS = frozenset((OWNER_PARAMETER, OWNER_INPUT, OWNER_OUTPUT, OWNER_INPUT_GRADIENT, OWNER_PARAMETER_GRADIENT))
 EXPERT = "expert"  # the factor of the strategies of expert values: each rank computes its share of the experts
 
@@ -84,12 +81,8 @@ def owners_of(program: Program) -> dict[fx.Node, int]:
             found[node] = int(node.args[1])
             continue
         owners = {found[a] for a in node.all_input_nodes if a in found and a.target is not OWNER_OUTPUT}
-        if owners and _is_value(node):
+        tensors = node.op == "call_function" and isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+        if owners and tensors:
             assert len(owners) == 1, f"%{node.name} is of the ranks {owners}"
             found[node] = owners.pop()
     return found
-
-
-def _is_value(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, (torch.Tensor, tuple, list))

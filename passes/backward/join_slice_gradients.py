@@ -41,11 +41,11 @@ def join_slice_gradients(program: Program, planner: Planner) -> int:
     """Return the number of sums replaced."""
     changes = 0
     for node in reversed(list(program.graph.nodes)):
-        if _is_sum(node, program.sizes) and not _is_part(node, program.sizes):
+        part = len(node.users) == 1 and _is_sum(next(iter(node.users)), program.sizes)  # of a larger sum
+        if _is_sum(node, program.sizes) and not part:
             changes += _join(program, node)
     if changes:
         program.graph.eliminate_dead_code()
-        program.gm.recompile()
     return changes
 
 
@@ -53,14 +53,8 @@ def _is_sum(node: fx.Node, sizes: Sizes) -> bool:
     """Whether it adds two tensors of one shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
-    values = [x.meta.get(VAL) for x in node.args if isinstance(x, fx.Node)]
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    tensors = [x.meta[VAL] for x in node.args if isinstance(x, fx.Node) and isinstance(x.meta.get(VAL), torch.Tensor)]
     return len(tensors) == 2 and len({(sizes.shape(v), v.dtype) for v in tensors}) == 1
-
-
-def _is_part(node: fx.Node, sizes: Sizes) -> bool:
-    """Whether the sum is only a summand of a larger one."""
-    return len(node.users) == 1 and _is_sum(next(iter(node.users)), sizes)
 
 
 def _summands(node: fx.Node, sizes: Sizes) -> list[fx.Node]:

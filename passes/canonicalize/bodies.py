@@ -18,7 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import CaptureError
-from megafx.ir.program import FQN, MADE_BY, VAL, fake_args, fqn_of, is_floating, source_of
+from megafx.ir.program import FQN, MADE_BY, VAL, fake_args, fqn_of, is_floating, located
 from megafx.passes.canonicalize.editor import BY, Editor
 
 aten = torch.ops.aten
@@ -140,8 +140,7 @@ def _cast_operands(editor: Editor, node: fx.Node, mode: _Mode) -> None:
         raise CaptureError(
             f"autocast makes {node.target} compute {wanted}, and no cast of its operands does the same",
             fix="cast the operands in the model, or leave the autocast context for this op",
-            module=fqn_of(node),
-            source=source_of(node),
+            **located(node),
         )
     attempt = {n: d for n, d in attempt.items() if n.meta[VAL].dtype != d}
     for n in operands:

@@ -22,9 +22,8 @@ from megafx.kernels.experts import grouped_mm as _defines_the_op  # noqa: F401
 from megafx.passes.canonicalize.editor import Editor, is_tensor, on, replace, respell
 
 aten = torch.ops.aten
-_READ_STRIDES = aten_ops(
-    "view_as_complex view_as_real view.dtype as_strided"
-)  # they look at how operands lie in memory
+# They look at how operands lie in memory.
+_READ_STRIDES = aten_ops("view_as_complex view_as_real view.dtype as_strided")
 _NUMBERS = aten_ops("item _local_scalar_dense")  # read from tensors
 
 
@@ -192,7 +191,5 @@ def dtype_of_the_capture(editor: Editor, node: fx.Node) -> bool:
     """full, zeros, arange, ... of the default dtype name it."""
     if getattr(node.target, "overloadpacket", None) not in _MADE or node.kwargs.get("dtype") is not None:
         return False
-    value = node.meta[VAL]
-    if not value.is_floating_point():
-        return False
-    return respell(node, node.target, node.args, {**node.kwargs, "dtype": value.dtype})
+    dtype = node.meta[VAL].dtype
+    return dtype.is_floating_point and respell(node, node.target, node.args, {**node.kwargs, "dtype": dtype})

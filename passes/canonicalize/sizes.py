@@ -54,8 +54,12 @@ def name_rows_of_data(editor: Editor) -> int:
     selecting = _Selecting(editor, env)
     nodes = [n for n in editor.graph.nodes if n.op == "call_function"]
     count = sum(selecting.rewrite(n) for n in nodes if _unbacked(n, env) or n.target in _WRITES)
-    if count:
-        _refresh(editor, env)
+    if count:  # values whose sizes were of data are computed again, from operands that have sizes with hints
+        for node in editor.graph.nodes:
+            if node.op == "call_function" and node.target not in _NUMBERS and _unbacked(node, env):
+                recompute_val(editor.program, node)
+        editor.know_sizes()
+        _price(editor)
     return count
 
 
@@ -131,10 +135,8 @@ class _Selecting:
         made: list[Any] = []
         indices: Any = node.args[1]
         for a in indices:
-            if a is None or a.meta[VAL].dtype not in _MASKS:
-                made.append(a)
-                continue
-            made += self._columns(node, a, size, range(a.meta[VAL].dim()))
+            mask = a is not None and a.meta[VAL].dtype in _MASKS
+            made += self._columns(node, a, size, range(a.meta[VAL].dim())) if mask else [a]
         return made
 
 
@@ -145,15 +147,6 @@ def _unbacked(node: fx.Node, env: DataShapeEnv) -> bool:
     sizes = [n for v in values for n in (v.shape if isinstance(v, torch.Tensor) else (v,))]
     exprs = [n.node.expr for n in sizes if isinstance(n, torch.SymInt)]
     return any(env.is_unbacked_symint(s) for e in exprs for s in e.free_symbols)
-
-
-def _refresh(editor: Editor, env: DataShapeEnv) -> None:
-    """Values whose sizes were of data, computed again from operands that have sizes with hints."""
-    for node in editor.graph.nodes:
-        if node.op == "call_function" and node.target not in _NUMBERS and _unbacked(node, env):
-            recompute_val(editor.program, node)
-    editor.know_sizes()
-    _price(editor)
 
 
 def _price(editor: Editor) -> None:

@@ -44,13 +44,11 @@ def coalesce_gradients(program: Program, planner: Planner) -> int:
     saved = 0
     for indices in groups.values():
         if len(indices) > 1:
-            pieces = _one_sum(program, [results[i] for i in indices])
-            for i, piece in zip(indices, pieces, strict=True):
+            for i, piece in zip(indices, _one_sum(program, [results[i] for i in indices]), strict=True):
                 results[i] = piece
             saved += len(indices) - 1
     output.args = (tuple(results),)
     program.graph.eliminate_dead_code()
-    program.gm.recompile()
     return saved
 
 

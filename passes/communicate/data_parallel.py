@@ -63,7 +63,6 @@ def data_parallel(program: Program, planner: Planner) -> int:
         adder.reduce_gradients()
     program.graph.eliminate_dead_code()
     program.graph.lint()
-    program.gm.recompile()
     return adder.count
 
 
@@ -138,10 +137,15 @@ class _Adder:
         output.args = (tuple(results),)
 
     def reduce_gradients(self) -> None:
+        """The results that show the base of a bucket's gradients come to show its sum."""
+        output = self.program.output_node()
         for bucket in self._buckets():
             sums = self._scattered(bucket) if self._sharded(bucket[0]) else self._reduced(bucket)
             for gradients, total in zip(bucket, sums, strict=True):
-                self._replace(gradients, total)
+                results, build = list(self.program.results()), Builder(self.program, output, total, NAME)
+                for i in gradients.results:
+                    results[i] = _same_view(build, results[i], gradients.base, total)
+                output.args = (tuple(results),)
 
     def _buckets(self) -> list[list[_Gradients]]:
         """In the order in which backward makes them."""
@@ -242,14 +246,6 @@ class _Adder:
         for made in ops.emitted:
             _marked(made)
         return stacked
-
-    def _replace(self, gradients: _Gradients, total: fx.Node) -> None:
-        """The results that show `gradients.base` show `total`."""
-        output, results = self.program.output_node(), list(self.program.results())
-        build = Builder(self.program, output, total, NAME)
-        for i in gradients.results:
-            results[i] = _same_view(build, results[i], gradients.base, total)
-        output.args = (tuple(results),)
 
 
 def _same_view(build: Builder, node: fx.Node, base: fx.Node, total: fx.Node) -> fx.Node:

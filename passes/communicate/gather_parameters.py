@@ -64,11 +64,12 @@ def gather_parameters(program: Program, planner: Planner) -> int:
             _gather(program, region, uses, params, before or region.first, data.form == FSDP)
             count += 1
         before = region.first
-    if data.form == FSDP:
-        _repeat_casts(program)
+    if data.form == FSDP:  # a cast of a gathered parameter (autocast's) is made again in backward, as the parameter is
+        for node in program.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+            if storage_of(node.args[0]).meta.get(RECOMPUTE) and not in_backward(node):
+                node.meta[RECOMPUTE] = True
     program.graph.eliminate_dead_code()  # joins, and what they joined
     program.graph.lint()
-    program.gm.recompile()
     return count
 
 
@@ -184,13 +185,6 @@ def _joins(program: Program, uses: Mapping[fx.Node, list[fx.Node]], wait: fx.Nod
         join.replace_all_uses_with(whole)
         made += [part, whole]
     return made
-
-
-def _repeat_casts(program: Program) -> None:
-    """A cast of a gathered parameter (autocast's) is made again in backward, as the parameter is."""
-    for node in program.graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        if storage_of(node.args[0]).meta.get(RECOMPUTE) and not in_backward(node):
-            node.meta[RECOMPUTE] = True
 
 
 def gathers(graph: fx.Graph) -> Iterator[fx.Node]:

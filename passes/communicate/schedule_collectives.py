@@ -68,7 +68,9 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
     waits = {
         n: next(iter(n.users)) for n in nodes if is_start(n) and len(n.users) == 1 and is_wait(next(iter(n.users)))
     }
-    apart = {wait for n, wait in waits.items() if _sums_gradients(n, wait)}
+    apart = {  # sums over data-parallel ranks for which nothing waits
+        w for n, w in waits.items() if n.args[-1] in DATA_AXES and in_backward(n) and not _is_waited_for(w)
+    }
     collectives = [
         _Collective(n, wait, _due(n, position), _collective_seconds(program, n, hardware))
         for n, wait in waits.items()
@@ -80,7 +82,6 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
     for node in order:
         output.prepend(node)
     program.graph.lint()
-    program.gm.recompile()
     return sum(a is not b for a, b in zip(nodes, order, strict=True))
 
 
@@ -106,11 +107,6 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
                     free.remove(product)
                     collective.fillers.append(product)
                     collective.covered += _product_seconds(program, product, hardware)
-
-
-def _sums_gradients(start: fx.Node, wait: fx.Node) -> bool:
-    """Whether this is a sum over data-parallel ranks for which nothing waits."""
-    return start.args[-1] in DATA_AXES and in_backward(start) and not _is_waited_for(wait)
 
 
 def _due(node: fx.Node, position: dict[fx.Node, int]) -> int:
@@ -176,14 +172,14 @@ class _Order:
         for now, node in enumerate(self.nodes):
             if node not in self.on_demand:
                 self._place(node)
-            while self.started < len(self.collectives) and self._can_start(now):
-                self._place(self.collectives[self.started].start)
+            while self.started < len(self.collectives):
+                start = self.collectives[self.started].start
+                if self.earliest[self.started] > now or not self._ready(start):
+                    break
+                self._place(start)
         for node in self.nodes:
             self._place(node)
         return self.order
-
-    def _can_start(self, now: int) -> bool:
-        return self.earliest[self.started] <= now and self._ready(self.collectives[self.started].start)
 
     def _ready(self, node: fx.Node) -> bool:
         return all(a in self.placed or a.op == "placeholder" for a in node.all_input_nodes)

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlanError
-from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, source_of
+from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, located
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import grouped_mlp as _defines_the_op  # noqa: F401
 from megafx.passes.experts.expert_units import (
@@ -80,10 +80,8 @@ class _Joining:
         try:
             found = find_unit(self.program, self.products, last)
             if found is not None and last.looked_up and not never_negative(last.by):
-                raise NotByRow(
-                    "a lookup by ids that are not indices of topk, sort or argmax, so that they may be negative",
-                    last.node,
-                )
+                what = "a lookup by ids that are not indices of topk, sort or argmax, so that they may be negative"
+                raise NotByRow(what, last.node)
         except NotByRow as reason:
             self._not_joined(last, reason)
             return False
@@ -131,8 +129,7 @@ class _Joining:
             f"override: {name} is split over experts, but {what}",
             fix="experts are split where each computes its rows by itself between its products, and all of their weights have "
             "the override; else leave it out: experts are then split in their ffn where they can be",
-            module=fqn_of(reason.node if reason else product.node),
-            source=source_of(reason.node if reason else product.node),
+            **located(reason.node if reason else product.node),
         )
 
     # -- the op

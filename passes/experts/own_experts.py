@@ -17,7 +17,6 @@ owners that they have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from torch import fx
 
 from megafx.analysis.experts import ExpertList, expert_lists, expert_values, refuse_between
 from megafx.errors import PlanError
-from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, fqn_of, source_of
+from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, located
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.owners import OWNER_INPUT, OWNER_OUTPUT, OWNER_PARAMETER
 from megafx.placements.data_axis import TENSOR_AXIS
-from megafx.placements.types import Owned, Placement
+from megafx.placements.types import Owned
 from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides
 
@@ -44,8 +43,12 @@ def own_experts(program: Program, planner: Planner) -> int:
     overrides = Overrides(program, planner.config.overrides, set(), planner.t)
     count = 0
     settled = planner.given.params if planner.given is not None else planner.fixed
+    names = {node: spec.name for node, spec in program.input_nodes()}
     for lst in expert_lists(program, overrides, settled):
-        owners = _owners(program, settled, lst, planner.t)
+        owners = {}  # key of each expert -> its rank
+        for j, (key, parameters) in enumerate(lst.experts.items()):
+            stored = settled.get(names[parameters[0]])
+            owners[key] = stored.owner if isinstance(stored, Owned) else j * planner.t // len(lst.experts)
         if planner.data is not None:
             raise PlanError(
                 f"override '{lst.pattern}' is expert, but experts that are modules of a list cannot be given to ranks where "
@@ -58,16 +61,6 @@ def own_experts(program: Program, planner: Planner) -> int:
         program.note("experts", f"experts of '{lst.path}' are split over the ranks, each whole: at most {most} a rank")
         count += len(owners)
     return count
-
-
-def _owners(program: Program, settled: Mapping[str, Placement], lst: ExpertList, t: int) -> dict[str, int]:
-    """Key of each expert -> its rank."""
-    names = {node: spec.name for node, spec in program.input_nodes()}
-    owners = {}
-    for j, (key, parameters) in enumerate(lst.experts.items()):
-        stored = settled.get(names[parameters[0]])
-        owners[key] = stored.owner if isinstance(stored, Owned) else j * t // len(lst.experts)
-    return owners
 
 
 class _Owning:
@@ -93,7 +86,6 @@ class _Owning:
             self._leave(whole, self.key_of[parameter])
         self.program.graph.eliminate_dead_code()
         self.program.graph.lint()
-        self.program.gm.recompile()
 
     def _emit(self, target: Any, value: fx.Node, key: str, before: fx.Node, origin: fx.Node) -> fx.Node:
         return Builder(self.program, before, origin, NAME)(target, value, self.owners[key], TENSOR_AXIS, 1)
@@ -124,8 +116,7 @@ class _Owning:
                 f"override '{self.lst.pattern}' is expert, but what '{self.lst.module(key)}' gives by {node.target} is no "
                 "number to be summed over the ranks, and is used outside of this expert",
                 fix="drop the override, or use only floating-point results of experts",
-                module=fqn_of(node),
-                source=source_of(node),
+                **located(node),
             )
         left = self._emit(OWNER_OUTPUT, node, key, node.next, node)
         for user in users:

@@ -54,7 +54,6 @@ def merge_linears(program: Program, planner: Planner) -> int:
     merger.say()
     if merger.changes:
         program.graph.eliminate_dead_code()
-        program.gm.recompile()
     return merger.changes
 
 
@@ -75,7 +74,8 @@ class _Merger:
         taken: set[fx.Node] = set()
         for unit in self.program.graph.find_nodes(op="call_function", target=ops.glu.default):
             pair = list(unit.args[:2])
-            if all(_is_linear(n) for n in pair) and pair[0] is not pair[1] and pair[0].args[0] is pair[1].args[0]:
+            linears = all(isinstance(n, fx.Node) and n.target is aten.linear.default for n in pair)
+            if linears and pair[0] is not pair[1] and pair[0].args[0] is pair[1].args[0]:
                 taken |= {*pair}
                 yield pair, unit
         found: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -174,9 +174,8 @@ class _Merger:
         whole = _placed(build(aten.linear.default, *operands), _together(group, self.planner.t))
         elements = math.prod(program.sizes.shape(whole.meta[VAL]))
         pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
-        program.fusions.append(
-            Fusion(pattern, self.name(group[0]).rpartition(".")[0], source_of(first), NAME, elements)
-        )
+        module = self.name(group[0]).rpartition(".")[0]
+        program.fusions.append(Fusion(pattern, module, source_of(first), NAME, elements))
         self.changes += len(group) - 1
         if gated is not None:
             build = Builder(program, gated, gated, NAME)
@@ -185,13 +184,11 @@ class _Merger:
         at, dim = 0, whole.meta[VAL].dim() - 1
         for node in group:
             width = int(node.meta[VAL].shape[-1])
-            part = build(aten.slice.Tensor, whole, dim, at, at + width)
-            self._replace(node, part)
+            self._replace(node, build(aten.slice.Tensor, whole, dim, at, at + width))
             at += width
 
     def _join(self, build: Builder, parameters: list[Any]) -> fx.Node:
-        together = _together(parameters, self.planner.t)
-        return _placed(build(ops.join_parameters.default, parameters), together)
+        return _placed(build(ops.join_parameters.default, parameters), _together(parameters, self.planner.t))
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         inherit(new, old, NAME)
@@ -211,10 +208,6 @@ class _Merger:
         for (_, what), nodes in self.told.items():
             more = f"; {len(nodes)} places alike" if len(nodes) > 1 else ""
             self.program.note("merge", what + more, nodes[0])
-
-
-def _is_linear(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.linear.default
 
 
 def _biases(node: fx.Node) -> list[Any]:

@@ -84,9 +84,8 @@ def _share(program: Program, loss: fx.Node, sums: list[fx.Node], root: fx.Node) 
     made = [(loss, _as(loss, parts[0], emit))]
     for node in sums:
         shape = [size(program.sizes.of(n)) for n in node.meta[VAL].shape]
-        made.append(
-            (node, _as(node, parts[1] if len(shape) == 1 else emit(aten.reshape.default, parts[1], shape), emit))
-        )
+        shaped = parts[1] if len(shape) == 1 else emit(aten.reshape.default, parts[1], shape)
+        made.append((node, _as(node, shaped, emit)))
         program.fusions.append(Fusion(FUSION, fqn_of(node), source_of(node), NAME))
     for node, new in made:
         node.replace_all_uses_with(new)
