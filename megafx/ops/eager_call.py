@@ -4,13 +4,12 @@ A call of such a module is one node of the graph:
 
     megafx.eager_call(Tensor[] inputs and parameters, seed, op id, key) -> Tensor[]
 
-which runs the module's own code when the graph runs, with whatever Python it decides by. It has no sharding rule: the planner
-brings its operands to every rank whole, each rank computes it alike, and its parameters get complete gradients everywhere.
-Its gradient runs the module once more, with autograd (buffers must therefore not change, and random numbers come from the
-seed of the step).
+which runs the module's own code when the graph runs. It has no sharding rule: every rank computes it alike, on whole operands,
+and has complete gradients of its parameters. Its gradient runs the module once more, with autograd: buffers must not change,
+and random numbers come from the seed of the step.
 
-Export has to know the sizes of its results without running it on the user's data. The module is run twice, on made-up inputs
-of two sets of sizes: a dim of a result is a product of dims of the inputs, times a number, that holds for both.
+Export has to know the sizes of its results: the module is run twice, on made-up inputs of two sets of sizes. A dim of a result
+is a product of dims of the inputs, times a number, that holds for both.
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@
 The backward of owner_output is another owner_output.
 
 Values between an owner's inputs and parameters and its outputs are its expert values. As types they are R: every rank could
-compute them. Only the owner does. On other ranks owner_output and owner_input_gradient are zeros and owner_parameter_gradient
-is empty, whatever they are given, so `bind_mesh` leaves the expert values out of their graphs. There is no collective among
-them. Their gradients are zero on other ranks, because they stem from the gradients of owner_output; so the owner's summands
-are all there are.
+compute them, but only the owner does. What other ranks add does not depend on them, so `drop_expert_values` leaves them out of
+their graphs; their gradients, which stem from those of owner_output, are zero there. There is no collective among them.
 
 The ops have no sharding rules: the planner has one strategy for each expert value (passes/plan/plan_sharding.py). With size=1
 (graphs on global shapes, before `localize_shapes`) each op is the identity.

@@ -4,13 +4,10 @@ Before:  %loss = f(%w, %x)                       # one rank's forward, transitio
 After:   %loss = f(%w, %x)
          %dw = df/dw(%w, %x, %tangent)           # phase 'backward'; a transition's backward is its dual transition
          return loss, dw
-Legal because: the graph is autograd's own: the forward is run on the program's fake tensors and what autograd dispatches for
-`torch.autograd.grad` is recorded. At one rank it is bit-equal to eager.
+Legal because: it is what autograd dispatches when the forward runs on fake tensors; at one rank it is bit-equal to eager.
 
-Composite ops decompose here (linear to view, t and mm; matmul to bmm); custom ops stay whole in both directions. Every node
-stems from one forward node, found by autograd itself: the functions that a forward node adds to the autograd graph are its
-own, and what they dispatch in backward carries its line and module. Sums of a value's gradients belong to the function that
-ran last, the one that made the summand.
+Composite ops decompose here (linear to view, t and mm; matmul to bmm); custom ops stay whole. What a forward node's autograd
+functions dispatch in backward carries its line and module; sums of gradients carry those of the function that ran last.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Before:  %a = slice_backward(%dq, shape, dim, 0, 8), %b = slice_backward(%dk, sh
 After:   %dx = cat([%dq, %dk], dim)
 Legal because: each summand is zero where the others are not, and what no slice covers stays zero.
 
-Autograd writes each summand whole, zeros included, and reads all of them again: 3n + 3(n - 1) passes over the value for n
-slices that cover it, against 2 here. Select is a slice of one row. Sums of gradients that are no slices are left beside it.
+For n slices that cover the value autograd takes 3n + 3(n - 1) passes over it, zeros included, against 2 here. Select is a
+slice of one row. Sums of gradients that are no slices are left beside it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Before:  %y = multiply(%a, %b); %z = clone(%y); %o = ones_like(%z)
 After:   %y = mul(%a, %b); %o = full([batch, 8], 1, dtype=..., device=...)
 Legal because: torch defines the one by the other, with the same arguments; in a functional graph a copy, or a view of the same
-elements, is the same value. New tensors say size and dtype themselves: not by the example of a value that may come to be
-sharded, nor by the process, whose default dtype is no part of the model. Grouped matmuls, torch's and the stand-in that
-transformers exports for dtypes without one, are megafx.grouped_mm, which has the same formula in every dtype.
+elements, is the same value. New tensors say size and dtype themselves: the example of another value may come to be sharded,
+and the process's default dtype is no part of the model. Grouped matmuls, torch's and transformers' stand-in, are
+megafx.grouped_mm.
 """
 
 from __future__ import annotations

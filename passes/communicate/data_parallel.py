@@ -8,13 +8,11 @@ After:   %n2 = wait_tensor(all_reduce(%n, 'dp'))
 Legal because: the loss is the sum over ranks of what they hold of it (`Batch.outputs`), so a parameter's gradient is the sum
 of theirs; where the loss is not in the graph it is divided by their number, as DistributedDataParallel does.
 
-Of a parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of all-reduce; where groups of
-ranks hold copies of the shards, these sum them in a second all-reduce. A tensor-parallel rank that holds whole rows too first
-takes those of the rows that it is to keep. The gradients of a region (megafx/analysis/layers.py) are scattered in one
-collective.
+Of a parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of all-reduce, in one
+collective for a region (megafx/analysis/layers.py); groups of ranks that hold copies of the shards then sum these in an
+all-reduce. A tensor-parallel rank that holds whole rows too first takes those of the rows that it is to keep.
 
-A bucket is reduced as soon as the last of its gradients is there, in the order in which backward makes them
-(`schedule_collectives` lets it run until the end). Source: Li et al. 2020, PyTorch Distributed.
+A bucket is reduced as soon as backward has made the last of its gradients. Source: Li et al. 2020, PyTorch Distributed.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ After:   %a, %b, %c (this rank's rows of them)
          %w2 = wait_tensor(%s2); %u = mm(%z, t(view(%w2)))
 Legal because: ranks hold consecutive rows of one value, padded to be of equal number; put together they are the value.
 
-A region is a layer, or what is used before, between or after layers (megafx/analysis/layers.py). A parameter belongs to the
-regions that use it: one that two regions use is gathered in both. A region takes one collective for each dtype and group of
-ranks (parameters that tensor-parallel ranks hold whole are shared among them too).
+A region is a layer, or what is used before, between or after layers (megafx/analysis/layers.py). A parameter is gathered in
+each region that uses it, one collective for each dtype and group of ranks (tensor-parallel ranks share whole parameters too).
 
 In the form 'fsdp' the gathered parameters are not kept: backward gathers them again (ir.RECOMPUTE; passes/lower/regather.py).
 In the form 'zero1' whoever runs the graph makes the gather, once for each change of the shards (`partition`); here it is only

@@ -10,14 +10,12 @@ After:   %dx = mm(%dy, %w)
 Legal because: the order is topological and nothing has side effects. Every rank has the same graph, so the same order, and
 collectives keep their order among themselves.
 
-Starts move up to their operands, waits down to their first user; that alone overlaps what is independent already (parallel
-attention and MLP). In backward the products that no collective depends on (gradients of sharded weights) can run late: each
-collective, the last first, takes the latest such product that was due before it; then, in the same order, takes more until
-its time is covered. Those whose result is a gradient and nothing else choose last. A product passes MOST_PASSED other
-collectives at most, because it keeps its operands alive. Nothing moves in forward otherwise.
+Starts move up to their operands, waits down to their first user. In backward, products that no collective depends on
+(gradients of sharded weights) can run late: each collective, the last first, takes the latest such product that was due before
+it; then, in the same order, takes more until its time is covered. Those whose result is a gradient and nothing else choose
+last. A product passes MOST_PASSED other collectives at most, because it keeps its operands alive.
 
-Sums of gradients over data-parallel ranks are of another group, and nothing waits for them: they start once their last
-gradient is there, wherever that went, and are waited for at the end.
+Sums of gradients over data-parallel ranks start once their last gradient is there, and are waited for at the end.
 """
 
 from __future__ import annotations

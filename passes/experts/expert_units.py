@@ -20,8 +20,7 @@ IDS say which expert a row belongs to:
     %order = argsort(%chosen); %ids = index(%chosen, [%order])      # or the first result of sort(%chosen)
     %ends = cumsum(one_hot(%chosen, 5).sum(0), 0)                   # or histc(%ids, 5, 0, 4)
 
-Then ids[s] = e for ends[e-1] <= s < ends[e]: `ids` is ascending, `ends` counts the same numbers, and none is negative (which
-both would take for something else).
+Then ids[s] = e for ends[e-1] <= s < ends[e]: `ids` is ascending, `ends` counts the same numbers, and none is negative.
 """
 
 from __future__ import annotations

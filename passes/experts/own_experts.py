@@ -7,12 +7,10 @@ After:   %x1 = owner_input(%x, 1); %w1 = owner_parameter(%w, 1)
 Legal because: on one rank the new ops are identities. On several, the planner computes what lies between them whole, and the
 sum of what the ranks then add is what all experts add (ops/owners.py).
 
-What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_expert_values`), whether tokens are
-routed by index or by a mask. Sums into rows are first rewritten as sums of values (analysis/experts.py). Expert number j of E
-belongs to rank j t // E, so that a rank has at most ceil(E / t).
+The other ranks' graphs leave out what an expert's module does (`drop_expert_values`). Sums into rows are first rewritten as
+sums of values (analysis/experts.py). Expert number j of E belongs to rank j t // E, so that a rank has at most ceil(E / t).
 
-Where: the user's override says 'expert' of the list. Plans that a user gives, and graphs after a model's first one, keep the
-owners that they have.
+Where: the user's override says 'expert' of the list. Given plans, and graphs after a model's first one, keep their owners.
 """
 
 from __future__ import annotations
@@ -76,7 +74,12 @@ class _Owning:
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 refuse_between(self.lst, node, node.all_input_nodes, self.values)
-        held = {p: self._hold(p, key) for p, key in self.key_of.items() if p.users}
+        held: dict[fx.Node, fx.Node] = {}  # made at the top, as parameters are: later passes may use them earlier
+        for parameter, key in self.key_of.items():
+            if users := list(parameter.users):
+                held[parameter] = self._emit(OWNER_PARAMETER, parameter, key, self.top, min(users))
+                for user in users:
+                    user.replace_input_with(parameter, held[parameter])
         for node, key in [*self.values.items()]:
             for operand in node.all_input_nodes:
                 if self.values.get(operand) != key and operand in self.active and operand not in held.values():
@@ -89,14 +92,6 @@ class _Owning:
 
     def _emit(self, target: Any, value: fx.Node, key: str, before: fx.Node, origin: fx.Node) -> fx.Node:
         return Builder(self.program, before, origin, NAME)(target, value, self.owners[key], TENSOR_AXIS, 1)
-
-    def _hold(self, parameter: fx.Node, key: str) -> fx.Node:
-        """Made at the top, as parameters are there: later passes may use it earlier (`merge_linears`)."""
-        users = list(parameter.users)
-        whole = self._emit(OWNER_PARAMETER, parameter, key, self.top, min(users))
-        for user in users:
-            user.replace_input_with(parameter, whole)
-        return whole
 
     def _enter(self, value: fx.Node, key: str) -> fx.Node:
         """`value` for the owner to compute with, made before the expert's first use of it."""

@@ -7,14 +7,12 @@ Before:  %q = linear(%x, %w0, %b0); %k = linear(%x, %w1, %b1); %v = ...
 After:   %w = megafx.join_parameters([%w0, ...]); %b = ...; %m = linear(%x, %w, %b); %q = slice(%m, ...); ...
 Legal because: rows of a linear's weight give columns of its result, independently of each other.
 
-Each rank merges its own shards, after planning, so that nothing is placed or moved otherwise. The parameters stay the user's;
-they are put into one memory where that is possible, and copied together at each call where it is not. Parameters that
-data-parallel ranks hold shards of are gathered side by side (`gather_parameters`), where that leaves no gap between them.
+Each rank merges its own shards, after planning. The parameters stay the user's: they are put into one memory where that is
+possible, else copied together at each call. Shards of data-parallel ranks are gathered side by side (`gather_parameters`).
 
-Gate and up: nothing is moved for it, since the packed kernels read and write the one tensor. Others, in training: the
-gradients of the parts have to be copied together, 2 N elements a token (N columns in all), for which x [tokens, k] is read
-once in each direction instead of m times and its gradient written once instead of m times and read m - 1 times: 4 (m - 1) k
-elements. Where the device was measured that decides, else these counts.
+Measurements of the device decide, else these counts. Gate and up: nothing is moved for it, since the packed kernels read and
+write the one tensor. Others, in training: the gradients of m parts are copied together, 2 N elements a token (N columns in
+all), and 4 (m - 1) k elements of x [tokens, k] and its gradient are not read and written again.
 """
 
 from __future__ import annotations
@@ -104,10 +102,9 @@ class _Merger:
             return "some have a bias, others none"
         weights = [n for node in group for n in (node.args[1], *_biases(node))]
         for n in weights:
-            what = self.name_of(n)
             if n not in self.params:
-                return f"{what} is no parameter as it is stored: it is cast, moved or computed first"
-            spec = self.params[n]
+                return f"%{n.name} is no parameter as it is stored: it is cast, moved or computed first"
+            spec, what = self.params[n], self.params[n].name
             if spec.aliases or len(n.users) > 1 or weights.count(n) > 1:
                 return f"{what} is tied or used elsewhere too"
             if self.trains is not None and not self.trains(spec):
@@ -135,9 +132,6 @@ class _Merger:
             if rows % ranks or p.meta[VAL].numel() % ALIGNED:
                 return True
         return False
-
-    def name_of(self, n: Any) -> str:
-        return self.params[n].name if n in self.params else f"%{n.name}"
 
     def judge(self, group: list[fx.Node], gated: fx.Node | None) -> tuple[bool, str]:
         """(whether it is slower, by what that is known)."""

@@ -36,7 +36,13 @@ def localize_shapes(program: Program, planner: Planner) -> int:
     plan = planner.solved
     local = Localizer(program, planner)
     changed = 0
-    _localize_inputs(local)
+    for node in program.placeholders():
+        placement = node.meta.get(PLACEMENT)
+        if placement is not None and placement.is_shard:
+            shape = list(node.meta[VAL].shape)
+            shape[placement.dim] = placement.cut.local_size(local.t)
+            with program.fake_mode:
+                node.meta[VAL] = node.meta[VAL].new_empty(shape)
     for node in list(program.graph.nodes):
         if node.op != "call_function" or PLACEMENT not in node.meta:
             continue
@@ -53,17 +59,6 @@ def localize_shapes(program: Program, planner: Planner) -> int:
     program.graph.eliminate_dead_code()
     program.phase = Phase.LOCAL
     return changed
-
-
-def _localize_inputs(local: Localizer) -> None:
-    for node in local.program.placeholders():
-        placement = node.meta.get(PLACEMENT)
-        if placement is not None and placement.is_shard:
-            value = node.meta[VAL]
-            shape = list(value.shape)
-            shape[placement.dim] = placement.cut.local_size(local.t)
-            with local.program.fake_mode:
-                node.meta[VAL] = value.new_empty(shape)
 
 
 def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:

@@ -10,10 +10,8 @@ their batch dim, parameters whole; the sharding rules that serve the tensor-para
 A value that depends on no input and has a batch dim (an expanded position table) is the same for every row: a slice too.
 
 The types are R, S(d) and P as in placements/types.py, on the sizes of the whole batch: one rank's batch times the ranks. A mean
-over the batch becomes a summand by dividing by their number; a sum that an op needs whole (the count of labels that a loss
-divides by) gets its `batch_sum`, whose backward is another. A draw says that its rows are one rank's of many.
-
-Nothing here moves activations: an op that needs rows of other ranks is an error that names it.
+over the batch becomes a summand by dividing by their number; a sum that an op needs whole (a count of labels) gets its
+`batch_sum`. A draw says that its rows are one rank's of many. An op that needs rows of other ranks is an error that names it.
 """
 
 from __future__ import annotations
