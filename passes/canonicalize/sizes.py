@@ -152,8 +152,7 @@ def _unbacked(node: fx.Node, env: DataShapeEnv) -> bool:
 def _price(editor: Editor) -> None:
     """Note for each number of rows what it is an equal share of: masks made of the same choice share its elements."""
     sizes, sources = editor.program.sizes, row_sources(editor.graph)
-    masks: dict[Any, Any] = {symbol: node.args[0] for symbol, (node, _) in sources.items()}
-    choices = {symbol: _choice(mask) for symbol, mask in masks.items()}
+    choices = {symbol: _choice(node.args[0]) for symbol, (node, _) in sources.items()}  # type: ignore[arg-type]
     for symbol, (node, _) in sources.items():
         choice = choices[symbol]
         among = math.prod(sizes.shape(choice.meta[VAL]))

@@ -5,11 +5,10 @@ After:   %o = megafx.attention(%q, %k, %v, None, None, ..., True, 0, ...)
 Legal because: analysis/masks.py reads what the mask is from the ops that make it; what it does not know stays a tensor.
 
 Of attention, scale_mask_softmax and scaled_dot_product_attention. A bias (T5's, ALiBi) that was added to a causal mask is
-what is left of it; padding beside it is attention's key_mask. Rows that see no key: where the mask's fill is finite,
-softmax makes them uniform. Padding without a causal mask keeps that, as an additive [b, t]; with one such rows get the mean
-of v over all keys, as eager gives them without dropout. That mean does not depend on q and k: they get no gradient of it
-(autograd gives them one, through finfo.min + score). Where the fill is -inf such rows are zeros in place of nan, as
-attention has it.
+what is left of it; padding beside it is attention's key_mask. Rows that see no key: softmax makes them uniform where the
+mask's fill is finite. Padding alone keeps that, as an additive [b, t]; beside a causal mask they get the mean of v over all
+keys, which gives q and k no gradient (in eager they get one, through finfo.min + score). Where the fill is -inf they are zeros,
+not nan.
 """
 
 from __future__ import annotations

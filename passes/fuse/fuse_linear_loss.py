@@ -74,10 +74,9 @@ def fuse_linear_loss(program: Program, planner: Planner) -> int:
             continue
         try:
             fuse(program, node, lazy)
+            count += 1
         except Refused as refused:
             program.note("fuse", f"{FUSION} does not match: {refused}", node)
-            continue
-        count += 1
     if count:
         program.graph.eliminate_dead_code()
         if current().level >= 2:
@@ -143,12 +142,10 @@ def _alone(program: Program, head: Head, inside: set[fx.Node], lazy: str | None)
     if not read_outside(head.chain, inside):
         return
     other = outside_user(program, head.chain, inside)
-    if other is None and lazy is None:
-        copy_for_outputs(program, head.chain)
-        return
-    reader = describe(other or program.output_node())
-    why = f", and {lazy}" if other is None else ""
-    raise Refused(f"linear (%{head.linear.name}) inside of it is also used by {reader}{why}")
+    if other is not None or lazy is not None:
+        reader, why = describe(other or program.output_node()), f", and {lazy}" if other is None else ""
+        raise Refused(f"linear (%{head.linear.name}) inside of it is also used by {reader}{why}")
+    copy_for_outputs(program, head.chain)
 
 
 def _done(program: Program, node: fx.Node, new: fx.Node, logits: fx.Node) -> None:
@@ -168,13 +165,12 @@ def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
     if lse:
         return _whole_with_lse(program, node, lazy)
     head = head_of(program, logits)  # type: ignore[arg-type]
-    users = list(node.users)
-    if len(users) != 1 or users[0].target is not aten.sum.default or len(users[0].args) > 1 or users[0].kwargs:
-        raise Refused(f"the losses of single tokens are used by {describe(users[0])}, not their sum")
+    total = next(iter(node.users))
+    if len(node.users) != 1 or total.target is not aten.sum.default or len(total.args) > 1 or total.kwargs:
+        raise Refused(f"the losses of single tokens are used by {describe(total)}, not their sum")
     _, weight, bias = head.operands
     _check_whole(program, head, target)
     _alone(program, head, {node}, lazy)
-    total = users[0]
     emit = Builder(program, total, node, NAME)
     rows = rows_of(program, head, total)
     loss: Any = emit(ops.linear_cross_entropy.default, rows, weight, bias, target, ignore_index, smoothing)
