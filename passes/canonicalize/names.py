@@ -170,8 +170,6 @@ def one_name(editor: Editor, node: fx.Node) -> bool:
 
 # -- new tensors
 
-_FILLS: dict[Any, int] = {aten.zeros_like.default: 0, aten.ones_like.default: 1}
-
 
 @on("zeros_like ones_like full_like")
 def like_to_full(editor: Editor, node: fx.Node) -> bool:
@@ -179,7 +177,7 @@ def like_to_full(editor: Editor, node: fx.Node) -> bool:
     value = node.meta[VAL]
     if value.layout != torch.strided:
         return False
-    number = argument(node, "fill_value") if node.target is aten.full_like.default else _FILLS[node.target]
+    number = argument(node, "fill_value", int(node.target is aten.ones_like.default))
     options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     return respell(node, aten.full.default, (editor.shape(value), number), options)
 

@@ -37,8 +37,7 @@ from megafx.planner.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_se
 from megafx.planner.hardware import Hardware
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
-# With sequence parallelism a block has two collectives with only a norm between them (the reduce-scatter of its input's
-# gradient and the all-gather of the next block's), and the products of the block serve both.
+# With sequence parallelism two collectives have only a norm between them, and the products of the block serve both.
 MOST_PASSED = 1
 # A start passes this many products on its way up, as many as linears share an input (q, k, v and a gate).
 MOST_HOISTED = 4

@@ -180,8 +180,7 @@ class _Joining:
 def _cheaper(products: list[Product], t: int, cut: bool) -> bool:
     """Whether whole experts are less work. cut: whether splitting them in their ffn splits the work.
 
-    Also of a graph without gradients: the model's other graphs use the same weights. A training step has each product three
-    times, forward and twice backward; the first ones are computed once more.
+    As in a training step, since all graphs of a model share the weights: each product three times, the first ones once more.
     """
     *firsts, last = products
     first = sum(p.terms * p.width for p in firsts)

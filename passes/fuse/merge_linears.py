@@ -163,8 +163,8 @@ class _Merger:
         build = Builder(program, first, first, NAME)
         weight = self._join(build, [n.args[1] for n in group])
         bias = self._join(build, [_biases(n)[0] for n in group]) if _biases(group[0]) else None
-        late = bias if gated is not None else None  # the packed unit adds it
-        operands = (group[0].args[0], weight) if bias is None or late is not None else (group[0].args[0], weight, bias)
+        own = () if bias is None or gated is not None else (bias,)  # the packed unit adds it
+        operands = (group[0].args[0], weight, *own)
         whole = _placed(build(aten.linear.default, *operands), _together(group, self.planner.t))
         elements = math.prod(program.sizes.shape(whole.meta[VAL]))
         pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
@@ -173,7 +173,7 @@ class _Merger:
         self.changes += len(group) - 1
         if gated is not None:
             build = Builder(program, gated, gated, NAME)
-            self._replace(gated, build(ops.glu_packed.default, whole, late, gated.args[2]))
+            self._replace(gated, build(ops.glu_packed.default, whole, bias, gated.args[2]))
             return
         at, dim = 0, whole.meta[VAL].dim() - 1
         for node in group:
