@@ -223,7 +223,7 @@ def measure_parameters(count: int) -> dict[str, float]:
         model = Many(count)
         config, meshes = Config(check_inputs_every=0), Meshes(mesh if sharded else None)
         runtime = Runtime(model, config, meshes, Hardware.load("cpu-gloo"), compile=compile_nothing(placements))
-        make_parallel(model, runtime)
+        make_parallel(runtime)
         for accumulate in (False, True):
             name = f"{label}, {'accumulating' if accumulate else 'grad set to None'}"
             result[name] = measure(model, accumulate) / count * 1e6

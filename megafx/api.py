@@ -50,15 +50,9 @@ def parallelize(
     config = resolve(config, model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     meshes = make_meshes(config, mesh, device)
+    example = example_call(model, example_inputs) if example_inputs is not None or is_hf_model(model) else None
     runtime = Runtime(model, config, meshes, hardware_of(config, device), loss_fn)
-    make_parallel(model, runtime)
-    if example_inputs is not None:
-        args, kwargs = example_call(model, example_inputs)
-        loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
-        runtime.prepare(args, kwargs, loss_inputs)
-    elif is_hf_model(model):
-        runtime.settle(*synthesize_inputs(model))
-    return model
+    return make_parallel(runtime, example, compile=example_inputs is not None)
 
 
 def plan(

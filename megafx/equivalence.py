@@ -92,7 +92,8 @@ def verify_call(
     seed = torch.initial_seed() % 2**62
     values = input_values(sharded.program, model, args, kwargs, loss_inputs=loss_inputs, seed=seed)
     values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
-    tangents = {name: torch.ones_like(eager[name]) for name in _differentiated(single)}
+    differentiated = [single.program.outputs[i].name for i in single.differentiated]
+    tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
     values |= tangents
     found = run_logical(sharded.program, values, sharded.plan.params, t)
     alone = run_logical(single.program, values, single.plan.params, 1)
@@ -107,14 +108,9 @@ def verify_call(
     verdict = Verdict(t, "megafx at t=1" if random else "eager", limit)
     verdict.outputs, verdict.gradients = relative_errors(found, Logical(outputs, gradients))
     if not verdict.ok:
-        placements = sharded.plan.params
-        verdict.divergence = first_divergence(
-            sharded.program,
-            local_inputs(sharded.program, values, placements, t),
-            single.program,
-            local_inputs(single.program, values, single.plan.params, 1)[0],
-            tolerance=limit,
-        )
+        ours = local_inputs(sharded.program, values, sharded.plan.params, t)
+        theirs = local_inputs(single.program, values, single.plan.params, 1)[0]
+        verdict.divergence = first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
     return verdict
 
 
@@ -140,11 +136,6 @@ def _eager_outputs(
     user = [o for o in program.outputs if o.kind == "user"]
     named = {user[i].name: leaf for i, leaf in zip(order, leaves, strict=True) if i >= 0}
     return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
-
-
-def _differentiated(compiled: Compiled) -> list[str]:
-    """Names of the outputs that bring a tangent."""
-    return [compiled.program.outputs[i].name for i in compiled.differentiated]
 
 
 def _rounding(compiled: Compiled) -> float:

@@ -73,7 +73,9 @@ def graph(fn: Callable[..., Any], *, out: str | tuple[str, ...] = "I@tp", mesh: 
     out: placement of each result. The program is PLANNED, or PLACED where fn moves values; LOCAL with local=True.
     """
     axis, t = mesh.split("=")[0], int(mesh.split("=")[1])
-    traced = fx.Tracer().trace(_with_names(fn, list(values)))
+    if (have := list(inspect.signature(fn).parameters)) != list(values):
+        raise UsageError(f"the function takes {', '.join(have)}, but values are given for {', '.join(values)}")
+    traced = fx.Tracer().trace(fn)
     maker = _Maker(traced, axis, t, local)
     inputs = [maker.placeholder(n, values[str(n.target)]) for n in traced.find_nodes(op="placeholder")]
     for node in list(traced.nodes):
@@ -95,18 +97,6 @@ def graph(fn: Callable[..., Any], *, out: str | tuple[str, ...] = "I@tp", mesh: 
     return program
 
 
-def placeholder_maker(graph: fx.Graph) -> _Maker:
-    """Gives the placeholders of a graph of one's own their values, for `testing_patterns`."""
-    return _Maker(graph, "tp", 1, False)
-
-
-def _with_names(fn: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    have = list(inspect.signature(fn).parameters)
-    if have != names:
-        raise UsageError(f"the function takes {', '.join(have)}, but values are given for {', '.join(names)}")
-    return fn
-
-
 class _Maker:
     """Gives a traced graph its values, placements and transitions."""
 
@@ -115,16 +105,9 @@ class _Maker:
         self.shape_env = ShapeEnv()
         self.symbols: dict[str, torch.SymInt] = {}
         self.emitter: SizeEmitter | None = None
+        gm, mode = fx.GraphModule(torch.nn.Module(), traced), FakeTensorMode(shape_env=self.shape_env)
         phase = Phase.LOCAL if local else Phase.PLANNED
-        self.program = Program(
-            fx.GraphModule(torch.nn.Module(), traced),
-            [],
-            [],
-            Sizes(),
-            FakeTensorMode(shape_env=self.shape_env),
-            tree_structure(()),
-            phase=phase,
-        )
+        self.program = Program(gm, [], [], Sizes(), mode, tree_structure(()), phase=phase)
         self.program.gm.graph = traced
 
     def placeholder(self, node: fx.Node, text: str) -> Input:
@@ -286,8 +269,11 @@ def run_logically(program: Program, t: int, *, sizes: int = 9, seed: int = 0) ->
         return _run_with_autograd(program, values, seed)
     if program.phase == Phase.LOCAL:
         program = with_backward(program)
+    results = {o.name: n for o, n in zip(program.outputs, program.results(), strict=True) if o.kind != "gradient"}
     for i, spec in enumerate(s for s in program.inputs if s.kind == "tangent"):
-        values[spec.name] = _tangent(program, spec.name, now, seed + 1 + i, t)
+        node: Any = results[spec.name]
+        shape = _whole_shape(program, node, node.meta.get(PLACEMENT, I), now)
+        values[spec.name] = _random_tangent(shape, seed + 1 + i)
     return run_logical(program, values, placements, t)
 
 
@@ -321,10 +307,7 @@ def _random_inputs(
     for node, spec in program.input_nodes():
         if spec.kind == "tangent":
             continue
-        value, placement = node.meta[VAL], placements[spec.name]
-        shape = [_number(n, now) for n in value.shape]
-        if placement.is_shard:
-            shape[placement.dim] = _number_of(program, placement.cut.size, now)
+        value, shape = node.meta[VAL], _whole_shape(program, node, placements[spec.name], now)
         if value.is_floating_point():
             values[spec.name] = torch.randn(shape, dtype=torch.float64, generator=generator)
         else:
@@ -332,8 +315,11 @@ def _random_inputs(
     return values, now
 
 
-def _number(size: int | torch.SymInt, now: dict[Any, int]) -> int:
-    return size if isinstance(size, int) else int(size.node.expr.xreplace(now))
+def _whole_shape(program: Program, node: fx.Node, placement: Placement, now: dict[Any, int]) -> list[int]:
+    shape = [n if isinstance(n, int) else int(n.node.expr.xreplace(now)) for n in node.meta[VAL].shape]
+    if placement.is_shard:
+        shape[placement.dim] = _number_of(program, placement.cut.size, now)
+    return shape
 
 
 def _number_of(program: Program, structural: int, now: dict[Any, int]) -> int:
@@ -342,16 +328,6 @@ def _number_of(program: Program, structural: int, now: dict[Any, int]) -> int:
 
 def _with_sizes(program: Program, placement: Placement, now: dict[Any, int]) -> Placement:
     return Placement.parse(placement.tag, [_number_of(program, n, now) for n in placement.flat_layout])
-
-
-def _tangent(program: Program, name: str, now: dict[Any, int], seed: int, t: int) -> Tensor:
-    names = [o.name for o in program.outputs if o.kind != "gradient"]
-    node: Any = program.results()[names.index(name)]
-    placement = node.meta.get(PLACEMENT, I)
-    shape = [_number(n, now) for n in node.meta[VAL].shape]
-    if placement.is_shard:
-        shape[placement.dim] = _number_of(program, placement.cut.size, now)
-    return _random_tangent(shape, seed)
 
 
 def _random_tangent(shape: Any, seed: int) -> Tensor:
@@ -381,31 +357,6 @@ def _run_with_autograd(program: Program, values: dict[str, Tensor], seed: int) -
     return Logical(found, dict(zip(names, grads, strict=True)))
 
 
-# -- testing patterns
-#
-# Test a pattern of yours in a few lines: trace a small eager function, run the pattern, compare text and numbers.
-#
-#     def test_bias_gelu():
-#         fused = fuse_with(BiasGelu, lambda x, w, b: F.gelu(F.linear(x, w, b)),
-#                           x="f32[b s k=4]", w="param f32[n=8 k=4]", b="param f32[n=8]")
-#         expect(fused.program, '''
-#             %0 = x                       # f32[b s 4]
-#             %1 = w                       # f32[8 4] param
-#             %2 = b                       # f32[8] param
-#             %3 = linear(%0, %1)          # f32[b s 8]
-#             %4 = bias_act(%3, %2, 'gelu')  # f32[b s 8]
-#             return %4
-#         ''')
-#         assert_same(fused.before, fused.program)       # results and every gradient, in fp64
-#         assert fused.counts == {"bias_gelu": 1}
-#
-#     def test_bias_gelu_leaves_a_second_use():
-#         fused = fuse_with(BiasGelu, lambda x, w, b: (y := F.linear(x, w, b), F.gelu(y)), ...)
-#         assert fused.near_misses == ["linear (%linear) inside of it is also used by the output"]
-#
-# Values are written as in `testing.graph`; a dim without a size is dynamic. The function is eager Python, as models are.
-
-
 @dataclass
 class Fused:
     """A canonical program before and after; counts: matches by pattern; near_misses: reasons, whole ones first."""
@@ -428,7 +379,7 @@ class Fused:
 def canonical(fn: Callable[..., Any], **values: str) -> Program:
     """The canonical program of an eager function of tensors, given as `x="bf16[b s h=8]"`, `w="param f32[h=8]"`."""
     graph = fx.Graph()
-    maker = placeholder_maker(graph)
+    maker = _Maker(graph, "tp", 1, False)
     nodes = {name: graph.placeholder(name) for name in values}
     inputs: list[Input] = [maker.placeholder(node, values[name]) for name, node in nodes.items()]
     fakes = [node.meta["val"] for node in nodes.values()]
@@ -454,7 +405,14 @@ def canonical(fn: Callable[..., Any], **values: str) -> Program:
 def fuse_with(
     patterns: type[Pattern] | Sequence[type[Pattern]], fn: Callable[..., Any] | Program, **values: str
 ) -> Fused:
-    """Run patterns, and no others, on an eager function (or on a canonical program). Local patterns see the same shapes."""
+    """Run patterns, and no others, on an eager function (or on a canonical program). Local patterns see the same shapes.
+
+    fused = fuse_with(BiasGelu, lambda x, w, b: F.gelu(F.linear(x, w, b)),
+                      x="f32[b s k=4]", w="param f32[n=8 k=4]", b="param f32[n=8]")
+    expect(fused.program, "...")
+    assert_same(fused.before, fused.program)       # results and every gradient, in fp64
+    assert fused.counts == {"bias_gelu": 1}        # where none matches, fused.near_misses says why
+    """
     chosen = [patterns] if isinstance(patterns, type) else list(patterns)
     for pattern in chosen:
         check_pattern(pattern)

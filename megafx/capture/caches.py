@@ -68,10 +68,7 @@ pytree.register_pytree_node(
     Updated,
     lambda u: ([u.output, u.caches], None),
     lambda values, _: Updated(*values),
-    flatten_with_keys_fn=lambda u: (
-        [(pytree.GetAttrKey("output"), u.output), (pytree.GetAttrKey("caches"), u.caches)],
-        None,
-    ),
+    flatten_with_keys_fn=lambda u: ([(pytree.GetAttrKey(name), value) for name, value in vars(u).items()], None),
 )
 
 
@@ -82,9 +79,6 @@ _ONLY_REPLACE = ("DynamicLayer", "DynamicSlidingWindowLayer")  # updates make ne
 def is_cache(value: Any, bases: tuple[str, ...] = ("Cache",)) -> bool:
     """Whether a value is one of transformers' caches."""
     return any(c.__name__ in bases and c.__module__.startswith("transformers") for c in type(value).__mro__)
-
-
-# -- a call's caches
 
 
 def states_for_caches(
@@ -132,12 +126,8 @@ def _take_apart(value: Any, path: str, tensors: dict[str, torch.Tensor], inputs:
     if isinstance(value, _PLAIN):
         return ("value", type(value), value)
     kind = type(value)
-    raise CaptureError(
-        f"a cache holds '{path}', a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph", fix=_WAY_OUT
-    )
-
-
-# -- in capture
+    found = f"a cache holds '{path}', a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph"
+    raise CaptureError(found, fix=_WAY_OUT)
 
 
 class Revived:
@@ -173,9 +163,6 @@ class Revived:
             return returned
         known = frozenset(map(id, self.inputs))
         return Updated(returned, tuple(state_of(c, known) for c in self.caches))
-
-
-# -- after a call
 
 
 def give_back(result: Any, caches: Sequence[Any]) -> Any:
@@ -225,9 +212,6 @@ def _write(form: Form, tensors: Iterator[torch.Tensor], old: Any, copies: bool =
             value = value.clone()
         vars(new)[name] = value
     return new
-
-
-# -- sizes
 
 
 def growing_dims(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -20,15 +20,8 @@ SEQ_HINTS = (67, 53, 83, 113)
 
 # Attributes by which configs name the greatest sequence length.
 _MAX_LENGTH = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "max_seq_length",
-    "block_size",
-    "n_ctx",
-    "context_length",
-    "max_target_positions",
+    *("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "block_size", "context_length"),
+    *("max_seq_len", "max_sequence_length", "max_seq_length"),
 )
 
 
@@ -47,26 +40,21 @@ class NamedDims:
     more: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def shape(self, i: int, tensor: torch.Tensor, sizes: dict[str, int]) -> tuple[int, ...]:
-        names = self.names[i]
-        return tuple(
-            sizes[names[d]] + self.more.get((i, d), 0) if d in names and self.is_dynamic(names[d]) else n
-            for d, n in enumerate(tensor.shape)
-        )
+        named = {
+            d: sizes[name] + self.more.get((i, d), 0) for d, name in self.names[i].items() if name not in self.constant
+        }
+        return tuple(named.get(d, n) for d, n in enumerate(tensor.shape))
 
     def specs(self, automatic: bool) -> list[dict[int, Any]]:
         """One dynamic_shapes entry a tensor: shared named dims, or a dim of its own each (`automatic`)."""
         if automatic:
             return [dict.fromkeys(names, Dim.AUTO) for names in self.names]
         dims = {}
-        for name in filter(self.is_dynamic, self.user):
+        for name in (n for n in self.user if n not in self.constant):
             least, greatest = self.bounds.get(name, (None, None))
             dims[name] = Dim(name, min=least, max=greatest)
         return [
-            {
-                d: dims[name] + self.more[i, d] if (i, d) in self.more else dims[name]
-                for d, name in names.items()
-                if name in dims
-            }
+            {d: dims[n] + self.more[i, d] if (i, d) in self.more else dims[n] for d, n in names.items() if n in dims}
             for i, names in enumerate(self.names)
         ]
 
@@ -81,9 +69,6 @@ class NamedDims:
         self.bounds.update(fixes.bounds)
         self.constant |= constants
         return True
-
-    def is_dynamic(self, name: str) -> bool:
-        return name not in self.constant
 
 
 def max_length(model: Any) -> int | None:

@@ -339,9 +339,6 @@ def _leaf(name: str, value: Any, traced: torch.Tensor | None) -> Leaf:
     return Leaf(name, False, value=value) if traced is None else Leaf(name, True, traced.dtype, scalar=True)
 
 
-# -- of which sizes the graph is valid
-
-
 def _shape_env(exported: ExportedProgram) -> Any:
     return next(n.meta[VAL] for n in exported.graph.find_nodes(op="placeholder")).fake_mode.shape_env
 
@@ -370,9 +367,6 @@ def _ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
 
 def _violates_constraints(error: Exception) -> bool:
     return "Constraints violated" in str(error)
-
-
-# -- while it is exported
 
 
 @contextlib.contextmanager

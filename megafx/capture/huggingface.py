@@ -155,8 +155,6 @@ def _attention_by_tag(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-# -- inputs
-
 BATCH, SEQ, TARGET_SEQ = 2, 64, 48  # trace sizes, never the workload; the two sides of an encoder-decoder differ
 
 
@@ -198,9 +196,7 @@ def synthesize_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]
         height, width = (size, size) if isinstance(size, int) else tuple(size)
         inputs["pixel_values"] = _floats(BATCH, getattr(vision, "num_channels", 3), height, width)
     if main == "input_features":
-        frames = 2 * getattr(
-            config, "max_source_positions", 1500
-        )  # the encoder's second convolution halves their number
+        frames = 2 * getattr(config, "max_source_positions", 1500)  # the encoder's second convolution halves them
         inputs["input_features"] = _floats(BATCH, getattr(config, "num_mel_bins", 80), frames)
     if main == "input_values":
         inputs["input_values"] = _floats(BATCH, 16000)

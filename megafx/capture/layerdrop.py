@@ -93,12 +93,8 @@ class LayerDraws(TorchFunctionMode):
             given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
             first = output[0] if several else output
             if given is None or not isinstance(first, Tensor) or given.shape != first.shape:
-                raise CaptureError(
-                    "a layer that layerdrop may leave out does not return a tensor like its first argument",
-                    module=fqn,
-                    source=current_user_line(),
-                    fix="set layerdrop to 0",
-                )
+                found = "a layer that layerdrop may leave out does not return a tensor like its first argument"
+                raise CaptureError(found, module=fqn, source=current_user_line(), fix="set layerdrop to 0")
             self.note(
                 f"layerdrop: layers of '{fqn.rpartition('.')[0]}' are dropped at random in every call; a dropped one is "
                 f"computed all the same, and its parameters get gradients of zero, where eager leaves none"
@@ -127,8 +123,9 @@ def droppable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def following(draws: LayerDraws) -> Iterator[None]:
-    """Within, what is traced drops layers by the draws of the model's own code."""
-    with draws:
+def following(draws: LayerDraws | None) -> Iterator[None]:
+    """Within, what is traced drops layers by the draws of the model's own code; None: it drops none."""
+    with draws or contextlib.nullcontext():
         yield
-        draws.check()
+        if draws is not None:
+            draws.check()

@@ -6,9 +6,6 @@ The model's parameters become fakes, caches and checkpointing are switched off, 
 are replaced. What is replaced, and why, is the table of `replacements`: nothing of it is active outside of a capture, nor
 while another thread captures.
 
-Export's own output is kept off the terminal meanwhile (`_quiet` in export.py), and a submodule that is called by itself is
-traced without its hooks (`without_hooks`).
-
 Two replacements are not of a capture and stand elsewhere: `torch.utils.swap_tensors` while constructors run whose initial
 values are recorded (weights/constructor_log.py), and DTensor's `_custom_op_handlers`, for good, so that operations on sharded
 parameters work (distributed/tensor_dispatch.py).
@@ -49,9 +46,6 @@ _LOCK = threading.RLock()  # what is replaced is replaced for the whole process:
 _ABSENT = object()
 
 
-# -- what is replaced while a model is traced, and why
-
-
 class Replacement(NamedTuple):
     """An attribute of `owner` (an item, where that is a dict). new: what stands there before -> what stands there meanwhile."""
 
@@ -78,8 +72,8 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
     table = [Replacement(SymNode, "guard_bool", lambda old: passing_checks(old, note), why)]
 
     why = "a Function whose backward is not the derivative of its forward becomes one node"
-    own = _SingleLevelFunction  # below `Function`, whose bound `apply` models may hold
-    table += [Replacement(own, "apply", lambda old: apply_of_capture(note), why)]
+    # Below `Function`, whose bound `apply` models may hold.
+    table += [Replacement(_SingleLevelFunction, "apply", lambda old: apply_of_capture(note), why)]
 
     why = "the hooks of checkpointing cannot be traced, and a graph recomputes nothing because of them"
     new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note)  # noqa: E731
@@ -157,15 +151,12 @@ def _refusing_conversions(model: nn.Module) -> Callable[..., Any]:
     return apply
 
 
-# -- the model
-
-
 @contextlib.contextmanager
 def prepared(
     model: nn.Module,
     fake_mode: FakeTensorMode,
     device: torch.device,
-    stand_ins: Mapping[str, torch.Tensor],
+    stand_ins: Mapping[str, Tensor],
     note: Note,
     eager: Sequence[str] = (),
     note_eager: Callable[[str, str], None] = lambda text, fqn: None,
@@ -188,10 +179,7 @@ def prepared(
             _make_fake(model, fake_mode, device, stand_ins)
             draws = LayerDraws(device, note)
             dropping = any(True for _ in droppable_layers(model))
-            with (
-                replaced(replacements(model, note, left, draws)),
-                following(draws) if dropping else contextlib.nullcontext(),
-            ):
+            with replaced(replacements(model, note, left, draws)), following(draws if dropping else None):
                 yield
             whole = sum(p.numel() for p in model.parameters())
             for each in left:
@@ -258,9 +246,9 @@ def _keep_layers(module: nn.Module, path: str, note: Note) -> None:
 
 
 def _make_fake(
-    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, stand_ins: Mapping[str, torch.Tensor]
+    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, stand_ins: Mapping[str, Tensor]
 ) -> None:
-    memo: dict[int, torch.Tensor] = {}
+    memo: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
@@ -274,12 +262,8 @@ def _make_fake(
 
 
 def fake_like(
-    like: torch.Tensor,
-    fake_mode: FakeTensorMode,
-    device: torch.device,
-    keep: torch.Tensor,
-    shape: tuple[int, ...] | None = None,
-) -> torch.Tensor:
+    like: Tensor, fake_mode: FakeTensorMode, device: torch.device, keep: Tensor, shape: tuple[int, ...] | None = None
+) -> Tensor:
     """A fake of `like` (or of `shape`), a parameter if `keep` is one; a meta tensor becomes one on `device`."""
     where = device if like.device.type == "meta" else like.device
     with fake_mode, torch.no_grad():
@@ -291,7 +275,7 @@ def fake_like(
 
 def target_device(model: nn.Module, leaves: list[Any]) -> torch.device:
     """Where the graph will run: the first real device of the model or of the inputs; for meta alone, CUDA if there is any."""
-    for tensor in (*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, torch.Tensor))):
+    for tensor in (*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, Tensor))):
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -38,7 +38,11 @@ def name_inputs(
     exported: ExportedProgram, model: nn.Module, user_names: list[str]
 ) -> tuple[list[Input], dict[str, Any]]:
     """Name the placeholders; one placeholder for each tensor, however many names it has."""
-    aliases = _aliases(model)
+    groups: dict[int, list[str]] = {}  # all FQNs of each tensor, the first in named_parameters order first
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            groups.setdefault(id(tensor), []).append(name)
+    aliases = {name: group for group in groups.values() for name in group}
     nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
     kept: dict[str, fx.Node] = {}
     inputs: list[Input] = []
@@ -63,22 +67,12 @@ def name_inputs(
             inputs.append(Input("constant", name))
         elif isinstance(spec.arg, ConstantArgument):
             if node.users:
-                raise CaptureError(
-                    f"the graph computes with the Python value {spec.arg.value!r} as if it were a tensor"
-                )
+                found = f"the graph computes with the Python value {spec.arg.value!r} as if it were a tensor"
+                raise CaptureError(found)
             exported.graph.erase_node(node)
         else:
             inputs.append(Input("user", next(names)))
     return inputs, constants
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """FQN -> all FQNs of the same tensor, the first in named_parameters order first."""
-    groups: dict[int, list[str]] = {}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            groups.setdefault(id(tensor), []).append(name)
-    return {name: group for group in groups.values() for name in group}
 
 
 def name_outputs(exported: ExportedProgram, graph: fx.Graph) -> tuple[list[Output], tuple[OutputLeaf, ...]]:

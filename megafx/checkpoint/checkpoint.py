@@ -43,28 +43,16 @@ class LoadedCheckpoint:
 
 @overload
 def save_checkpoint(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Optimizers = None,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-    asynchronous: Literal[False] = False,
-) -> Path: ...
+    folder: str | Path, model: nn.Module, optimizer: Optimizers = None, *, step: int, asynchronous: Literal[False] = False,
+    extra: Mapping[str, Any] | None = None, keep: int | None = None,
+) -> Path: ...  # fmt: skip
 
 
 @overload
 def save_checkpoint(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Optimizers = None,
-    *,
-    step: int,
-    extra: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-    asynchronous: Literal[True],
-) -> Future[Path]: ...
+    folder: str | Path, model: nn.Module, optimizer: Optimizers = None, *, step: int, asynchronous: Literal[True],
+    extra: Mapping[str, Any] | None = None, keep: int | None = None,
+) -> Future[Path]: ...  # fmt: skip
 
 
 def save_checkpoint(
@@ -93,9 +81,8 @@ def save_checkpoint(
     """
     _settle()
     if not isinstance(step, int) or step < 0 or (keep is not None and keep < 1):
-        raise UsageError(
-            f"save_checkpoint(step={step!r}, keep={keep!r})", fix="step is at least 0, keep at least 1 or None"
-        )
+        found = f"save_checkpoint(step={step!r}, keep={keep!r})"
+        raise UsageError(found, fix="step is at least 0, keep at least 1 or None")
     group = _saving_group(model, asynchronous, "megafx.save_checkpoint")
     state, data = collect(model, optimizer, extra or {}, dist.get_rank(group) if group is not None else 0)
     if group is not None:
@@ -113,8 +100,6 @@ def _write(state: State, writer: FolderWriter, group: dist.ProcessGroup | None) 
     write_checkpoint(state, writer, group)
     return Path(broadcast_object(str(writer.path), group))
 
-
-# -- who saves, and the one save that may be under way in the background
 
 _side: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (the default group, a gloo group of the same ranks)
 _threads = ThreadPoolExecutor(1, thread_name_prefix="megafx-checkpoint")
@@ -180,9 +165,8 @@ def load_checkpoint(
         if found is None:
             if missing_ok:
                 return None
-            raise CheckpointError(
-                f"there is no checkpoint in {path}", fix="name the folder that save_checkpoint was given"
-            )
+            problem = f"there is no checkpoint in {path}"
+            raise CheckpointError(problem, fix="name the folder that save_checkpoint was given")
         path, content, skipped = found
     with raising_together(group):
         check_planned(model)

@@ -44,9 +44,6 @@ def convert(source: Path, target: Path, model: nn.Module | None = None, *, max_s
     return _to_checkpoint(source, target, model)
 
 
-# -- a checkpoint -> files
-
-
 def _to_files(source: Path, target: Path, model: nn.Module | None, limit: int) -> Path:
     about, names, read = _opened(source, model)
     described = {name: about[there] for name, there in names.items()}
@@ -56,7 +53,12 @@ def _to_files(source: Path, target: Path, model: nn.Module | None, limit: int) -
             groups.setdefault(there, []).append(name)
         tensors = [Stored((*group,), _meta(*about[there])) for there, group in groups.items()]
     else:
-        _take_dtypes(model, described)
+        for t in stored_tensors(
+            model
+        ):  # on meta, it takes the dtypes there: a config may name another than was trained in
+            dtype = next((described[n][1] for n in t.names if n in described), t.tensor.dtype)
+            if t.tensor.is_meta and dtype.is_floating_point == t.tensor.is_floating_point():
+                t.tensor.data = t.tensor.data.to(dtype)
         refuse(misfits(model, described, f"'{source}'"), source)
         tensors = stored_tensors(model)
     there_of = {name: next(names[n] for n in t.names if n in names) for t in tensors for name in t.names}
@@ -80,9 +82,8 @@ def _opened(source: Path, model: nn.Module | None) -> tuple[Shapes, dict[str, st
     else:
         path = latest_checkpoint(source)
         if path is None:
-            raise CheckpointError(
-                f"there is no valid checkpoint in '{source}'", fix="load_checkpoint says what is wrong"
-            )
+            found = f"there is no valid checkpoint in '{source}'"
+            raise CheckpointError(found, fix="load_checkpoint says what is wrong")
         content = checkpoint_folder.read_content(path)
         about = {n: (t.shape, torch_dtype(t.dtype)) for n, t in content.tensors.items() if n.startswith("model.")}
         names = {n.removeprefix("model."): n for n in about}
@@ -100,17 +101,6 @@ def _opened(source: Path, model: nn.Module | None) -> tuple[Shapes, dict[str, st
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _take_dtypes(model: nn.Module, described: Shapes) -> None:
-    """Give the model on meta the dtypes that are there: a config may name another than was trained in."""
-    for t in stored_tensors(model):
-        dtype = next((described[n][1] for n in t.names if n in described), t.tensor.dtype)
-        if t.tensor.is_meta and dtype.is_floating_point == t.tensor.is_floating_point():
-            t.tensor.data = t.tensor.data.to(dtype)
-
-
-# -- files -> a checkpoint
 
 
 def _to_checkpoint(source: Path, target: Path, model: nn.Module | None) -> Path:
@@ -140,10 +130,8 @@ def _to_checkpoint(source: Path, target: Path, model: nn.Module | None) -> Path:
 
     file = "rank_00000.safetensors"
     written = safetensors_writer.write(checkpoint_folder.begin(target, 0) / file, entries, values(), {"format": "pt"})
-    described = {
-        name: Described(dtype_name(dtype), shape, (Chunk((0,) * len(shape), shape, file, name),))
-        for name, dtype, shape in entries
-    }
+    chunks = {name: (Chunk((0,) * len(shape), shape, file, name),) for name, _, shape in entries}
+    described = {name: Described(dtype_name(dtype), shape, chunks[name]) for name, dtype, shape in entries}
     aliases = {alias: t.name for t in tensors for alias in t.names[1:]}
     data = {"aliases": aliases, "model": {}, "optimizers": [], "rng": {}, "extra": {}}
     folder = checkpoint_folder.partial(target, 0)

@@ -68,9 +68,6 @@ class Content(NamedTuple):
         return Content(data["step"], tensors, files, data["objects"])
 
 
-# -- one folder
-
-
 def write_content(folder: Path, content: Content) -> None:
     """Write `metadata.json` and flush it to the disk."""
     data = content.to_json()
@@ -121,14 +118,9 @@ def _digest(data: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-# -- the root
-
-
 def is_checkpoint(folder: Path) -> bool:
     """Whether the folder is one checkpoint rather than a root of several."""
-    return (
-        (folder / METADATA).exists() or (folder / TORCH_METADATA).exists() or _NAME.fullmatch(folder.name) is not None
-    )
+    return any((folder / name).exists() for name in (METADATA, TORCH_METADATA)) or bool(_NAME.fullmatch(folder.name))
 
 
 def checkpoints(root: Path) -> list[Path]:

@@ -21,13 +21,11 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from megafx.distributed.tensor import wrap
+from megafx.distributed.tensor import local_of, wrap
 from megafx.errors import CheckpointError, UsageError
 from megafx.weights.state import stored_tensors
 
-State = dict[
-    str, torch.Tensor
-]  # of this rank: TPTensors describe their slices in original coordinates, others are whole
+State = dict[str, torch.Tensor]  # this rank's: TPTensors know their slices' original coordinates, others are whole
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -42,9 +40,8 @@ def collect(
     aliases: dict[str, str] = {}
     for stored in stored_tensors(model):
         if stored.tensor.is_meta:
-            raise UsageError(
-                f"'{stored.name}' is on the meta device: it has no values to save", fix="load or initialise it"
-            )
+            found = f"'{stored.name}' is on the meta device: it has no values to save"
+            raise UsageError(found, fix="load or initialise it")
         tensors[f"model.{stored.name}"] = stored.tensor
         aliases |= dict.fromkeys(stored.names[1:], stored.name)
     objects = {k: v for k, v in model.state_dict().items() if not isinstance(v, torch.Tensor)}
@@ -64,9 +61,8 @@ def collect(
     for name, tensor in list(tensors.items()):
         if isinstance(tensor, DTensor):
             if any(p.is_partial() for p in tensor.placements):
-                raise CheckpointError(
-                    f"'{name}', whose ranks hold summands, is to be saved", fix="redistribute it first"
-                )
+                found = f"'{name}', whose ranks hold summands, is to be saved"
+                raise CheckpointError(found, fix="redistribute it first")
             tensors[name] = wrap(tensor._local_tensor.detach(), tensor._spec)
         elif rank != 0 and name.startswith(("rng.", "extra.")):
             del tensors[name]
@@ -75,12 +71,8 @@ def collect(
 
 def copied(state: State) -> State:
     """The same values in CPU memory of their own."""
-    return {
-        name: wrap(x._local_tensor.to("cpu", copy=True), x._spec)
-        if isinstance(x, DTensor)
-        else x.detach().to("cpu", copy=True)
-        for name, x in state.items()
-    }
+    locals_ = {name: local_of(x).to("cpu", copy=True) for name, x in state.items()}
+    return {n: wrap(x, s._spec) if isinstance(s := state[n], DTensor) else x for n, x in locals_.items()}
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -93,9 +85,6 @@ def finish_model(model: nn.Module, objects: dict[str, Any]) -> None:
         nn.Module.load_state_dict(model, objects, strict=False)
     for stored in stored_tensors(model):
         torch.autograd.graph.increment_version(stored.tensor)
-
-
-# -- optimizers
 
 
 def several_of(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
@@ -191,20 +180,18 @@ def finish_optimizer(
     optimizer.load_state_dict({**now, "state": state, "param_groups": groups})
 
 
-# -- plain data: Python data with tensors in it <-> JSON that names the tensors
-#
-#     encode({"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}, "extra", tensors)
-#         -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra.ema"}}, tensors["extra.ema"] = tensor
-#
-# What JSON cannot say is an object with one key that begins with '$': tuples, dicts with keys that are no strings, infinities
-# and NaN, dtypes. Anything else is refused: reading a checkpoint never runs code of its writer.
-
 _DICTS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 _KINDS = {kind: tag for tag, kind in _DICTS.items()}
 
 
 def encode(value: Any, path: str, tensors: State) -> Any:
-    """`value` as JSON data. Its tensors go into `tensors` under their path. Raises CheckpointError with the path."""
+    """`value` as JSON data. Its tensors go into `tensors` under their path. Raises CheckpointError with the path.
+
+        {"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}, of path "extra"
+        {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra.ema"}}
+
+    What JSON cannot say is an object with one key that begins with '$'. Reading it back never runs code of its writer.
+    """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if type(value) is float:

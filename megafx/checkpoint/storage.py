@@ -79,11 +79,15 @@ def _errors_of_ranks(doing: str, done: str) -> Iterator[None]:
 class _Storage:
     """What torch asks of a storage and this one has no use for."""
 
-    def reset(self, checkpoint_id: Any = None) -> None:
+    def reset(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    set_up_storage_reader = set_up_storage_writer = reset
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
+
+    prepare_global_plan = prepare_local_plan
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -96,9 +100,6 @@ class FolderWriter(_Storage, StorageWriter):
     def __init__(self, root: Path, step: int, objects: dict[str, Any], keep: int | None = None) -> None:
         self.root, self.step, self.objects, self.keep = root, step, objects, keep
         self.path: Path | None = None
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, before anyone writes: makes the folder, and names each rank's file."""
@@ -132,10 +133,8 @@ class FolderWriter(_Storage, StorageWriter):
         folder = checkpoint_folder.partial(self.root, self.step)
         for name, file in files.items():
             if not (folder / name).exists() or (folder / name).stat().st_size != file.bytes:
-                raise CheckpointError(
-                    f"{folder / name}, which another rank wrote, is not to be seen by rank 0",
-                    fix="save to a file system that all ranks share",
-                )
+                found = f"{folder / name}, which another rank wrote, is not to be seen by rank 0"
+                raise CheckpointError(found, fix="save to a file system that all ranks share")
         tensors = {}
         for name, about in metadata.state_dict_metadata.items():
             assert isinstance(about, TensorStorageMetadata)
@@ -164,12 +163,6 @@ class FolderReader(_Storage, StorageReader):
             properties = TensorProperties(dtype=safetensors_writer.NAMES[t.dtype])
             described[name] = TensorStorageMetadata(properties, torch.Size(t.shape), chunks)
         return Metadata(described)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}

@@ -101,8 +101,6 @@ def names_there(there: Iterable[str], names: Iterable[str]) -> dict[str, str]:
     return {name: prefix + name for name in names if prefix + name in present}
 
 
-# -- optimizers
-
 _ENTRY = re.compile(r"(?:(.+?)\.)?(state|param_groups)\.(.+)\.([^.]+)")
 _FIX = "save what get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict gives"
 Entries = dict[str, dict[str, Any]]  # FQN of a parameter, or number of a group -> {key: encoded value}
@@ -155,10 +153,8 @@ def _entries(folder: Path, taken: set[str]) -> tuple[Entries, Entries]:
     if not any(m[2] == "param_groups" for m in matched.values()):
         raise CheckpointError(f"checkpoint {folder} holds no optimizer", fix=f"load the model alone; or {_FIX} with it")
     if len(roots) > 1:
-        raise CheckpointError(
-            f"checkpoint {folder} holds several optimizers ({', '.join(roots)})",
-            fix="save get_optimizer_state_dict(model, [all optimizers]), which is one",
-        )
+        found = f"checkpoint {folder} holds several optimizers ({', '.join(roots)})"
+        raise CheckpointError(found, fix="save get_optimizer_state_dict(model, [all optimizers]), which is one")
     plain = _read_objects(folder, {name for name in matched if not isinstance(about[name], TensorStorageMetadata)})
     state, groups = Entries(), Entries()
     for name, match in matched.items():

@@ -127,11 +127,18 @@ def _unshard(
 class NumberCheck:
     """What a program computes on made-up inputs. ranks: size of the axis once shapes are local. data: data parallelism."""
 
-    def __init__(self, program: Program, ranks: int, data: DataAxis | None = None) -> None:
+    before: Program  # the last graph of global shapes and one batch
+
+    def __init__(self, ranks: int, data: DataAxis | None = None) -> None:
         self.ranks, self.data = ranks, data
         self.parts = 1  # in which a batch is cut by now
         self.values: dict[str, Any] = {}
         self.storage: dict[str, Placement] = {}
+        self.expected = Logical()
+        self.random = False
+
+    def start(self, program: Program) -> None:
+        """The program before the first pass."""
         self.expected = self._run(program)
         self.random = self._is_random(program)
         self.before = program.copy()

@@ -23,9 +23,9 @@ from megafx.ir.program import VAL, Program, Saved
 
 
 class LazyOutputs:
-    """Lazy outputs of one call: computed once, from values that forward left and from inputs as they were then.
+    """Lazy outputs of one call, computed once: from values that forward kept, and from inputs, which may not change before.
 
-    `make(i)` gives the i-th. What they need is dropped once they are made, or with this object.
+    `make(i)` gives the i-th. What they need is freed once they are made, or with this object.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LazyOutputs:
 
 
 class LazyOutput(NamedTuple):
-    """What forward gives in the place of a lazy output: `make()` is its local value."""
+    """Stands for a lazy output among the results of forward: `make()` is its local value."""
 
     outputs: LazyOutputs
     place: int
@@ -91,11 +91,11 @@ class Kept:
     ) -> None:
         self.values = values
         self.versions = versions  # (position in values, version) of memory that the user can reach and change
-        self.parts = parts  # the same of tensors that stand for a kept one: (tensor, version, what was kept)
+        self.parts = parts  # DTensors of kept local tensors: (DTensor, version, what was kept)
         self.like = [(t.shape, t.dtype, t.device) for t in tangents]
 
     def watch(self, parameter: torch.Tensor, saved: Saved) -> None:
-        """Backward refuses to run once it has changed: changes of a DTensor are none of its local tensor's."""
+        """Backward refuses to run once it has changed. (A change of a DTensor does not count as one of its local tensor.)"""
         self.parts.append((parameter, parameter._version, saved))
 
 

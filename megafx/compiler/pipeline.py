@@ -205,8 +205,8 @@ def passes_of(planner: Planner, *stages: str) -> list[Pass]:
 def _run(program: Program, planner: Planner, *stages: str) -> Runner:
     """Under MEGAFX_CHECK=2 each pass is followed by a comparison of numbers."""
     runner = _runner(planner, "capture")
-    numbers = NumberCheck(program, planner.t, planner.data) if runner.settings.check >= 2 else None
-    runner.run(program, passes_of(planner, *stages), None if numbers is None else numbers.after)
+    numbers = NumberCheck(planner.t, planner.data) if runner.settings.check >= 2 else None
+    runner.run(program, passes_of(planner, *stages), numbers)
     return runner
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from megafx.config import Config
 from megafx.debugging import Debug, current, is_reporting_rank, say
@@ -22,7 +23,14 @@ from megafx.ir.program import Phase, Program
 from megafx.planner.context import Planner
 
 PassFunction = Callable[[Program, Planner], int]
-AfterEach = Callable[[str, Program], None]
+
+
+class Check(Protocol):
+    """What looks at a program before the first pass of a list and after each."""
+
+    def start(self, program: Program) -> None: ...
+
+    def after(self, name: str, program: Program) -> None: ...
 
 
 class PipelineStopped(MegafxError):
@@ -135,17 +143,16 @@ class Runner:
         self.records: list[PassRecord] = []
         self.dumps = _dumps(self.settings)
 
-    def run(self, program: Program, passes: Sequence[Pass], after_each: AfterEach | None = None) -> list[PassRecord]:
-        """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says.
-
-        after_each: called with the name of each pass that has run, and the program that it left.
-        """
+    def run(self, program: Program, passes: Sequence[Pass], check: Check | None = None) -> list[PassRecord]:
+        """Run the passes in order, in place. Raises PipelineStopped where `stop_after` says."""
         settings = self.settings
         _check_names([*(step.name for step in passes), *self.known], settings)
         wants_text = self.dumps.folder is not None or settings.level >= 2
         text = _text(program) if wants_text else ""
         if not self.records:
             self.dumps.write(self.start, text)
+        if check is not None:
+            check.start(program)
         for step in passes:
             index = len(self.records) + 1
             if step.name in settings.skip:
@@ -163,8 +170,8 @@ class Runner:
                 self._log(4, text)
             if settings.check >= 1:
                 _verify(step, program)
-            if after_each is not None:
-                after_each(step.name, program)
+            if check is not None:
+                check.after(step.name, program)
             if step.name == settings.stop_after:
                 program.gm.recompile()
                 raise PipelineStopped(step.name, program)

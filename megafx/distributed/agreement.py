@@ -66,8 +66,6 @@ def raising_together(group: dist.ProcessGroup | None) -> Iterator[None]:
             raise kind(f"on rank {rank}: {text}", fix=fix)
 
 
-# -- hashes of tensors
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 24  # elements hashed at a time: bounds the int64 temporaries to a few hundred MB
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megafx.errors import LostRankError
 
 LONGEST_WAIT = timedelta(minutes=5)  # for ranks that should call something too, where the group's timeout is longer
+SECONDS = 0.1  # at exit, without the lock held: gloo's thread needs microseconds of them
 _SIGNS = ("gloo", "connection closed", "connection reset", "connection was closed", "timed out", "timeout", "nccl")
 
 
@@ -34,10 +35,11 @@ def stopping_with_others(what: str) -> Iterator[None]:
         text = str(error).lower()
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS):
             raise
+        rank = dist.get_rank() if dist.is_initialized() else 0
         late = "timed out" in text or "timeout" in text
         reason = "a rank did not come within the timeout" if late else "a rank has ended"
         raise LostRankError(
-            f"rank {_rank()} stopped in {what}: {reason} ({str(error).strip().splitlines()[0]})",
+            f"rank {rank} stopped in {what}: {reason} ({str(error).strip().splitlines()[0]})",
             fix="the first error among the other ranks' output is the cause; where there is none, ranks made different calls: "
             "compare their batches and numbers of steps (Config(check_inputs_every=1)). torchrun --max-restarts N starts a "
             "job again, which goes on with megafx.load_checkpoint(..., missing_ok=True)",
@@ -75,9 +77,8 @@ def meet(what: str, group: dist.ProcessGroup | None) -> None:
         store.delete_key(f"{prefix}/{number - 1}/{mine}")  # all have read it: they are here
     other = next((rank for rank, text in texts.items() if text != what), None)
     if other is not None:
-        raise LostRankError(
-            f"rank {mine} calls {what}, rank {other} {texts[other]}", fix="make the same calls on all ranks"
-        )
+        found = f"rank {mine} calls {what}, rank {other} {texts[other]}"
+        raise LostRankError(found, fix="make the same calls on all ranks")
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -86,21 +87,13 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return found
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-# -- the end of a process that used gloo: with the exit code of its script
-#
-# A thread of gloo drops the last work's tensors a moment after the ranks have gone on. Where a mesh keeps the group alive,
-# `destroy_process_group` does not wait for that thread, and a thread that wants the interpreter's lock while it is being torn
-# down ends the process: "terminate called without an active exception", exit code -6, in one of five runs of a script that
-# holds a DeviceMesh and whose last act is a collective (torch 2.13, CPU, 2 ranks, 2026-11-22; pytorch/pytorch#179291).
-
-SECONDS = 0.1  # without the lock held: the thread needs microseconds of them
-
-
 @cache
 def wait_at_exit() -> None:
-    """Give gloo's threads a moment at the end of the process, before the interpreter is torn down. Asked for once."""
+    """Give gloo's threads a moment at the end of the process, before the interpreter is torn down. Asked for once.
+
+    A thread of gloo drops the last work's tensors a moment after the ranks have gone on. Where a mesh keeps the group alive,
+    `destroy_process_group` does not wait for that thread, and a thread that wants the interpreter's lock while it is being torn
+    down ends the process: "terminate called without an active exception", exit code -6, in one of five runs of a script that
+    holds a DeviceMesh and whose last act is a collective (torch 2.13, CPU, 2 ranks, 2026-11-22; pytorch/pytorch#179291).
+    """
     atexit.register(time.sleep, SECONDS)

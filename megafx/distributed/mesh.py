@@ -101,14 +101,11 @@ def tensor_mesh(mesh: DeviceMesh, size: int | None = None) -> DeviceMesh:
     if TENSOR_AXIS in names and mesh.ndim > 1:
         mesh = mesh[TENSOR_AXIS]
     if mesh.ndim != 1:
-        raise AgreementError(
-            f"mesh {mesh} has {mesh.ndim} dims, none of them named '{TENSOR_AXIS}'", fix=f"name one dim '{TENSOR_AXIS}'"
-        )
+        found = f"mesh {mesh} has {mesh.ndim} dims, none of them named '{TENSOR_AXIS}'"
+        raise AgreementError(found, fix=f"name one dim '{TENSOR_AXIS}'")
     if size is not None and size != mesh.size():
-        raise AgreementError(
-            f"tensor_model_parallel_size={size}, but dim '{TENSOR_AXIS}' of the mesh has {mesh.size()} ranks",
-            fix="make them equal",
-        )
+        found = f"tensor_model_parallel_size={size}, but dim '{TENSOR_AXIS}' of the mesh has {mesh.size()} ranks"
+        raise AgreementError(found, fix="make them equal")
     return mesh
 
 
@@ -117,10 +114,8 @@ def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list
     if config.data_parallel == DDP:
         shard = 1
     elif config.data_parallel_shard_size not in (None, shard):
-        raise AgreementError(
-            f"data_parallel_shard_size={config.data_parallel_shard_size}, but the mesh has {shard} ranks to a copy",
-            fix=f"name the dims '{REPLICA_AXIS}' and '{SHARD_AXIS}'",
-        )
+        found = f"data_parallel_shard_size={config.data_parallel_shard_size}, but the mesh has {shard} ranks to a copy"
+        raise AgreementError(found, fix=f"name the dims '{REPLICA_AXIS}' and '{SHARD_AXIS}'")
     batch = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten(BATCH_AXIS)
     everyone = mesh[(*names, TENSOR_AXIS)]._flatten("_".join((*names, TENSOR_AXIS)))
     axes = {BATCH_AXIS: _context(batch)}

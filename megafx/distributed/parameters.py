@@ -155,19 +155,13 @@ def everyone_of(model: nn.Module) -> dist.ProcessGroup | None:
     return None if runtime is None else runtime.everyone
 
 
-# -- joined parameters: a graph reads them as one tensor, their rows one below the other
-#
-# They are views of one memory where they lie side by side in it; else they are copied together at each call.
-
-
 def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
     """One view of parameters that follow each other in one memory; None where they do not."""
     first = parameters[0]
     memory, at = first.untyped_storage().data_ptr(), first.data_ptr()
     for p in parameters:
-        if p.data_ptr() != at or p.dtype != first.dtype or not p.is_contiguous():
-            return None
-        if p.untyped_storage().data_ptr() != memory:
+        follows = p.data_ptr() == at and p.untyped_storage().data_ptr() == memory
+        if not follows or p.dtype != first.dtype or not p.is_contiguous():
             return None
         at += p.numel() * p.element_size()
     rows = sum(p.shape[0] for p in parameters)
@@ -175,7 +169,10 @@ def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 class JoinedParameters:
-    """The join of some of a graph's inputs, at each call; the view of the last call while they have not moved."""
+    """The join of some of a graph's inputs, their rows one below the other, at each call.
+
+    A view where they lie side by side in one memory (that of the last call while they have not moved), else a copy.
+    """
 
     def __init__(self, indices: tuple[int, ...]) -> None:
         self.indices = indices

@@ -63,10 +63,8 @@ class TPTensor(DispatchedTensor):
             return self
         if all(p.is_replicate() for p in placements):
             return DTensor.from_local(self.full_tensor(), self._spec.mesh, list(placements), run_check=False)
-        raise UsageError(
-            f"{self._spec.placements[0]} cannot be redistributed to {tuple(placements)}",
-            fix="use full_tensor(), then torch.distributed.tensor.distribute_tensor",
-        )
+        found = f"{self._spec.placements[0]} cannot be redistributed to {tuple(placements)}"
+        raise UsageError(found, fix="use full_tensor(), then torch.distributed.tensor.distribute_tensor")
 
     # -- torch.distributed.checkpoint: chunks in logical coordinates, one for each box that this rank holds
 
@@ -80,14 +78,9 @@ class TPTensor(DispatchedTensor):
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        chunks, kind = self.__create_chunk_list__(), WriteItemType.SHARD
+        about = [TensorWriteData(chunk=chunk, properties=properties, size=self.size()) for chunk in chunks]
+        return [WriteItem(MetadataIndex(fqn, a.chunk.offsets), kind, tensor_data=a) for a in about]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         for box in slices_of(self):

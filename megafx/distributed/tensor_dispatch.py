@@ -13,14 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafx.distributed.tensor_layout import (
-    LayoutShard,
-    is_permuted,
-    make_spec,
-    physical_spec,
-    placement_of,
-    zero_pads,
-)
+from megafx.distributed.tensor_layout import LayoutShard, is_permuted, make_spec, physical_spec, placement_of, zero_pads
 from megafx.errors import UsageError
 from megafx.placements.tensors import shard_tensor
 
@@ -32,17 +25,11 @@ class DispatchedTensor(DTensor):
     """The part of `TPTensor` that operations go through."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is aten.detach.default:
             return _new(type(args[0]), args[0]._local_tensor, args[0]._spec, requires_grad=False)
-        if (
-            func is aten.add_.Tensor
-            and not kwargs
-            and type(args[0]) is type(args[1])
-            and args[0]._spec is args[1]._spec
-        ):
+        adds = func is aten.add_.Tensor and not kwargs and type(args[0]) is type(args[1])
+        if adds and args[0]._spec is args[1]._spec:
             args[0]._local_tensor.add_(args[1]._local_tensor)  # gradient accumulation
             _count_write(args[0])
             return args[0]
@@ -251,9 +238,6 @@ def _unscale_gradients(
     for mesh in dict.fromkeys(g.device_mesh for g in sharded):  # an order that all ranks have in common
         for axis in range(mesh.ndim):
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-
-
-# -- everything else
 
 
 def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:

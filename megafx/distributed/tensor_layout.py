@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -48,22 +49,18 @@ class LayoutShard(Shard):
 
     __deepcopy__ = __copy__
 
-    def _to_replicate_tensor(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any
-    ) -> torch.Tensor:
+    def _to_replicate_tensor(self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any) -> Tensor:
         return gather_shards(local_tensor, self.placement, mesh.get_group(mesh_dim))
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise UsageError(
-            f"torch asked for {self} as if its shards were torch.chunk's, which they are not",
-            fix="use full_tensor() or megafx.full_state_dict(model), which give the logical tensor",
-        )
+        found = f"torch asked for {self} as if its shards were torch.chunk's, which they are not"
+        raise UsageError(found, fix="use full_tensor() or megafx.full_state_dict(model), which give the logical tensor")
 
     _split_tensor = _shard_tensor = _replicate_to_shard = _to_new_shard_dim = _reduce_shard_tensor = _refuse
     local_shard_size_and_offset = _local_shard_size_and_offset = _refuse
 
 
-def gather_shards(local: torch.Tensor, placement: Placement, group: dist.ProcessGroup | None) -> torch.Tensor:
+def gather_shards(local: Tensor, placement: Placement, group: dist.ProcessGroup | None) -> Tensor:
     """Physical shard -> logical tensor on every rank. Collective."""
     if not placement.is_shard:
         return local
@@ -105,10 +102,7 @@ def physical_spec(mesh: DeviceMesh, shard: LayoutShard, shape: torch.Size, dtype
     return DTensorSpec(mesh, (Shard(shard.dim),), tensor_meta=TensorMeta(torch.Size(physical), stride, dtype))
 
 
-# -- padding
-
-
-def zero_pads(local: torch.Tensor, spec: DTensorSpec) -> None:
+def zero_pads(local: Tensor, spec: DTensorSpec) -> None:
     """Zero, in place, the padding of a permuted shard."""
     shard = cast(LayoutShard, spec.placements[0])
     if isinstance(shard.placement, Nested):
@@ -134,9 +128,7 @@ def pads(mesh: DeviceMesh, shard: LayoutShard) -> tuple[tuple[int, int], ...]:
 
 
 @cache
-def _nested_padding(
-    mesh: DeviceMesh, placement: Nested, shape: torch.Size, device: torch.device
-) -> torch.Tensor | None:
+def _nested_padding(mesh: DeviceMesh, placement: Nested, shape: torch.Size, device: torch.device) -> Tensor | None:
     """Bool mask of the padding in this rank's part of a parameter of logical `shape`; None where there is none."""
     mask = torch.ones(placement.local_shape(shape), dtype=torch.bool)
     for box in shard_slices(shape, placement, mesh.get_local_rank(), mesh.size()):

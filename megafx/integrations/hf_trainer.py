@@ -78,13 +78,15 @@ def gather_once(accelerator: Any, t: int) -> None:
         return
 
     def gather(tensor: Any) -> Any:
-        return recursively_apply(lambda rows: _one_of_each(rows, accelerator.num_processes, t), everyone(tensor))
+        # [ranks * n, ...], ranks one after another and groups of t side by side -> [ranks / t * n, ...]
+        once = lambda rows: rows.unflatten(0, (accelerator.num_processes, -1))[::t].flatten(0, 1)  # noqa: E731
+        return recursively_apply(once, everyone(tensor))
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
             return everything(input_data, use_gather_object=True)
         accelerator.gather = (
-            gather  # which `gather_for_metrics` calls; others, such as the sum of token counts, are left alone
+            gather  # `gather_for_metrics` calls it; others, such as the sum of token counts, are left alone
         )
         try:
             return everything(input_data)
@@ -92,11 +94,6 @@ def gather_once(accelerator: Any, t: int) -> None:
             accelerator.gather = everyone
 
     accelerator.gather_for_metrics = gather_for_metrics
-
-
-def _one_of_each(rows: torch.Tensor, ranks: int, t: int) -> torch.Tensor:
-    """[ranks * n, ...], ranks one after another and groups of t side by side -> [ranks / t * n, ...]."""
-    return rows.unflatten(0, (ranks, -1))[::t].flatten(0, 1)
 
 
 class TrainerCheckpoints(TrainerCallback):
@@ -110,7 +107,8 @@ class TrainerCheckpoints(TrainerCallback):
         self.generators: torch.Tensor | None = None  # where the resumed run's draws begin
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        extra = _with_states(given) | {"python": random.getstate(), "numpy": _numpy_state()}
+        drawn: Any = np.random.get_state()
+        extra = _with_states(given) | {"python": random.getstate(), "numpy": [drawn[1].tolist(), *drawn[2:]]}
         save_checkpoint(_folder(args, state), given["model"], given["optimizer"], step=state.global_step, extra=extra)
 
     def on_train_begin(
@@ -118,12 +116,11 @@ class TrainerCheckpoints(TrainerCallback):
     ) -> None:
         if state.global_step == 0:
             return
-        extra = _with_states(given)
-        folder = _folder(args, state)
+        folder, extra = _folder(args, state), _with_states(given)
         found = load_checkpoint(folder, given["model"], given["optimizer"], extra=extra, rng=True, missing_ok=True)
         if found is None:
             raise CheckpointError(
-                f"{_folder(args, state)} does not exist: the Trainer resumes at step {state.global_step} without the optimizer",
+                f"{folder} does not exist: the Trainer resumes at step {state.global_step} without the optimizer",
                 fix="resume from a checkpoint-<step> of output_dir that was saved with TrainerCheckpoints",
             )
         self.generators = torch.get_rng_state()
@@ -147,8 +144,3 @@ def _with_states(given: dict[str, Any]) -> dict[str, Any]:
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FOLDER
-
-
-def _numpy_state() -> list[Any]:
-    state: Any = np.random.get_state()
-    return [state[1].tolist(), *state[2:]]

@@ -78,12 +78,12 @@ ANY_VALUE: Accepts = frozenset("IRS")  # an output without gradient may stay sha
 
 
 def accepts(wanted: Accepts, placement: Placement) -> bool:
-    """Whether an output may leave the graph so."""
+    """Whether an output may leave the graph at this placement."""
     return placement.kind in wanted or placement.tag in wanted or placement in wanted
 
 
 def way_out(wanted: Accepts) -> Placement:
-    """What an output is brought to that is at nothing acceptable."""
+    """The placement that an output is moved to where its own is not accepted."""
     return next((p for p in wanted if isinstance(p, Placement)), I)
 
 
@@ -92,10 +92,9 @@ def accepted_outputs(
 ) -> dict[fx.Node, Accepts]:
     """For each active node that is a graph output: the placements it may leave at.
 
-    Caches leave as an earlier graph's did; the first graph's as they come, but cut along no dim whose size differs between
-    calls.
     The loss and mutated buffers leave invariant. Beside a loss other outputs are lazy, and with gather_outputs=False they
-    stay sharded; a value that is both must satisfy both.
+    stay sharded. A cache leaves as it left an earlier graph; the first graph may cut it along any dim of a fixed size. A
+    value that is several outputs satisfies all of them.
     """
     found: dict[fx.Node, Accepts] = {}
     has_loss = any(o.loss for o in program.outputs)

@@ -87,7 +87,7 @@ def weight_values(program: Program, active: set[fx.Node]) -> set[fx.Node]:
     return weights
 
 
-def _normalised_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
+def normalised_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
     """The (value, dim) that a norm normalises over: the dims of layer_norm, or of the mean inside a hand-written norm."""
     name = str(node.target)
     source = rule.operands[0] if rule.operands else None
@@ -131,7 +131,7 @@ class Policy:
         self.kept_whole: dict[fx.Node, dict[str, None]] = defaultdict(dict)
         self._axis_of: dict[Placement, str] = {}
         self._class_of = dim_classes(rules, self.weights, program)
-        self._normalised = self._classes(p for n, r in rules.items() for p in _normalised_places(n, r))
+        self._normalised = self._classes(p for n, r in rules.items() for p in normalised_places(n, r))
         self._ranked = self._classes(p for n, r in rules.items() for p in _ranked_places(n, r))
         batch, seq = [], []
         for node, spec in program.input_nodes():
@@ -248,7 +248,7 @@ class Policy:
     ) -> list[Strategy]:
         """Norms on a shard of the sequence; the rest of the residual stream there too, or still partial."""
         on_shard = [s for s in left if self.shards_sequence(node, s)]
-        if _normalised_places(node, rule):
+        if normalised_places(node, rule):
             return prefer(left, on_shard, SEQUENCE_WANTED, gone)
         if on_shard and self.in_residual_stream(node):
             return prefer(left, [*on_shard, *(s for s in left if s.out == P)], SEQUENCE_WANTED, gone)

@@ -1,5 +1,7 @@
-"""What becomes of the submodules of a parallelized model, whose flat graph has no submodule calls: direct calls of those that
-hold shards run graphs of their own; new hooks on them, and wrapping in DDP or `fully_shard`, are refused.
+"""Submodules of a parallelized model, whose flat graph has no submodule calls.
+
+A direct call of a submodule that holds shards runs a graph of its own. New hooks on submodules are refused, and so is
+wrapping the model in DDP or `fully_shard`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def data_parallel_error(wrapper: str) -> UsageError:
 
 
 class HookTable(OrderedDict[int, Any]):
-    """The hooks of one submodule: those that were there when it was parallelized, and no new ones (except during capture)."""
+    """The hooks of one submodule. New ones are refused, except during capture."""
 
     def __init__(self, fqn: str, open_now: Callable[[], bool], hooks: Any = ()) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class RootHooks(HookTable):
 
 
 class DirectCall:
-    """The forward of a submodule that holds shards: its own while capture goes on, else a graph of its own.
+    """The forward of a submodule that holds shards: the module's own during capture, a graph otherwise.
 
     run(fqn, args, kwargs): calls that graph. replaced: the forward that the user had put on this instance, if any.
     """
@@ -88,7 +90,7 @@ class DirectCall:
 
 
 class CopiedApart:
-    """The forward of a copy of a submodule that holds shards, made apart from its model."""
+    """The forward of a submodule that was copied without its model: its parameters are shards, so it refuses."""
 
     def __init__(self, fqn: str, replaced: Any) -> None:
         self.fqn, self.replaced = fqn, replaced

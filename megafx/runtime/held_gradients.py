@@ -1,9 +1,12 @@
-"""Gradients that a rank keeps for itself while `no_sync` is on, until a backward outside of it reduces the sums.
+"""Gradients that a rank holds back while `no_sync` is on, until a backward outside of it reduces their sums.
 
-They are whole gradients of this rank's tensor-parallel shards, and in no `.grad`: that has values of all data-parallel ranks
-only. A parameter without gradient gets a `HeldGradient` there, which has no values and tells one thing: that nobody took it
-away. `optimizer.zero_grad()` does, and what is held goes with it. Whatever would read it is an error, such as clipping; a
-step is refused before it changes anything.
+They are whole gradients of this rank's tensor-parallel shards. `.grad` does not show them, since it has values of all
+data-parallel ranks only. Instead `.grad` holds a marker, a `HeldGradient` without values. If the marker is gone, zero_grad
+was called, and what is held is dropped. Reading the marker is an error (clipping does), and an optimizer's step is refused
+before it changes anything.
+
+The marker is a tensor class because `.grad` takes nothing else, and because `zero_grad(set_to_none=False)`, clipping and
+steps of any optimizer have to notice it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _LEAVE_ALONE = (aten.detach.default, aten.detach_.default)
 
 
 class HeldGradient(TPTensor):
-    """What `.grad` is while gradients are held. drop: gives up what is held."""
+    """The marker in `.grad` while a gradient is held. drop: gives up what is held."""
 
     drop: Callable[[], None]
 
@@ -91,8 +94,7 @@ def _unreduced(what: str) -> UsageError:
 
 @dataclass
 class HeldGradients:
-    """Of one model. now: whether `no_sync` is on; sums: FQN -> what was held so far; seen: FQN -> the `.grad` of then, and its
-    version."""
+    """Of one model. now: whether `no_sync` is on. sums: FQN -> what is held. seen: FQN -> the `.grad` since, its version."""
 
     now: bool = False
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class HeldGradients:
         self.seen[name] = weakref.ref(parameter.grad), parameter.grad._version
 
     def take(self, name: str, parameter: Tensor | None) -> Tensor:
-        """What is held of a parameter, from now on no more; 0 where nothing is."""
+        """Give away what is held of a parameter; 0 where nothing is."""
         found = self.sums.get(name)
         self.drop(name, parameter)
         return torch.zeros(()) if found is None else found

@@ -130,8 +130,7 @@ class Numbers:
 class KeyMaker:
     """Keys for the calls of one model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self) -> None:
         self.numbers = Numbers()
         self._states: dict[Hashable, int] = {}
         self._last: tuple[Hashable, int] = (None, -1)

@@ -34,6 +34,7 @@ from megafx.weights.state import full_state_dict, prepare_loading
 # and quantized models are left to the method itself.
 
 CALLER = "model.save_pretrained"
+Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def bound(
@@ -208,11 +209,13 @@ class _Pretrained:
         raise no_upload("push_to_hub")
 
 
-def make_parallel(model: nn.Module, runtime: Runtime) -> None:
-    """Turn the model into its parallel subclass, in place; parameters become replicated DTensors on several ranks.
+def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: bool = False) -> nn.Module:
+    """The runtime's model, now an instance of its parallel subclass, with DTensors for parameters on several ranks.
 
-    Collective over all ranks of the runtime's meshes.
+    Collective over all ranks of the runtime's meshes. example: a training call to plan by, ahead of the first one; compile:
+    make its graph too.
     """
+    model = runtime.model
     if RUNTIME in vars(model):
         raise UsageError("the model is parallelized already", fix="call megafx.parallelize once a model")
     if runtime.mesh is not None:
@@ -221,6 +224,9 @@ def make_parallel(model: nn.Module, runtime: Runtime) -> None:
         for name in agreement.agree_on_weights(model, runtime.everyone):
             runtime.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")
     _install(runtime)
+    if example is not None:
+        runtime.start(*example, compile=compile)
+    return model
 
 
 def _install(runtime: Runtime) -> None:

@@ -27,34 +27,13 @@ _CASTS = {
     torch.Tensor.half: torch.float16,
     torch.Tensor.bfloat16: torch.bfloat16,
 }
-# What may be asked without making the tensor whole.
-_FIELDS = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "layout",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-)
-_QUERIES = (
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "ndimension",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-)
+# Questions that do not make the tensor whole.
+_FIELDS = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu")
+_QUERIES = ("size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__", "get_device")
+_CHECKS = ("is_floating_point", "is_complex", "is_contiguous", "is_inference")
 _METADATA = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in _FIELDS]
-    + [getattr(torch.Tensor, name) for name in (*_QUERIES, "__len__", "get_device", "is_contiguous", "is_inference")]
+    [getattr(torch.Tensor, name).__get__ for name in (*_FIELDS, "is_meta")]
+    + [getattr(torch.Tensor, name) for name in (*_QUERIES, *_CHECKS)]
 )
 
 

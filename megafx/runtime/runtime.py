@@ -57,7 +57,8 @@ class Runtime:
         compile: Callable[..., CompiledCall] = compile_call,
     ) -> None:
         """loss_fn: calls may bring `loss_inputs=` for it. compile: as `compile_call`."""
-        self.model, self.config, self.meshes, self.hardware = model, config, meshes, hardware
+        self.model = model
+        self.config, self.meshes, self.hardware = config, meshes, hardware
         self.loss_fn, self.compile = loss_fn, compile
         self.mesh = mesh = meshes.tensor
         self.group = mesh.get_group() if mesh is not None else None
@@ -71,7 +72,7 @@ class Runtime:
         self.notes: list[Note] = []
         self.params: Mapping[str, Placement] | None = None
         self.graphs: dict[Hashable, list[BoundGraph]] = {}
-        self.keys = KeyMaker(model)
+        self.keys = KeyMaker()
         self.normalizers: dict[str, Normalizer] = {}
         self.modules: list[nn.Module] = []
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
@@ -114,15 +115,12 @@ class Runtime:
 
     # -- calling
 
-    def prepare(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_inputs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Compile the graph of a call ahead of it; the first one settles the placements of the parameters."""
-        self._graph(self._call_of(tuple(args), dict(kwargs), loss_inputs))
-
-    def settle(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Plan the training form of a call and shard the parameters by it, without compiling the call."""
-        call = self._call_of(tuple(args), dict(kwargs), None)
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compile: bool) -> None:
+        """Plan by an example of a training call, and shard the parameters. compile: make the graph of the call too."""
+        call = self._call_of(args, kwargs)
+        if compile:
+            self._graph(call)
+            return
         planner = self._planner(call, True)
         with self._capturing(True):
             settle(lambda _: self._capture(call, frozenset(), training=True), planner, self.settled)
@@ -149,8 +147,7 @@ class Runtime:
             return self._call(args, kwargs, part)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
-        loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None and not part else None
-        call = self._call_of(args, kwargs, loss_inputs, part)
+        call = self._call_of(args, kwargs, part)
         if self.mesh is not None and self._checks_inputs():
             agreement.check_inputs(call.tensors(), str(self._describe(call)), self.state.step, self.group)
         graph = self._graph(call)
@@ -159,9 +156,8 @@ class Runtime:
         self.state.step += 1
         return graph.run(call)
 
-    def _call_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: Mapping[str, Any] | None, part: str = ""
-    ) -> Call:
+    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Call:
+        loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None and not part else None
         normalize = self.normalizers.get(part)
         if normalize is None:
             module = self.model.get_submodule(part)

@@ -88,9 +88,6 @@ Deliver = Callable[[Storage, torch.UntypedStorage], None]
 Run = Callable[[Step, Any, Any], Any]
 
 
-# -- recording
-
-
 def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
     """Run `factory` on fake tensors; torch's generators are left as they were.
 
@@ -139,13 +136,8 @@ def _swapping_fakes() -> Iterator[None]:
         torch.utils.swap_tensors = swap
 
 
-_OVERWRITING = frozenset(
-    f"aten::{name}_"
-    for name in (
-        *("normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli"),
-        *("fill", "zero", "copy"),
-    )
-)
+_DRAWS = ("normal", "uniform", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli")
+_OVERWRITING = frozenset(f"aten::{name}_" for name in (*_DRAWS, "fill", "zero", "copy"))
 
 
 class _Recorder(TorchDispatchMode):
@@ -166,17 +158,14 @@ class _Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and (ref := self.ref(args[0])) is not None:
             with _disable_current_modes():
                 return self.values.of(ref)
-        given = tree_map(
-            lambda x: (self.ref(x) or x) if isinstance(x, torch.Tensor) else x, (tuple(args), dict(kwargs))
-        )
+        given = tree_map(lambda x: (isinstance(x, torch.Tensor) and self.ref(x)) or x, (tuple(args), dict(kwargs)))
         written, whole = self._written(func, args, kwargs)
         known = len(self.log.memories)
         out = func(*args, **kwargs)
         outputs = tuple(self.ref(x) if isinstance(x, torch.Tensor) else None for x in tree_leaves(out))
         made = {r.storage for r in outputs if r is not None and r.storage >= known}
-        others = {
-            r.storage for r in tree_leaves((given[0][1:], given[1])) if isinstance(r, Ref)
-        }  # but of the first operand
+        # of all operands but the first
+        others = {r.storage for r in tree_leaves((given[0][1:], given[1])) if isinstance(r, Ref)}
         reads = {r.storage for r in tree_leaves(given) if isinstance(r, Ref)} - made - (whole - others)
         generator = self._generator(func, kwargs, outputs)
         seeded = None if generator is None else self._seeded(generator)
@@ -239,11 +228,8 @@ class _Recorder(TorchDispatchMode):
                     continue
                 ref = self.ref(x)
                 if ref is None:
-                    raise UsageError(
-                        f"{func} writes a tensor that was there before the constructor ran",
-                        source=current_user_line(),
-                        fix="let the constructor make what it changes",
-                    )
+                    found = f"{func} writes a tensor that was there before the constructor ran"
+                    raise UsageError(found, source=current_user_line(), fix="let the constructor make what it changes")
                 written.add(ref.storage)
                 dense = torch.empty_strided(ref.size, ref.stride, device="meta")
                 size = dense.numel() * ref.dtype.itemsize
@@ -295,9 +281,6 @@ class _Values:
         if not known:
             self.now[id(generator)] = generator.get_state()
         return out
-
-
-# -- replay
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return NAMES[name]
 
 
-# -- reading
-
-
 @dataclass(frozen=True)
 class Entry:
     """A tensor in a file: dtype as safetensors names it (F32, BF16, I64, ...)."""
@@ -88,12 +85,9 @@ class SafetensorsFiles:
                 wrong.append(f"{file.name}: {error}")
                 continue
             if names is not None:
-                wrong += [
-                    f"{file.name}: '{n}' is in the file, and not in {INDEX}" for n in sorted({*present} - {*names})
-                ]
-                wrong += [
-                    f"{file.name}: '{n}' is not in the file, and {INDEX} says so" for n in sorted({*names} - {*present})
-                ]
+                more, less = sorted({*present} - {*names}), sorted({*names} - {*present})
+                wrong += [f"{file.name}: '{n}' is in the file, and not in {INDEX}" for n in more]
+                wrong += [f"{file.name}: '{n}' is not in the file, and {INDEX} says so" for n in less]
         if wrong:
             raise listed(f"'{self.path}' cannot be read", wrong, fix="copy the files again")
 
@@ -174,9 +168,8 @@ def _indexed(index: Path) -> dict[Path, list[str]]:
     try:
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"'{index}' is no index of safetensors files: {error}", fix="copy the files again"
-        ) from error
+        problem = f"'{index}' is no index of safetensors files: {error}"
+        raise CheckpointError(problem, fix="copy the files again") from error
     found: dict[Path, list[str]] = {}
     for name, file in places.items():
         found.setdefault(index.parent / file, []).append(name)
@@ -186,9 +179,6 @@ def _indexed(index: Path) -> dict[Path, list[str]]:
 def listed(found: str, lines: Sequence[str], fix: str = "", kind: type[MegafxError] = CheckpointError) -> MegafxError:
     """An error with one line for each thing found."""
     return kind("\n  ".join([f"{found}:", *lines]), fix=fix)
-
-
-# -- writing
 
 
 class Written(NamedTuple):

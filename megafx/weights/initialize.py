@@ -24,17 +24,7 @@ from torch import nn
 from megafx.distributed import agreement
 from megafx.distributed.parameters import everyone_of, runtime_of
 from megafx.errors import MegafxError, UsageError
-from megafx.weights.constructor_log import (
-    Log,
-    Ref,
-    Storage,
-    draw_in_order,
-    execute,
-    record,
-    replay,
-    schedule,
-    view,
-)
+from megafx.weights.constructor_log import Log, Ref, Storage, draw_in_order, execute, record, replay, schedule, view
 from megafx.weights.index_random import IndexRandom
 from megafx.weights.state import Stored, all_tensors, give_memory, stored_tensors
 
@@ -89,10 +79,8 @@ def check_planned(model: nn.Module) -> None:
     if runtime is None or runtime.mesh is None or runtime.params is not None:
         return
     if any(p.is_meta for p in model.parameters()):
-        raise UsageError(
-            "the model is not planned yet, so it is not known which slices this rank holds",
-            fix="pass example_inputs= to megafx.parallelize",
-        )
+        found = "the model is not planned yet, so it is not known which slices this rank holds"
+        raise UsageError(found, fix="pass example_inputs= to megafx.parallelize")
 
 
 def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None) -> Log:
@@ -115,10 +103,8 @@ def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None)
             if last is None or last.func.overloadpacket in _LEAVE_UNINITIALISED:
                 wrong.append(f"'{name}' is written by no initialiser: in eager mode too it is whatever was in memory")
     if wrong:
-        raise UsageError(
-            "\n  ".join(["the factory's model is not this one, or has no values:", *wrong]),
-            fix="let it build the same model, and give values to all of it",
-        )
+        found = "\n  ".join(["the factory's model is not this one, or has no values:", *wrong])
+        raise UsageError(found, fix="let it build the same model, and give values to all of it")
     return log
 
 
@@ -182,10 +168,8 @@ def _hugging_face_factory(model: nn.Module) -> Factory:
     runtime = runtime_of(model)
     kind = type(model) if runtime is None else runtime.original
     if not (hasattr(kind, "from_pretrained") and hasattr(model, "config")):
-        raise UsageError(
-            f"how a {kind.__name__} is built is not known",
-            fix="pass a factory: megafx.initialize(model, lambda: Net(config))",
-        )
+        found = f"how a {kind.__name__} is built is not known"
+        raise UsageError(found, fix="pass a factory: megafx.initialize(model, lambda: Net(config))")
     config = copy.deepcopy(cast(Any, model).config)
     if getattr(config, "distributed_config", None) is not None:
         config.distributed_config = None  # what `parallelize` told Trainer of the ranks

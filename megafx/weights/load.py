@@ -87,11 +87,8 @@ def check_fit(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFil
     wrong += [f"unexpected: {name}, {files.entries[name].shape}" for name in sources.unexpected]
     wrong += [f"unexpected: {name}, made of several" for name in sorted(made.keys() - known)]
     if wrong:
-        raise listed(
-            f"'{files.path}' does not fit the model",
-            wrong,
-            fix=f"nothing was changed; names were matched by {sources.rules}",
-        )
+        fix = f"nothing was changed; names were matched by {sources.rules}"
+        raise listed(f"'{files.path}' does not fit the model", wrong, fix=fix)
     return unfilled
 
 

@@ -115,9 +115,6 @@ def _patterns(model: Any, attribute: str) -> list[str]:
     return sorted(getattr(model, attribute, None) or ())
 
 
-# -- saving
-
-
 @dataclass
 class Saving:
     """Tensors of the model that become tensors of a file together. entries: (name in the file, dtype, shape)."""
@@ -139,9 +136,8 @@ def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: b
     """
     tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     left_out = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
-    kept = {
-        next((n for n in t.names if n not in tied), t.name): t for t in tensors if not left_out.intersection(t.names)
-    }
+    saved = [t for t in tensors if not left_out.intersection(t.names)]
+    kept = {next((n for n in t.names if n not in tied), t.name): t for t in saved}
     if not original_format or not (hasattr(model, "base_model_prefix") and hasattr(model, "config")):
         return [_as_it_is(name, name, t) for name, t in kept.items()]
     from transformers import core_model_loading as loading

@@ -10,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,7 @@ from megafx.weights.names import Saving, find_savings
 from megafx.weights.state import Stored, stored_tensors
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-Fetch = Callable[
-    [str, int], torch.Tensor | None
-]  # (name in the model, writing rank) -> the whole tensor there, else None
+Fetch = Callable[[str, int], torch.Tensor | None]  # (name in the model, writing rank) -> the whole tensor there
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
@@ -78,14 +76,10 @@ def save_whole(
             save_config(model, folder, next((p.dtype for p in model.parameters()), None))
 
 
-class PlannedFile(NamedTuple):
-    """A file and what goes into it."""
-
-    name: str
-    savings: list[Saving]
+Files = dict[str, list[Saving]]  # name of a file -> what goes into it
 
 
-def plan_files(savings: Sequence[Saving], limit: int, variant: str = "") -> list[PlannedFile]:
+def plan_files(savings: Sequence[Saving], limit: int, variant: str = "") -> Files:
     """In order, each file filled up to `limit` bytes."""
     parts: list[list[Saving]] = [[]]
     size = 0
@@ -97,8 +91,8 @@ def plan_files(savings: Sequence[Saving], limit: int, variant: str = "") -> list
         size += saving.nbytes
     stem = _stem(variant)
     if len(parts) == 1:
-        return [PlannedFile(f"{stem}.safetensors", parts[0])]
-    return [PlannedFile(f"{stem}-{i + 1:05d}-of-{len(parts):05d}.safetensors", p) for i, p in enumerate(parts)]
+        return {f"{stem}.safetensors": parts[0]}
+    return {f"{stem}-{i + 1:05d}-of-{len(parts):05d}.safetensors": p for i, p in enumerate(parts)}
 
 
 def _stem(variant: str) -> str:
@@ -106,20 +100,20 @@ def _stem(variant: str) -> str:
     return f"{stem}.{variant}" if variant else stem
 
 
-def write_files(
-    folder: Path, files: Sequence[PlannedFile], fetch: Fetch, group: dist.ProcessGroup | None, variant: str = ""
-) -> None:
+def write_files(folder: Path, files: Files, fetch: Fetch, group: dist.ProcessGroup | None, variant: str = "") -> None:
     """Write the files and the index; `fetch` is called on all ranks, for every tensor in order. Collective."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     with _writing(f"'{folder}' cannot be made", group):
         folder.mkdir(parents=True, exist_ok=True)
-    for number, file in enumerate(files):
-        values = _values(file, fetch, number % ranks, rank)
-        with _writing(f"'{folder / file.name}' cannot be written", group, fix="nothing was replaced"):
+    for number, (name, savings) in enumerate(files.items()):
+        # Wide dtypes first, so that every tensor is aligned (what the safetensors library does too).
+        ordered = sorted(savings, key=lambda s: -min(dtype.itemsize for _, dtype, _ in s.entries))
+        values = _values(ordered, fetch, number % ranks, rank)
+        with _writing(f"'{folder / name}' cannot be written", group, fix="nothing was replaced"):
             try:
                 if number % ranks == rank:
-                    entries = [entry for saving in _ordered(file) for entry in saving.entries]
-                    safetensors_writer.write(_partial(folder, file.name), entries, values, {"format": "pt"})
+                    entries = [entry for saving in ordered for entry in saving.entries]
+                    safetensors_writer.write(_partial(folder, name), entries, values, {"format": "pt"})
             except (OSError, MegafxError):
                 deque(values, 0)  # the other ranks are sending
                 raise
@@ -139,14 +133,9 @@ def _writing(what: str, group: dist.ProcessGroup | None, fix: str = "") -> Itera
             raise CheckpointError(f"{what}: {found}", fix=fix) from found
 
 
-def _ordered(file: PlannedFile) -> list[Saving]:
-    """Wide dtypes first, so that every tensor is aligned (what the safetensors library does too)."""
-    return sorted(file.savings, key=lambda s: -min(dtype.itemsize for _, dtype, _ in s.entries))
-
-
-def _values(file: PlannedFile, fetch: Fetch, writer: int, rank: int) -> Iterator[torch.Tensor]:
+def _values(savings: Sequence[Saving], fetch: Fetch, writer: int, rank: int) -> Iterator[torch.Tensor]:
     """A file's tensors in the order in which they are written; on ranks that do not write it, nothing."""
-    for saving in _ordered(file):
+    for saving in savings:
         whole = [fetch(name, writer) for name in saving.names]
         if writer == rank:
             made = iter(saving.make([x for x in whole if x is not None]))
@@ -158,20 +147,20 @@ def _partial(folder: Path, name: str) -> Path:
     return folder / f".{name}.partial"
 
 
-def _finish(folder: Path, files: Sequence[PlannedFile], variant: str) -> None:
+def _finish(folder: Path, files: Files, variant: str) -> None:
     """Give the complete files their names, write the index, and remove what an earlier save left."""
     ours = re.compile(rf"{re.escape(_stem(variant))}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     old = [f for f in folder.iterdir() if ours.fullmatch(f.name)]
     listing = INDEX.replace(".json", f".{variant}.json") if variant else INDEX
     (folder / listing).unlink(missing_ok=True)
     for file in files:
-        os.replace(_partial(folder, file.name), folder / file.name)
+        os.replace(_partial(folder, file), folder / file)
     for path in old:
-        if path.name not in {file.name for file in files}:
+        if path.name not in files:
             path.unlink()
     if len(files) > 1:
-        places = {name: file.name for file in files for saving in file.savings for name, _, _ in saving.entries}
-        total = sum(saving.nbytes for file in files for saving in file.savings)
+        places = {name: file for file, savings in files.items() for s in savings for name, _, _ in s.entries}
+        total = sum(s.nbytes for savings in files.values() for s in savings)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         _partial(folder, listing).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         os.replace(_partial(folder, listing), folder / listing)

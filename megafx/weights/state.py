@@ -69,9 +69,6 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
                 yield (f"{prefix}.{key}" if prefix else key), module, key, buffer
 
 
-# -- memory for a model on meta: this rank's shards only; values come later
-
-
 def give_memory(
     model: nn.Module, wanted: Callable[[str], bool] = lambda name: True, device: torch.device | None = None
 ) -> list[str]:
@@ -120,9 +117,6 @@ def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def _mesh_device(param: TPTensor) -> torch.device:
     kind = param._spec.mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-# -- whole tensors of a parallelized model: in the original layout, under the original names
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:

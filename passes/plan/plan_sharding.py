@@ -24,7 +24,7 @@ from megafx.planner.alternatives import alternatives
 from megafx.planner.context import Planner, accepted_outputs, price_workload
 from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
-from megafx.planner.policy import Policy
+from megafx.planner.policy import Policy, normalised_places
 from megafx.planner.problem import Problem, removals, shard_candidates, storage
 from megafx.planner.solver import LARGEST, InfeasibleError, Solution, TooWideError, solve
 from megafx.rules.candidates import find_candidates, strategies
@@ -82,6 +82,8 @@ def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list
         "solver_seconds": solution.seconds,
     }
     _say_what_is_replicated(program, planner, problem, plan)
+    if planner.config.sequence_parallel is True and planner.t > 1 and planner.config.planner_policy != "free":
+        _say_where_the_sequence_is_whole(program, problem, solution)
     planner.weights = problem.policy.weights
     if current().level >= 3:
         plan.sizes = program.sizes
@@ -201,6 +203,34 @@ def _say_what_is_replicated(program: Program, planner: Planner, problem: Problem
     for node, spec in program.input_nodes():
         if spec.kind == "param" and not plan.params[spec.name].is_shard:
             plan.replicated[spec.name] = _why_whole(node, problem, plan)
+
+
+def _say_where_the_sequence_is_whole(program: Program, problem: Problem, solution: Solution) -> None:
+    """sequence_parallel=True, and norms of the residual stream run on all tokens all the same: one note for each reason."""
+    found: dict[str, list[fx.Node]] = {}
+    for node, rule in problem.planner.rules.items():
+        chosen = problem.domains[node][solution.assignment["op", node]]
+        if normalised_places(node, rule) and not problem.policy.shards_sequence(node, chosen):
+            found.setdefault(_why_sequence_is_whole(node, rule, problem), []).append(node)
+    for reason, nodes in found.items():
+        others = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        program.note(
+            "sequence parallel",
+            f"sequence_parallel=True has no effect on {nodes[0].target}{others}: {reason}",
+            nodes[0],
+        )
+
+
+def _why_sequence_is_whole(node: fx.Node, rule: OpRule, problem: Problem) -> str:
+    shape = ", ".join(map(str, rule.operands[0].node.meta[VAL].shape))
+    if rule.kind == "none":
+        return rule.reason
+    if any(problem.policy.shards_sequence(node, s) for s in problem.domains[node]):
+        return "running it on a shard of the sequence costs more than it saves"
+    return (
+        f"no dim of its input [{shape}] is known to be a sequence that can be cut: that is a dim of dynamic size, or "
+        "the second one of token ids or a mask [batch, sequence] that is an input of the model"
+    )
 
 
 def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:

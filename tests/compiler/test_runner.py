@@ -194,7 +194,7 @@ def test_pass_of_reads_the_contract_of_its_module(monkeypatch):
 
 def checked(program: Program, passes: list[Pass]) -> list[PassRecord]:
     """As the pipeline runs them under MEGAFX_CHECK=2."""
-    return Runner(make_planner(), settings=Debug(check=2)).run(program, passes, NumberCheck(program, 1).after)
+    return Runner(make_planner(), settings=Debug(check=2)).run(program, passes, NumberCheck(1))
 
 
 def test_check_2_names_the_first_pass_that_changed_numbers(program):

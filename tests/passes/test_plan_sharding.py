@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import real_sizes
+import torch
+from torch import nn
 
+import megafx
 from megafx.errors import PlanError
 from megafx.ir.program import PLACEMENT, VAL, Program
 from megafx.passes.plan.insert_transitions import insert_transitions
@@ -241,3 +244,34 @@ def test_removals_are_reported_with_reasons() -> None:
         "a norm normalises over this dim, so the activation keeps it whole",
         "a matmul weight is sharded where it can be",
     }
+
+
+class _Stack(nn.Module):
+    """Norms on a float input, whose second dim is as long as a table: a number in the graph, and of no input of token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(12, 16))
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions
+        return self.norm(x + self.down(torch.relu(self.up(self.norm(x))))).square().mean()
+
+
+@pytest.mark.parametrize("wanted, said", [(True, 1), (False, 0), ("auto", 0)])
+def test_sequence_parallelism_that_is_not_had_is_told(wanted: bool | str, said: int) -> None:
+    config = megafx.Config(tensor_model_parallel_size=2, sequence_parallel=wanted, hardware="h100-nvlink")
+    plan = megafx.plan(_Stack(), config, example_inputs=(torch.zeros(3, 12, 16),))
+    assert not plan.sequence_parallel
+    notes = [n for n in megafx.explain(plan).notes if n.startswith("sequence parallel")]
+    assert len(notes) == said
+    for note in notes:
+        assert (
+            "[norm]" in note and "sequence_parallel=True has no effect on megafx.layer_norm.default and 1 more" in note
+        )
+        assert "12, 16] is known to be a sequence that can be cut" in note
+
+
+def test_sequence_parallelism_that_is_had_is_no_note() -> None:
+    assert not [n for n in _placed("nanogpt", True)[2].notes if n.startswith("sequence parallel")]
