@@ -145,7 +145,7 @@ class _Functionalizer:
         version = self.version.get(self._base(node), 0)
         if node in self.parent and self.seen.get(node, 0) != version:
             operand = self._read(self.parent[node], where)
-            again = self.editor.at(where)(node.target, operand, *node.args[1:], **node.kwargs)
+            again = self.editor.at(where)(node.target, operand, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
             self.current[node], self.seen[node] = inherit(again, node, BY), version
         return self.current.get(node, node)
 

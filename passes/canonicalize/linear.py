@@ -138,7 +138,7 @@ def unflatten_rows(editor: Editor, node: fx.Node) -> bool:
     if not shapes or not all(editor.same_shape(shapes[0], s) for s in shapes):
         return False
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: sources.get(n, n))
-    new = editor.at(node)(node.target, *args, **kwargs)
+    new = editor.at(node)(node.target, *args, **kwargs)  # type: ignore[arg-type]
     return replace(node, editor.at(node)(aten.reshape.default, new, editor.shape(flat)))
 
 
