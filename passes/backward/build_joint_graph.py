@@ -267,8 +267,11 @@ def _reroot_sizes(program: Program) -> None:
             continue  # depends on data
         size = emit(program.sizes.of(node.meta[VAL]))
         for user in [u for u in node.users if u not in found]:  # a size at the top may stand before `size`
-            given = (user.args, user.kwargs)
-            user.args, user.kwargs = fx.map_arg(given, lambda a, old=node, new=size: new if a is old else a)
+            user.args, user.kwargs = _replaced(user.args, node, size), _replaced(user.kwargs, node, size)
+
+
+def _replaced(arguments: Any, old: fx.Node, new: int | fx.Node) -> Any:
+    return fx.map_arg(arguments, lambda a: new if a is old else a)
 
 
 def _finish_meta(program: Program) -> None:

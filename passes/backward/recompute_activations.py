@@ -47,7 +47,7 @@ def _recompute(program: Program, output: fx.Node) -> bool:
     if gradient in late:
         return False  # its own gradient needs what is read there
     build = Builder(program, gradient.next, gradient, NAME)
-    again = build(gradient.target, *gradient.args[:-1], True)
+    again = build(gradient.target, *gradient.args[:-1], True)  # type: ignore[arg-type]
     gradient.replace_all_uses_with(again)
     value = build(operator.getitem, again, len(again.meta[VAL]) - 1)
     shown = {output: value}  # each view of the output -> the same view of `value`

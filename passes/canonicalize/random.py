@@ -43,7 +43,8 @@ def attention_dropout(editor: Editor, node: fx.Node) -> bool:
     rank = q.meta[VAL].dim()
     if rank > 4:
         return _of_many_dims(editor, node)
-    q, k, v, mask = (x if x is None else _with_leading_ones(editor, node, x) for x in (q, k, v, mask))
+    q, k, v = (_with_leading_ones(editor, node, x) for x in (q, k, v))
+    mask = None if mask is None else _with_leading_ones(editor, node, mask)
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])
     drawn: tuple[Any, ...] = (p, -1, -1, [], AXIS)
     out = emit(torch.ops.megafx.attention.default, q, k, v, mask, None, None, factor, causal, 0, 0.0, *drawn)

@@ -61,7 +61,7 @@ class Localizer:
         emit = self.before(node)
         device = value.meta[VAL].device
         ones = emit(aten.ones.default, [self.sizes(placement.cut.size)], dtype=torch.bool, device=device)
-        move = (ones, "I", "S0", [], self.layout(placement), self.axis, self.t)
+        move: Any = (ones, "I", "S0", [], self.layout(placement), self.axis, self.t)
         mask = emit(torch.ops.megafx.transition.default, *move, placement=Placement("S", 0, placement.layout))
         if value.meta[VAL].ndim > 1:
             sizes: list[Any] = [1] * value.meta[VAL].ndim

@@ -29,7 +29,7 @@ METHODS = {
     aten.transpose.int: "transpose",
     aten.view.default: "view",
 }
-FUNCTIONS = {aten.addmm.default: torch.addmm, aten.bmm.default: torch.bmm, aten.mm.default: torch.mm}
+FUNCTIONS: dict[Any, Any] = {aten.addmm.default: torch.addmm, aten.bmm.default: torch.bmm, aten.mm.default: torch.mm}
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 
@@ -57,7 +57,7 @@ def with_direct_calls(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
 def _call_directly(node: fx.Node) -> bool:
     function = direct(node.target) if node.op == "call_function" else None
     args = None if function is None else _arguments(node)
-    if args is not None:
+    if function is not None and args is not None:
         node.target, node.args, node.kwargs = function, args, {}
     elif node.target in METHODS:
         node.op, node.target = "call_method", METHODS[node.target]
