@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megafx.capture.export import capture_call
-from megafx.checks.simulate import (
-    TOLERANCE,
-    Divergence,
-    Logical,
-    first_divergence,
-    local_inputs,
-    relative_errors,
-    run_logical,
-)
+from megafx.checks import simulate
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import UsageError
@@ -38,7 +30,7 @@ class Verdict:
     tolerance: float
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
-    divergence: Divergence | None = None
+    divergence: simulate.Divergence | None = None
 
     @property
     def ok(self) -> bool:
@@ -83,8 +75,7 @@ def verify_call(
         program = capture_call(
             model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules
         )
-        planner = Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param")
-        return compile_program(program, planner)
+        return compile_program(program, Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param"))
 
     sharded, single = compiled(t), compiled(1)
     plain = _plain(model)
@@ -95,8 +86,8 @@ def verify_call(
     differentiated = [single.program.outputs[i].name for i in single.differentiated]
     tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
     values |= tangents
-    found = run_logical(sharded.program, values, sharded.plan.params, t)
-    alone = run_logical(single.program, values, single.plan.params, 1)
+    found = simulate.run_logical(sharded.program, values, sharded.plan.params, t)
+    alone = simulate.run_logical(single.program, values, single.plan.params, 1)
     random = any(spec.kind == "seed" for spec in sharded.program.inputs)
     if random:
         outputs, gradients = alone.outputs, alone.gradients
@@ -106,11 +97,11 @@ def verify_call(
         gradients = {name: p.grad for name, p in plain.named_parameters()}
     limit = _rounding(single) if tolerance is None else tolerance
     verdict = Verdict(t, "megafx at t=1" if random else "eager", limit)
-    verdict.outputs, verdict.gradients = relative_errors(found, Logical(outputs, gradients))
+    verdict.outputs, verdict.gradients = simulate.relative_errors(found, simulate.Logical(outputs, gradients))
     if not verdict.ok:
-        ours = local_inputs(sharded.program, values, sharded.plan.params, t)
-        theirs = local_inputs(single.program, values, single.plan.params, 1)[0]
-        verdict.divergence = first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
+        ours = simulate.local_inputs(sharded.program, values, sharded.plan.params, t)
+        theirs = simulate.local_inputs(single.program, values, single.plan.params, 1)[0]
+        verdict.divergence = simulate.first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
     return verdict
 
 
@@ -142,4 +133,5 @@ def _rounding(compiled: Compiled) -> float:
     """What the coarsest dtype of inputs and casts rounds to: fp64 models may compute their loss in fp32."""
     nodes = [n for n in compiled.program.graph.nodes if n.op == "placeholder" or "_to_copy" in str(n.target)]
     dtypes = {n.meta[VAL].dtype for n in nodes if isinstance(n.meta[VAL], Tensor)}
-    return max((TOLERANCE[d] for d in dtypes if d in TOLERANCE), default=TOLERANCE[torch.float32])
+    known = [simulate.TOLERANCE[d] for d in dtypes if d in simulate.TOLERANCE]
+    return max(known, default=simulate.TOLERANCE[torch.float32])

@@ -54,7 +54,7 @@ from megafx.rewrite.trace import plain_modes
 
 __all__ = ["assert_same", "expect", "graph", "make_planner", "run_logically", "run_pass", "transition", "with_backward"]
 
-_DTYPES = {short: dtype for dtype, short in dump._DTYPES.items()}
+_DTYPES = {short: getattr(torch, name) for name, short in dump._DTYPES.items()}
 _VALUE = re.compile(r"(?P<param>param )?(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?: (?P<placement>[^@]+)@(?P<axis>\w+))?")
 _HINTS = (5, 7, 11, 13, 17)  # of dynamic dims, in order of appearance: unequal, and divided by no number of ranks
 
@@ -260,11 +260,11 @@ def run_logically(program: Program, t: int, *, sizes: int = 9, seed: int = 0) ->
     program = _in_fp64(program.copy())
     if program.phase < Phase.LOCAL:
         t = 1
-    placements = {
-        spec.name: node.meta.get(PLACEMENT, I) for node, spec in program.input_nodes() if spec.kind != "tangent"
-    }
+    given = [(node, spec.name) for node, spec in program.input_nodes() if spec.kind != "tangent"]
+    placements = {name: node.meta.get(PLACEMENT, I) for node, name in given}
     values, now = _random_inputs(program, placements, sizes, seed)
-    placements = {name: _with_sizes(program, p, now) for name, p in placements.items()}
+    for name, p in placements.items():
+        placements[name] = Placement.parse(p.tag, [_number_of(program, n, now) for n in p.flat_layout])
     if program.phase < Phase.LOCAL:
         return _run_with_autograd(program, values, seed)
     if program.phase == Phase.LOCAL:
@@ -326,10 +326,6 @@ def _number_of(program: Program, structural: int, now: dict[Any, int]) -> int:
     return int(program.sizes.expr(structural).xreplace(now))
 
 
-def _with_sizes(program: Program, placement: Placement, now: dict[Any, int]) -> Placement:
-    return Placement.parse(placement.tag, [_number_of(program, n, now) for n in placement.flat_layout])
-
-
 def _random_tangent(shape: Any, seed: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -350,9 +346,8 @@ def _run_with_autograd(program: Program, values: dict[str, Tensor], seed: int) -
     tangents = [_random_tangent(results[o].shape, seed + 1 + i) for i, o in enumerate(outputs)]
     names = [program.inputs[i].name for i in inputs]
     live = [(results[o], g) for o, g in zip(outputs, tangents, strict=True) if results[o].requires_grad]
-    grads = torch.autograd.grad(
-        [r for r, _ in live], [leaves[n] for n in names], [g for _, g in live], allow_unused=True
-    )
+    wanted = [leaves[n] for n in names]
+    grads = torch.autograd.grad([r for r, _ in live], wanted, [g for _, g in live], allow_unused=True)
     found = {o.name: tree_map(lambda x: x.detach(), r) for o, r in zip(program.outputs, results, strict=True)}
     return Logical(found, dict(zip(names, grads, strict=True)))
 
@@ -423,8 +418,7 @@ def fuse_with(
     counts: dict[str, int] = {}
     misses = []
     for local in (False, True):
-        stage = [p for p in chosen if p.local == local]
-        done = rewrite(after, stage, "fuse_local" if local else "fuse")
+        done = rewrite(after, [p for p in chosen if p.local == local], "fuse_local" if local else "fuse")
         counts |= done.counts
         misses += done.near_misses
     after.graph.lint()

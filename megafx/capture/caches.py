@@ -1,8 +1,8 @@
 """Key-value caches (transformers' `Cache` objects) as inputs and outputs of graphs. Does not import transformers.
 
 A cache in a call becomes a `CacheState`: a pytree of its tensors, beside its form (classes, flags, which attributes are
-tensors). In capture the state becomes a cache again, which the model updates. What that cache then holds leaves the graph as
-another state; after the call it is written into the user's own object, or into a new one where the model made one.
+tensors). In capture the state becomes a cache again, which the model updates and which leaves the graph as another state;
+after the call that is written into the user's own object, or into a new one where the model made one.
 
 Numbers that grow with every token (`cumulative_length`) would be another graph each if they were baked in: they travel as
 the length of an empty tensor [n, 0], which is a symbol in the graph.

@@ -73,8 +73,7 @@ class NamedDims:
 
 def max_length(model: Any) -> int | None:
     """The greatest sequence length that the model's config states, if it states one."""
-    config = getattr(model, "config", None)
-    lengths = [getattr(config, key, None) for key in _MAX_LENGTH]
+    lengths = [getattr(getattr(model, "config", None), key, None) for key in _MAX_LENGTH]
     known = [n for n in lengths if isinstance(n, int) and not isinstance(n, bool) and n > 1]
     return min(known) if known else None
 

@@ -50,9 +50,8 @@ def unsupported_leaf(name: str, value: Any) -> CaptureError:
     fix = "pass tensors, numbers, strings, or lists, tuples and dicts of them"
     if "Cache" in kind.__name__:
         fix = "call with use_cache=False and without past_key_values: this is none of transformers' caches"
-    return CaptureError(
-        f"argument {name} is a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph", fix=fix
-    )
+    found = f"argument {name} is a {kind.__module__}.{kind.__qualname__}, which cannot enter a graph"
+    return CaptureError(found, fix=fix)
 
 
 def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:

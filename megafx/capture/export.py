@@ -1,8 +1,7 @@
 """torch.export of one call of a model -> `Program`.
 
-Non-strict export under FakeTensors: nothing is allocated, models on the meta device work, and the model is as before when
-capture returns. What the graph contains is pre-dispatch ATen in training form: `linear`,
-`layer_norm`, `dropout`, `scaled_dot_product_attention` and `cross_entropy_loss` are whole, in-place ops are still there.
+Non-strict export under FakeTensors: nothing is allocated, and the model is as before when capture returns. The graph is
+pre-dispatch ATen in training form: `linear`, `layer_norm`, `dropout` and the like are whole, in-place ops are still there.
 
 A loss that is computed in the user's loop enters the graph by `loss_fn`: the captured call is then
 `loss_fn(output, **loss_inputs)` on top of the model, and its result is the pair (loss, output).
@@ -383,10 +382,7 @@ def _without_ambient_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(note: Callable[[str], None]) -> Iterator[None]:
-    """Export prints the whole partial graph when it fails, through print and logging: keep it off the terminal.
-
-    What it warns of and the user should know becomes a note.
-    """
+    """Keeps the partial graphs that export prints and logs off the terminal; warnings that the user needs become notes."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -8,9 +8,7 @@ function is not known, has no tag: it is captured as transformers has it.
 (Reading the masks from the graph, as describe_masks does for other models, was tried in place of tags: beside any mask
 transformers repeats keys and values for groups of query heads, and it refuses soft-capped scores.)
 
-INPUTS (`synthesize_inputs`) are made from the model's signature and config.
-
-Nothing here imports transformers before it is used.
+INPUTS (`synthesize_inputs`) are made from the model's signature and config. Transformers is imported only where it is used.
 """
 
 from __future__ import annotations
@@ -55,8 +53,7 @@ def attention_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 def _tagging(original: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        shape = _shape_of(made, kwargs) if isinstance(made, Tensor) and not args else None
-        if shape is not None:
+        if isinstance(made, Tensor) and not args and (shape := _shape_of(made, kwargs)) is not None:
             setattr(made, _TAG, shape)
         return made
 
@@ -215,8 +212,7 @@ def synthesize_inputs(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]
 def _length(config: Any, wanted: int) -> int:
     """A length of at most the model's maximum."""
     keys = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
-    known = (getattr(config, key, None) for key in keys)
-    limits = [n for n in known if isinstance(n, int) and n > 1]
+    limits = [n for key in keys if isinstance(n := getattr(config, key, None), int) and n > 1]
     # RoBERTa-like position tables start after the padding index.
     limit = min(limits) - (2 if getattr(config, "pad_token_id", None) == 1 else 0) if limits else wanted
     return max(2, min(wanted, limit if wanted != TARGET_SEQ else min(limit, TARGET_SEQ * limit // max(limit, SEQ))))

@@ -5,10 +5,9 @@
             continue
         x = layer(x)
 
-The branch depends on a draw, which a graph cannot follow. Here the comparison is traced and taken for False; the layer that is
-called next becomes where(draw < p, x, layer(x)). So every call draws anew which layers are dropped, from the seed of the step:
-the same on every rank. A dropped layer is computed all the same, and its parameters get gradients of zero where eager leaves
-none.
+A graph cannot follow the draw. Here the comparison is traced and taken for False; the layer that is called next becomes
+where(draw < p, x, layer(x)). So every call draws anew, from the seed of the step: the same on every rank. A dropped layer is
+computed all the same, and its parameters get gradients of zero where eager leaves none.
 """
 
 from __future__ import annotations

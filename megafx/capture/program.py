@@ -29,8 +29,7 @@ def mark_nodes(gm: fx.GraphModule) -> None:
                     continue
                 node.meta[FQN] = fqn_of_stack(node.meta.get("nn_module_stack"), ROOT)
                 node.meta[MADE_BY] = ()
-                source = source_of_trace(node.meta.get("stack_trace") or "")
-                if source is not None:
+                if (source := source_of_trace(node.meta.get("stack_trace") or "")) is not None:
                     node.meta[SOURCE] = source
 
 

@@ -107,11 +107,8 @@ _under_way: Future[Path] | None = None
 
 
 def _saving_group(model: nn.Module, asynchronous: bool, what: str) -> dist.ProcessGroup | None:
-    """All ranks, over gloo, once all of them have called `what`; None where the model is this process's alone.
-
-    Replicas of a data-parallel axis take part: slices that several ranks hold are written once. A save in the background has
-    a group of its own, so that it never meets the collectives of training.
-    """
+    """All ranks, replicas too, over gloo, once all of them have called `what`; None where the model is this process's alone.
+    A save in the background has a group of its own, so that it never meets the collectives of training."""
     global _side
     runtime = runtime_of(model)
     if runtime is None or runtime.mesh is None:
@@ -161,8 +158,7 @@ def load_checkpoint(
     group = _saving_group(model, False, "megafx.load_checkpoint")
     path, content, skipped = Path(folder), None, dict[Path, str]()
     if not broadcast_object((path / checkpoint_folder.TORCH_METADATA).exists(), group):
-        found = _newest_valid(path, group)
-        if found is None:
+        if (found := _newest_valid(path, group)) is None:
             if missing_ok:
                 return None
             problem = f"there is no checkpoint in {path}"

@@ -80,8 +80,7 @@ def _opened(source: Path, model: nn.Module | None) -> tuple[Shapes, dict[str, st
         names = {n: n for n in about} if model is None else names_there(about, wanted)
         reader = lambda name: TorchReader(source, {name})  # noqa: E731
     else:
-        path = latest_checkpoint(source)
-        if path is None:
+        if (path := latest_checkpoint(source)) is None:
             found = f"there is no valid checkpoint in '{source}'"
             raise CheckpointError(found, fix="load_checkpoint says what is wrong")
         content = checkpoint_folder.read_content(path)
@@ -110,8 +109,7 @@ def _to_checkpoint(source: Path, target: Path, model: nn.Module | None) -> Path:
     else:
         tensors = stored_tensors(model)
     sources = find_sources(model or nn.Module(), [n for t in tensors for n in t.names], files.entries)
-    lacking = check_fit(tensors, sources, files)
-    if lacking:
+    if lacking := check_fit(tensors, sources, files):
         raise CheckpointError(f"'{source}' has no {', '.join(sorted(lacking))}", fix="load them, and save a checkpoint")
     name_of = {alias: t.name for t in tensors for alias in t.names}
     direct: dict[str, str] = {}  # name in the checkpoint -> in the files

@@ -32,10 +32,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 def collect(
     model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], rank: int = 0
 ) -> tuple[State, dict[str, Any]]:
-    """(tensors by name, plain data) of all there is to save. No communication, no copies.
-
-    Of generators and the user's plain tensors, which may differ between ranks, rank 0's are saved, as plain data are.
-    """
+    """(tensors by name, plain data) of all there is to save. No communication, no copies. Of generators and the user's plain
+    tensors, which may differ between ranks, rank 0's are saved, as plain data are."""
     tensors: State = {}
     aliases: dict[str, str] = {}
     for stored in stored_tensors(model):
@@ -99,8 +97,7 @@ def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[st
     names = {id(p): name for name, p in model.named_parameters()}
     found = []
     for group in optimizer.param_groups:
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
+        if unknown := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
             raise UsageError(
                 f"the optimizer holds {len(unknown)} parameters that the model does not have (the first of shape {unknown[0]})",
                 fix="give the model that the optimizer was made of",
@@ -149,9 +146,7 @@ def state_misfits(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> lis
 
 def optimizer_targets(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> State:
     """Memory for the tensors of one saved optimizer: name -> tensor, laid out as the parameter where it has its shape.
-
-    shapes: name in the checkpoint -> (shape, dtype).
-    """
+    shapes: name in the checkpoint -> (shape, dtype)."""
     made: State = {name: torch.zeros(shapes[name][0], dtype=shapes[name][1]) for name in tensor_names(data["groups"])}
     parameters = dict(model.named_parameters())
     for fqn, kept in data["state"].items():

@@ -37,7 +37,8 @@ from megafx.rules.strategies import OpRule, place, row, rule_of
 TOLERANCE = 1e-9  # fp64, values of order 1
 MAX_TRIED = 3000  # combinations of placements that are tried for missing rows of one call
 
-Ins, Outs = tuple[Placement, ...], tuple[Placement | None, ...]
+Ins = tuple[Placement, ...]
+Outs = tuple[Placement | None, ...]
 Row = tuple[Ins, Outs]
 
 

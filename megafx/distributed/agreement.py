@@ -95,10 +95,7 @@ def _gather_hashes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | N
 
 
 def agree_on_weights(model: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
-    """Compare (still whole) parameters and buffers of all ranks; take rank 0's where they differ. Returns their names.
-
-    Names, shapes and dtypes have to be the same.
-    """
+    """Compare (still whole) parameters and buffers of all ranks; take rank 0's where values differ. Returns their names."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     described = "\n".join(f"{n}: {tuple(x.shape)} {x.dtype} {'meta' if x.is_meta else ''}" for n, x in tensors)
     check_same("the model", described, group, fix="build the same model on every rank")
@@ -160,8 +157,7 @@ def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: di
     bad = torch.stack([x.detach().isfinite().all().logical_not() for _, x in named]).to(torch.int32)
     if group is not None:
         dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
-    names = [name for (name, _), found in zip(named, bad.tolist(), strict=True) if found]
-    if names:
+    if names := [name for (name, _), found in zip(named, bad.tolist(), strict=True) if found]:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise NumericError(
             f"{what} not finite: {', '.join(names[:5])}{more}",
@@ -171,10 +167,8 @@ def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: di
 
 
 def draw_seed(device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """0-d int64 on `device` from torch's default generator there: rank 0's, on every rank; no host synchronisation.
-
-    Every rank draws, so that generators advance alike; the sequence is the one of a single process.
-    """
+    """0-d int64 on `device` from torch's default generator there: rank 0's, on every rank; no host synchronisation. Every rank
+    draws, so that generators advance alike."""
     seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
     if group is not None:
         dist.broadcast(seed, group_src=0, group=group)

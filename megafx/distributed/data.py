@@ -86,8 +86,7 @@ def check_data(batch: Any, mesh: DeviceMesh | None = None, step: int = 0) -> Non
         except AgreementError as error:
             problem = error  # the other groups are told before it is raised
     mine = [(tuple(x.shape), str(x.dtype), int(tensor_hash(x))) for _, x in named]
-    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
-    for name in names:
+    for name in (mesh.mesh_dim_names or ()) if mesh is not None else ():
         if name == TENSOR_AXIS or mesh is None:
             continue
         rows = gather_objects((mine, None if problem is None else problem.found), mesh[name].get_group())

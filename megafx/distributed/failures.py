@@ -1,9 +1,8 @@
 """Ranks that end, hang or go apart: every other rank stops with a text that says so, within the process group's timeout.
 
 A rank that ends closes its connections, which gloo reports at once; a rank that never comes is reported after the timeout of
-`init_process_group(timeout=)` (with NCCL by its watchdog, which ends the process). Both are errors of torch deep in a
-collective. Calls of all ranks outside of steps (saving, gathering) meet in the store first, since a call by some ranks alone
-would meet other ranks' next step.
+`init_process_group(timeout=)` (with NCCL by its watchdog, which ends the process). Calls of all ranks outside of steps
+(saving, gathering) meet in the store first, since a call by some ranks alone would meet other ranks' next step.
 """
 
 from __future__ import annotations

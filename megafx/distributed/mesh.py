@@ -121,8 +121,7 @@ def _with_data(config: Config, mesh: DeviceMesh, tensor: DeviceMesh, names: list
     axes = {BATCH_AXIS: _context(batch)}
     shards = None
     if shard > 1:
-        along = mesh[SHARD_AXIS] if SHARD_AXIS in names else batch
-        axes[SHARD_AXIS] = _context(along)
+        axes[SHARD_AXIS] = _context(mesh[SHARD_AXIS] if SHARD_AXIS in names else batch)
         both = (SHARD_AXIS if SHARD_AXIS in names else names[0], TENSOR_AXIS)
         shards = mesh[both]._flatten(COPY_AXIS)
         axes[COPY_AXIS] = _context(shards)

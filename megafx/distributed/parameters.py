@@ -84,10 +84,8 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def shard_parameters(model: nn.Module, placements: Mapping[str, Placement]) -> None:
-    """Cut each replicated parameter, and its gradient, as `placements` (FQN -> I or S; any alias of a tied one) says.
-
-    In place: only the local tensor and the spec of the TPTensor change, its logical shape does not.
-    """
+    """Cut each replicated parameter, and its gradient, as `placements` (FQN -> I or S; any alias of a tied one) says, in place:
+    only the local tensor and the spec of the TPTensor change, its logical shape does not."""
     done: dict[int, tuple[str, Placement]] = {}
     for fqn, slot in parameter_slots(model):
         param = slot.get()
@@ -189,11 +187,8 @@ class JoinedParameters:
 
 @torch.no_grad()
 def place_joined(model: nn.Module, slots: Mapping[str, Slot], groups: Iterable[list[str]]) -> list[list[str]]:
-    """Put (the local tensors of) the parameters of each group side by side into one memory; the groups that stay apart.
-
-    The parameters stay the same objects, with the same values and gradients. Parameters whose storage is shared, and tensor
-    subclasses, are left as they are.
-    """
+    """Put (the local tensors of) the parameters of each group, the same objects, side by side into one memory; the groups that
+    stay apart: those with tensor subclasses, or parameters whose storage is shared."""
     users: Counter[int] = Counter()
     for tensor in [*model.parameters(), *model.buffers()]:
         users[_memory(_local(tensor))] += 1

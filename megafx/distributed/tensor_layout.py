@@ -19,10 +19,7 @@ from megafx.placements.types import Layout, Nested, Owned, Placement, S
 
 
 class LayoutShard(Shard):
-    """A shard whose physical order is not torch.chunk's: blocks, a shard that data-parallel ranks cut again, one rank's alone.
-
-    Torch code that takes it for torch.chunk's gets an error.
-    """
+    """A shard whose physical order is not torch.chunk's: blocks, one that data-parallel ranks cut again, one rank's alone."""
 
     placement: Placement  # S, Nested or Owned
 

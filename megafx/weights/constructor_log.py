@@ -4,10 +4,8 @@ Recording: the constructor runs on fake tensors, without memory and without draw
 `Step`, whatever code calls it. Where the constructor asks for the value of a tensor (torch's `trunc_normal_` does, to draw
 again what is out of range), the steps that the value depends on are run right then, and draw what the replay will draw.
 
-Replay: the steps run with memory for little more than one tensor. A tensor's memory is taken when a step writes it and dropped
-after the last step that reads that value: weights that are drawn twice (by a layer's constructor, then by the model's own
-initialisation) have none in between. Steps whose results are never used are left out, except draws: the generator has to pass
-through them.
+Replay: the steps run with memory for little more than one tensor, taken when a step writes it and dropped after the last step
+that reads that value. Steps whose results are never used are left out, except draws: the generator has to pass through them.
 """
 
 from __future__ import annotations
@@ -20,12 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -114,11 +108,8 @@ def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
 
 @contextlib.contextmanager
 def _swapping_fakes() -> Iterator[None]:
-    """For `module.double()` and the like, which swap parameters for new ones.
-
-    torch refuses to swap fake ones, since a fake mode has weak references to them. Here the old parameter takes over the new
-    one's memory instead.
-    """
+    """For `module.double()` and the like: torch refuses to swap fake parameters, since a fake mode has weak references to them.
+    Here the old parameter takes over the new one's memory instead."""
     swap = torch.utils.swap_tensors
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy of a layer does
 
@@ -226,8 +217,7 @@ class _Recorder(TorchDispatchMode):
             for x in tree_leaves(value):
                 if not isinstance(x, torch.Tensor):
                     continue
-                ref = self.ref(x)
-                if ref is None:
+                if (ref := self.ref(x)) is None:
                     found = f"{func} writes a tensor that was there before the constructor ran"
                     raise UsageError(found, source=current_user_line(), fix="let the constructor make what it changes")
                 written.add(ref.storage)
@@ -239,11 +229,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Values:
-    """Numbers that a constructor asks for while it is recorded.
-
-    Every draw is made once, to learn the state of its generator before it; the draws that a value depends on are made again
-    from there.
-    """
+    """Numbers that a constructor asks for while it is recorded. Every draw is made once, to learn the state of its generator
+    before it; the draws that a value depends on are made again from there."""
 
     def __init__(self, log: Log, run: Run | None) -> None:
         self.log, self.run = log, run
@@ -268,8 +255,7 @@ class _Values:
         return value
 
     def _draw(self, step: Step, args: Any, kwargs: Any) -> Any:
-        generator = step.generator
-        if generator is None:
+        if (generator := step.generator) is None:
             return step.func(*args, **kwargs)
         known = step.number in self.states
         if not known:

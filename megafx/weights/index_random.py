@@ -8,8 +8,7 @@
     normal(i)  = mean + std * sqrt(-2 log u0) * (cos if i is even else sin)(2 pi u1)     u: (word + 0.5) / 2**32 of i's pair
 
 computed in fp32 (in fp64 for fp64 tensors) and rounded to the tensor's dtype. The last counter word keeps these draws apart
-from those of dropout masks. The normal numbers are Box and Muller's ("A note on the generation of random normal deviates",
-1958).
+from those of dropout masks. Normal numbers: Box and Muller, "A note on the generation of random normal deviates", 1958.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class IndexRandom:
 
     def run(self, step: Step, args: Any, kwargs: Any) -> Any:
         """In place of an operation of the log: `normal_` and `uniform_` by index, other draws from a generator of their own."""
-        generator = step.generator
-        if generator is None:
+        if (generator := step.generator) is None:
             return step.func(*args, **kwargs)
         if step.func in _FILLS:
             box = ShardSlice((0,) * args[0].dim(), (0,) * args[0].dim(), tuple(args[0].shape))

@@ -6,9 +6,8 @@
     torch.manual_seed(0)
     megafx.initialize(model, lambda: Net(config))    # what torch.manual_seed(0); Net(config) gives
 
-The constructor runs once more, on fake tensors; what it computes is written down (constructor_log.py), whatever code that is:
-`reset_parameters`, `model.apply(init)`, loops over named parameters, assignments. The steps then run in order with the
-generators as they are; each tensor that is final is cut to this rank's slices and dropped.
+The constructor runs once more, on fake tensors; what it computes is written down (constructor_log.py), whatever code that is.
+The steps then run in order with the generators as they are; each final tensor is cut to this rank's slices and dropped.
 """
 
 from __future__ import annotations
@@ -135,10 +134,8 @@ def fill(log: Log, tensors: Collection[Stored], seed: int | None = None, only_ne
 
 
 class Rest:
-    """Tensors on meta for which files have no values (buffers that are not persistent): they get the constructor's.
-
-    Made before anything is changed: raises UsageError where it is not known how the model is built. also: names of others.
-    """
+    """Tensors on meta for which files have no values (buffers that are not persistent): they get the constructor's. Made before
+    anything is changed: raises UsageError where it is not known how the model is built. also: names of others."""
 
     def __init__(self, model: nn.Module, factory: Factory | None, also: Collection[str] = ()) -> None:
         saved = {t.name for t in stored_tensors(model)} - {*also}

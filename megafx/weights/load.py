@@ -40,8 +40,7 @@ def load_safetensors(
         files = SafetensorsFiles(path)
         tensors = stored_tensors(model)
         sources = find_sources(model, [name for t in tensors for name in t.names], files.entries)
-        unfilled = check_fit(tensors, sources, files)
-        rest = Rest(model, factory, unfilled)
+        rest = Rest(model, factory, check_fit(tensors, sources, files))
     given = give_memory(model, device=None if device is None else torch.device(device))
     _read(stored_tensors(model), sources, files)
     files.close()
@@ -112,8 +111,7 @@ def _read(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFiles) 
     by_name = {name: t for t in tensors for name in t.names}
     direct = {}
     for tensor in tensors:
-        name = next((sources.direct[n] for n in tensor.names if n in sources.direct), None)
-        if name is not None:
+        if (name := next((sources.direct[n] for n in tensor.names if n in sources.direct), None)) is not None:
             direct[name] = tensor
     for name in sorted(direct, key=lambda n: (files.entries[n].file, n)):
         local = direct[name].local

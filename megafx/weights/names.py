@@ -93,8 +93,7 @@ def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> 
         elif pattern is None:
             found.direct[new] = name
         else:
-            group = groups.setdefault(new, Conversion(by_pattern[pattern], new, [], model))
-            group.parts.append((name, pattern))
+            groups.setdefault(new, Conversion(by_pattern[pattern], new, [], model)).parts.append((name, pattern))
     found.converted = [*groups.values()]
     found.transforms = [t for t in transforms if t.was_used()]
     may_miss = _patterns(model, "_keys_to_ignore_on_load_missing")
@@ -129,11 +128,8 @@ class Saving:
 
 
 def find_savings(model: nn.Module, tensors: Sequence[Stored], original_format: bool = True) -> list[Saving]:
-    """How `tensors` are written: tied ones once, under the name that transformers keeps, and as `from_pretrained` reads them.
-
-    original_format: renamed and merged tensors get back the names and shapes of the files that the model was loaded from, or
-    of published ones.
-    """
+    """How `tensors` are written: tied ones once, under the name that transformers keeps, and as `from_pretrained` reads them
+    (original_format: with the names and shapes of the files that the model was loaded from, or of published ones)."""
     tied = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     left_out = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     saved = [t for t in tensors if not left_out.intersection(t.names)]

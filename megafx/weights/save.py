@@ -64,8 +64,7 @@ def save_whole(
     with agreement.raising_together(group):
         limit = bytes_of(max_shard_size)
         tensors = stored_tensors(model)
-        bare = [t.name for t in tensors if t.tensor.is_meta]
-        if bare:
+        if bare := [t.name for t in tensors if t.tensor.is_meta]:
             raise UsageError(f"{', '.join(bare)} have no values", fix="load or initialise the model first")
         files = plan_files(find_savings(model, tensors, original_format), limit, variant)
     if group is not None:

@@ -158,8 +158,6 @@ def _meet(what: str, model: nn.Module) -> None:
 
 
 def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Make a model with sharded parameters ready for `nn.Module.load_state_dict(state)`, whose copies then shard whole tensors.
-
-    Meta parameters and buffers that `state` has values for get memory; parameters keep their identity.
-    """
+    """Before `nn.Module.load_state_dict(state)`, whose copies then shard whole tensors: meta parameters and buffers that
+    `state` has values for get memory; parameters keep their identity."""
     give_memory(model, lambda name: isinstance(value := state.get(name), torch.Tensor) and not value.is_meta)

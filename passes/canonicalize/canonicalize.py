@@ -9,6 +9,7 @@ graph).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from torch import fx
 
 from megafx.ir.program import Phase, Program, active_nodes
 from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, random, sizes, views
-from megafx.passes.canonicalize.editor import Editor, Rewrite, is_tensor, replace
+from megafx.passes.canonicalize.editor import Editor, is_tensor, replace
 from megafx.planner.context import Planner
 from megafx.rewrite.trace import CanonicalForm, register_canonical_form
 
 REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
 
-VIEWS: tuple[Rewrite, ...] = (
+Step = Callable[[Editor, fx.Node], bool]
+VIEWS: tuple[Step, ...] = (
     names.one_name,
     names.resolve_getitem,
     names.expand_of_broadcast,
@@ -38,7 +40,7 @@ VIEWS: tuple[Rewrite, ...] = (
     names.erase_idle_dropout,
     inplace.write_out_running_statistics,
 )
-VALUES: tuple[Rewrite, ...] = (
+VALUES: tuple[Step, ...] = (
     names.one_spelling_of_casts,
     names.one_spelling_of_padding,
     names.erase_identity,
@@ -102,7 +104,7 @@ def canonicalize_nodes(program: Program, nodes: list[fx.Node]) -> None:
 register_canonical_form(CanonicalForm(canonicalize_program, canonicalize_nodes))
 
 
-def _each(editor: Editor, rewrites: tuple[Rewrite, ...], nodes: list[fx.Node] | None = None) -> int:
+def _each(editor: Editor, rewrites: tuple[Step, ...], nodes: list[fx.Node] | None = None) -> int:
     """Every rewrite once on every node, in graph order; a rewrite that took the node out ends its turn."""
     count = 0
     for node in list(editor.graph.nodes) if nodes is None else nodes:

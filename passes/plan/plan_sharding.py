@@ -20,12 +20,11 @@ from megafx.errors import PlanError
 from megafx.ir.program import VAL, Phase, Program, active_nodes, fqn_of, located, number_nodes
 from megafx.ops.owners import EXPERT, OWNER_OUTPUT, OWNER_PARAMETER, owners_of
 from megafx.placements.types import I, P, R, owned
-from megafx.planner.alternatives import alternatives
 from megafx.planner.context import Planner, accepted_outputs, price_workload
 from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
 from megafx.planner.policy import Policy, normalised_places
-from megafx.planner.problem import Problem, removals, shard_candidates, storage
+from megafx.planner.problem import Problem, alternatives, removals, shard_candidates, storage
 from megafx.planner.solver import LARGEST, InfeasibleError, Solution, TooWideError, solve
 from megafx.rules.candidates import find_candidates, strategies
 from megafx.rules.strategies import OpRule, Strategy, rule_for
