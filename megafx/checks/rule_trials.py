@@ -25,7 +25,8 @@ from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program
 from megafx.ir.sizes import Sizes
 from megafx.ops import axes
-from megafx.passes.localize.localize_shapes import FAMILIES, localize_shapes
+from megafx.passes.localize.localize_shapes import localize_shapes
+from megafx.passes.localize.rewrites import REWRITES
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.planner.plan import OpChoice
 from megafx.rules.candidates import find_candidates
@@ -36,7 +37,8 @@ from megafx.rules.strategies import OpRule, place, row, rule_of
 TOLERANCE = 1e-9  # fp64, values of order 1
 MAX_TRIED = 3000  # combinations of placements that are tried for missing rows of one call
 
-Ins, Outs = tuple[Placement, ...], tuple[Placement | None, ...]
+Ins = tuple[Placement, ...]
+Outs = tuple[Placement | None, ...]
 Row = tuple[Ins, Outs]
 
 
@@ -50,7 +52,7 @@ class Trial:
         namespace, name, overload = sample.op.split(".")
         self.target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         self.rewritten = (
-            str(CANONICAL.get(sample.op, sample.op)) in FAMILIES or facts_of(sample.op).localize is not None
+            str(CANONICAL.get(sample.op, sample.op)) in REWRITES or facts_of(sample.op).localize is not None
         )
         leaves_of_call = tree_leaves((sample.args, sample.kwargs), is_leaf=_is_spec)
         self.specs: list[SampleTensor] = [a for a in leaves_of_call if _is_spec(a)]
