@@ -25,7 +25,8 @@ from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program
 from megafx.ir.sizes import Sizes
 from megafx.ops import axes
-from megafx.passes.localize.localize_shapes import FAMILIES, localize_shapes
+from megafx.passes.localize.localize_shapes import localize_shapes
+from megafx.passes.localize.rewrites import REWRITES
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.planner.plan import OpChoice
 from megafx.rules.candidates import find_candidates
@@ -51,7 +52,7 @@ class Trial:
         namespace, name, overload = sample.op.split(".")
         self.target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         form = str(CANONICAL.get(sample.op, sample.op))
-        self.rewritten = form in FAMILIES or facts_of(sample.op).localize is not None
+        self.rewritten = form in REWRITES or facts_of(sample.op).localize is not None
         given = tree_leaves((sample.args, sample.kwargs), is_leaf=_is_spec)
         self.specs: list[SampleTensor] = [a for a in given if _is_spec(a)]
         self.whole = [make_tensor(spec, self.generator) for spec in self.specs]

@@ -237,6 +237,11 @@ def source_of(node: fx.Node) -> SourceLine | None:
     return node.meta.get(SOURCE)
 
 
+def located(node: fx.Node) -> dict[str, Any]:
+    """Where an error is: the arguments `module` and `source` of MegafxError."""
+    return {"module": fqn_of(node), "source": source_of(node)}
+
+
 def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
     """Give a new node the user's line and module of the node that it stems from, and the pass that made it."""
     for key in (SOURCE, FQN, PHASE, RECOMPUTE, "nn_module_stack", "stack_trace"):

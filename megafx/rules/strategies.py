@@ -202,7 +202,7 @@ def template_of_node(
             tensors.append(None)
     if not schema:
         values = [read(a, (i,)) for i, a in enumerate(node.args)] + [read(a, (k,)) for k, a in node.kwargs.items()]
-    val = node.meta.get(VAL)
+    val: Any = node.meta.get(VAL)
     several = isinstance(val, (tuple, list))
     shapes = tuple(sizes.shape(v) if isinstance(v, torch.Tensor) else None for v in (val if several else (val,)))
     key = op_key(node.target) if schema else getattr(node.target, "__name__", str(node.target))
