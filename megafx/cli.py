@@ -43,9 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megafx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="megafx", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], help_text: str, **more: Any) -> Any:
@@ -85,7 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-SHORT = {"tensor_model_parallel_size": ["--tp"]}
 SWITCH: dict[Any, str] = {True: "on", False: "off"}
 
 
@@ -101,7 +99,7 @@ def _add_fields(group: argparse._ArgumentGroup) -> None:
         elif f.default is dataclasses.MISSING:  # a mapping or a list: for the file of --config
             continue
         shown = SWITCH.get(f.default, f.default) if choices else f.default
-        names = [*SHORT.get(f.name, ()), "--" + f.name.replace("_", "-")]
+        names = ["--tp"] * (f.name == "tensor_model_parallel_size") + ["--" + f.name.replace("_", "-")]
         text = f.metadata["doc"] + ("" if shown is None else f" (default: {shown})")
         group.add_argument(*names, help=text, **how)
 
@@ -138,9 +136,8 @@ def _passes(args: argparse.Namespace) -> int:
         for step in passes:
             module = sys.modules[step.run.__module__]
             text = module.__doc__ if module.__name__.endswith(f".{step.name}") else step.run.__doc__
-            print(
-                f"  {step.name:<26}{'' if step.ensures is None else step.ensures.name:<13}{(text or '').splitlines()[0]}"
-            )
+            phase = "" if step.ensures is None else step.ensures.name
+            print(f"  {step.name:<26}{phase:<13}{(text or '').splitlines()[0]}")
     return 0
 
 
@@ -182,8 +179,7 @@ def _version(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    config = Config.from_yaml(args.config) if args.config else Config()
-    values = {"on": True, "off": False}
+    config, values = Config.from_yaml(args.config) if args.config else Config(), {"on": True, "off": False}
     given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Config)}
     return config.replace(**{name: values.get(value, value) for name, value in given.items() if value is not None})
 
@@ -198,7 +194,18 @@ def load_model(name: str) -> tuple[nn.Module, Any]:
     if path.suffix == ".json":
         if not path.is_file():
             raise UsageError(f"there is no file '{path}'", fix="give a Hugging Face config.json, or module:factory")
-        return _hugging_face(path), None
+        try:
+            import transformers
+        except ImportError as error:
+            found = "planning from a Hugging Face config needs transformers"
+            raise UsageError(found, fix="pip install megafx[hf]") from error
+        fields = json.loads(path.read_text())
+        config = transformers.AutoConfig.for_model(**fields)
+        architecture = (fields.get("architectures") or [None])[0]
+        with torch.device("meta"):
+            if architecture is not None and hasattr(transformers, architecture):
+                return getattr(transformers, architecture)(config), None
+            return transformers.AutoModelForCausalLM.from_config(config), None
     module, _, attribute = name.partition(":")
     if not attribute:
         raise UsageError(f"'{name}' names no model", fix="give a Hugging Face config.json, or module:factory")
@@ -210,24 +217,6 @@ def load_model(name: str) -> tuple[nn.Module, Any]:
     with torch.device("meta"):
         made = factory()
     return made if isinstance(made, tuple) else (made, None)
-
-
-def _hugging_face(path: Path) -> nn.Module:
-    import torch
-
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            "planning from a Hugging Face config needs transformers", fix="pip install megafx[hf]"
-        ) from error
-    fields = json.loads(path.read_text())
-    config = transformers.AutoConfig.for_model(**fields)
-    architecture = (fields.get("architectures") or [None])[0]
-    with torch.device("meta"):
-        if architecture is not None and hasattr(transformers, architecture):
-            return getattr(transformers, architecture)(config)
-        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 if __name__ == "__main__":

@@ -132,9 +132,16 @@ class Config:
             value, choices = getattr(self, f.name), choices_of(f.name)
             if choices and not any(value is c if isinstance(c, bool) else value == c for c in choices):
                 raise _error(f.name, value, " or ".join(repr(c) for c in choices))
-            if is_whole(f.name):
-                _check_whole(f, value)
-        self._data_parallel_sizes()
+            least, optional = f.metadata["least"], _TYPES[f.name] is not int
+            fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if is_whole(f.name) and not fits and not (value is None and optional):
+                allowed = f"a whole number of at least {least}" + (", or None" if optional else "")
+                raise _error(f.name, value, allowed)
+        size, shard = self.data_parallel_size, self.data_parallel_shard_size
+        if shard is not None and self.data_parallel == "ddp":
+            raise _error("data_parallel_shard_size", shard, "None where data_parallel is 'ddp', which shards nothing")
+        if shard is not None and size is not None and size % shard:
+            raise _error("data_parallel_shard_size", shard, f"a divisor of data_parallel_size={size}")
         if self.hardware is not None and not isinstance(self.hardware, str):
             raise _error("hardware", self.hardware, "a profile name, the path of a .yaml file, or None")
         if self.fusion_profile is not None and not isinstance(self.fusion_profile, str):
@@ -142,15 +149,11 @@ class Config:
             raise _error("fusion_profile", self.fusion_profile, wanted)
         put("params_dtype", _dtype_name(self.params_dtype))
         put("overrides", _overrides(self.overrides))
-        put("eager_modules", _globs(self.eager_modules))
+        globs = self.eager_modules
+        if not isinstance(globs, (tuple, list)) or not all(isinstance(g, str) and g for g in globs):
+            raise _error("eager_modules", globs, "a list of module names or globs of them")
+        put("eager_modules", tuple(globs))
         put("passes", _passes(self.passes))
-
-    def _data_parallel_sizes(self) -> None:
-        size, shard = self.data_parallel_size, self.data_parallel_shard_size
-        if shard is not None and self.data_parallel == "ddp":
-            raise _error("data_parallel_shard_size", shard, "None where data_parallel is 'ddp', which shards nothing")
-        if shard is not None and size is not None and size % shard:
-            raise _error("data_parallel_shard_size", shard, f"a divisor of data_parallel_size={size}")
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, validated again."""
@@ -159,10 +162,8 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON and YAML can hold it); `from_dict` is the inverse. Functions become 'module:name'."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        plain["overrides"] = dict(self.overrides)
-        plain["eager_modules"] = [*self.eager_modules]
-        plain["passes"] = [[where, f"{f.__module__}:{f.__qualname__}"] for where, f in self.passes]
-        return plain
+        passes = [[where, f"{f.__module__}:{f.__qualname__}"] for where, f in self.passes]
+        return plain | {"overrides": dict(self.overrides), "eager_modules": [*self.eager_modules], "passes": passes}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Config:
@@ -183,9 +184,8 @@ class Config:
         if values is None:
             return Config()
         if not isinstance(values, dict):
-            raise ConfigError(
-                f"{path} holds {type(values).__name__}, not a mapping", fix="write one 'field: value' a line"
-            )
+            found = f"{path} holds {type(values).__name__}, not a mapping"
+            raise ConfigError(found, fix="write one 'field: value' a line")
         return Config.from_dict(values)
 
 
@@ -209,22 +209,13 @@ def is_whole(name: str) -> bool:
     return _TYPES[name] is int or set(get_args(_TYPES[name])) == {int, NoneType}
 
 
-def _check_whole(f: dataclasses.Field[Any], value: object) -> None:
-    least, optional = f.metadata["least"], _TYPES[f.name] is not int
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise _error(f.name, value, f"a whole number of at least {least}" + (", or None" if optional else ""))
-
-
 def _listing() -> str:
     """The fields with their docs and defaults, for `help(Config)`."""
     lines = []
     for f in dataclasses.fields(Config):
         default = "" if f.default is dataclasses.MISSING else f" (default: {f.default!r})"
-        lines += textwrap.wrap(
-            f.metadata["doc"] + default, 120, initial_indent=f"{f.name}: ", subsequent_indent=" " * 4
-        )
+        doc = f.metadata["doc"] + default
+        lines += textwrap.wrap(doc, 120, initial_indent=f"{f.name}: ", subsequent_indent=" " * 4)
     return textwrap.indent("\n".join(lines), " " * 4)
 
 
@@ -253,16 +244,9 @@ def _overrides(value: object) -> dict[str, str]:
         if not isinstance(pattern, str) or style not in _STYLE_OF:
             near = difflib.get_close_matches(str(style), _STYLE_OF, n=1)
             hint = f"; did you mean '{_STYLE_OF[near[0]]}'?" if near else ""
-            raise ConfigError(
-                f"Config.overrides[{pattern!r}] = {style!r} is no style", fix=f"styles: {', '.join(STYLES)}{hint}"
-            )
+            found = f"Config.overrides[{pattern!r}] = {style!r} is no style"
+            raise ConfigError(found, fix=f"styles: {', '.join(STYLES)}{hint}")
     return {pattern: _STYLE_OF[style] for pattern, style in value.items()}
-
-
-def _globs(value: object) -> tuple[str, ...]:
-    if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) and v for v in value):
-        raise _error("eager_modules", value, "a list of module names or globs of them")
-    return tuple(value)
 
 
 def _passes(value: object) -> tuple[tuple[str, Callable[..., int]], ...]:
@@ -277,18 +261,14 @@ def _passes(value: object) -> tuple[tuple[str, Callable[..., int]], ...]:
         words = where.split()
         if len(words) != 2 or words[0] not in ("after", "before"):
             raise _error("passes", where, allowed)
-        if isinstance(function, str):
-            function = _import(function)
+        if isinstance(function, str):  # 'package.module:function'
+            module, _, name = function.partition(":")
+            try:
+                function = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError, ValueError) as error:
+                fix = "write 'package.module:function'"
+                raise ConfigError(f"Config.passes names '{item[1]}': {error}", fix=fix) from error
         if not callable(function):
             raise _error("passes", item, allowed)
         found.append((" ".join(words), function))
     return tuple(found)
-
-
-def _import(path: str) -> Any:
-    """'package.module:function' -> the function."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"Config.passes names '{path}': {error}", fix="write 'package.module:function'") from error

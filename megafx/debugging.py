@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -42,45 +42,35 @@ class Debug:
                 raise ConfigError(f"debug {name} = {value!r} is out of range", fix=f"{name} must be 0 to {most}")
 
 
-@dataclass(frozen=True)
-class Flag:
-    """One environment variable: the field of `Debug` that it sets, and how its text is read."""
-
-    variable: str
-    field: str
-    read: Any
-    values: str
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-FLAGS = (
-    Flag("MEGAFX_DEBUG", "level", int, "0 to 4"),
-    Flag("MEGAFX_DUMP", "dump", str, "a folder"),
-    Flag("MEGAFX_CHECK", "check", int, "0 to 2"),
-    Flag("MEGAFX_SKIP", "skip", _names, "pass names, separated by commas"),
-    Flag("MEGAFX_STOP_AFTER", "stop_after", str, "a pass name"),
-)
+# environment variable -> the field of `Debug` that it sets, how its text is read, what it takes
+FLAGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "MEGAFX_DEBUG": ("level", int, "0 to 4"),
+    "MEGAFX_DUMP": ("dump", str, "a folder"),
+    "MEGAFX_CHECK": ("check", int, "0 to 2"),
+    "MEGAFX_SKIP": ("skip", _names, "pass names, separated by commas"),
+    "MEGAFX_STOP_AFTER": ("stop_after", str, "a pass name"),
+}
 _override: ContextVar[dict[str, Any] | None] = ContextVar("megafx_debug", default=None)
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The fields that the environment sets. An unknown MEGAFX_ variable is an error: it may be a typo."""
-    known = {flag.variable: flag for flag in FLAGS}
     fields: dict[str, Any] = {}
     for name, text in environment.items():
         if not name.startswith("MEGAFX_") or not text:
             continue
-        if name not in known:
-            raise ConfigError(f"environment variable {name} is no megafx flag", fix=f"flags: {', '.join(known)}")
-        flag = known[name]
+        if name not in FLAGS:
+            raise ConfigError(f"environment variable {name} is no megafx flag", fix=f"flags: {', '.join(FLAGS)}")
+        field, read, values = FLAGS[name]
         try:
-            fields[flag.field] = flag.read(text)
+            fields[field] = read(text)
             Debug(**fields)
         except (ValueError, ConfigError):
-            raise ConfigError(f"{name}={text} is out of range", fix=f"{name} takes {flag.values}") from None
+            raise ConfigError(f"{name}={text} is out of range", fix=f"{name} takes {values}") from None
     return fields
 
 
@@ -99,13 +89,8 @@ def debug(
     stop_after: str | None = None,
 ) -> Iterator[Debug]:
     """Settings for the calls inside: `with megafx.debug(level=2, dump="graphs"):`. None leaves a setting as it is."""
-    given = {
-        "level": level,
-        "dump": None if dump is None else os.fspath(dump),
-        "check": check,
-        "skip": None if skip is None else tuple(skip),
-        "stop_after": stop_after,
-    }
+    folder, names = None if dump is None else os.fspath(dump), None if skip is None else tuple(skip)
+    given = {"level": level, "dump": folder, "check": check, "skip": names, "stop_after": stop_after}
     fields = {**(_override.get() or {}), **{k: v for k, v in given.items() if v is not None}}
     settings = dataclasses.replace(Debug(), **{**from_environment(), **fields})
     token = _override.set(fields)

@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,8 @@ class Report:
         console.print(", ".join(f"{k} {v}" for k, v in self.header.items()), highlight=False)
         console.print(self.table())
         for title, lines in self._lists():
-            if lines:
-                console.print(f"\n{title}", highlight=False, markup=False)
-                for line in lines:
-                    console.print(f"  {line}", highlight=False, markup=False)
+            for line in [f"\n{title}", *(f"  {line}" for line in lines)] if lines else ():
+                console.print(line, highlight=False, markup=False)
         return out.getvalue()
 
     def table(self) -> Table:
@@ -108,7 +106,7 @@ class Report:
         for name in ("module", "op", "style", "placements", "weight", "collectives (bytes a rank sends)", "times"):
             table.add_column(name, overflow="fold")
         for row, times in self.folded():
-            transitions = "\n".join(str(m) for m in row.transitions)
+            transitions = "\n".join(map(str, row.transitions))
             table.add_row(row.fqn, row.op, row.style, row.placements, row.weight, transitions, str(times))
         return table
 
@@ -117,7 +115,8 @@ class Report:
         groups: dict[Any, list[Line]] = defaultdict(list)
         for row in self.rows:
             groups[_INDEX.sub(".*", row.fqn), row.op, row.style, row.weight, row.transitions].append(row)
-        return [(_named(key[0], rows), len(rows)) for key, rows in groups.items()]
+        folded = ((_range(key[0], [row.fqn for row in rows]), rows) for key, rows in groups.items())
+        return [(replace(rows[0], fqn=name), len(rows)) for name, rows in folded]
 
     def collectives(self) -> dict[str, tuple[int, int]]:
         """'forward all_reduce' -> (count, bytes a rank sends in one step): of the compiled graph, else of the plan. Those of
@@ -143,28 +142,24 @@ class Report:
                 yield f"backward {t.backward}", t.backward_bytes
 
     def to_json(self) -> str:
-        data = {"header": self.header, "rows": [asdict(r) for r in self.rows], "params": self.params}
-        data["fusions"] = [asdict(f) for f in self.fusions]
+        rows, fusions = [asdict(r) for r in self.rows], [asdict(f) for f in self.fusions]
+        data = {"header": self.header, "rows": rows, "params": self.params, "fusions": fusions}
         return json.dumps(data | {"removed": self.removed, "notes": self.notes}, indent=1)
 
     def html(self, path: str | Path) -> None:
         """Write the report as one HTML page."""
-        page = f"<!doctype html><meta charset=utf-8><title>megafx plan</title><pre>{html.escape(str(self))}</pre>"
-        Path(path).write_text(page)
+        head = "<!doctype html><meta charset=utf-8><title>megafx plan</title>"
+        Path(path).write_text(f"{head}<pre>{html.escape(str(self))}</pre>")
 
     def _lists(self) -> Iterable[tuple[str, list[str]]]:
-        yield (
-            "Collectives a step" + (" as planned" if self.emitted is None else ""),
-            [f"{k}: {n} x, {_bytes(b)} sent by a rank" for k, (n, b) in self.collectives().items()],
-        )
+        sent = [f"{k}: {n} x, {_bytes(b)} sent by a rank" for k, (n, b) in self.collectives().items()]
+        yield "Collectives a step" + (" as planned" if self.emitted is None else ""), sent
         whole: dict[str, list[str]] = defaultdict(list)
         for fqn, (shape, placement, why) in self.params.items():
             if not placement.startswith("S"):
-                whole[f"{re.sub(r'[.][0-9]+(?=[.]|$)', '.*', fqn)} {shape}: {why}"].append(fqn)
-        yield (
-            "Stored whole on every rank",
-            [f"{k}" + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()],
-        )
+                whole[f"{_INDEX.sub('.*', fqn)} {shape}: {why}"].append(fqn)
+        texts = [k + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()]
+        yield "Stored whole on every rank", texts
         yield "Fused", [f"{f.count} x {f.pattern} in {f.modules}" for f in self.fusions]
         yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]
         yield "Notes", self.notes
@@ -173,13 +168,9 @@ class Report:
 def describe(program: Program, planner: Planner) -> Report:
     """PLACED program -> Report."""
     plan = planner.solved
-    rows = []
-    for node in program.graph.nodes:
-        if node.op == "call_function" and node in planner.rules:
-            row = _row(program, planner, node)
-            if row is not None:
-                rows.append(row)
-    params, entering = {}, []
+    calls = [n for n in program.graph.nodes if n.op == "call_function" and n in planner.rules]
+    rows = [row for node in calls if (row := _row(program, planner, node)) is not None]
+    params = {}
     for node, spec in program.input_nodes():
         if spec.kind == "param":
             placement = plan.params[spec.name]
@@ -187,40 +178,35 @@ def describe(program: Program, planner: Planner) -> Report:
             params[spec.name] = (shape, str(placement), plan.replicated.get(spec.name, ""))
             transitions = _transitions(program, planner, node)
             if any(m.forward != LOCAL or m.backward != LOCAL for m in transitions):
-                entering.append(
-                    Line(spec.name, "parameter", "gradient all-reduce", str(placement), shape, transitions, "")
-                )
+                style = "gradient all-reduce"
+                rows.append(Line(spec.name, "parameter", style, str(placement), shape, transitions, ""))
     removed: dict[str, int] = defaultdict(int)
     for removal in plan.removals:
         removed[removal.reason] += removal.count
     _note_idle_ranks(program, plan.params, plan.t)
+    if planner.fusions is not None:
+        fusions = f"all but those that were slower as measured on {planner.fusions.device}"
+    else:
+        profile = planner.config.fusion_profile
+        fusions = (
+            "all (fusion_profile)" if profile is not None else f"all (no measurements for {planner.hardware.name})"
+        )
     header = {
         "axis": f"{plan.axis}={plan.t}",
         "sequence_parallel": plan.sequence_parallel,
         "workload": ", ".join(f"{k}={v}" for k, v in plan.workload.items()) or "static",
         "hardware": plan.hardware,
-        "fusions": _chosen(planner),
+        "fusions": fusions,
         "modelled step": f"{plan.cost_us:.0f} us",
         "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
     }
     if program.batch is not None:
-        how = (
-            "summed: the loss is of all their rows"
-            if program.batch.summed
-            else "averaged: each has a loss of its own rows"
+        summed, averaged = "summed: the loss is of all their rows", "averaged: each has a loss of its own rows"
+        header["data-parallel ranks"] = (
+            f"{program.batch.ranks} (gradients {summed if program.batch.summed else averaged})"
         )
-        header["data-parallel ranks"] = f"{program.batch.ranks} (gradients {how})"
     notes = [str(n) for n in program.notes]
-    return Report(header, rows + entering, params, dict(removed), notes, fusions=fused(program.fusions))
-
-
-def _chosen(planner: Planner) -> str:
-    """By what fusions were chosen."""
-    if planner.fusions is not None:
-        return f"all but those that were slower as measured on {planner.fusions.device}"
-    if planner.config.fusion_profile is not None:
-        return "all (fusion_profile)"
-    return f"all (no measurements for {planner.hardware.name})"
+    return Report(header, rows, params, dict(removed), notes, fusions=fused(program.fusions))
 
 
 def fused(fusions: Iterable[Fusion]) -> list[Fused]:
@@ -244,10 +230,8 @@ def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) 
                 units = f"{count} units of {unit}" if unit != 1 else f"{count} rows"
                 text = f"{units} are shared by {busy} of {t} ranks; the others hold padding, and compute on it"
                 idle.setdefault(re.sub(r"\.\d+(?=\.)", ".*", fqn), text)
-    for fqn, text in idle.items():
-        note = Note("padding", text, fqn)
-        if note not in program.notes:
-            program.notes.append(note)
+    notes = [Note("padding", text, fqn) for fqn, text in idle.items()]
+    program.notes += [note for note in notes if note not in program.notes]
 
 
 def refresh_notes(report: Report, notes: Iterable[Note]) -> None:
@@ -260,11 +244,8 @@ def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
     rule = planner.rules[node]
     transitions = _transitions(program, planner, node)
     communicates = any(m.forward != LOCAL or m.backward != LOCAL for m in transitions)
-    weights = [
-        (o, p)
-        for o, p in zip(rule.operands, choice.ins, strict=True)
-        if o.node in planner.weights and len(o.factors) > 1
-    ]
+    operands = zip(rule.operands, choice.ins, strict=True)
+    weights = [(o, p) for o, p in operands if o.node in planner.weights and len(o.factors) > 1]
     has_weight = bool(weights) and node not in planner.weights
     no_rule = rule.kind == "none" and node not in planner.owners
     if not (communicates or has_weight or no_rule):
@@ -292,13 +273,11 @@ def text_of(placement: Placement, program: Program) -> str:
 
 
 def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
-    sharded = any(p.is_shard for p in weights)
     lookup = "embedding" in str(node.target)
-    if not sharded:
+    if not any(p.is_shard for p in weights):
         return "on a shard of the sequence" if out.is_shard else "replicated"
-    if node.target is OWNER_PARAMETER:
-        return "expert-parallel"
-    if any(p.is_shard and p.dim == 0 for p in weights) and facts_of(node.target).experts:
+    of_experts = any(p.is_shard and p.dim == 0 for p in weights) and facts_of(node.target).experts
+    if of_experts or node.target is OWNER_PARAMETER:
         return "expert-parallel"
     if out.kind == "P":
         return "vocab-parallel" if lookup else "row-parallel"
@@ -335,20 +314,9 @@ def _transition(program: Program, planner: Planner, value: fx.Node, made: fx.Nod
     row, val, needs_grad = collectives(src, dst), value.meta[VAL], planner.training and is_floating(value)
     numel = math.prod(program.sizes.workload(n) for n in program.sizes.shape(val))
     cost = transition_cost(src, dst, numel, val.dtype.itemsize, planner.hardware, planner.t, needs_grad=needs_grad)
-    return PricedTransition(
-        text_of(src, program),
-        text_of(dst, program),
-        row.forward,
-        row.backward if needs_grad else LOCAL,
-        cost.forward_bytes,
-        cost.backward_bytes,
-        round(cost.cost_us, 3),
-    )
-
-
-def _named(pattern: str, rows: list[Line]) -> Line:
-    """The first row under the name of all of them."""
-    return Line(_range(pattern, [row.fqn for row in rows]), *list(vars(rows[0]).values())[1:])
+    ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
+    sent = (cost.forward_bytes, cost.backward_bytes)
+    return PricedTransition(*ends, row.forward, backward, *sent, round(cost.cost_us, 3))
 
 
 def _range(pattern: str, fqns: list[str]) -> str:

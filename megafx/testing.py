@@ -54,7 +54,7 @@ from megafx.rewrite.trace import plain_modes
 
 __all__ = ["assert_same", "expect", "graph", "make_planner", "run_logically", "run_pass", "transition", "with_backward"]
 
-_DTYPES = {short: dtype for dtype, short in dump._DTYPES.items()}
+_DTYPES = {short: getattr(torch, name) for name, short in dump._DTYPES.items()}
 _VALUE = re.compile(r"(?P<param>param )?(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?: (?P<placement>[^@]+)@(?P<axis>\w+))?")
 _HINTS = (5, 7, 11, 13, 17)  # of dynamic dims, in order of appearance: unequal, and divided by no number of ranks
 

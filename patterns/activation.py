@@ -39,16 +39,16 @@ LIBRARY = {
 }
 
 
-def _tanh(function: Callable[[Tensor], Tensor]) -> Form:
-    return Form("gelu_tanh", "tanh", function)
-
-
 # As models write them out. The constants of the tanh form are sqrt(2/pi), or rounded to 8 (Megatron) or 10 digits (BERT).
 WRITTEN = {
-    "new": _tanh(lambda u: 0.5 * u * (1.0 + torch.tanh(ROOT * (u + 0.044715 * torch.pow(u, 3.0))))),
-    "new, cube": _tanh(lambda u: 0.5 * u * (1.0 + torch.tanh(ROOT * (u + 0.044715 * u * u * u)))),
-    "fast": _tanh(lambda u: 0.5 * u * (1.0 + torch.tanh(u * 0.7978845608 * (1 + 0.044715 * u * u)))),
-    "megatron": _tanh(lambda u: u * 0.5 * (1.0 + torch.tanh(0.79788456 * u * (1 + 0.044715 * u * u)))),
+    "new": Form("gelu_tanh", "tanh", lambda u: 0.5 * u * (1.0 + torch.tanh(ROOT * (u + 0.044715 * torch.pow(u, 3.0))))),
+    "new, cube": Form("gelu_tanh", "tanh", lambda u: 0.5 * u * (1.0 + torch.tanh(ROOT * (u + 0.044715 * u * u * u)))),
+    "fast": Form(
+        "gelu_tanh", "tanh", lambda u: 0.5 * u * (1.0 + torch.tanh(u * 0.7978845608 * (1 + 0.044715 * u * u)))
+    ),
+    "megatron": Form(
+        "gelu_tanh", "tanh", lambda u: u * 0.5 * (1.0 + torch.tanh(0.79788456 * u * (1 + 0.044715 * u * u)))
+    ),
     "erf": Form("gelu", "erf", lambda u: u * 0.5 * (1.0 + torch.erf(u / math.sqrt(2.0)))),
     "erf, product": Form("gelu", "erf", lambda u: u * 0.5 * (1.0 + torch.erf(u * math.sqrt(0.5)))),
     "quick": Form("gelu_quick", "sigmoid", lambda u: u * torch.sigmoid(1.702 * u)),

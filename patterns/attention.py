@@ -36,24 +36,17 @@ class _Attention(Pattern):
     scalars = {"scale": float, "fill": float, "inner": float, "cap": float, "p": float}
 
 
-def _mask_for(mask: Tensor | None, fill: float, dtype: torch.dtype) -> Tensor | None:
-    """scale_mask_softmax's mask (True: hidden) as attention takes it (True: visible), with four dims."""
-    if mask is None:
-        return None
-    mask = mask[(None,) * (4 - mask.dim())]
-    if mask.dtype == torch.bool and fill == -math.inf:
-        return mask.logical_not()
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, torch.finfo(dtype).min)
-    return mask
-
-
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fill: float, cap: float, drop: Draw
 ) -> Tensor:
-    where = (drop.op_id, drop.shard_dim, list(drop.layout), drop.axis)
-    seen = _mask_for(mask, fill, q.dtype)
-    made: Tensor = ops.attention(q, k, v, seen, None, drop.seed, scale, False, 0, cap, drop.p, *where)
+    """mask: scale_mask_softmax's (True: hidden); attention's has four dims, and True is visible."""
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+        if mask.dtype == torch.bool and fill == -math.inf:
+            mask = mask.logical_not()
+        elif mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, torch.finfo(q.dtype).min)
+    made: Tensor = ops.attention(q, k, v, mask, None, drop.seed, scale, False, 0, cap, *drop.args[1:])
     return made
 
 
@@ -280,12 +273,8 @@ class AttentionOfScaledQuery(_Attention):
     """attention(q * c, k, v, scale) -> attention(q, k, v, c * scale); OPT scales before it parts the heads."""
 
     name = "attention_scale"
-    variants = {
-        "shape": ("flat", "heads"),
-        "by": ("mul", "div"),
-        "causal": (False, True),
-        "masked": ("no", "four", "two"),
-    }
+    kinds = {"shape": ("flat", "heads"), "by": ("mul", "div")}
+    variants = kinds | {"causal": (False, True), "masked": ("no", "four", "two")}
     scalars = _Attention.scalars | {"n": int}
 
     def tensors(shape, by, causal, masked):

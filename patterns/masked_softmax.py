@@ -15,29 +15,26 @@ with the softmax in fp32 and cast back or not, the scores cast before or not, an
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import megafx.kernels.attention.masked_softmax  # registers the ops
+from megafx.ir.nodes import aten_ops
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import Pattern, register
 
 ops = torch.ops.megafx
 
 _CASTS = ("no", "dtype", "same", "late", "early")
+_SPELLINGS = {"scaled": ("mul", "div", "no"), "cast": _CASTS, "dropped": (True, False)}
 _OPS = {"add": "add", "fill": "masked_fill", "keep": "where"}
 
 
 def _needs(scaled: str, cast: str, dropped: bool) -> tuple[str, ...]:
-    return (
-        "softmax",
-        *(() if scaled == "no" else (scaled,)),
-        *(("dropout",) if dropped else ()),
-        *(("to",) if cast in ("dtype", "late", "early") else ()),
-    )
+    wanted = {"softmax": True, scaled: scaled != "no", "dropout": dropped, "to": cast in ("dtype", "late", "early")}
+    return tuple(op for op, here in wanted.items() if here)
 
 
 def _scaled(scores: Tensor, scaled: str, cast: str, scale: float) -> Tensor:
@@ -71,14 +68,7 @@ class ScaleMaskSoftmax(Pattern):
 
     name = "scale_mask_softmax"
     knob = "masked_softmax_fusion"
-    variants = {
-        "rank": (4, 3),
-        "mask_by": ("add", "fill", "keep"),
-        "flat": (False, True),
-        "scaled": ("mul", "div", "no"),
-        "cast": _CASTS,
-        "dropped": (True, False),
-    }
+    variants = {"rank": (4, 3), "mask_by": ("add", "fill", "keep"), "flat": (False, True), **_SPELLINGS}
     scalars = {"scale": float, "fill": float, "p": float}
 
     def tensors(rank, mask_by, flat, scaled, cast, dropped):
@@ -111,7 +101,7 @@ class ScaleSoftmax(Pattern):
 
     name = "scale_softmax"
     knob = "masked_softmax_fusion"
-    variants = {"rank": (4, 3), "scaled": ("mul", "div", "no"), "cast": _CASTS, "dropped": (True, False)}
+    variants = {"rank": (4, 3), **_SPELLINGS}
     scalars = {"scale": float, "p": float}
 
     def tensors(rank, scaled, cast, dropped):
@@ -124,8 +114,7 @@ class ScaleSoftmax(Pattern):
         return _weights(_scaled(scores, scaled, cast, scale), scores.dtype, cast, dropped, p)
 
     def make(scores, *, scaled, scale, drop):
-        how = (_factor(scaled, scale), False, 0, -math.inf)
-        return ops.scale_mask_softmax(scores, None, *how, *drop.args)
+        return ops.scale_mask_softmax(scores, None, _factor(scaled, scale), False, 0, -math.inf, *drop.args)
 
 
 # -- what stands before the op
@@ -182,7 +171,10 @@ class BiasOfScores(_Before):
         return ops.scale_mask_softmax(scores + bias, mask, scale, False, 0, fill, *drop.args)
 
     def where(m):
-        if not _is_product(m.node("scores")):
+        scores = m.node("scores")
+        while scores.target in _ON_THE_WAY:
+            scores = scores.args[0]
+        if scores.target not in _PRODUCTS:
             return ""
         if m["mask"] is not None and m["mask"].dtype == torch.bool and not _hides(m["fill"], m["scores"].dtype):
             return f"its fill {m['fill']} is no mask: what is hidden still depends on the bias"
@@ -235,14 +227,7 @@ def _hides(fill: float, dtype: torch.dtype) -> bool:
     return fill <= megafx.kernels.attention.masked_softmax.mask_floor(dtype)
 
 
-_ON_THE_WAY = ("aten.mul.Tensor", "aten.div.Tensor", "aten.to.dtype", "aten.reshape.default", "aten.add.Tensor")
-
-
-def _is_product(node: Any) -> bool:
-    """Whether a value is a matrix product, scaled, cast or with biases."""
-    while str(node.target) in _ON_THE_WAY:
-        node = node.args[0]
-    return str(node.target) in ("aten.matmul.default", "aten.bmm.default", "aten.baddbmm.default")
+_ON_THE_WAY, _PRODUCTS = aten_ops("mul.Tensor div.Tensor to.dtype reshape add.Tensor"), aten_ops("matmul bmm baddbmm")
 
 
 def constant(m: Match, name: str) -> float | None:

@@ -63,10 +63,9 @@ def communication(program: Program, t: int, sizes: Mapping[str, int] = MappingPr
         axis = str(node.args[-1])
         n = sizes.get(axis, t)
         ranks = n if name in (ALL_GATHER, ALL_TO_ALL) else 1  # operands that are a rank's share of the tensor moved
-        bytes_moved = 0
-        for value in values:
-            elements = math.prod(program.sizes.workload(k) for k in program.sizes.shape(value))
-            bytes_moved += payload(name, ranks * elements, n) * value.dtype.itemsize
+        elements = [math.prod(program.sizes.workload(k) for k in program.sizes.shape(v)) for v in values]
+        pairs = zip(values, elements, strict=True)
+        bytes_moved = sum(payload(name, ranks * count, n) * v.dtype.itemsize for v, count in pairs)
         direction = "backward" if in_backward(node) else "forward"
         found.append(Communication(name, direction, fqn_of(node), bytes_moved, node.name, axis))
     return found

@@ -145,7 +145,14 @@ def expert_values(program: Program, lst: ExpertList) -> dict[fx.Node, str]:
             owners = {found.get(user) for user in node.users}
             if len(owners) == 1 and None not in owners:
                 found[node] = owners.pop()  # type: ignore[assignment]  # not None
-    _keep_rows(program, found)
+    sources = row_sources(program.graph)
+    for node, key in [
+        *found.items()
+    ]:  # without the rows that say how long a value is that others read: all ranks must know
+        if _of_rows(program, node) and any(found.get(user) != key for user in node.users):
+            symbols = {s for n in node.meta[VAL].shape if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
+            for kept in ancestors([sources[s][0] for s in symbols if s in sources]):
+                found.pop(kept, None)
     return found
 
 
@@ -165,16 +172,6 @@ def _of_rows(program: Program, node: fx.Node) -> bool:
     """Whether data decides a size of the value: it has a row for each token that the expert gets."""
     value = node.meta.get(VAL)
     return isinstance(value, torch.Tensor) and any(program.sizes.from_data(n) for n in program.sizes.shape(value))
-
-
-def _keep_rows(program: Program, values: dict[fx.Node, str]) -> None:
-    """Take out, in place, the rows that say how long a value is that others read: all ranks have to know."""
-    sources = row_sources(program.graph)
-    for node, key in [*values.items()]:
-        if _of_rows(program, node) and any(values.get(user) != key for user in node.users):
-            symbols = {s for n in node.meta[VAL].shape if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
-            for kept in ancestors([sources[s][0] for s in symbols if s in sources]):
-                values.pop(kept, None)
 
 
 def refuse_between(lst: ExpertList, node: fx.Node, operands: Iterable[fx.Node], values: dict[fx.Node, str]) -> None:

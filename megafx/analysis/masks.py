@@ -158,9 +158,7 @@ def chosen(c: Cond, a: Value | None, b: Value | None) -> Value | None:
         return Choice(c, on, off)
     if off is None:
         return chosen(negated(c), b, a) if on is not None else None
-    if isinstance(a, Choice) and a.off == off:
-        return Choice(both(c, a.where), a.on, off)
-    if isinstance(a, Choice) and hides(a.off) and hides(off) and a.on == 0:
+    if isinstance(a, Choice) and (a.off == off or (hides(a.off) and hides(off) and a.on == 0)):
         return Choice(both(c, a.where), a.on, off)
     if isinstance(a, Leaf) and hides(off) and a.node.meta[VAL].is_floating_point():
         return Sum(Choice(c, 0.0, off), (a,))
@@ -345,13 +343,10 @@ def _arange(reader: MaskReader, node: fx.Node) -> Value | None:
     return Index(((-1, 1),), start)
 
 
-_FILLS = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
-
-
 @_reads("zeros new_zeros zeros_like ones new_ones ones_like full new_full full_like scalar_tensor")
 def _filled(reader: MaskReader, node: fx.Node) -> Value | None:
     name = op_name(node)
-    value = _FILLS.get(name)
+    value = {"zeros": 0, "ones": 1}.get(name.removeprefix("new_").removesuffix("_like"))
     if value is None:
         value = number_of(reader.operand(argument(node, "s" if name == "scalar_tensor" else "fill_value")))
     if value is None:

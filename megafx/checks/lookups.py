@@ -99,9 +99,8 @@ def _index_step(state: Lookups, node: fx.Node) -> Found:
             rows = state.trait(second, "offset")
             return Trait("index", (first, rows)) if rows is not None and state.whole(first) else None
         case "ge":
-            return (
-                Trait("from below", state.trait(first, "index")) if state.has(first, "index") and second == 0 else None
-            )
+            key = state.trait(first, "index")
+            return Trait("from below", key) if key is not None and second == 0 else None
         case "lt":
             key = state.trait(first, "index")
             return Trait("from above", key) if key is not None and state.size(second) == key[1] else None

@@ -44,14 +44,16 @@ def _run_on_data(
     program: Program, values: Mapping[str, Any], storage: Mapping[str, Placement], data: DataAxis, t: int
 ) -> Logical:
     """As `run_logical`, on data.ranks times t ranks. values: of the whole batch, or of one rank's where losses are its own."""
-    sharded = any(map(is_region_gather, program.graph.nodes))
+    sharded, n = any(map(is_region_gather, program.graph.nodes)), data.shard_ranks * t
     inputs: list[list[Any]] = []
     for part in range(data.ranks):
         given = local_inputs(program, _part(program, values, part, data.ranks), storage, t)
         for rank, mine in enumerate(given if sharded else ()):
             for i, spec in enumerate(program.inputs):
                 if spec.kind == "param":
-                    mine[i] = _shard(values[spec.name], storage.get(spec.name, I), data, t, part, rank)
+                    whole = values[spec.name]
+                    placement = nested(storage.get(spec.name, I), whole.shape, t, data.shard_ranks)
+                    mine[i] = shard_tensor(whole, placement, part % data.shard_ranks * t + rank, n).clone()
         inputs += given
     sizes = {REPLICA_AXIS: data.replicas, SHARD_AXIS: data.shard_ranks} if data.sharded else {BATCH_AXIS: data.ranks}
     results = simulate(program, inputs, mesh={**sizes, TENSOR_AXIS: t})
@@ -68,8 +70,12 @@ def _run_on_data(
             found.outputs[output.name] = torch.cat(each, placement.dim)
         elif placement.kind == "P" and not reduced and isinstance(each[0], Tensor):
             found.outputs[output.name] = torch.stack(each).sum(0)
-    if skipped:
-        _unshard(program, found, results, values, storage, data, t)
+    if skipped:  # gradients are those of the shards of the ranks of the first copy
+        for i, output in enumerate(program.outputs):
+            if output.kind == "gradient":
+                locals_ = [r[i] for r in results[:n]]
+                placement = dual(nested(storage.get(output.name, I), values[output.name].shape, t, data.shard_ranks))
+                found.gradients[output.name] = None if locals_[0] is None else unshard_tensors(locals_, placement, n)
     elif not reduced:
         for name, first in found.gradients.items():
             if first is not None:
@@ -97,30 +103,6 @@ def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) ->
     return mine
 
 
-def _shard(whole: Tensor, tensor: Placement, data: DataAxis, t: int, part: int, rank: int) -> Tensor:
-    placement = nested(tensor, whole.shape, t, data.shard_ranks)
-    return shard_tensor(whole, placement, part % data.shard_ranks * t + rank, data.shard_ranks * t).clone()
-
-
-def _unshard(
-    program: Program,
-    found: Logical,
-    results: list[list[Any]],
-    values: Mapping[str, Any],
-    storage: Mapping[str, Placement],
-    data: DataAxis,
-    t: int,
-) -> None:
-    """Gradients from the shards of the ranks of the first copy."""
-    n = data.shard_ranks * t
-    for i, spec in enumerate(program.outputs):
-        if spec.kind == "gradient":
-            locals_ = [r[i] for r in results[:n]]
-            placement = nested(storage.get(spec.name, I), values[spec.name].shape, t, data.shard_ranks)
-            whole = None if locals_[0] is None else unshard_tensors(locals_, dual(placement), n)
-            found.gradients[spec.name] = whole
-
-
 # -- the check
 
 
@@ -146,7 +128,12 @@ class NumberCheck:
     def after(self, name: str, program: Program) -> None:
         """Compare with what the program computed before pass `name`; raises MegafxError where it differs."""
         if program.batch is not None and program.batch.whole and self.parts == 1:
-            self._lengthen(program, program.batch.ranks)
+            self.parts = program.batch.ranks  # from now on the batch is that of all data-parallel ranks
+            for node, spec in program.input_nodes():
+                dim = _rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
+                if dim is not None:
+                    self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, self.parts)
+            self.expected = run_logical(self.before, self.values, {}, 1)
         try:
             found = self._run(program)
             if found.gradients and not self.expected.gradients:
@@ -169,8 +156,10 @@ class NumberCheck:
             self.before = program.copy()
 
     def _is_random(self, program: Program) -> bool:
-        """Whether two runs differ: until canonicalize, dropout draws from torch's own generator."""
-        return _may_draw(program) and bool(_differences(self._run(program), self.expected))
+        """Whether two runs differ: until canonicalize, dropout draws from torch's own generator (attention's too)."""
+        ops = (n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+        may_draw = any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
+        return may_draw and bool(_differences(self._run(program), self.expected))
 
     def _run(self, program: Program) -> Logical:
         self._make_up_inputs(program)
@@ -183,15 +172,6 @@ class NumberCheck:
             return run_logical(program, self.values, {}, 1)
         self.storage.update(_storage(program))  # kept: later passes need not carry placements on
         return run_logical(program, self.values, self.storage, self.ranks)
-
-    def _lengthen(self, program: Program, parts: int) -> None:
-        """From now on the batch is that of all data-parallel ranks."""
-        self.parts = parts
-        for node, spec in program.input_nodes():
-            dim = _rows_dim(program, node.meta[VAL]) if spec.kind == "user" else None
-            if dim is not None:
-                self.values[spec.name] = _made_up(spec, node.meta[VAL], dim, parts)
-        self.expected = run_logical(self.before, self.values, {}, 1)
 
     def _make_up_inputs(self, program: Program) -> None:
         """A value for each input that has none yet, by its name alone: passes may add inputs, never change one."""
@@ -206,9 +186,7 @@ class NumberCheck:
 
     def _autograd(self, program: Program, found: Logical) -> dict[str, Tensor | None]:
         """Gradients of a graph with global shapes, for the tangents of the joint graph."""
-        leaves = {}
-        for name in found.gradients:
-            leaves[name] = self.values[name].detach().clone().requires_grad_()
+        leaves = {name: self.values[name].detach().clone().requires_grad_() for name in found.gradients}
         inputs = [
             program.constants[s.name] if s.kind == "constant" else leaves.get(s.name, self.values[s.name])
             for s in program.inputs
@@ -228,14 +206,6 @@ class NumberCheck:
 def _storage(program: Program) -> dict[str, Placement]:
     given = program.input_nodes()
     return {s.name: node.meta[PLACEMENT] for node, s in given if s.kind == "param" and PLACEMENT in node.meta}
-
-
-def _may_draw(program: Program) -> bool:
-    """Whether some op can draw from torch's own generator (attention can; it does where its dropout is not 0)."""
-    return any(
-        isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
-        for n in program.graph.nodes
-    )
 
 
 def _made_up(spec: Input, value: Any, dim: int = 0, times: int = 1) -> Any:
@@ -277,15 +247,10 @@ def _differences(found: Logical, expected: Logical) -> dict[str, float]:
     errors: dict[str, float] = {}
     for what, theirs, ours in pairs:
         # a value that is zero but for rounding (the gradient of a key bias) is compared with the largest of its kind
-        largest = max((float(x.double().norm()) for x in ours.values() if _is_float(x)), default=0.0)
-        errors |= {
-            f"{what} '{name}'": _error(theirs[name], ours[name], largest / 100) for name in theirs if name in ours
-        }
+        floats = (x for x in ours.values() if isinstance(x, Tensor) and x.dtype.is_floating_point)
+        floor = max((float(x.double().norm()) for x in floats), default=0.0) / 100
+        errors |= {f"{what} '{name}'": _error(theirs[name], ours[name], floor) for name in theirs if name in ours}
     return {what: error for what, error in errors.items() if error > 0.0}
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype.is_floating_point
 
 
 def _error(found: Any, expected: Any, floor: float) -> float:

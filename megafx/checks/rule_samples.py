@@ -7,6 +7,8 @@ would be tried for missing rows; they name Python functions, not overloads; and 
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -150,9 +152,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("new_zeros", _M, [4, 6]),
     ("nll_loss", _M, ids(6, 4), fixed(6), 0),
     ("nll_loss_backward", real(), _M, ids(6, 4), fixed(6), 2, -100, fixed()),
-    ("nll_loss_forward", _M, ids(6, 4), fixed(6), 2, -100),
-    ("nll_loss_forward", _M, ids(6, 4), fixed(6), 1, -100),
-    ("nll_loss_forward", _M, ids(6, 4), fixed(6), 0, -100),
+    *(("nll_loss_forward", _M, ids(6, 4), fixed(6), reduction, -100) for reduction in (2, 1, 0)),
     ("nll_loss_nd", _M, ids(6, 4), fixed(6), 2),
     ("norm.ScalarOpt_dim_dtype", _M, 2, [1], True, {"dtype": torch.float64}),
     ("norm.ScalarOpt_dtype", _M, 2, {"dtype": torch.float64}),
@@ -170,17 +170,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("scaled_dot_product_attention", _K, _K, _V4, {"is_causal": True}),
     ("scaled_dot_product_attention", real(2, 24, 4, 2), real(2, 6, 4, 2), real(2, 6, 4, 2), {"enable_gqa": True}),
     ("_scaled_dot_product_flash_attention_for_cpu", _K, _K, _V4),
-    (
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        real(2, 4, 4, 6),
-        _K,
-        _K,
-        _V4,
-        real(2, 4, 4, 6),
-        fixed(2, 4, 4),
-        0.0,
-        False,
-    ),
+    ("_scaled_dot_product_flash_attention_for_cpu_backward", _K, _K, _K, _V4, _K, fixed(2, 4, 4), 0.0, False),
     ("scatter.src", _M, 1, ids(6, 4, 2), real(4, 2)),
     ("scatter.value", _M, 1, ids(6, 4, 2), 0),
     ("scatter.value", _M, 1, ids(6, 4, 2), 1.5),
@@ -233,8 +223,7 @@ def _sample(op: str, args: tuple[Any, ...]) -> Sample:
 
 def _from_rule(op: str, text: str) -> Sample | None:
     """A call whose tensors fit the rule string: factors of 4 and 6 elements, two lead dims."""
-    lengths: dict[str, int] = {}
-    sizes = cycle((4, 6))
+    lengths: dict[str, int] = defaultdict(cycle((4, 6)).__next__)
     patterns = list(parse(text).operands)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -243,7 +232,9 @@ def _from_rule(op: str, text: str) -> Sample | None:
         value: Any
         if tensor:
             pattern = patterns.pop(0) if patterns else Factors("*")
-            shape = _shape(pattern, lengths, sizes)
+            lead = (Dim(("_2",)), Dim(("_1",))) if pattern.dots else ()
+            dims = (*pattern.head, *lead, *pattern.tail)
+            shape = tuple(math.prod(lengths[f] for f in d.factors) for d in dims)
             value = SampleTensor(shape, "n" if pattern.role == "~" else "x", high, low)
         elif name in SCALARS and default is None:
             value = SCALARS[name]
@@ -259,16 +250,3 @@ def _from_rule(op: str, text: str) -> Sample | None:
 
 
 _OPTIONAL = ("memory_format", "layout", "device", "pin_memory", "decimals", "generator", "nan", "posinf", "neginf")
-
-
-def _shape(pattern: Factors, lengths: dict[str, int], sizes: Any) -> tuple[int, ...]:
-    def length(d: Dim) -> int:
-        product = 1
-        for f in d.factors:
-            if f not in lengths:
-                lengths[f] = next(sizes)
-            product *= lengths[f]
-        return product
-
-    lead = (Dim(("_2",)), Dim(("_1",))) if pattern.dots else ()
-    return tuple(length(d) for d in (*pattern.head, *lead, *pattern.tail))

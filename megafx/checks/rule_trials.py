@@ -25,7 +25,8 @@ from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program
 from megafx.ir.sizes import Sizes
 from megafx.ops import axes
-from megafx.passes.localize.localize_shapes import FAMILIES, localize_shapes
+from megafx.passes.localize.localize_shapes import localize_shapes
+from megafx.passes.localize.rewrites import REWRITES
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.planner.plan import OpChoice
 from megafx.rules.candidates import find_candidates
@@ -36,7 +37,8 @@ from megafx.rules.strategies import OpRule, place, row, rule_of
 TOLERANCE = 1e-9  # fp64, values of order 1
 MAX_TRIED = 3000  # combinations of placements that are tried for missing rows of one call
 
-Ins, Outs = tuple[Placement, ...], tuple[Placement | None, ...]
+Ins = tuple[Placement, ...]
+Outs = tuple[Placement | None, ...]
 Row = tuple[Ins, Outs]
 
 
@@ -49,11 +51,10 @@ class Trial:
         self._last: Any = None
         namespace, name, overload = sample.op.split(".")
         self.target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        self.rewritten = (
-            str(CANONICAL.get(sample.op, sample.op)) in FAMILIES or facts_of(sample.op).localize is not None
-        )
-        leaves_of_call = tree_leaves((sample.args, sample.kwargs), is_leaf=_is_spec)
-        self.specs: list[SampleTensor] = [a for a in leaves_of_call if _is_spec(a)]
+        form = str(CANONICAL.get(sample.op, sample.op))
+        self.rewritten = form in REWRITES or facts_of(sample.op).localize is not None
+        given = tree_leaves((sample.args, sample.kwargs), is_leaf=_is_spec)
+        self.specs: list[SampleTensor] = [a for a in given if _is_spec(a)]
         self.whole = [make_tensor(spec, self.generator) for spec in self.specs]
         leaves = [v.requires_grad_() if s.kind == "x" else v for s, v in zip(self.specs, self.whole, strict=True)]
         self.outputs = _tuple(self.run(leaves))
@@ -111,7 +112,11 @@ class Trial:
             if group and all(active[i] for i in group):
                 ins = tuple(P if i in group else R if a else I for i, a in enumerate(active))
                 yield ins, tuple(P if o == "P" else R for o in outs)
-        for f, layout in self._layouts():
+        layouts = list(self.candidates.layouts_of(self.rule.node))
+        if template.several:
+            sizes = [(f, k) for f, k in self.rule.sizes.items() if f not in self.rule.forbidden and k >= 2]
+            layouts += [(f, Layout.contiguous(k, self.t)) for f, k in sizes]
+        for f, layout in layouts:
             if n == 1:
                 made = row(template, f, layout, self.t)
                 if made is not None:
@@ -121,13 +126,6 @@ class Trial:
             outs_or_none = [place(template, -1, f, layout, self.t, k) for k in range(n)]
             if None not in ins_or_none and None not in outs_or_none:
                 yield tuple(p for p in ins_or_none if p is not None), tuple(outs_or_none)
-
-    def _layouts(self) -> Iterator[tuple[str, Layout]]:
-        yield from self.candidates.layouts_of(self.rule.node)
-        if self.rule.template.several:
-            for f, n in self.rule.sizes.items():
-                if f not in self.rule.forbidden and n >= 2:
-                    yield f, Layout.contiguous(n, self.t)
 
     def combinations(self) -> Iterator[Row]:
         """Other rows worth trying: each operand R, P or evenly sharded, with every such result."""
@@ -177,8 +175,7 @@ class Trial:
                 continue
             parts = [g[i] if g[i] is not None else torch.zeros_like(ranks[r][i]) for r, g in enumerate(for_rank)]
             if not self.holds([p for p in parts if p is not None], whole, dual(placement)):
-                at = self.operands.index(i)
-                return f"the gradient of operand {at} is not {dual(placement)}"
+                return f"the gradient of operand {self.operands.index(i)} is not {dual(placement)}"
         return ""
 
     def _forward(self, ins: Ins, outs: Outs) -> tuple[list[list[Tensor]], list[tuple[Tensor, ...]], str]:
@@ -197,13 +194,14 @@ class Trial:
             pieces = self.shards(value, placements.get(i, I), zero_pads=summed and not self.rewritten)
             for rank, piece in enumerate(pieces):
                 ranks[rank].append(piece.requires_grad_() if self.specs[i].kind == "x" else piece)
-        made: tuple[list[list[Tensor]], list[tuple[Tensor, ...]], str]
+        results: list[tuple[Tensor, ...]] = []
+        error = ""
         try:
-            made = ranks, self._execute(ranks, ins, outs), ""
+            results = self._execute(ranks, ins, outs)
         except (RuntimeError, IndexError, ValueError, PlacementError) as e:
-            made = ranks, [], f"does not run: {str(e).splitlines()[0][:60]}"
-        self._last = (key, made)
-        return made
+            error = f"does not run: {str(e).splitlines()[0][:60]}"
+        self._last = (key, (ranks, results, error))
+        return ranks, results, error
 
     def shards(self, value: Tensor, placement: Placement, *, zero_pads: bool) -> list[Tensor]:
         """What each rank holds of a value; pads hold anything, unless zeros are asked for."""
@@ -361,13 +359,9 @@ def _gradients(outputs: Any, leaves: list[Tensor], cotangents: list[Tensor | Non
     wanted = [i for i, x in enumerate(leaves) if x.requires_grad]
     found: list[Tensor | None] = [None] * len(leaves)
     if pairs and wanted:
-        made = torch.autograd.grad(
-            [y for y, _ in pairs],
-            [leaves[i] for i in wanted],
-            [c for _, c in pairs],
-            allow_unused=True,
-            retain_graph=True,
-        )
+        results, given = zip(*pairs, strict=True)
+        operands = [leaves[i] for i in wanted]
+        made = torch.autograd.grad(results, operands, given, allow_unused=True, retain_graph=True)
         for i, g in zip(wanted, made, strict=True):
             found[i] = torch.zeros_like(leaves[i]) if g is None else g
     return found

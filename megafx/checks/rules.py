@@ -43,7 +43,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class RuleReport:
     findings: list[Finding] = field(default_factory=list)
 
     def of(self, verdict: str) -> list[Finding]:
@@ -64,25 +64,23 @@ class Report:
         return "\n".join([*shown, f"{len(self.of('ok'))} rows of {ops} ops are right, {counts}"])
 
 
-def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Iterable[int] = (2, 3)) -> Report:
+def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Iterable[int] = (2, 3)) -> RuleReport:
     """rules: ops to check (all by default), or op -> rule string to check in place of the op's own."""
     given = dict(rules) if isinstance(rules, Mapping) else {}
     fused = {op for op, facts in declared().items() if facts.rule}
     every = sorted({*RULES, *FAMILIES, *VIEWS, *fused, *SAMPLES})
     ops = [op_key(op) for op in ([*every, *registered()] if rules is None else rules)]
-    report = Report()
+    report = RuleReport()
     for op in dict.fromkeys(ops):
         own = given.get(op) or registered_rule(op)
         samples = samples_of(op, own)
         if not samples:
-            report.findings.append(
-                Finding(op, "unchecked", "-", "no sample call (`samples` of its definition, or rule_samples.py)")
-            )
+            why = "no sample call (`samples` of its definition, or rule_samples.py)"
+            report.findings.append(Finding(op, "unchecked", "-", why))
         for sample in samples:
             for size in t:
                 report.findings += _check(sample, own, size)
-    seen: dict[Finding, None] = dict.fromkeys(report.findings)
-    report.findings = list(seen)
+    report.findings = list(dict.fromkeys(report.findings))
     return report
 
 

@@ -46,14 +46,10 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, tor
 
 
 def simulate(
-    program: Program | fx.GraphModule,
-    per_rank_inputs: Sequence[Sequence[Any]],
-    *,
-    axis: str = "tp",
-    mesh: Mapping[str, int] | None = None,
-    watch: Callable[[fx.Node, Values], None] | None = None,
+    program: Program | fx.GraphModule, per_rank_inputs: Sequence[Sequence[Any]], *, axis: str = "tp",
+    mesh: Mapping[str, int] | None = None, watch: Callable[[fx.Node, Values], None] | None = None,
     gradients: bool = False,
-) -> list[list[Any]]:
+) -> list[list[Any]]:  # fmt: skip
     """Run the graph on len(per_rank_inputs) ranks. mesh: sizes of the axes by name; by default one, `axis`, has all ranks.
     watch: called with each node and its value on every rank. gradients: let autograd follow, of a graph without backward."""
     gm = program.gm if isinstance(program, Program) else program
@@ -99,7 +95,8 @@ class _Lockstep:
             if node.op == "placeholder":
                 value = list(next(inputs))
             else:
-                args, kwargs = zip(*(self._arguments(node, values, r) for r in range(self.t)), strict=True)
+                own = [{n: values[n][rank] for n in node.all_input_nodes} for rank in range(self.t)]
+                args, kwargs = zip(*(fx.map_arg((node.args, node.kwargs), v.__getitem__) for v in own), strict=True)
                 if node.op == "output":
                     return [list(a[0]) if isinstance(a[0], (list, tuple)) else [a[0]] for a in args]
                 value = self._call(node, args, kwargs)
@@ -110,10 +107,6 @@ class _Lockstep:
             for dead in dying.get(node, ()):
                 del values[dead]
         raise AssertionError("a graph ends with its output")
-
-    @staticmethod
-    def _arguments(node: fx.Node, values: dict[fx.Node, Values], rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return fx.map_arg((node.args, node.kwargs), lambda n: values[n][rank])
 
     def _call(self, node: fx.Node, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> Values:
         if node.op == "get_attr":
@@ -136,23 +129,19 @@ class _Lockstep:
         results: Values = [None] * self.t
         for group in self.groups[axis] if axis is not None else [list(range(self.t))]:
             theirs = [args[r] for r in group]
-            if node.target is not mfx.owner_parameter.default:  # which the others hold nothing of
-                self._check_agreement(node, theirs)
+            alike = theirs if node.target is not mfx.owner_parameter.default else ()  # of which the others hold nothing
+            for rank, given in enumerate(alike):  # ranks that disagree on a collective hang or mix data up
+                if given[1:] != theirs[0][1:] or _shapes(given[0]) != _shapes(theirs[0][0]):
+                    raise PlacementError(
+                        f"%{node.name} ({node.target}): rank {rank} calls it with {_shapes(given[0])}, {given[1:]}, "
+                        f"rank 0 with {_shapes(theirs[0][0])}, {theirs[0][1:]}",
+                        module=fqn_of(node),
+                        source=source_of(node),
+                    )
             made = CROSS_RANK[node.target]([a[0] for a in theirs], *theirs[0][1:], **kwargs[group[0]])
             for rank, value in zip(group, made, strict=True):
                 results[rank] = value
         return results
-
-    def _check_agreement(self, node: fx.Node, args: Sequence[tuple[Any, ...]]) -> None:
-        """Real ranks that disagree on a collective hang or mix data up."""
-        for rank, theirs in enumerate(args):
-            if theirs[1:] != args[0][1:] or _shapes(theirs[0]) != _shapes(args[0][0]):
-                raise PlacementError(
-                    f"%{node.name} ({node.target}): rank {rank} calls it with {_shapes(theirs[0])}, {theirs[1:]}, "
-                    f"rank 0 with {_shapes(args[0][0])}, {args[0][1:]}",
-                    module=fqn_of(node),
-                    source=source_of(node),
-                )
 
 
 def _shapes(x: Any) -> Any:
@@ -181,18 +170,13 @@ def move_reference(
     return [shard_tensor(w, b, r, t).contiguous().clone() for r, w in enumerate(whole)]
 
 
+_REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin}
+
+
 def _reduced(xs: Values, op: str) -> Tensor:
-    stacked = torch.stack([*xs])
-    match op:
-        case "sum":
-            return stacked.sum(0)
-        case "avg":
-            return stacked.mean(0)
-        case "max":
-            return stacked.amax(0)
-        case "min":
-            return stacked.amin(0)
-    raise PlacementError(f"the simulator does not know the reduction '{op}'")
+    if op not in _REDUCTIONS:
+        raise PlacementError(f"the simulator does not know the reduction '{op}'")
+    return _REDUCTIONS[op](torch.stack([*xs]), 0)
 
 
 def _batch_sum(xs: Values, axis: str, size: int) -> Values:
@@ -317,22 +301,19 @@ def local_inputs(
             else:
                 value = program.constants[spec.name] if spec.kind == "constant" else values[spec.name]
                 placement = placements.get(spec.name, I)
-            per_rank[rank].append(_local(value, placement, rank, t) if isinstance(value, Tensor) else value)
+            if isinstance(value, Tensor) and placement.kind == "P" and value.is_floating_point():
+                value = value * (2 * (rank + 1) / (t * (t + 1)))  # no summand is zero, nor are two equal
+            elif isinstance(value, Tensor):
+                value = shard_tensor(value, placement, rank, t).clone()
+            per_rank[rank].append(value)
     return per_rank
-
-
-def _local(value: Tensor, placement: Placement, rank: int, t: int) -> Tensor:
-    if placement.kind == "P" and value.is_floating_point():  # no summand is zero, nor are two equal
-        return value * (2 * (rank + 1) / (t * (t + 1)))
-    return shard_tensor(value, placement, rank, t).clone()
 
 
 def _result_placement(program: Program, name: str) -> Placement:
     """Placement of the user output `name`; whole on every rank where the graph says nothing."""
     for spec, node in zip(program.outputs, program.results(), strict=True):
         if spec.name == name and spec.kind == "user" and isinstance(node, fx.Node):
-            placement: Placement = spec.placement or node.meta.get(PLACEMENT, I)
-            return placement
+            return spec.placement or node.meta.get(PLACEMENT, I)  # type: ignore[no-any-return]
     return I
 
 
@@ -349,13 +330,9 @@ def run_logical(
 
 
 def logical_of(
-    program: Program,
-    results: Sequence[Sequence[Any]],
-    inputs: Sequence[Any],
-    placements: Mapping[str, Placement],
-    t: int,
-    skipped: str = "",
-) -> Logical:
+    program: Program, results: Sequence[Sequence[Any]], inputs: Sequence[Any], placements: Mapping[str, Placement],
+    t: int, skipped: str = "",
+) -> Logical:  # fmt: skip
     """Results of the t ranks put together, without outputs of kind `skipped`. inputs: of the first rank."""
     logical = Logical()
     for i, spec in enumerate(program.outputs):
@@ -414,14 +391,9 @@ class Divergence:
 
 
 def first_divergence(
-    program: Program,
-    per_rank_inputs: Sequence[Sequence[Any]],
-    reference: Program,
-    reference_inputs: Sequence[Any],
-    *,
-    tolerance: float | None = None,
-    axis: str = "tp",
-) -> Divergence | None:
+    program: Program, per_rank_inputs: Sequence[Sequence[Any]], reference: Program, reference_inputs: Sequence[Any], *,
+    tolerance: float | None = None, axis: str = "tp",
+) -> Divergence | None:  # fmt: skip
     """Run `program` on all ranks and `reference` (the same graph before it was localized, or for t = 1) on one.
 
     Nodes correspond by name. A node's value is put together by its placement; nodes without one are not compared.
@@ -470,14 +442,8 @@ def _at_run_time(program: Program, placement: Placement, inputs: Sequence[Any]) 
     """A placement with the sizes of this run in place of structural integers."""
     if not placement.is_shard:
         return placement
-    sizes_now = _symbol_values(program, inputs)
+    given = dict(zip(program.placeholders(), inputs, strict=False))  # of inputs so far
+    sources = symbol_sources(program.graph).items()
+    sizes_now = {symbol: given[node].shape[dim] if dim >= 0 else given[node] for symbol, (node, dim) in sources}
     layout = [int(program.sizes.expr(n).xreplace(sizes_now)) for n in placement.flat_layout]
     return Placement.parse(placement.tag, layout)
-
-
-def _symbol_values(program: Program, inputs: Sequence[Any]) -> dict[Any, int]:
-    position = {node: i for i, node in enumerate(program.placeholders())}
-    return {
-        symbol: inputs[position[node]].shape[dim] if dim >= 0 else inputs[position[node]]
-        for symbol, (node, dim) in symbol_sources(program.graph).items()
-    }

@@ -132,7 +132,10 @@ class _Checker:
         check = _SPECIAL.get(str(node.target))
         if check is not None:
             check(self, node)
-        readings = _drawn_readings if _draws_elementwise(node) else _READINGS.get(str(node.target))
+        readings = _READINGS.get(str(node.target))
+        if is_draw(node) and facts_of(node.target).rule == "lin: ..., ~ -> ...":  # dropout and its gradients
+            given = draw_of(node)
+            readings = _drawn_readings if given.seed is not None and given.p else readings
         facts = readings(self, node) if readings is not None else ()
         if facts:
             self.facts[node] = self._also(node, facts)
@@ -282,14 +285,6 @@ def _remember_slice(checker: _Checker, node: fx.Node) -> None:
         wholes = checker.sliced.setdefault((shape, dim, *_bounds(start, end, shape[dim])), {})
         facts = checker.facts.get(source, ())  # type: ignore[arg-type]
         wholes.update({fact: None for fact in facts if fact.is_shard and fact.dim == dim})
-
-
-def _draws_elementwise(node: fx.Node) -> bool:
-    """Dropout and its gradients: linear in one operand, element by element."""
-    if not is_draw(node) or facts_of(node.target).rule != "lin: ..., ~ -> ...":
-        return False
-    given = draw_of(node)
-    return given.seed is not None and bool(given.p)
 
 
 def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:

@@ -71,7 +71,12 @@ class CallSpec:
         leaves, spec = pytree.tree_flatten(call_tree(args, kwargs, loss_inputs))
         if spec != self.in_spec:
             return "the structure of the call differs"
-        bound = self._bind(leaves)
+        bound: dict[sympy.Symbol, int] = {}  # symbols that are a dim of their own somewhere, to the size of the first
+        for leaf, value in zip(self.leaves, leaves, strict=True):
+            if isinstance(value, torch.Tensor) and value.dim() == len(leaf.dims):
+                for want, size in zip(leaf.dims, value.shape, strict=True):
+                    if isinstance(want, sympy.Symbol):
+                        bound.setdefault(want, size)
         for leaf, value in zip(self.leaves, leaves, strict=True):
             problem = _leaf_mismatch(leaf, value, bound)
             if problem:
@@ -80,16 +85,6 @@ class CallSpec:
         if key not in self._verdicts:
             self._verdicts[key] = self._size_mismatch(bound)
         return self._verdicts[key]
-
-    def _bind(self, values: Sequence[Any]) -> dict[sympy.Symbol, int]:
-        """The size of each symbol that is a dim of its own somewhere: the first, where there are several."""
-        bound: dict[sympy.Symbol, int] = {}
-        for leaf, value in zip(self.leaves, values, strict=True):
-            if isinstance(value, torch.Tensor) and value.dim() == len(leaf.dims):
-                for want, size in zip(leaf.dims, value.shape, strict=True):
-                    if isinstance(want, sympy.Symbol):
-                        bound.setdefault(want, size)
-        return bound
 
     def _size_mismatch(self, bound: dict[sympy.Symbol, int]) -> str | None:
         for symbol, size in bound.items():
@@ -156,15 +151,9 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 def ambient_autocast() -> list[dict[str, Any]]:
     """The autocast contexts that the caller is in, as arguments of torch.autocast."""
-    return [
-        {
-            "device_type": device_type,
-            "dtype": torch.get_autocast_dtype(device_type),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        for device_type in _DEVICE_TYPES
-        if torch.is_autocast_enabled(device_type)
-    ]
+    caches = torch.is_autocast_cache_enabled()
+    enabled = [kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
+    return [{"device_type": d, "dtype": torch.get_autocast_dtype(d), "cache_enabled": caches} for d in enabled]
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ GATHER = "megafx.gather_region.default"
 _SYMBOLIC = frozenset(
     f for name in dir(torch) if name.startswith("sym_") and callable(f := getattr(torch, name))
 ) | frozenset({math.ceil, math.floor, math.trunc, round, max, min, int, float})
+_ASSERTIONS = ("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain")
 SAMPLES = (3, 10, 29, 64, 131, 1000, 4099)  # sizes at which two expressions must agree to count as equal
 
 
@@ -49,9 +50,8 @@ def verify(program: Program) -> None:
 
 def fail(node: fx.Node, found: str, fix: str = "") -> PlacementError:
     """The error of a broken promise at this node."""
-    return PlacementError(
-        f"%{node.name} ({node.target}): {found}", fix=fix, module=fqn_of(node), source=source_of(node)
-    )
+    found = f"%{node.name} ({node.target}): {found}"
+    return PlacementError(found, fix=fix, module=fqn_of(node), source=source_of(node))
 
 
 # -- every phase
@@ -86,16 +86,10 @@ def check_functional(program: Program) -> None:
         if isinstance(target, torch._ops.OpOverload):
             if target._schema.is_mutable:
                 raise fail(node, "writes to its operand", "use the functional form of the operator")
-            if _is_assert(target):
+            if target._schema.name.split("::")[1].startswith(_ASSERTIONS):
                 raise fail(node, "is an assertion", "canonicalize removes assertions")
         elif not (target in _SYMBOLIC or getattr(operator, getattr(target, "__name__", "_"), None) is target):
             raise fail(node, "is no operator overload and no arithmetic on sizes", "call an OpOverload")
-
-
-def _is_assert(target: torch._ops.OpOverload) -> bool:
-    return target._schema.name.split("::")[1].startswith(
-        ("_assert", "sym_constrain", "_functional_assert", "_functional_sym_constrain")
-    )
 
 
 def check_sizes_rooted(program: Program) -> None:
@@ -103,16 +97,13 @@ def check_sizes_rooted(program: Program) -> None:
     for node in program.graph.nodes:
         if any(isinstance(a, torch.SymInt) for a in _leaves((node.args, node.kwargs))):
             raise fail(node, "has a symbolic size that no node computes", "emit it with sizes.SizeEmitter")
-        if str(node.target) == "aten.sym_size.int" and not _has_sizes(node.args[0]):
+        source: Any = node.args[0] if str(node.target) == "aten.sym_size.int" else None
+        if source is not None and source.op != "placeholder" and str(source.target) != "megafx.rows.default":
             raise fail(node, "reads the size of an intermediate value", "emit the size with sizes.SizeEmitter")
         for size in _sizes(node.meta.get(VAL)):
             for symbol in size.node.expr.free_symbols - known:
                 if not size.node.shape_env.is_unbacked_symint(symbol):  # a size that data decides has no root
                     raise fail(node, f"its size {size} is made of {symbol}, which is the size of no graph input")
-
-
-def _has_sizes(node: Any) -> bool:
-    return node.op == "placeholder" or str(node.target) == "megafx.rows.default"
 
 
 def _leaves(args: Any) -> Iterator[Any]:
@@ -194,11 +185,8 @@ def check_placements(program: Program) -> None:
         operands = [(a, a.meta[PLACEMENT]) for a in node.all_input_nodes if PLACEMENT in a.meta]
         for operand, have in operands:
             if (have.kind == "I") != (placement.kind == "I"):
-                raise fail(
-                    node,
-                    f"is {placement}, but its operand %{operand.name} is {have}",
-                    "an op takes invariant operands only with an invariant result: insert a transition",
-                )
+                fix = "an op takes invariant operands only with an invariant result: insert a transition"
+                raise fail(node, f"is {placement}, but its operand %{operand.name} is {have}", fix)
 
 
 # -- LOCAL
@@ -235,19 +223,14 @@ def _check_shard_fits(
     ranks = t if t is not None else ranks_of(program)
     if local and ranks is None:
         return
-    found = value.shape[placement.dim]
-    if not local:
-        wanted = program.sizes.expr(placement.cut.size)
-    else:
-        assert ranks is not None
+    found, wanted = value.shape[placement.dim], program.sizes.expr(placement.cut.size)
+    if local and ranks is not None:
         wanted = local_size_expr(program, placement.cut, ranks)
     if not same_size(found.node.expr if isinstance(found, torch.SymInt) else sympy.Integer(found), wanted):
         where = f"on each of {ranks} ranks" if local else "whole"
-        raise fail(
-            at,
-            f"%{node.name} is {placement}, which makes dim {placement.dim} {wanted} long {where}; it is {found}",
-            "a size in the op's arguments is not localized, or its sharding rule is wrong (megafx check-rules)",
-        )
+        fix = "a size in the op's arguments is not localized, or its sharding rule is wrong (megafx check-rules)"
+        made = f"which makes dim {placement.dim} {wanted} long {where}; it is {found}"
+        raise fail(at, f"%{node.name} is {placement}, {made}", fix)
 
 
 def ranks_of(program: Program) -> int | None:
@@ -325,18 +308,13 @@ def check_collectives(program: Program) -> None:
             if not _is_started(node.args[0]):
                 raise fail(node, f"waits for %{node.args[0]}, which starts no collective")
         elif _starts(node.target):
-            for started in _started(node):
+            for started in [*node.users] if isinstance(node.meta[VAL], (tuple, list)) else [node]:
                 waits = [u for u in started.users if str(u.target) == WAIT]
                 readers = [u for u in started.users if u not in waits]
                 if len(waits) != 1:
                     raise fail(started, f"is waited for {len(waits)} times", "each collective has one wait_tensor")
                 if readers:
                     raise fail(started, f"%{readers[0].name} reads it before it has arrived", "read its wait_tensor")
-
-
-def _started(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a collective starts: itself, or its elements."""
-    return list(node.users) if isinstance(node.meta[VAL], (tuple, list)) else [node]
 
 
 def _is_started(node: Any) -> bool:
@@ -356,9 +334,8 @@ def _starts(target: torch._ops.OpOverload) -> bool:
 def check_owned(program: Program) -> None:
     for node in program.graph.nodes:
         if str(node.target).startswith("megafx.owner_"):
-            raise fail(
-                node, "asks for a rank, but the graph is of one", "drop_expert_values leaves out what other ranks own"
-            )
+            fix = "drop_expert_values leaves out what other ranks own"
+            raise fail(node, "asks for a rank, but the graph is of one", fix)
 
 
 # -- PARTITIONED

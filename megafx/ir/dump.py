@@ -32,24 +32,13 @@ from megafx.placements.types import Owned
 
 AXIS = "tp"
 _COLUMN = 100  # of comments; longer calls do not move it
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-}
+_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32"}
+_DTYPES |= {"int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool", "complex64": "c64", "complex128": "c128"}
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    return _DTYPES.get(name, name)
 
 
 def target_text(target: Any, *, qualified: bool = False) -> str:
@@ -155,10 +144,19 @@ def text(program: Program, *, t: int | None = None, details: bool = False) -> st
             comment += "" if spec.kind == "user" else f" {spec.kind}"
         else:
             body = str(node.target) if node.op == "get_attr" else _call(node, names)
-        rows.append((f"{names[node]} = {body}", comment + (_details(node) if details else "")))
+        if details:
+            source, by = source_of(node), node.meta.get(MADE_BY)
+            comment += f"  [{fqn_of(node)}]" if fqn_of(node) else ""
+            comment += f"  {Path(source.file).name}:{source.line}" if source is not None else ""
+            comment += f"  by {','.join(by)}" if by else ""
+        rows.append((f"{names[node]} = {body}", comment))
     width = max((len(left) for left, _ in rows if len(left) <= _COLUMN), default=0)
     lines = [f"{left:<{width}}  # {comment}".rstrip() for left, comment in rows]
-    return "\n".join([*lines, *_returns(program, names)])
+    returned = [_argument(v, names) for v in program.results()]
+    if all(spec.kind == "user" for spec in program.outputs):
+        return "\n".join([*lines, f"return {', '.join(returned)}"])
+    specs = zip(returned, program.outputs, strict=True)
+    return "\n".join([*lines, *(f"return {v}  # {spec.kind} {spec.name}" for v, spec in specs)])
 
 
 def graph_text(program: Program, gm: fx.GraphModule) -> str:
@@ -167,23 +165,6 @@ def graph_text(program: Program, gm: fx.GraphModule) -> str:
     results: Any = gm.graph.output_node().args[0]
     outputs = [Output("user", "")] * len(results)
     return text(replace(program, gm=gm, inputs=inputs, outputs=outputs), details=True)
-
-
-def _details(node: fx.Node) -> str:
-    source = source_of(node)
-    parts = [f"[{fqn_of(node)}]"] if fqn_of(node) else []
-    parts += [f"{Path(source.file).name}:{source.line}"] if source is not None else []
-    parts += ["by " + ",".join(node.meta[MADE_BY])] if node.meta.get(MADE_BY) else []
-    return "".join(f"  {part}" for part in parts)
-
-
-def _returns(program: Program, names: dict[fx.Node, str]) -> list[str]:
-    values = program.results()
-    assert isinstance(values, (tuple, list))
-    texts = [_argument(v, names) for v in values]
-    if all(spec.kind == "user" for spec in program.outputs):
-        return [f"return {', '.join(texts)}"]
-    return [f"return {v}  # {spec.kind} {spec.name}" for v, spec in zip(texts, program.outputs, strict=True)]
 
 
 # -- diffs
@@ -217,9 +198,8 @@ def diff(before: str, after: str, *, context: int = 2) -> str:
 
     def same(i: int, j: int) -> bool:
         """Operands correspond; two operands that are both without counterpart are one replaced value."""
-        return all(
-            forward[a] == b if a in forward else b not in matched for a, b in zip(old[i].uses, new[j].uses, strict=True)
-        )
+        uses = zip(old[i].uses, new[j].uses, strict=True)
+        return all(forward[a] == b if a in forward else b not in matched for a, b in uses)
 
     rows: list[tuple[str, str]] = []
     i = j = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -80,6 +80,17 @@ def set_arguments(node: fx.Node, **values: Any) -> None:
             node.update_arg(place, value)
         else:
             node.update_kwarg(name, value)
+
+
+def changed_copy(gm: fx.GraphModule, change: Callable[[fx.Node], bool]) -> tuple[fx.GraphModule, int]:
+    """(the same code with the nodes that `change` changes, their number); `gm` itself where it changes none."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    changes = sum(change(node) for node in graph.nodes)
+    if not changes:
+        return gm, 0
+    graph.set_codegen(gm.graph._codegen)
+    return fx.GraphModule(gm, graph), changes
 
 
 def behind(node: Any, ops: Collection[Any]) -> Any:

@@ -190,9 +190,7 @@ class Program:
     table: Callable[[str], Any] = lambda name: None  # FQN of a buffer -> what it holds (tables.py), where that is known
     assumed: dict[str, Any] = field(default_factory=dict)  # buffers whose numbers the graph relies on -> what they held
     batch: Batch | None = None  # on the data-parallel axis, where there is one
-    before_reduction: Program | None = (
-        None  # with gradients as each rank computes them: what no_sync runs (data_parallel)
-    )
+    before_reduction: Program | None = None  # with gradients as each rank computes them: what no_sync runs
     partition: Partition | None = None  # set by the pass of this name
     call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
 
@@ -206,9 +204,8 @@ class Program:
         result = graph.graph_copy(self.graph, {})
         graph.output(result).meta.update(self.output_node().meta)
         gm = fx.GraphModule(self.gm, graph)
-        own = {"inputs": [*self.inputs], "outputs": [*self.outputs], "notes": [*self.notes], "fusions": [*self.fusions]}
-        own["assumed"] = dict(self.assumed)
-        return replace(self, gm=gm, **own)  # type: ignore[arg-type]
+        lists: dict[str, Any] = {name: [*getattr(self, name)] for name in ("inputs", "outputs", "notes", "fusions")}
+        return replace(self, gm=gm, assumed=dict(self.assumed), **lists)
 
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))
@@ -238,6 +235,11 @@ def fqn_of(node: fx.Node) -> str:
 
 def source_of(node: fx.Node) -> SourceLine | None:
     return node.meta.get(SOURCE)
+
+
+def located(node: fx.Node) -> dict[str, Any]:
+    """Where an error is: the arguments `module` and `source` of MegafxError."""
+    return {"module": fqn_of(node), "source": source_of(node)}
 
 
 def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
@@ -341,7 +343,7 @@ def active_nodes(program: Program) -> set[fx.Node]:
         if spec.kind == "param" or (spec.kind == "user" and is_floating(node)):
             active.add(node)
     for node in program.graph.nodes:
-        if node.op == "call_function" and _has_tensor(node) and any(a in active for a in node.all_input_nodes):
+        if node.op == "call_function" and _tensors(node) and any(a in active for a in node.all_input_nodes):
             active.add(node)
     return active
 
@@ -350,10 +352,6 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get(VAL)
     values: Iterable[Any] = value if isinstance(value, (tuple, list)) else (value,)
     return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def _has_tensor(node: fx.Node) -> bool:
-    return bool(_tensors(node))
 
 
 def is_floating(node: fx.Node) -> bool:

@@ -46,9 +46,7 @@ class Sizes:
 
     def of(self, size: int | torch.SymInt) -> int:
         """int | SymInt -> structural integer."""
-        if isinstance(size, int):
-            return size
-        return self.of_expr(size.node.expr)
+        return size if isinstance(size, int) else self.of_expr(size.node.expr)
 
     def shape(self, value: torch.Tensor) -> tuple[int, ...]:
         """Structural shape of a (fake) tensor."""
@@ -293,18 +291,11 @@ class _EmitAnalysis(PythonReferenceAnalysis):
         return a._binary(torch.sym_min, a, b) if isinstance(a, _Emit) else b._binary(torch.sym_min, a, b)
 
 
-def _install(name: str, target: Any) -> None:
+def _install(name: str) -> None:
+    target = getattr(operator, name)
     setattr(_Emit, f"__{name}__", lambda a, b: a._binary(target, a, b))
     setattr(_Emit, f"__r{name}__", lambda a, b: a._binary(target, b, a))
 
 
-for _name, _target in {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "pow": operator.pow,
-}.items():
-    _install(_name, _target)
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    _install(_name)

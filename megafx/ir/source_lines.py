@@ -50,8 +50,7 @@ def fqn_of_stack(nn_module_stack: Mapping[str, tuple[str, object]] | None, root:
     """Path, relative to `root`, of the deepest module on the stack ('' is the root itself)."""
     if not nn_module_stack:
         return ""
-    path = list(nn_module_stack.values())[-1][0]
-    return strip_root(path, root)
+    return strip_root(list(nn_module_stack.values())[-1][0], root)
 
 
 def strip_root(path: str, root: str) -> str:

@@ -65,8 +65,7 @@ def _place(x: Tensor, size: int, rank: int) -> Tensor:
     return out
 
 
-def _dual_tag(tag: str) -> str:
-    return {"R": "P", "P": "R"}.get(tag, tag)
+_DUAL = {"R": "P", "P": "R"}
 
 
 @torch.library.custom_op("megafx::transition", mutates_args=())
@@ -94,62 +93,48 @@ def dual_arguments(
     src: str, dst: str, src_layout: Sequence[int], dst_layout: Sequence[int], axis: str, size: int
 ) -> tuple[Any, ...]:
     """Arguments of a transition -> those of its backward: a gradient has the dual placement and moves from dst to src."""
-    return _dual_tag(dst), _dual_tag(src), dst_layout, src_layout, axis, size
+    return _DUAL.get(dst, dst), _DUAL.get(src, src), dst_layout, src_layout, axis, size
 
 
-@torch.library.custom_op("megafx::axis_index", mutates_args=())
+def _op(fake: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A decorator: the function is megafx::<its name>; fake: what the result looks like."""
+
+    def register(function: Callable[..., Tensor]) -> Any:
+        made = torch.library.custom_op(f"megafx::{function.__name__}", function, mutates_args=())
+        made.register_fake(fake)
+        return made
+
+    return register
+
+
+@_op(lambda axis, device: torch.empty((), dtype=torch.int64, device=device))
 def axis_index(axis: str, device: torch.device) -> Tensor:
     """() -> 0-d int64: this rank's coordinate on the axis."""
     return torch.full((), axis_rank(axis), dtype=torch.int64, device=device)
 
 
-@axis_index.register_fake
-def _(axis, device):
-    return torch.empty((), dtype=torch.int64, device=device)
-
-
-@torch.library.custom_op("megafx::rank_select", mutates_args=())
+@_op(lambda x, axis: x.new_empty(x.shape[1:]))
 def rank_select(x: Tensor, axis: str) -> Tensor:
     """x: [t, ...] -> [...]: this rank's entry."""
     return x[axis_rank(axis)].clone(memory_format=torch.contiguous_format)
 
 
-@rank_select.register_fake
-def _(x, axis):
-    return x.new_empty(x.shape[1:])
-
-
-@torch.library.custom_op("megafx::rank_place", mutates_args=())
+@_op(lambda x, size, axis: x.new_empty([size, *x.shape]))
 def rank_place(x: Tensor, size: int, axis: str) -> Tensor:
     """x: [...] -> [t, ...]: x at this rank's entry, zeros elsewhere."""
     return _place(x, size, axis_rank(axis))
 
 
-@rank_place.register_fake
-def _(x, size, axis):
-    return x.new_empty([size, *x.shape])
-
-
-@torch.library.custom_op("megafx::rank0_only", mutates_args=())
+@_op(lambda x, axis: torch.empty_like(x))
 def rank0_only(x: Tensor, axis: str) -> Tensor:
     """x: held by every rank -> summands of it: x on rank 0, zeros elsewhere."""
     return x.clone() if axis_rank(axis) == 0 else torch.zeros_like(x)
 
 
-@rank0_only.register_fake
-def _(x, axis):
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("megafx::batch_sum", mutates_args=())
+@_op(lambda x, axis, size: torch.empty_like(x))
 def batch_sum(x: Tensor, axis: str, size: int) -> Tensor:
     """x: summands of the ranks -> their sum, on every rank."""
     return torch.ops.megafx.transition(x, "P", "R", [], [], axis, size)
-
-
-@batch_sum.register_fake
-def _(x: Tensor, axis: str, size: int) -> Tensor:
-    return torch.empty_like(x)
 
 
 declare("megafx.batch_sum.default", rule="lin: ... -> ...")

@@ -4,13 +4,12 @@ A call of such a module is one node of the graph:
 
     megafx.eager_call(Tensor[] inputs and parameters, seed, op id, key) -> Tensor[]
 
-which runs the module's own code when the graph runs, with whatever Python it decides by. It has no sharding rule: the planner
-brings its operands to every rank whole, each rank computes it alike, and its parameters get complete gradients everywhere.
-Its gradient runs the module once more, with autograd (buffers must therefore not change, and random numbers come from the
-seed of the step).
+which runs the module's own code when the graph runs. It has no sharding rule: every rank computes it alike, on whole operands,
+and has complete gradients of its parameters. Its gradient runs the module once more, with autograd: buffers must not change,
+and random numbers come from the seed of the step.
 
-Export has to know the sizes of its results without running it on the user's data. The module is run twice, on made-up inputs
-of two sets of sizes: a dim of a result is a product of dims of the inputs, times a number, that holds for both.
+Export has to know the sizes of its results: the module is run twice, on made-up inputs of two sets of sizes. A dim of a result
+is a product of dims of the inputs, times a number, that holds for both.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -35,14 +34,6 @@ from megafx.ir.call_spec import ambient_autocast
 
 MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
 _library = torch.library.Library("megafx", "FRAGMENT")
-_library.define(
-    "eager_call(Tensor[] tensors, Tensor? seed, int op_id, str key) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_library.define(
-    "eager_call_backward(Tensor[] grads, int[] of, int[] wanted, Tensor[] tensors, Tensor? seed, int op_id, str key)"
-    " -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 @dataclass(frozen=True)
@@ -116,9 +107,8 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     for pattern in patterns:
         names = [n for n, _ in model.named_modules() if n and fnmatch.fnmatchcase(n, pattern)]
         if not names:
-            raise ConfigError(
-                f"Config.eager_modules: '{pattern}' matches no submodule", fix="name it as in model.named_modules()"
-            )
+            what = f"Config.eager_modules: '{pattern}' matches no submodule"
+            raise ConfigError(what, fix="name it as in model.named_modules()")
         found |= {n: model.get_submodule(n) for n in names}
     return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
 
@@ -157,19 +147,13 @@ def _probed_call(
     module: nn.Module, fqn: str, buffers: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[EagerCall, list[Tensor]]:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    for leaf in leaves:
-        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise CaptureError(
-                "a module that is left eager gets a number that depends on sizes",
-                module=fqn,
-                fix="let it read the size from a tensor",
-            )
+    if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves):
+        what = "a module that is left eager gets a number that depends on sizes"
+        raise CaptureError(what, module=fqn, fix="let it read the size from a tensor")
     inputs = [x for x in leaves if isinstance(x, Tensor)]
     parameters = dict(module.named_parameters())
-    call = EagerCall(
-        weakref.ref(module), fqn, spec, tuple(None if isinstance(x, Tensor) else Constant(x) for x in leaves),
-        tuple(parameters), tuple(ambient_autocast()),
-    )  # fmt: skip
+    constants = tuple(None if isinstance(x, Tensor) else Constant(x) for x in leaves)
+    call = EagerCall(weakref.ref(module), fqn, spec, constants, tuple(parameters), tuple(ambient_autocast()))
     tensors = [*inputs, *parameters.values()]
     return _probed(call, tensors, buffers), tensors
 
@@ -198,8 +182,9 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
     try:
         for sizes in MADE_UP:
             values = made_up(tensors, sizes)
-            own = {n: _real(b) for n, b in buffers.items()}
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                meta = {n for n, b in buffers.items() if b.device.type == "meta"}
+                own = {n: torch.ones_like(b, device="cpu") if n in meta else b.clone() for n, b in buffers.items()}
                 before = torch.get_rng_state()
                 output = call.run(values, own)
                 random = not torch.equal(before, torch.get_rng_state())
@@ -209,10 +194,8 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
         torch.set_rng_state(state)
     (first, leaves, spec), (second, others, other_spec) = runs
     if spec != other_spec:
-        raise CaptureError(
-            "a module that is left eager returns another structure for other inputs", module=call.fqn,
-            fix="return as many tensors in every case",
-        )  # fmt: skip
+        what = "a module that is left eager returns another structure for other inputs"
+        raise CaptureError(what, module=call.fqn, fix="return as many tensors in every case")
     results: list[tuple[torch.dtype, tuple[ResultSize, ...]]] = []
     out_leaves: list[Constant | None] = []
     for a, b in zip(leaves, others, strict=True):
@@ -222,8 +205,7 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
             out_leaves.append(None)
         else:
             out_leaves.append(Constant(a))
-    given = {k: getattr(call, k) for k in ("module", "fqn", "spec", "leaves", "names", "autocast")}
-    return EagerCall(**given, results=tuple(results), out_spec=spec, out_leaves=tuple(out_leaves), random=random)
+    return replace(call, results=tuple(results), out_spec=spec, out_leaves=tuple(out_leaves), random=random)
 
 
 def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:
@@ -245,18 +227,9 @@ def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:
             if tensor.dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator).to(tensor.dtype)
             else:
-                value = (
-                    torch.ones(shape, dtype=tensor.dtype)
-                    if tensor.dtype == torch.bool
-                    else torch.zeros(shape, dtype=tensor.dtype)
-                )
+                value = torch.full(shape, int(tensor.dtype == torch.bool), dtype=tensor.dtype)
             made.append(value.to(tensor.device))
     return made
-
-
-def _real(buffer: Tensor) -> Tensor:
-    with _disable_current_modes():
-        return torch.ones_like(buffer, device="cpu") if buffer.device.type == "meta" else buffer.clone()
 
 
 def _size(call: EagerCall, a: int, b: int, first: list[Tensor], second: list[Tensor]) -> ResultSize:
@@ -308,11 +281,8 @@ def _forward(tensors: list[Tensor], seed: Tensor | None, op_id: int, key: str) -
                 module=call.fqn,
                 fix="only modules whose results have sizes that the inputs decide can be left eager",
             )
-    return [x.contiguous().clone() if _shares(x, tensors) else x.contiguous() for x in results]
-
-
-def _shares(x: Tensor, tensors: Sequence[Tensor]) -> bool:
-    return any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in tensors)
+    given = {x.untyped_storage().data_ptr() for x in tensors}
+    return [x.contiguous().clone() if x.untyped_storage().data_ptr() in given else x.contiguous() for x in results]
 
 
 def _backward(
@@ -337,11 +307,8 @@ def _backward(
 
 
 def _fake_results(tensors: list[Tensor], seed: Tensor | None, op_id: int, key: str) -> list[Tensor]:
-    device = tensors[0].device
-    return [
-        torch.empty([size.of(tensors) for size in sizes], dtype=dtype, device=device)
-        for dtype, sizes in _calls[key].results
-    ]
+    shapes = [(dtype, [size.of(tensors) for size in sizes]) for dtype, sizes in _calls[key].results]
+    return [torch.empty(shape, dtype=dtype, device=tensors[0].device) for dtype, shape in shapes]
 
 
 def _fake_gradients(
@@ -370,10 +337,12 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return into, None, None, None
 
 
-for _name, _implementation, _fake in (
-    ("eager_call", _forward, _fake_results),
-    ("eager_call_backward", _backward, _fake_gradients),
+_CALL = "Tensor[] tensors, Tensor? seed, int op_id, str key"
+for _name, _taken, _implementation, _fake in (
+    ("eager_call", _CALL, _forward, _fake_results),
+    ("eager_call_backward", f"Tensor[] grads, int[] of, int[] wanted, {_CALL}", _backward, _fake_gradients),
 ):
+    _library.define(f"{_name}({_taken}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"megafx::{_name}", _fake, lib=_library)
 torch.library.register_autograd("megafx::eager_call", _differentiate, setup_context=_saves, lib=_library)

@@ -9,10 +9,8 @@
 The backward of owner_output is another owner_output.
 
 Values between an owner's inputs and parameters and its outputs are its expert values. As types they are R: every rank could
-compute them. Only the owner does. On other ranks owner_output and owner_input_gradient are zeros and owner_parameter_gradient
-is empty, whatever they are given, so `bind_mesh` leaves the expert values out of their graphs. There is no collective among
-them. Their gradients are zero on other ranks, because they stem from the gradients of owner_output; so the owner's summands
-are all there are.
+compute them, but only the owner does. What other ranks add does not depend on them, so `drop_expert_values` leaves them out of
+their graphs; their gradients, which stem from those of owner_output, are zero there. There is no collective among them.
 
 The ops have no sharding rules: the planner has one strategy for each expert value (passes/plan/plan_sharding.py). With size=1
 (graphs on global shapes, before `localize_shapes`) each op is the identity.
@@ -66,12 +64,9 @@ _define("owner_input_gradient", "P -> P", lambda x, own: x.clone() if own else t
 _define("owner_parameter_gradient", "P -> O", lambda x, own: x.clone() if own else x.new_zeros([0, *x.shape[1:]]))
 
 ops = torch.ops.megafx
-OWNER_PARAMETER, OWNER_INPUT, OWNER_OUTPUT = (
-    ops.owner_parameter.default,
-    ops.owner_input.default,
-    ops.owner_output.default,
-)
-OWNER_INPUT_GRADIENT, OWNER_PARAMETER_GRADIENT = ops.owner_input_gradient.default, ops.owner_parameter_gradient.default
+OWNER_PARAMETER, OWNER_PARAMETER_GRADIENT = ops.owner_parameter.default, ops.owner_parameter_gradient.default
+OWNER_INPUT, OWNER_INPUT_GRADIENT = ops.owner_input.default, ops.owner_input_gradient.default
+OWNER_OUTPUT = ops.owner_output.default
 OWNER_OPS = frozenset((OWNER_PARAMETER, OWNER_INPUT, OWNER_OUTPUT, OWNER_INPUT_GRADIENT, OWNER_PARAMETER_GRADIENT))
 EXPERT = "expert"  # the factor of the strategies of expert values: each rank computes its share of the experts
 
@@ -84,12 +79,8 @@ def owners_of(program: Program) -> dict[fx.Node, int]:
             found[node] = int(node.args[1])
             continue
         owners = {found[a] for a in node.all_input_nodes if a in found and a.target is not OWNER_OUTPUT}
-        if owners and _is_value(node):
+        tensors = node.op == "call_function" and isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+        if owners and tensors:
             assert len(owners) == 1, f"%{node.name} is of the ranks {owners}"
             found[node] = owners.pop()
     return found
-
-
-def _is_value(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, (torch.Tensor, tuple, list))

@@ -19,20 +19,14 @@ from megafx.placements.types import Layout
 # and those that share a copy together with their tensor-parallel ranks. An op that draws for rows of the batch names its axis
 # as 'dp+tp'.
 TENSOR_AXIS = "tp"
-
-
 BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS = "dp", "dp_shard", "dp_replicate", "dp_shard_tp"
-
-
 DATA_AXES = (BATCH_AXIS, SHARD_AXIS, REPLICA_AXIS, COPY_AXIS)
-
 DDP, ZERO1, FSDP = "ddp", "zero1", "fsdp"
-FORMS = (DDP, ZERO1, FSDP)
 
 
 @dataclass(frozen=True)
 class DataAxis:
-    """form: of FORMS. bucket_bytes: gradients are reduced together until they are this many."""
+    """form: DDP, ZERO1 or FSDP. bucket_bytes: gradients are reduced together until they are this many."""
 
     ranks: int
     form: str = DDP

@@ -69,11 +69,6 @@ def _nested_slices(shape: Sequence[int], placement: Nested, rank: int) -> list[S
         start, end = max(box.local_offsets[0], first), min(box.local_offsets[0] + box.sizes[0], first + per_rank)
         if start < end:
             offset = box.offsets[0] + start - box.local_offsets[0]
-            found.append(
-                ShardSlice(
-                    (offset, *box.offsets[1:]),
-                    (start - first, *box.local_offsets[1:]),
-                    (end - start, *box.sizes[1:]),
-                )
-            )
+            offsets, local = (offset, *box.offsets[1:]), (start - first, *box.local_offsets[1:])
+            found.append(ShardSlice(offsets, local, (end - start, *box.sizes[1:])))
     return found

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import fx
 
 from megafx.config import Config
-from megafx.ir.program import PLACEMENT, VAL, Input, Program
+from megafx.ir.program import VAL, Input, Program
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import DataAxis
 from megafx.placements.types import I, Placement
@@ -23,8 +23,6 @@ from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.strategies import OpRule
 
 Accepts = frozenset[str | Placement]  # kinds ('S'), tags ('S1') or full placements
-
-
 Gradients = Literal["reduce", "hold", "add"]
 
 
@@ -104,17 +102,13 @@ def accepted_outputs(
             continue
         kinds: Accepts = ANY_VALUE if lazy and spec.kind == "user" and not spec.loss else WHOLE
         if spec.cache:
-            kinds = _cache_placements(node, caches.get(spec.cache))
+            shape, settled = node.meta[VAL].shape, caches.get(spec.cache)
+            static = [f"S{d}" for d, n in enumerate(shape) if isinstance(n, int)] if settled is None else []
+            kinds = frozenset(["I", "R", *static])
+            if settled is not None and settled.is_shard and settled.cut.size == shape[settled.dim]:
+                kinds = frozenset([settled])
         found[node] = found.get(node, kinds) & kinds or WHOLE
     return found
-
-
-def _cache_placements(node: fx.Node, settled: Placement | None) -> Accepts:
-    shape = node.meta[VAL].shape
-    if settled is not None and settled.is_shard and settled.cut.size == shape[settled.dim]:
-        return frozenset([settled])
-    static = [f"S{d}" for d, n in enumerate(shape) if isinstance(n, int)] if settled is None else []
-    return frozenset(["I", "R", *static])
 
 
 def price_workload(program: Program, config: Config) -> None:
@@ -126,10 +120,6 @@ def price_workload(program: Program, config: Config) -> None:
         for name, symbol in sizes.symbols.items():
             if name == "seq" or name.startswith("target"):
                 sizes.workload_of[symbol] = config.seq_length
-
-
-def placement_of(node: fx.Node) -> Placement | None:
-    return node.meta.get(PLACEMENT)
 
 
 def declines(program: Program, planner: Planner) -> Declines | None:

@@ -122,11 +122,6 @@ def memory_seconds(bytes_moved: float, hardware: Hardware) -> float:
     return bytes_moved / hardware.memory_bytes_per_second
 
 
-def saved_activation_seconds(bytes_saved: float, hardware: Hardware) -> float:
-    """Price of keeping bytes for backward (no time passes: an exchange rate between memory and time)."""
-    return memory_seconds(SAVED_TRAFFIC * bytes_saved, hardware)
-
-
 def optimizer_seconds(numel: int, hardware: Hardware) -> float:
     """Optimizer traffic of a parameter kept whole on every rank; 1/t of it where it is sharded."""
     return memory_seconds(OPTIMIZER_BYTES * numel, hardware)
@@ -170,5 +165,4 @@ def op_seconds(
     once = max(arithmetic, memory_seconds(moved, hardware))
     if not training:
         return once
-    saved = saved_activation_seconds(out_bytes, hardware) if moved else 0.0
-    return TRAINING_PASSES * once + saved
+    return TRAINING_PASSES * once + (memory_seconds(SAVED_TRAFFIC * out_bytes, hardware) if moved else 0.0)

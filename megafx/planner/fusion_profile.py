@@ -149,14 +149,10 @@ class FusionProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """`from_dict` is the inverse."""
-        fusions = {
-            name: {
-                "patterns": list(m.patterns),
-                "needs": list(m.needs),
-                "sizes": [{"elements": t.elements} | {mode: list(ms) for mode, ms in t.modes.items()} for t in m.times],
-            }
-            for name, m in self.fusions.items()
-        }
+        fusions = {}
+        for name, m in self.fusions.items():
+            sizes = [{"elements": t.elements} | {mode: list(ms) for mode, ms in t.modes.items()} for t in m.times]
+            fusions[name] = {"patterns": list(m.patterns), "needs": list(m.needs), "sizes": sizes}
         return {"device": self.device, "hardware": list(self.hardware), "source": self.source, "fusions": fusions}
 
     def save(self, path: Path) -> None:

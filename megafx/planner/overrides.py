@@ -79,7 +79,10 @@ class Overrides:
                 follow = [s for s in left if s.ins[index].is_shard and s.ins[index].dim == 0]
             else:
                 continue
-            self._must(node, follow, names[0], style)
+            if not follow:
+                fix = "drop the override, or choose another style"
+                found = f"{_reason(names[0], style)}, but {node.target} cannot be sharded so"
+                raise PlanError(found, fix=fix, module=fqn_of(node), source=source_of(node))
             self._applied.add(pattern)
             gone[_reason(names[0], style)] = len(left) - len(follow)
             left = follow
@@ -104,10 +107,8 @@ class Overrides:
             if not matching:
                 known = sorted({n.removesuffix(".weight") for n in names})
                 close = difflib.get_close_matches(pattern, known, 3, 0.4)
-                raise PlanError(
-                    f"override '{pattern}' matches no parameter and no module of the model",
-                    fix=f"did you mean {', '.join(close)}?" if close else "see model.named_parameters()",
-                )
+                fix = f"did you mean {', '.join(close)}?" if close else "see model.named_parameters()"
+                raise PlanError(f"override '{pattern}' matches no parameter and no module of the model", fix=fix)
             shadowed = all(self._pattern((n,)) != pattern for n in matching)
             if pattern not in self._applied and not shadowed and self.t > 1:
                 raise PlanError(
@@ -116,15 +117,6 @@ class Overrides:
                     fix="colwise and rowwise are for weights of linears and embeddings, expert for stacks of experts' weights "
                     "and lists of experts, sequence for modules whose values have a sequence dim",
                 )
-
-    def _must(self, node: fx.Node, follow: list[Strategy], name: str, style: str) -> None:
-        if not follow:
-            raise PlanError(
-                f"{_reason(name, style)}, but {node.target} cannot be sharded so",
-                fix="drop the override, or choose another style",
-                module=fqn_of(node),
-                source=source_of(node),
-            )
 
     def names_of(self, value: fx.Node, user: fx.Node) -> tuple[str, ...]:
         """FQNs of the parameter that a weight value stems from; of a tied one that of the user's own module."""

@@ -78,9 +78,8 @@ class Plan:
         """Storage placement of a parameter by FQN; raises PlanError for an unknown one."""
         if param not in self.params:
             close = difflib.get_close_matches(param, self.params, 3)
-            raise PlanError(
-                f"the plan has no parameter '{param}'", fix=f"did you mean {', '.join(close)}?" if close else ""
-            )
+            fix = f"did you mean {', '.join(close)}?" if close else ""
+            raise PlanError(f"the plan has no parameter '{param}'", fix=fix)
         return self.params[param]
 
     def __str__(self) -> str:
@@ -111,20 +110,46 @@ class Plan:
         return "\n".join(difflib.unified_diff(a, b, "this", "other", lineterm="", n=0))
 
     def to_json(self) -> str:
-        return json.dumps(_encode_plan(self, _SizeText(self.sizes)), indent=1)
+        sizes = _SizeText(self.sizes)
+
+        def texts(placements: Iterable[Placement]) -> list[list[Any]]:
+            return [_encode(p, sizes) for p in placements]
+
+        plain = ("t", "axis", "sequence_parallel", "hardware", "workload", "cost_us")
+        data: dict[str, Any] = {"format": FORMAT} | {name: getattr(self, name) for name in plain}
+        data["params"] = {k: _encode(p, sizes) for k, p in self.params.items()}
+        data["ops"] = {
+            k: {"ins": texts(o.ins), "out": _encode(o.out, sizes), "factor": o.factor, "fqn": o.fqn, "note": o.note}
+            for k, o in self.ops.items()
+        }
+        data["conversions"] = {k: [texts((c.src, c.dst)) for c in v] for k, v in self.transitions.items()}
+        data["replicated"] = self.replicated
+        data["removals"] = [[r.node, r.fqn, r.count, r.reason] for r in self.removals]
+        return json.dumps(data, indent=1)
 
     @staticmethod
     def from_json(text: str, sizes: Sizes | None = None) -> Plan:
         """sizes: of the graph that the plan is for; without, the plan can be read and compared but not applied."""
         data = json.loads(text)
-        if data.get("format") != FORMAT:
-            raise PlanError(f"plan format {data.get('format')!r}, expected {FORMAT}", fix="plan again")
+        if (found := data.pop("format", None)) != FORMAT:
+            raise PlanError(f"plan format {found!r}, expected {FORMAT}", fix="plan again")
         sizes = Sizes() if sizes is None else sizes
         for name in data["workload"]:
             sizes.symbols.setdefault(name, sympy.Symbol(name, integer=True, positive=True))
-        plan = _decode_plan(data, _SizeText(sizes))
-        plan.sizes = sizes
-        return plan
+        reader = _SizeText(sizes)
+
+        def all_of(items: Iterable[list[Any]]) -> tuple[Placement, ...]:
+            return tuple(_decode(p, reader) for p in items)
+
+        data["params"] = {k: _decode(p, reader) for k, p in data["params"].items()}
+        data["ops"] = {
+            k: OpChoice(all_of(o["ins"]), _decode(o["out"], reader), o["factor"], o["fqn"], o["note"])
+            for k, o in data["ops"].items()
+        }
+        conversions = data.pop("conversions")
+        data["transitions"] = {k: tuple(Transition(*all_of(c)) for c in v) for k, v in conversions.items()}
+        data["removals"] = [Removal(*r) for r in data["removals"]]
+        return Plan(**data, sizes=sizes)
 
     def bind(self, sizes: Sizes) -> Plan:
         """The same plan in the sizes of another capture of the graph."""
@@ -143,9 +168,7 @@ class _SizeText:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.name_of = {
-            symbol: sympy.Symbol(name, integer=True, positive=True) for name, symbol in sizes.symbols.items()
-        }
+        self.name_of = {s: sympy.Symbol(name, integer=True, positive=True) for name, s in sizes.symbols.items()}
         self.symbol_of = {name: symbol for symbol, name in self.name_of.items()}
 
     def encode(self, size: int) -> int | str:
@@ -173,53 +196,3 @@ def _decode(data: list[Any], text: _SizeText) -> Placement:
     if not tag.startswith("S"):
         return Placement.parse(tag)
     return S(int(tag[1:]), Layout.from_flat(text.decode(n) for n in flat))
-
-
-def _encode_plan(plan: Plan, text: _SizeText) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "t": plan.t,
-        "axis": plan.axis,
-        "sequence_parallel": plan.sequence_parallel,
-        "hardware": plan.hardware,
-        "workload": plan.workload,
-        "cost_us": plan.cost_us,
-        "params": {k: _encode(p, text) for k, p in plan.params.items()},
-        "ops": {
-            k: {
-                "ins": [_encode(p, text) for p in o.ins],
-                "out": _encode(o.out, text),
-                "factor": o.factor,
-                "fqn": o.fqn,
-                "note": o.note,
-            }
-            for k, o in plan.ops.items()
-        },
-        "conversions": {
-            k: [[_encode(c.src, text), _encode(c.dst, text)] for c in v] for k, v in plan.transitions.items()
-        },
-        "replicated": plan.replicated,
-        "removals": [[r.node, r.fqn, r.count, r.reason] for r in plan.removals],
-    }
-
-
-def _decode_plan(data: dict[str, Any], text: _SizeText) -> Plan:
-    def all_of(items: Iterable[list[Any]]) -> tuple[Placement, ...]:
-        return tuple(_decode(p, text) for p in items)
-
-    return Plan(
-        t=data["t"],
-        axis=data["axis"],
-        sequence_parallel=data["sequence_parallel"],
-        params={k: _decode(p, text) for k, p in data["params"].items()},
-        ops={
-            k: OpChoice(all_of(o["ins"]), _decode(o["out"], text), o["factor"], o["fqn"], o["note"])
-            for k, o in data["ops"].items()
-        },
-        transitions={k: tuple(Transition(*all_of(c)) for c in v) for k, v in data["conversions"].items()},
-        removals=[Removal(*r) for r in data["removals"]],
-        replicated=data["replicated"],
-        cost_us=data["cost_us"],
-        hardware=data["hardware"],
-        workload=data["workload"],
-    )

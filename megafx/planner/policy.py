@@ -87,12 +87,12 @@ def weight_values(program: Program, active: set[fx.Node]) -> set[fx.Node]:
     return weights
 
 
-def normalised_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
+def normalised_places(node: fx.Node, rule: OpRule) -> list[Place]:
     """The (value, dim) that a norm normalises over: the dims of layer_norm, or of the mean inside a hand-written norm."""
     name = str(node.target)
-    source = rule.operands[0] if rule.operands else None
-    if source is None:
+    if not rule.operands:
         return []
+    source = rule.operands[0]
     if "_norm" in name and rule.forbidden:
         return [(source.node, d) for d, f in enumerate(source.factors) if f in rule.forbidden]
     if name in ("aten.mean.dim", "aten.var.correction", "aten.var.dim"):
@@ -103,7 +103,7 @@ def normalised_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
     return []
 
 
-def _ranked_places(node: fx.Node, rule: OpRule) -> list[tuple[fx.Node, int]]:
+def _ranked_places(node: fx.Node, rule: OpRule) -> list[Place]:
     """The (value, dim) that topk, sort, argmax or the indices of a max rank."""
     name = str(node.target)
     indexed = name in EXTREMES and any(u.args[1:] == (1,) and u.users for u in node.users)  # of (values, indices)
@@ -150,18 +150,14 @@ class Policy:
         if not placement.is_shard:
             return ""
         if placement not in self._axis_of:
-            self._axis_of[placement] = self._symbolic_axis(placement)
+            sizes, cut = self.program.sizes, [n for block in placement.cut.blocks for n in block]
+            symbolic = not all(sizes.is_static(n) for n in cut)
+            of_batch = symbolic and any(sizes.mentions(n, "batch") for n in cut)
+            self._axis_of[placement] = "batch" if of_batch else "seq" if symbolic else ""
         if self._axis_of[placement]:
             return self._axis_of[placement]
         root = self._class_of[node, placement.dim]
         return "batch" if root in self._batch else "seq" if root in self._seq else ""
-
-    def _symbolic_axis(self, placement: Placement) -> str:
-        sizes = self.program.sizes
-        cut = [b.count for b in placement.cut.blocks] + [b.unit for b in placement.cut.blocks]
-        if all(sizes.is_static(n) for n in cut):
-            return ""
-        return "batch" if any(sizes.mentions(n, "batch") for n in cut) else "seq"
 
     def reason(self, node: fx.Node, rule: OpRule, strategy: Strategy) -> str:
         """Why this strategy may not be used, or ''."""
@@ -179,12 +175,6 @@ class Policy:
             if self._class_of[value, placement.dim] in self._normalised:
                 return NORMALISED
         return ""
-
-    def in_residual_stream(self, node: fx.Node) -> bool:
-        """Whether the value has a normalised dim: norms, dropouts and residual sums, not the parallel regions."""
-        value = node.meta[VAL]
-        dims = range(getattr(value, "ndim", 0))
-        return node not in self.weights and any(self._class_of[node, d] in self._normalised for d in dims)
 
     def shards_sequence(self, node: fx.Node, strategy: Strategy) -> bool:
         return self.axis_of(node, strategy.out) == "seq"
@@ -212,9 +202,12 @@ class Policy:
             left = self._prefer_sequence(node, rule, left, gone)
         weights = [i for i, o in enumerate(rule.operands) if o.node in self.weights and len(o.factors) > 1]
         if cost_kind(op_name(node)) == MATMUL and weights and node not in self.weights and not overridden:
-            if any(self._is_router(node, rule, i) for i in weights):
-                return self._whole_weights(rule, left, weights, gone), {r: n for r, n in gone.items() if n}
             sharded = [s for s in left if any(s.ins[i].is_shard for i in weights)]
+            if any(self._is_router(node, rule, i) for i in weights):
+                kept = [s for s in left if s not in sharded]
+                for strategy in sharded if kept else ():
+                    self._remember_whole(rule, strategy, ROUTER)
+                return prefer(left, kept, ROUTER, gone), {r: n for r, n in gone.items() if n}
             left = prefer(left, sharded, SHARD_WEIGHTS, gone)
             if not sharded and (back := _column_parallel(strategies, reasons, weights)):
                 left, gone[NORMALISED] = [*left, *back], gone[NORMALISED] - len(back)
@@ -229,15 +222,6 @@ class Policy:
         ranked = [f for f, d in own.items() if self._class_of[node, d] in self._ranked]
         return bool(summed) and any(rule.sizes[f] <= max(summed) for f in ranked)
 
-    def _whole_weights(
-        self, rule: OpRule, left: list[Strategy], weights: list[int], gone: dict[str, int]
-    ) -> list[Strategy]:
-        kept = [s for s in left if not any(s.ins[i].is_shard for i in weights)]
-        for strategy in left if kept else ():
-            if strategy not in kept:
-                self._remember_whole(rule, strategy, ROUTER)
-        return prefer(left, kept, ROUTER, gone)
-
     def _remember_whole(self, rule: OpRule, strategy: Strategy, reason: str) -> None:
         for operand, placement in zip(rule.operands, strategy.ins, strict=True):
             if placement.is_shard and operand.node in self.weights:
@@ -250,7 +234,10 @@ class Policy:
         on_shard = [s for s in left if self.shards_sequence(node, s)]
         if normalised_places(node, rule):
             return prefer(left, on_shard, SEQUENCE_WANTED, gone)
-        if on_shard and self.in_residual_stream(node):
+        # a value with a normalised dim is in the residual stream, not in a parallel region
+        dims = range(getattr(node.meta[VAL], "ndim", 0))
+        residual = node not in self.weights and any(self._class_of[node, d] in self._normalised for d in dims)
+        if on_shard and residual:
             return prefer(left, [*on_shard, *(s for s in left if s.out == P)], SEQUENCE_WANTED, gone)
         return left
 
@@ -264,14 +251,9 @@ class Policy:
 def _column_parallel(strategies: list[Strategy], reasons: list[str], weights: list[int]) -> list[Strategy]:
     """Strategies that shard a weight and the result, which a norm needs whole (a norm over all of q, a low-rank q): where a
     matmul has no other that shards its weight, cost decides between these with a gather and the whole weight."""
-    return [
-        s
-        for s, reason in zip(strategies, reasons, strict=True)
-        if reason == NORMALISED
-        and s.out.is_shard
-        and any(s.ins[i].is_shard for i in weights)
-        and not any(p.is_shard for i, p in enumerate(s.ins) if i not in weights)
-    ]
+    found = [s for s, why in zip(strategies, reasons, strict=True) if why == NORMALISED and s.out.is_shard]
+    sharded = [(s, {i for i, p in enumerate(s.ins) if p.is_shard}) for s in found]
+    return [s for s, operands in sharded if operands and operands <= {*weights}]
 
 
 def prefer(left: list[Strategy], wanted: list[Strategy], reason: str, gone: dict[str, int]) -> list[Strategy]:

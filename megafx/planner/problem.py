@@ -11,7 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +28,7 @@ from megafx.planner.context import Accepts, Planner, accepts, way_out
 from megafx.planner.cost import PARTIAL_TIE_SECONDS, cost_kind, op_seconds, optimizer_seconds, transition_seconds
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.planner.policy import Policy
-from megafx.planner.solver import Table
+from megafx.planner.solver import InfeasibleError, Solution, Table, solve
 from megafx.rules.strategies import OpRule, Strategy
 
 MAX_EXTRA_PLACEMENTS = 2  # measured on 6 instances: the optimum with 2 equals that with 3 (planner experiment)
@@ -134,23 +136,16 @@ class Problem:
     def _unary(self, node: fx.Node) -> np.ndarray:
         if node.op == "placeholder":
             key: Any = ("input", self._domain_id(node), self.numel(node), node in self.params)
-            return self._cached(key, lambda: self._storage_costs(node))
+            paid = node in self.params and self.planner.training
+            price = optimizer_seconds(self.numel(node), self.planner.hardware) if paid else 0.0
+            shares = [self.planner.t if s.out.is_shard else 1 for s in self.domains[node]]
+            return self._cached(key, lambda: price / np.array(shares))
         rule = self.planner.rules[node]
         operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
         value = node.meta[VAL]
         size = self.numel(node) if hasattr(value, "shape") else 0
         key = ("op", str(node.target), self._domain_id(node), operands, size, self._contraction(rule))
         return self._cached(key, lambda: self._op_costs(node, rule))
-
-    def _storage_costs(self, node: fx.Node) -> np.ndarray:
-        if node not in self.params or not self.planner.training:
-            return np.zeros(len(self.domains[node]))
-        return np.array(
-            [
-                optimizer_seconds(self.numel(node), self.planner.hardware) / (self.planner.t if s.out.is_shard else 1)
-                for s in self.domains[node]
-            ]
-        )
 
     def _contraction(self, rule: OpRule) -> int:
         """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
@@ -159,15 +154,12 @@ class Problem:
         told = told_terms(rule.node)
         if told is not None:
             return told
-        inside = {f for f in rule.result if f}
         multiplied = [o for o in rule.operands if o.role == "x"]
         sizes: dict[str, int] = {}
         for operand in multiplied:
-            for dim, factor in enumerate(operand.factors):
-                if factor and factor not in inside and sum(factor in o.factors for o in multiplied) > 1:
-                    sizes[factor] = self.program.sizes.workload(
-                        self.program.sizes.of(operand.node.meta[VAL].shape[dim])
-                    )
+            for factor, size in zip(operand.factors, operand.node.meta[VAL].shape, strict=True):
+                if factor and factor not in rule.result and sum(factor in o.factors for o in multiplied) > 1:
+                    sizes[factor] = self.program.sizes.workload(self.program.sizes.of(size))
         return math.prod(sizes.values())
 
     def _op_costs(self, node: fx.Node, rule: OpRule) -> np.ndarray:
@@ -184,12 +176,8 @@ class Problem:
             hardware=self.planner.hardware,
             training=self.planner.training,
         )
-        return np.array(
-            [
-                seconds / (self.planner.t if s.factor else 1) + (PARTIAL_TIE_SECONDS if s.out == P else 0.0)
-                for s in self.domains[node]
-            ]
-        )
+        shares = np.array([self.planner.t if s.factor else 1 for s in self.domains[node]])
+        return seconds / shares + np.array([PARTIAL_TIE_SECONDS if s.out == P else 0.0 for s in self.domains[node]])
 
     def _add_uses(self, node: fx.Node) -> None:
         uses, leaves = self.uses.get(node, []), self.planner.accepts.get(node)
@@ -218,17 +206,11 @@ class Problem:
             return 0.0
         return min(self.transition_seconds(node, p, way_out(wanted)) for p in (src, *others))
 
+    def _value_key(self, node: fx.Node) -> tuple[Any, ...]:
+        return self.numel(node), node.meta[VAL].dtype, node in self.policy.weights, node in self.params
+
     def _add_edge(self, node: fx.Node, use: Use) -> None:
-        key = (
-            "edge",
-            self._domain_id(node),
-            self._domain_id(use.consumer),
-            use.index,
-            self.numel(node),
-            node.meta[VAL].dtype,
-            node in self.policy.weights,
-            node in self.params,
-        )
+        key = ("edge", self._domain_id(node), self._domain_id(use.consumer), use.index, self._value_key(node))
 
         def costs() -> np.ndarray:
             wanted = [s.ins[use.index] for s in self.domains[use.consumer]]
@@ -242,16 +224,19 @@ class Problem:
             consumers[use.consumer].append(use.index)
         own = self._domain_id(node)
         users = tuple((self._domain_id(c), tuple(i)) for c, i in consumers.items())
-        size = (self.numel(node), node.meta[VAL].dtype, node in self.policy.weights, node in self.params)
-        key = ("value", own, tuple(sorted(set(users))), min(len(uses), 3), size, wanted)
+        key = ("value", own, tuple(sorted(set(users))), min(len(uses), 3), self._value_key(node), wanted)
         domain, prices = self._cached((*key, "domain"), lambda: self._value_domain(node, uses, wanted))
         self.values[node] = domain
         variable = ("val", node)
         self._add((variable,), prices)
-        self._add((("op", node), variable), self._cached((*key, "made"), lambda: self._made_at(node, domain)))
+
+        def made() -> np.ndarray:
+            return np.array([[0.0 if s.out == src else math.inf for src, _ in domain] for s in self.domains[node]])
+
+        self._add((("op", node), variable), self._cached((*key, "made"), made))
         for consumer, indices in consumers.items():
-            made = (*key, "used", self._domain_id(consumer), tuple(indices))
-            table = self._cached(made, lambda c=consumer, i=indices: self._served(c, i, domain))
+            used = (*key, "used", self._domain_id(consumer), tuple(indices))
+            table = self._cached(used, lambda c=consumer, i=indices: self._served(c, i, domain))
             self._add((variable, ("op", consumer)), table)
 
     def _value_domain(
@@ -273,9 +258,6 @@ class Problem:
                         domain.append((src, wanted))
                         prices.append(price)
         return domain, np.array(prices)
-
-    def _made_at(self, node: fx.Node, domain: list[Any]) -> np.ndarray:
-        return np.array([[0.0 if s.out == src else math.inf for src, _ in domain] for s in self.domains[node]])
 
     def _served(self, consumer: fx.Node, indices: list[int], domain: list[Any]) -> np.ndarray:
         wanted = [[s.ins[i] for i in indices] for s in self.domains[consumer]]
@@ -342,3 +324,38 @@ def told_terms(node: fx.Node) -> int | None:
     """Terms summed for each element of an op's result, if its file says it (`OpFacts.terms`)."""
     terms = facts_of(node.target).terms
     return None if terms is None else int(terms(*fx.map_arg(node.args, lambda n: tuple(n.meta[VAL].shape))))
+
+
+# -- what the planner could have done instead
+
+
+def alternatives(problem: Problem, plan: Plan, solution: Solution) -> Iterator[str]:
+    """Lines of text (MEGAFX_DEBUG=3): an op with a weight, and below it its strategies, the cheapest first.
+
+    Each is priced by what the best plan that uses it adds to a step. Layers that differ in their index alone are priced once.
+    """
+    seen: set[tuple[str, str]] = set()
+    for node, rule in problem.planner.rules.items():
+        kind = re.sub(r"\.\d+(?=\.|$)", ".*", fqn_of(node)), str(node.target)
+        if kind in seen or not any(o.node in problem.policy.weights for o in rule.operands):
+            continue
+        seen.add(kind)
+        chosen, total = solution.assignment["op", node], len(problem.domains[node])
+        yield f"alternatives of %{node.name} [{fqn_of(node)}] {node.target}: {total} strategies"
+        priced = [(0.0, chosen), *((_added_us(problem, solution, node, i), i) for i in range(total) if i != chosen)]
+        for added_us, index in sorted(priced):
+            strategy = problem.domains[node][index]
+            text = f"{', '.join(map(plan.text_of, strategy.ins))} -> {plan.text_of(strategy.out)}"
+            price = "chosen" if index == chosen else "impossible" if added_us == np.inf else f"+{added_us:.1f} us"
+            yield f"  {text:60s} {price}"
+
+
+def _added_us(problem: Problem, solution: Solution, node: fx.Node, index: int) -> float:
+    """What the best plan in which `node` uses strategy `index` costs more than the best plan."""
+    only = np.full(len(problem.domains[node]), np.inf)
+    only[index] = 0.0
+    forced = Table((("op", node),), only)
+    try:
+        return 1e6 * (solve(problem.sizes_of_domains, [*problem.tables, forced]).cost - solution.cost)
+    except InfeasibleError:
+        return float("inf")

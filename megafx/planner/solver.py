@@ -100,10 +100,8 @@ def solve(domains: Mapping[Any, int], tables: Iterable[Table]) -> Solution:
         values, hits = _eliminate(problem, order.variables)
     except _DeadEndError as dead:
         raise InfeasibleError(*_conflict(problem, dead.variable)) from None
-    cost = math.fsum(
-        problem.arrays[k].item(tuple([values[v] for v in scope]))
-        for scope, k in zip(problem.scopes, problem.ids, strict=True)
-    )
+    places = zip(problem.scopes, problem.ids, strict=True)
+    cost = math.fsum(problem.arrays[k].item(tuple([values[v] for v in scope])) for scope, k in places)
     assignment = dict(zip(problem.names, values, strict=True))
     seconds = time.perf_counter() - start
     return Solution(assignment, cost, order.width, order.largest, len(values), hits, seconds)
@@ -130,10 +128,14 @@ class _Problem:
             except KeyError as unknown:
                 raise ValueError(f"table over {names} mentions {unknown}, which has no domain") from None
             if id(cost) not in by_identity:
-                by_identity[id(cost)] = (self.intern(_checked(cost, names)), cost)
+                array = np.ascontiguousarray(cost, dtype=np.float64)
+                array = array.reshape(np.shape(cost))  # ascontiguousarray makes a 0-d array 1-d
+                if np.isnan(array).any() or np.isneginf(array).any():
+                    raise ValueError(f"table over {names} holds nan or -inf")
+                by_identity[id(cost)] = (self.intern(array), cost)
             k = by_identity[id(cost)][0]
-            if self.arrays[k].shape != tuple([self.sizes[v] for v in scope]) or len(set(scope)) != len(scope):
-                want = tuple(self.sizes[v] for v in scope)
+            want = tuple([self.sizes[v] for v in scope])
+            if self.arrays[k].shape != want or len(set(scope)) != len(scope):
                 raise ValueError(f"table over {names} has shape {self.arrays[k].shape}, its domains are {want}")
             self.scopes.append(scope)
             self.ids.append(k)
@@ -144,14 +146,6 @@ class _Problem:
             self._by_content[key] = len(self.arrays)
             self.arrays.append(array)
         return self._by_content[key]
-
-
-def _checked(cost: Costs, names: tuple[Hashable, ...]) -> Costs:
-    array = np.ascontiguousarray(cost, dtype=np.float64)
-    array = array.reshape(np.shape(cost))  # ascontiguousarray makes a 0-d array 1-d
-    if np.isnan(array).any() or np.isneginf(array).any():
-        raise ValueError(f"table over {names} holds nan or -inf")
-    return array
 
 
 class Order(NamedTuple):

@@ -64,12 +64,9 @@ def patterns_of(patterns: Iterable[type[Pattern]], config: Config, *, local: boo
 
 
 def rewrite(
-    program: Program,
-    patterns: Iterable[type[Pattern]],
-    by: str,
-    refuse: Refuse | None = None,
+    program: Program, patterns: Iterable[type[Pattern]], by: str, refuse: Refuse | None = None,
     declines: Declines | None = None,
-) -> Rewritten:
+) -> Rewritten:  # fmt: skip
     """Replace every match, in place.
 
     by: the pass that asks. refuse: what new ops have to pass. declines: why a match is left as it is although it could be
@@ -126,7 +123,9 @@ class _Run:
     def _traces(self, patterns: list[type[Pattern]]) -> list[Trace]:
         """Largest first; equal ones once."""
         have = {str(target).split(".")[1] for target, nodes in self.nodes.items() if nodes and "." in str(target)}
-        dtypes = self._dtypes()
+        values = (n.meta.get(VAL) for n in self.program.graph.nodes)
+        floats = (v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point)
+        dtypes = list(dict.fromkeys(floats))  # in order of appearance
         found: dict[Any, Trace] = {}
         for pattern in patterns:
             for variant in variants_of(pattern):
@@ -190,12 +189,6 @@ class _Run:
                 trace = trace_of(first.pattern, first.variant, first.dtypes, lead)
                 if trace is not None:
                     yield trace
-
-    def _dtypes(self) -> list[torch.dtype]:
-        """Floating dtypes in the graph, in order of appearance."""
-        values = (n.meta.get(VAL) for n in self.program.graph.nodes)
-        floats = (v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point)
-        return list(dict.fromkeys(floats))
 
     # -- replacing
 

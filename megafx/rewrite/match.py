@@ -324,7 +324,11 @@ class _Attempt:
         """Everything is unified: sizes, outside users and the pattern's own guard decide."""
         if not self._solve_sizes():
             return self._refuse(self.root, "its sizes are not those of the pattern")
-        self._capture_drops()
+        for node in self.trace.drops:  # a declared number may be the probability of a dropout
+            marker, found = draw_of(node).p, draw_of(self.match.nodes[node]).p
+            for name, value in self.trace.markers.items():
+                if value == marker and name not in self.match.numbers:
+                    self._bind(self.match.numbers, name, found)
         inside = set(self.match.matched)
         roots = set(self.match.roots)
         if len(roots) < len(self.trace.roots):
@@ -374,14 +378,6 @@ class _Attempt:
                 return True  # sizes that nothing tells: make cannot ask for them
             waiting = left
         return True
-
-    def _capture_drops(self) -> None:
-        """A declared number that is the probability of a dropout."""
-        for node in self.trace.drops:
-            marker = draw_of(node).p
-            for name, value in self.trace.markers.items():
-                if value == marker and name not in self.match.numbers:
-                    self._bind(self.match.numbers, name, draw_of(self.match.nodes[node]).p)
 
 
 def _same(a: Any, b: Any) -> bool:

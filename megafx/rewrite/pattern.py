@@ -153,9 +153,8 @@ def parse_spec(text: str) -> TensorSpec:
 def _dim(word: str, text: str) -> DimSpec:
     found = _DIM.fullmatch(word)
     if found is None or not found["product"]:
-        raise PatternError(
-            f"'{word}' in '{text}' is no dim", fix="write h, 4, 2h, n*d or 1|s; '...' only in front of all others"
-        )
+        fix = "write h, 4, 2h, n*d or 1|s; '...' only in front of all others"
+        raise PatternError(f"'{word}' in '{text}' is no dim", fix=fix)
     number, letters = re.fullmatch(r"(\d*)(.*)", found["product"]).groups()  # type: ignore[union-attr]
     return DimSpec(int(number or 1), tuple(x for x in letters.split("*") if x), bool(found["one"]))
 
@@ -167,8 +166,7 @@ class Variant(NamedTuple):
     absent: frozenset[str]
 
     def __str__(self) -> str:
-        parts = [f"{k}={v!r}" for k, v in self.values] + [f"{name}=None" for name in sorted(self.absent)]
-        return ", ".join(parts)
+        return ", ".join([f"{k}={v!r}" for k, v in self.values] + [f"{name}=None" for name in sorted(self.absent)])
 
 
 def variants_of(pattern: type[Pattern]) -> Iterator[Variant]:
@@ -221,15 +219,11 @@ def check_pattern(pattern: Any) -> None:
         raise PatternError(f"{pattern.__name__} has no name", fix='write name = "..."')
     for part in ("match", "make", "tensors"):
         if getattr(pattern, part) is None:
-            raise PatternError(
-                f"pattern '{pattern.name}' has no {part}", fix="see the docstring of megafx.rewrite.pattern"
-            )
-    letters: set[str] = set()
-    tensors: dict[str, TensorSpec] = {}
-    for variant in variants_of(pattern):
-        tensors |= specs_of(pattern, dict(variant.values))
-    for spec in tensors.values():
-        letters |= {letter for dim in spec.dims for letter in dim.letters}
+            fix = "see the docstring of megafx.rewrite.pattern"
+            raise PatternError(f"pattern '{pattern.name}' has no {part}", fix=fix)
+    chosen = [dict(variant.values) for variant in variants_of(pattern)]
+    tensors = {name: spec for values in chosen for name, spec in specs_of(pattern, values).items()}
+    letters = {letter for spec in tensors.values() for dim in spec.dims for letter in dim.letters}
     known = {*tensors, *pattern.variants, *pattern.scalars, "drop"}
     _check_names(pattern, "match", known)
     _check_names(pattern, "make", known | letters | {"drops"})

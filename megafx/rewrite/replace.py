@@ -151,10 +151,8 @@ class Replacer:
                 raise PatternError(f"{match.trace}: make returns {made!r}, which is no tensor")
             sizes = self.program.sizes
             if made.dtype != have.dtype or sizes.shape(made) != sizes.shape(have):
-                return (
-                    f"it would make {dtype_text(made.dtype)}{list(made.shape)} of "
-                    f"{dtype_text(have.dtype)}{list(have.shape)}"
-                )
+                new, old = (f"{dtype_text(x.dtype)}{list(x.shape)}" for x in (made, have))
+                return f"it would make {new} of {old}"
         return ""
 
     # -- into the graph
@@ -205,7 +203,10 @@ class Replacer:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: made[n])
             with self.program.graph.inserting_before(where):
                 new = self.program.graph.call_function(node.target, args, kwargs)
-            origin = _origin(new, free) or match.roots[0]
+            # The node that it stands for: the same op, on the same operand if there is one.
+            alike, operands = [n for n in free if n.target == new.target], set(new.all_input_nodes)
+            nearest = (n for n in alike if operands & set(n.all_input_nodes))
+            origin = next(nearest, alike[0] if alike else match.roots[0])
             if origin in free:
                 free.remove(origin)
             inherit(new, origin, self.by)
@@ -252,10 +253,3 @@ class Replacer:
 
 def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta[VAL], (torch.SymInt, int))
-
-
-def _origin(new: fx.Node, free: list[fx.Node]) -> fx.Node | None:
-    """The replaced node that a new one stands for: the same op, on the same operand if there is one."""
-    alike = [n for n in free if n.target == new.target]
-    operands = set(new.all_input_nodes)
-    return next((n for n in alike if operands & set(n.all_input_nodes)), alike[0] if alike else None)

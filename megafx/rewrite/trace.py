@@ -141,8 +141,7 @@ class Trace:
         return self.search[0]
 
     def __str__(self) -> str:
-        details = [str(self.variant)] if str(self.variant) else []
-        return f"{self.pattern.name}({', '.join(details)})"
+        return f"{self.pattern.name}({self.variant})"
 
     def key(self) -> Any:
         """Equal for traces that match the same graphs."""
@@ -218,8 +217,12 @@ class _Tracing:
         mode = _fake_mode()
         names = [n for n in self.specs if n not in self.variant.absent]
         with mode:
-            dtypes = DTYPE_OF | self.dtypes
-            values = {n: torch.empty(self._shape(self.specs[n]), dtype=dtypes[self.specs[n].dtype]) for n in names}
+            dtypes, values = DTYPE_OF | self.dtypes, {}
+            for n, spec in ((n, self.specs[n]) for n in names):
+                lead = [f"_{self.lead - i}" for i in range(self.lead)] if spec.dots else []
+                shape = [self._prime(letter) for letter in lead]
+                shape += [dim.coefficient * math.prod(map(self._prime, dim.letters)) for dim in spec.dims]
+                values[n] = torch.empty(shape, dtype=dtypes[spec.dtype])
             seed = torch.empty((), dtype=torch.int64)
         takes = parameters(self.pattern.match)
         inputs = [Input("param" if self.specs[n].param else "user", n) for n in names]
@@ -250,10 +253,6 @@ class _Tracing:
         canonical_form().program(program)
         return self._finish(program)
 
-    def _shape(self, spec: TensorSpec) -> list[int]:
-        lead = [self._prime(f"_{self.lead - i}") for i in range(self.lead)] if spec.dots else []
-        return lead + [dim.coefficient * math.prod(map(self._prime, dim.letters)) for dim in spec.dims]
-
     def _prime(self, letter: str) -> int:
         if letter not in self.prime_of:
             if len(self.prime_of) == len(PRIMES):
@@ -270,12 +269,7 @@ class _Tracing:
     # -- reading the trace
 
     def _finish(self, program: Program) -> Trace:
-        inputs, seeds = {}, set()
-        for node, spec in program.input_nodes():
-            if spec.kind == "seed":
-                seeds.add(node)
-            else:
-                inputs[node] = spec.name
+        inputs = {node: spec.name for node, spec in program.input_nodes() if spec.kind != "seed"}
         results = program.results()
         for node, name in inputs.items():
             if not node.users:
@@ -288,21 +282,11 @@ class _Tracing:
             arguments = {name: self._value(value) for name, value in arguments_of(node)}
             commutes = node.target in COMMUTES and arguments.get("alpha", 1) == 1
             calls[node] = TraceCall(node.target, tuple(arguments.items()), commutes)
-        return Trace(
-            self.pattern,
-            self.variant,
-            self.dtypes,
-            self.lead,
-            self.specs,
-            program.graph,
-            inputs,
-            results,
-            tuple(sorted(results, key=lambda r: -len(ancestors([r])))),
-            calls,
-            tuple(filter(is_draw, nodes)),
-            {name: float(marker) for name, marker in self.marker_of.items()},
-            Counter(n.target for n in nodes),
-        )
+        search = tuple(sorted(results, key=lambda r: -len(ancestors([r]))))
+        drops, targets = tuple(filter(is_draw, nodes)), Counter(n.target for n in nodes)
+        markers = {name: float(marker) for name, marker in self.marker_of.items()}
+        declared = (self.pattern, self.variant, self.dtypes, self.lead, self.specs)
+        return Trace(*declared, program.graph, inputs, results, search, calls, drops, markers, targets)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):

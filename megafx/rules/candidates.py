@@ -84,7 +84,7 @@ def find_candidates(
         node, dim, layout = work.popleft()
         for rule, i in adjacent[node]:
             part = rule.template.parts.get(i)
-            cuts = bounds.get((_whole_node(rule), _whole_dim(rule)), ()) if part else ()
+            cuts = bounds.get(_whole(rule), ()) if part else ()
             layouts, implied = _transfer(rule.template, i, dim, layout, cuts, t)
             if layouts:
                 found._layouts.setdefault(rule.node, {}).update(layouts)
@@ -93,13 +93,10 @@ def find_candidates(
     return found
 
 
-def _whole_node(rule: OpRule) -> fx.Node:
-    """The value that the parts of a rule are parts of: a slice's operand, a concatenation's result."""
-    return rule.operands[0].node if -1 in rule.template.parts else rule.node
-
-
-def _whole_dim(rule: OpRule) -> int:
-    return _part_dim(rule.template, 0 if -1 in rule.template.parts else -1)
+def _whole(rule: OpRule) -> tuple[fx.Node, int]:
+    """The (value, dim) that the parts of a rule are parts of: a slice's operand, a concatenation's result."""
+    sliced = -1 in rule.template.parts
+    return rule.operands[0].node if sliced else rule.node, _part_dim(rule.template, 0 if sliced else -1)
 
 
 def _part_dim(template: Template, i: int) -> int:
@@ -113,7 +110,7 @@ def _bounds(rules: Mapping[fx.Node, OpRule]) -> dict[tuple[fx.Node, int], tuple[
     for rule in rules.values():
         parts = rule.template.parts
         if parts:
-            points = found.setdefault((_whole_node(rule), _whole_dim(rule)), set())
+            points = found.setdefault(_whole(rule), set())
             points.update((0, rule.sizes[next(iter(parts.values())).factor]))
             points.update(x for part in parts.values() for x in (part.start, part.end))
     return {k: tuple(sorted(v)) for k, v in found.items()}

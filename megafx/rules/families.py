@@ -74,8 +74,7 @@ FAMILIES: dict[str, Family] = {}
 
 def family(*ops: str) -> Callable[[Family], Family]:
     def register(function: Family) -> Family:
-        for op in ops:
-            FAMILIES[op if "." in op.partition(".")[2] else op + ".default"] = function
+        FAMILIES.update({op if "." in op.partition(".")[2] else op + ".default": function for op in ops})
         return function
 
     return register
@@ -86,11 +85,9 @@ def dims(shape: Shape, whole: Any = (), start: int = 0) -> str:
     return " ".join(f"f{i + start}" + ("!" if i in whole else "") for i in range(len(shape)))
 
 
-# -- views: mapped by views.py, not by factors
-
 _VIEW_OPS = (
     "view.default reshape.default _unsafe_view.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims "
     "flatten.using_ints unflatten.int ravel.default view_as.default reshape_as.default view_copy.default "
     "_reshape_alias.default"
 )
-VIEWS = frozenset(f"aten.{op}" for op in _VIEW_OPS.split())
+VIEWS = frozenset(f"aten.{op}" for op in _VIEW_OPS.split())  # mapped by views.py, not by factors

@@ -143,12 +143,9 @@ def _part_scatter(call: OpCall) -> RuleText:
 def _pad(call: OpCall) -> RuleText:
     """A dim may keep its size and still move its elements: one is cut off in front, one added behind (a token shift)."""
     shape, out, amounts = call.first.shape, call.results[0], call.get("pad")
-    last = len(shape) - 1
-    whole = tuple(
-        sorted({last - k // 2 for k, amount in enumerate(amounts) if amount != 0})
-    )  # pairs, from the last dim on
-    constant = call.get("mode", "constant") == "constant"
-    linear = not constant or not call.get("value")
+    last = len(shape) - 1  # amounts are pairs, from the last dim on
+    whole = tuple(sorted({last - k // 2 for k, amount in enumerate(amounts) if amount != 0}))
+    linear = call.get("mode", "constant") != "constant" or not call.get("value")
     right = " ".join("1" if i in whole else f"f{i}" for i in range(len(out)))
     why = {f"f{i}": "the dim is padded or cut, so its elements move" for i in whole}
     return RuleText(f"{'lin' if linear else 'nl'}: {dims(shape, whole)} -> {right}", why)
@@ -165,30 +162,20 @@ def _reorder(call: OpCall) -> RuleText:
 
 # -- along a dim
 
-_ALONG_NONLINEAR = "softmax.int log_softmax.int _softmax _log_softmax cumprod logcumsumexp _safe_softmax"
 
-
-def _dim_whole(call: OpCall, kind: str, operands: int = 1) -> RuleText:
-    shape, d = call.first.shape, call.dim()
-    text = dims(shape, (d,))
-    results = "; ".join([text] * len(call.results))
-    why = {f"f{d}": f"{call.op.split('.')[1].lstrip('_')} runs along the dim"}
-    return RuleText(f"{kind}: {', '.join([text] * operands)} -> {results}", why)
-
-
-@family(*(f"aten.{op}" for op in _ALONG_NONLINEAR.split()), "aten.cummax", "aten.cummin", "aten.sort", "aten.argsort")
+@family(
+    "aten.softmax.int", "aten.log_softmax.int", "aten._softmax", "aten._log_softmax", "aten.cumprod",
+    "aten.logcumsumexp", "aten._safe_softmax", "aten.cummax", "aten.cummin", "aten.sort", "aten.argsort", "aten.cumsum",
+    "aten._softmax_backward_data", "aten._log_softmax_backward_data",
+)  # fmt: skip
 def _along(call: OpCall) -> RuleText:
-    return _dim_whole(call, "nl")
-
-
-@family("aten.cumsum")
-def _cumsum(call: OpCall) -> RuleText:
-    return _dim_whole(call, "lin")
-
-
-@family("aten._softmax_backward_data", "aten._log_softmax_backward_data")
-def _softmax_backward(call: OpCall) -> RuleText:
-    return _dim_whole(call, "nl[0]", 2)
+    d, op = call.dim(), call.op.split(".")[1].lstrip("_")
+    text = dims(call.first.shape, (d,))
+    kind = "lin" if op == "cumsum" else "nl[0]" if "backward" in op else "nl"
+    operands = f"{text}, {text}" if "backward" in op else text
+    return RuleText(
+        f"{kind}: {operands} -> {'; '.join([text] * len(call.results))}", {f"f{d}": f"{op} runs along the dim"}
+    )
 
 
 @family("aten.glu", "aten.topk", "aten.kthvalue", "aten.mode")
@@ -227,19 +214,16 @@ _OTHER_REDUCTIONS = (
 @family(*(f"aten.{op}" for op in f"{_SUMS} {_COUNTS} {_OTHER_REDUCTIONS}".split()))
 def _reduce(call: OpCall) -> RuleText:
     """Sums over a sharded dim are partial (a mean divides by the whole count); other reductions keep the dim whole."""
-    shape = call.first.shape
-    if call.results[0] == shape and call.get("dim") in ((), []):  # any and all over no dims
+    shape, named = call.first.shape, call.get("dim")
+    if call.results[0] == shape and named in ((), []):  # any and all over no dims
         return RuleText("nl: ... -> ...")
-    named = call.get("dim")
     over = (named,) if isinstance(named, int) else named
     over = tuple(d % max(len(shape), 1) for d in over) if over else tuple(range(len(shape)))
     out = " ".join(f"f{i}" if i not in over else "1" for i in range(len(shape)) if i not in over or call.get("keepdim"))
     results = "; ".join([out] * len(call.results))
     op = call.op.removeprefix("aten.")
-    if op in _SUMS.split():
-        return RuleText(f"lin: {dims(shape)} -> {results}")
-    if op in _COUNTS.split():
-        return RuleText(f"nl: {dims(shape)} -> {results}")
+    if op in f"{_SUMS} {_COUNTS}".split():
+        return RuleText(f"{'lin' if op in _SUMS.split() else 'nl'}: {dims(shape)} -> {results}")
     why = {f"f{d}": f"{op.split('.')[0]} over the dim is no sum" for d in over}
     return RuleText(f"nl: {dims(shape, over)} -> {results}", why)
 
@@ -251,8 +235,7 @@ def _reduce(call: OpCall) -> RuleText:
 def _affine(call: OpCall) -> str:
     """x + c with a nonzero scalar c is affine: P would add c once on each rank."""
     scalar = call.get("other")
-    tensors = [v for v in call.values if isinstance(v, Arg)]
-    if len(tensors) == 2:
+    if sum(isinstance(v, Arg) for v in call.values) == 2:
         return "lin: +..., +... -> ..."
     return "lin: ... -> ..." if isinstance(scalar, (int, float)) and scalar == 0 else "nl: ... -> ..."
 

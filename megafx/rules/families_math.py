@@ -62,25 +62,17 @@ def _conv_backward(call: OpCall) -> str | None:
     return f"lin[0]: b o {out}, b c! {inside}, o c! {kernel} -> b c! {inside}; o c! {kernel}; {bias}"
 
 
-# op -> dims that it pools, counted from the end
-_MEANS = {
-    "aten.avg_pool1d.default": 1,
-    "aten.avg_pool2d.default": 2,
-    "aten.avg_pool3d.default": 3,
-    "aten.adaptive_avg_pool1d.default": 1,
-    "aten.adaptive_avg_pool2d.default": 2,
-    "aten._adaptive_avg_pool2d.default": 2,
-}
-_MAXIMA = {"aten.max_pool1d.default": 1, "aten.max_pool2d.default": 2, "aten.max_pool3d.default": 3}
-
-
-@family(*_MEANS, *_MAXIMA)
+@family(
+    "aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d", "aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d",
+    "aten._adaptive_avg_pool2d", "aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d",
+)  # fmt: skip
 def _pool(call: OpCall) -> RuleText:
-    shape = call.first.shape
-    over = range(len(shape) - {**_MEANS, **_MAXIMA}[call.op], len(shape))
+    """A pool of n dims runs over the last n."""
+    shape, op = call.first.shape, call.op.split(".")[1]
+    over = range(len(shape) - int(op[-2]), len(shape))
     out = [f"y{i}!" if i in over else f"f{i}" for i in range(len(shape))]
     why = {f"{a}{i}": "the pooling runs over the dim" for a in "fy" for i in over}
-    return RuleText(f"{'lin' if call.op in _MEANS else 'nl'}: {dims(shape, over)} -> {' '.join(out)}", why)
+    return RuleText(f"{'lin' if 'avg' in op else 'nl'}: {dims(shape, over)} -> {' '.join(out)}", why)
 
 
 # -- norms over several dims
@@ -150,10 +142,8 @@ def _scatter(call: OpCall) -> RuleText:
     ids = f"~{at}" if "index_" in call.op else f"~{names}"
     source = f", +{names}" if call.op != "aten.scatter.value" else ""
     linear = bool(source) or not call.get("value")
-    text = (
-        f"{'lin' if linear else 'nl'}: {'+' if linear else ''}{dims(shape, (d,))}, {ids}{source} -> {dims(shape, (d,))}"
-    )
-    return RuleText(text, {f"f{d}": "the dim is indexed"})
+    whole, kind = dims(shape, (d,)), "lin: +" if linear else "nl: "
+    return RuleText(f"{kind}{whole}, {ids}{source} -> {whole}", {f"f{d}": "the dim is indexed"})
 
 
 @family("aten.index_put", "aten._unsafe_index_put")

@@ -26,6 +26,7 @@ A factor that is missing from a result is summed over: sharding it gives P, wher
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,11 +122,9 @@ def parse(text: str) -> Rule:
         plain = tuple(int(i) for i in kind[2].split(","))
         for i in plain:
             if i >= len(operands) or operands[i].role != "x":
-                raise RuleError(
-                    f"rule '{text}' is linear in operand {i}, which is "
-                    + ("not there" if i >= len(operands) else f"marked '{operands[i].role}'"),
-                    fix="number the operands from 0, and name an unmarked one",
-                )
+                found = "not there" if i >= len(operands) else f"marked '{operands[i].role}'"
+                fix = "number the operands from 0, and name an unmarked one"
+                raise RuleError(f"rule '{text}' is linear in operand {i}, which is {found}", fix=fix)
     groups: tuple[tuple[int, ...], ...] = tuple((i, *adds) for i in plain) or ((adds,) if adds else ())
     if kind[1] == "nl" and not kind[2]:
         groups = ()
@@ -142,14 +141,11 @@ def _factors(text: str, rule: str) -> Factors:
     tail: list[Dim] = []
     dots = dots_whole = False
     at = 0
-    body = body.rstrip()
     while at < len(body):
         token = _TOKEN.match(body, at)
         if token is None:
-            raise RuleError(
-                f"rule '{rule}': cannot read '{body[at:].strip()}' in '{text.strip()}'",
-                fix="dims are names, '...', '1' or '(major minor)', each optionally followed by '!'",
-            )
+            found = f"rule '{rule}': cannot read '{body[at:].strip()}' in '{text.strip()}'"
+            raise RuleError(found, fix="dims are names, '...', '1' or '(major minor)', each optionally followed by '!'")
         at = token.end()
         word, whole = token[1], token[2] == "!"
         if word == "...":
@@ -209,24 +205,16 @@ def bind(
         for f in {f for f in seen if seen.count(f) > 1}:
             forbidden[f] = f"'{f}' stands twice in one operand"
 
-    def entry(i: int, d: Dim, n: int, at: int) -> str | None:
-        left = tuple(f for f in d.factors if sizes.get(f, 1) != 1 or f in solid)
-        if n == 1 and not (i == -1 and left) and not (0 <= i < len(cut) and cut[i] == at):
-            return None
-        return None if not left else left[0] if len(left) == 1 else f"({' '.join(left)})"
+    def entries(i: int, ds: tuple[Dim, ...], shape: tuple[int, ...] | None) -> tuple[str | None, ...]:
+        found: list[str | None] = []
+        for at, (d, n) in enumerate(zip(ds, shape or (), strict=True)):
+            left = tuple(f for f in d.factors if sizes.get(f, 1) != 1 or f in solid)
+            broadcast = n == 1 and not (i == -1 and left) and not (0 <= i < len(cut) and cut[i] == at)
+            found.append(None if broadcast or not left else left[0] if len(left) == 1 else f"({' '.join(left)})")
+        return tuple(found)
 
-    return Bound(
-        tuple(
-            None if ds is None else tuple(entry(i, d, n, at) for at, (d, n) in enumerate(zip(ds, s or (), strict=True)))
-            for i, (ds, s) in enumerate(zip(dims, operands, strict=True))
-        ),
-        tuple(
-            tuple(entry(-1, d, n, at) for at, (d, n) in enumerate(zip(ds, s, strict=True)))
-            for ds, s in zip(outs, made, strict=True)
-        ),
-        sizes,
-        forbidden,
-    )
+    ins = [None if ds is None else entries(i, ds, s) for i, (ds, s) in enumerate(zip(dims, operands, strict=True))]
+    return Bound(tuple(ins), tuple(entries(-1, ds, s) for ds, s in zip(outs, made, strict=True)), sizes, forbidden)
 
 
 def _fit(rule: Rule, pattern: Factors, shape: tuple[int, ...]) -> tuple[Dim, ...]:
@@ -254,9 +242,7 @@ def _sizes(
         unknown = [f for f in d.factors if f not in sizes]
         if len(d.factors) < 2 or n == 1:
             continue
-        rest = 1
-        for f in d.factors:
-            rest *= sizes.get(f, 1)
+        rest = math.prod(sizes.get(f, 1) for f in d.factors)
         if len(unknown) == 1 and n % rest == 0:
             sizes[unknown[0]] = n // rest
         elif unknown or rest != n:
@@ -290,11 +276,10 @@ def register_rule(op: Any, rule: str) -> None:
 
     megafx.register_rule(torch.ops.mylib.scale_rows, "lin: ..., ... -> ...")
     """
-    key = op_key(op)
+    key, parsed = op_key(op), parse(rule)
     schema = getattr(getattr(op, "_opoverload", op), "_schema", None)
     if schema is not None:
-        _check_schema(key, parse(rule), schema)
-    parse(rule)
+        _check_schema(key, parsed, schema)
     _registered[key] = rule
 
 
@@ -303,15 +288,12 @@ def _check_schema(key: str, rule: Rule, schema: Any) -> None:
     kinds = {a.name: str(a.type) for a in schema.arguments if "Tensor" in str(a.type)}
     listed = any("List" in kind for kind in kinds.values())
     if len(rule.operands) != len(kinds) and not listed:
-        raise RuleError(
-            f"rule '{rule.text}' has {len(rule.operands)} operands, {key} takes {len(kinds)} tensors: {', '.join(kinds)}",
-            fix="one operand a tensor argument, in the order of the schema; '*' for one whose elements are not read",
-        )
+        found = f"has {len(rule.operands)} operands, {key} takes {len(kinds)} tensors: {', '.join(kinds)}"
+        fix = "one operand a tensor argument, in the order of the schema; '*' for one whose elements are not read"
+        raise RuleError(f"rule '{rule.text}' {found}", fix=fix)
     if len(rule.results) != len(schema.returns):
-        raise RuleError(
-            f"rule '{rule.text}' has {len(rule.results)} results, {key} returns {len(schema.returns)}",
-            fix="separate results by ';'",
-        )
+        found = f"has {len(rule.results)} results, {key} returns {len(schema.returns)}"
+        raise RuleError(f"rule '{rule.text}' {found}", fix="separate results by ';'")
 
 
 def registered_rule(key: str) -> str | None:

@@ -31,8 +31,8 @@ from megafx.ir.sizes import Sizes
 from megafx.placements.types import TRANSITIONS, Layout, P, Placement, R, S, owned
 from megafx.placements.views import concat_layouts, dim_groups, refit, slice_layout, view_options
 from megafx.rules.families import Shape
-from megafx.rules.grammar import names, registered_rule
-from megafx.rules.strategies import Template, place, read_call, template_of
+from megafx.rules.grammar import names
+from megafx.rules.strategies import Template, around, place, template_of_node
 
 VARYING = Placement("V")
 Facts = Mapping[fx.Node, Any]
@@ -72,12 +72,9 @@ class _Inference:
 
     def error(self, found: str, fix: str = "") -> PlacementError:
         held = ", ".join(f"%{n.name} {self.fact(n)}" for n in self.node.all_input_nodes if _is_tensor(n))
-        return PlacementError(
-            f"%{self.node.name} ({self.node.target}) of {held}: {found}",
-            fix=fix or "a collective is missing or wrong before this op, or its rule is (megafx check-rules)",
-            module=fqn_of(self.node),
-            source=source_of(self.node),
-        )
+        fix = fix or "a collective is missing or wrong before this op, or its rule is (megafx check-rules)"
+        found = f"%{self.node.name} ({self.node.target}) of {held}: {found}"
+        return PlacementError(found, fix=fix, module=fqn_of(self.node), source=source_of(self.node))
 
     def results(self, *placements: Placement) -> Result:
         value = self.node.meta.get(VAL)
@@ -91,8 +88,7 @@ class _Inference:
         if VARYING in self.given:
             return self.results(VARYING)
         cuts = {n: self.fact(n).dim for n in self.node.all_input_nodes if _is_tensor(n) and self.fact(n).is_shard}
-        call, tensors = read_call(self.node, self.sizes, set(self.node.all_input_nodes), cuts)
-        template = template_of(call, tuple(x is not None for x in tensors), registered_rule(call.op))
+        template, tensors = template_of_node(self.node, self.sizes, set(self.node.all_input_nodes), cuts)
         if template.kind == "none":
             raise self.error(template.reason, "register a rule for the op (megafx.register_rule), or replicate it")
         nodes = [tensors[s.slot][1] for s in template.operands]  # type: ignore[index]
@@ -154,12 +150,7 @@ class _Inference:
                 if made is not None:
                     yield f, cut, [S(dim, made)]
                 continue
-            layout: Layout | None = cut
-            if entry != f:
-                inside = names(entry)
-                at = inside.index(f)
-                outer = _product(template.sizes[x] for x in inside[:at])
-                layout = refit(cut, outer, _product(template.sizes[x] for x in inside[at + 1 :]), t)
+            layout = cut if entry == f else refit(cut, *around(template, entry, f), t)
             if layout is not None:
                 yield f, layout, None
 
@@ -191,13 +182,6 @@ class _Inference:
         return None
 
 
-def _product(numbers: Iterator[int]) -> int:
-    product = 1
-    for n in numbers:
-        product *= n
-    return product
-
-
 def _arguments(node: Any) -> tuple[Any, ...]:
     return tuple(node.args)
 
@@ -217,8 +201,7 @@ def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None)
     """
     if node.op != "call_function" or not _is_tensor(node) or is_draw(node):
         return False
-    call, tensors = read_call(node, sizes, set(node.all_input_nodes), {})
-    template = template_of(call, tuple(x is not None for x in tensors), registered_rule(call.op))
+    template, tensors = template_of_node(node, sizes, set(node.all_input_nodes))
     if template.kind == "none" or template.several:
         return not tensors and op_name(node) in {*FILLS, *FILLS_BY_ARGUMENT, "ones"}
     nodes = [tensors[s.slot][1] for s in template.operands]  # type: ignore[index]
@@ -272,12 +255,8 @@ def _by_types(at: _Inference, types: str) -> Placement:
     """What the op's file says (`OpFacts.types`) of its first operand and its result."""
     wanted, _, made = (part.strip() for part in types.partition("->"))
     owner = owned(int(at.node.meta[VAL].shape[0]), _arguments(at.node)[1]) if "O" in types else R
-    told = {
-        "R": (R, "the same on every rank"),
-        "P": (P, "summands"),
-        "O": (owner, f"held by {owner} alone"),
-        "V": (VARYING, ""),
-    }
+    told = {"R": (R, "the same on every rank"), "P": (P, "summands"), "V": (VARYING, "")}
+    told["O"] = (owner, f"held by {owner} alone")
     if wanted and at.given[0] != told[wanted][0] and not (wanted == "P" and is_zero(at.node.args[0])):
         raise at.error(f"it takes a value that is {told[wanted][1]}")
     return told[made][0]

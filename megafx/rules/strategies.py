@@ -16,6 +16,7 @@ import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -164,53 +165,49 @@ def schema_of(op: str) -> list[tuple[str, Any, bool, bool]]:
     return [(*a, k) for a, k in zip(_schema(target), keyword, strict=True)]
 
 
-class _Reader:
-    """Turns a node into a OpCall and remembers where its tensors came from."""
+Path = tuple[int | str, ...]
 
-    def __init__(self, sizes: Sizes, active: Container[fx.Node], cuts: Mapping[fx.Node, int]) -> None:
-        self.sizes, self.active, self.cuts = sizes, active, cuts
-        self.tensors: list[tuple[tuple[int | str, ...], fx.Node] | None] = []
 
-    def value(self, a: Any, path: tuple[int | str, ...]) -> Any:
+def template_of_node(
+    node: fx.Node,
+    sizes: Sizes,
+    active: Container[fx.Node],
+    cuts: Mapping[fx.Node, int] = MappingProxyType({}),
+    own: str | None = None,
+) -> tuple[Template, list[tuple[Path, fx.Node] | None]]:
+    """The rule of a node's call, and for each tensor argument its path and node (None where left out).
+
+    cuts: the sharded dim of operands on local shapes. own: a rule string to use in place of the op's.
+    """
+    tensors: list[tuple[Path, fx.Node] | None] = []
+
+    def read(a: Any, path: Path) -> Any:
         if isinstance(a, fx.Node):
             val = a.meta.get(VAL)
             if isinstance(val, torch.Tensor):
-                self.tensors.append((path, a))
-                return Arg(self.sizes.shape(val), a in self.active, self.cuts.get(a, -1), is_zero(a))
-            return self.sizes.of(val) if isinstance(val, (int, torch.SymInt)) else "symbolic"
+                tensors.append((path, a))
+                return Arg(sizes.shape(val), a in active, cuts.get(a, -1), is_zero(a))
+            return sizes.of(val) if isinstance(val, (int, torch.SymInt)) else "symbolic"
         if isinstance(a, (list, tuple)):
-            return tuple(self.value(x, (*path, i)) for i, x in enumerate(a))
+            return tuple(read(x, (*path, i)) for i, x in enumerate(a))
         return a if isinstance(a, (int, float, bool, str, type(None))) else str(a)
 
-    def call(self, node: fx.Node) -> OpCall:
-        values = []
-        schema = _schema(node.target) if isinstance(node.target, torch._ops.OpOverload) else ()
-        for i, (name, default, tensor) in enumerate(schema):
-            given, path = (node.args[i], i) if i < len(node.args) else (node.kwargs.get(name, default), name)
-            before = len(self.tensors)
-            values.append(self.value(given, (path,)))
-            if tensor and len(self.tensors) == before and not isinstance(given, (list, tuple)):
-                self.tensors.append(None)
-        if not schema:
-            values = [self.value(a, (i,)) for i, a in enumerate(node.args)]
-            values += [self.value(a, (k,)) for k, a in node.kwargs.items()]
-        val = node.meta.get(VAL)
-        several = isinstance(val, (tuple, list))
-        results: Any = val if several else (val,)
-        shapes = tuple(self.sizes.shape(v) if isinstance(v, torch.Tensor) else None for v in results)
-        key = op_key(node.target) if schema else getattr(node.target, "__name__", str(node.target))
-        return OpCall(key, tuple(n for n, _, _ in schema), tuple(values), shapes, several)
-
-
-def read_call(
-    node: fx.Node, sizes: Sizes, active: Container[fx.Node], cuts: Mapping[fx.Node, int]
-) -> tuple[OpCall, list[tuple[tuple[int | str, ...], fx.Node] | None]]:
-    """The call that a node is, and for each tensor argument its path and node (None where left out).
-
-    cuts: the sharded dim of operands on local shapes.
-    """
-    reader = _Reader(sizes, active, cuts)
-    return reader.call(node), reader.tensors
+    values = []
+    schema = _schema(node.target) if isinstance(node.target, torch._ops.OpOverload) else ()
+    for i, (name, default, tensor) in enumerate(schema):
+        given, at = (node.args[i], i) if i < len(node.args) else (node.kwargs.get(name, default), name)
+        before = len(tensors)
+        values.append(read(given, (at,)))
+        if tensor and len(tensors) == before and not isinstance(given, (list, tuple)):
+            tensors.append(None)
+    if not schema:
+        values = [read(a, (i,)) for i, a in enumerate(node.args)] + [read(a, (k,)) for k, a in node.kwargs.items()]
+    val: Any = node.meta.get(VAL)
+    several = isinstance(val, (tuple, list))
+    shapes = tuple(sizes.shape(v) if isinstance(v, torch.Tensor) else None for v in (val if several else (val,)))
+    key = op_key(node.target) if schema else getattr(node.target, "__name__", str(node.target))
+    call = OpCall(key, tuple(n for n, _, _ in schema), tuple(values), shapes, several)
+    return template_of(call, tuple(x is not None for x in tensors), own or registered_rule(key)), tensors
 
 
 def rule_for(node: fx.Node, program: Program, active: Container[fx.Node]) -> OpRule:
@@ -220,22 +217,15 @@ def rule_for(node: fx.Node, program: Program, active: Container[fx.Node]) -> OpR
 
 def rule_of(node: fx.Node, sizes: Sizes, active: Container[fx.Node], own: str | None = None) -> OpRule:
     """`rule_for` without a program. own: a rule string to use in place of the op's."""
-    call, tensors = read_call(node, sizes, active, {})
-    template = template_of(call, tuple(x is not None for x in tensors), own or registered_rule(call.op))
+    template, tensors = template_of_node(node, sizes, active, own=own)
     operands = []
     for spec in template.operands:
         path, source = tensors[spec.slot]  # type: ignore[misc]
         operands.append(Operand(source, path, spec.factors, spec.role, spec.active))
+    result = template.results if template.several else template.results[0]
+    linear, reason = tuple(g for g, _ in template.groups), template.reason
     return OpRule(
-        node,
-        template.kind,
-        tuple(operands),
-        template.results if template.several else template.results[0],
-        template.forbidden,
-        tuple(g for g, _ in template.groups),
-        template.reason,
-        template.sizes,
-        template,
+        node, template.kind, tuple(operands), result, template.forbidden, linear, reason, template.sizes, template
     )
 
 
@@ -321,9 +311,8 @@ def _view(call: OpCall, args: list[Arg | None]) -> Template:
 def _none(call: OpCall, args: list[Arg | None], reason: str) -> Template:
     specs = tuple(Spec(i, (None,) * len(a.shape), "x", a.active, a.shape) for i, a in enumerate(args) if a is not None)
     shapes = tuple(s or () for s in call.results)
-    return Template(
-        call.op, "none", specs, tuple((None,) * len(s) for s in shapes), shapes, call.several, reason=reason
-    )
+    results = tuple((None,) * len(s) for s in shapes)
+    return Template(call.op, "none", specs, results, shapes, call.several, reason=reason)
 
 
 # -- templates -> rows
@@ -337,10 +326,7 @@ def place(template: Template, i: int, f: str, layout: Layout, t: int, result: in
     for d, entry in enumerate(template.entries(i, result)):
         if f not in names(entry):
             continue
-        cut: Layout | None = layout
-        if entry != f:
-            major, minor = _around(template, entry, f)
-            cut = flatten(layout, major, minor, t)
+        cut: Layout | None = layout if entry == f else flatten(layout, *around(template, entry, f), t)
         part = template.parts.get(i)
         if part is not None and part.factor == f:
             cut = slice_layout(layout, part.start, part.end, t)
@@ -353,7 +339,7 @@ def place(template: Template, i: int, f: str, layout: Layout, t: int, result: in
     return R if spec.active else I
 
 
-def _around(template: Template, entry: str | None, f: str) -> tuple[int, int]:
+def around(template: Template, entry: str | None, f: str) -> tuple[int, int]:
     """Lengths of the factors before and after f in a merged dim."""
     parts = names(entry)
     at = parts.index(f)
@@ -366,10 +352,7 @@ def factor_layouts(template: Template, i: int, dim: int, layout: Layout, t: int)
     for f in names(entry):
         if f in template.forbidden:
             continue
-        cut: Layout | None = layout
-        if entry != f:
-            major, minor = _around(template, entry, f)
-            cut = refit(layout, major, minor, t)
+        cut = layout if entry == f else refit(layout, *around(template, entry, f), t)
         if cut is not None and (cut.simple() or not template.written_out(f)):
             yield f, cut
 
@@ -393,10 +376,7 @@ def row(template: Template, f: str, layout: Layout, t: int) -> Strategy | None:
 @lru_cache(maxsize=65536)
 def rows(template: Template, layouts: tuple[tuple[str, Layout], ...], t: int) -> tuple[Strategy, ...]:
     specs = template.operands
-    rows = [
-        Strategy(tuple(I for _ in specs), I),
-        Strategy(tuple(R if s.active else I for s in specs), R),
-    ]
+    rows = [Strategy(tuple(I for _ in specs), I), Strategy(tuple(R if s.active else I for s in specs), R)]
     if template.kind == "none" or template.several:
         return tuple(rows)
     for group, _ in template.groups:
@@ -404,8 +384,5 @@ def rows(template: Template, layouts: tuple[tuple[str, Layout], ...], t: int) ->
         if added and all(specs[i].active or specs[i].zero for i in group):
             ins = tuple(P if i in added else R if s.active else I for i, s in enumerate(specs))
             rows.append(Strategy(ins, P, note="linear"))
-    for f, layout in layouts:
-        made = row(template, f, layout, t)
-        if made is not None:
-            rows.append(made)
+    rows += [made for f, layout in layouts if (made := row(template, f, layout, t)) is not None]
     return tuple({(s.ins, s.out): s for s in reversed(rows)}.values())[::-1]

@@ -44,7 +44,6 @@ def accumulate_products(program: Program, planner: Planner) -> int:
         changes += 1
     if changes:
         program.graph.eliminate_dead_code()
-        program.gm.recompile()
     return changes
 
 

@@ -4,18 +4,16 @@ Before:  %loss = f(%w, %x)                       # one rank's forward, transitio
 After:   %loss = f(%w, %x)
          %dw = df/dw(%w, %x, %tangent)           # phase 'backward'; a transition's backward is its dual transition
          return loss, dw
-Legal because: the graph is autograd's own: the forward is run on the program's fake tensors and what autograd dispatches for
-`torch.autograd.grad` is recorded. At one rank it is bit-equal to eager.
+Legal because: it is what autograd dispatches when the forward runs on fake tensors; at one rank it is bit-equal to eager.
 
-Composite ops decompose here (linear to view, t and mm; matmul to bmm); custom ops stay whole in both directions. Every node
-stems from one forward node, found by autograd itself: the functions that a forward node adds to the autograd graph are its
-own, and what they dispatch in backward carries its line and module. Sums of a value's gradients belong to the function that
-ran last, the one that made the summand.
+Composite ops decompose here (linear to view, t and mm; matmul to bmm); custom ops stay whole. What a forward node's autograd
+functions dispatch in backward carries its line and module; sums of gradients carry those of the function that ran last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,10 +33,9 @@ from megafx.ir.program import (
     Output,
     Phase,
     Program,
-    fqn_of,
     inherit,
     is_floating,
-    source_of,
+    located,
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
 from megafx.planner.context import Planner
@@ -59,13 +56,9 @@ def build_joint_graph(program: Program, planner: Planner) -> int:
     losses = [i for i, spec in enumerate(program.outputs) if spec.loss]
     if losses and not planner.config.differentiable_outputs:
         return differentiate(program, wrt, losses)
-    outputs = enumerate(zip(program.results(), program.outputs, strict=True))
-    return differentiate(program, wrt, [i for i, (x, spec) in outputs if spec.kind == "user" and _has_gradient(x)])
-
-
-def _has_gradient(node: Any) -> bool:
-    value = node.meta.get(VAL) if isinstance(node, fx.Node) and node.op != "placeholder" else None
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    values = [x.meta.get(VAL) if isinstance(x, fx.Node) and x.op != "placeholder" else None for x in program.results()]
+    made = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    return differentiate(program, wrt, [i for i in made if program.outputs[i].kind == "user"])
 
 
 def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -> int:
@@ -76,8 +69,8 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
     Output('gradient', input name), in this order; its element of the output tuple is None where no output depends on it.
     """
     _check_floating(program, wrt, differentiated)
-    primals = [_traced_input(program, i, i in set(wrt)) for i in range(len(program.inputs))]
-    tangents = [_tangent(program, i) for i in differentiated]
+    primals = [_traced(program, node, i in wrt) for i, node in enumerate(program.placeholders())]
+    tangents = [_traced(program, program.results()[i], False) for i in differentiated]
     symbols = set(size_sources(program.graph))
     origins: _Origins | None = None
 
@@ -121,20 +114,13 @@ def _check_floating(program: Program, wrt: list[int], differentiated: list[int])
             raise MegafxError(f"{what} '{name}' has no gradient: it is no floating tensor but {value!r}")
 
 
-def _traced_input(program: Program, index: int, differentiable: bool) -> Any:
-    """A leaf with the placeholder's size on the program's own symbols. Contiguous: `Executable` makes inputs so."""
-    value = program.placeholders()[index].meta[VAL]
+def _traced(program: Program, node: Any, differentiable: bool) -> Any:
+    """A leaf with the node's size on the program's own symbols. Contiguous: `Executable` makes inputs so."""
+    value = node.meta[VAL]
     if not isinstance(value, torch.Tensor):
         return value
     with program.fake_mode:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device, requires_grad=differentiable)
-
-
-def _tangent(program: Program, output: int) -> Any:
-    node = program.results()[output]
-    value = node.meta[VAL]
-    with program.fake_mode:
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
 @contextlib.contextmanager
@@ -157,8 +143,7 @@ def _gradients(outputs: list[Any], inputs: list[Any], tangents: tuple[Any, ...])
     live = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad]
     if not live or not inputs:
         return [None] * len(inputs)
-    grads = torch.autograd.grad([o for o, _ in live], inputs, [t for _, t in live], allow_unused=True)
-    return list(grads)
+    return list(torch.autograd.grad([o for o, _ in live], inputs, [t for _, t in live], allow_unused=True))
 
 
 class _Origins:
@@ -167,7 +152,7 @@ class _Origins:
     def __init__(self, program: Program, symbols: set[Any]) -> None:
         mode = get_proxy_mode()
         assert mode is not None and program.fake_mode.shape_env is not None, "runs inside make_fx"
-        self.graph: fx.Graph = mode.tracer.graph
+        self.tracer, self.graph = mode.tracer, mode.tracer.graph
         self.last: fx.Node | None = next(iter(reversed(self.graph.nodes)), None)
         self.current: fx.Node | None = None
         self.backward = False
@@ -182,11 +167,7 @@ class _Origins:
             self.known = len(self.replacements)
             if self.fixing is None and any(self.replacements.get(s, s).is_Integer for s in self.symbols):
                 self.fixing = self.current
-        fresh = []
-        for node in reversed(self.graph.nodes):
-            if node is self.last:
-                break
-            fresh.append(node)
+        fresh = [*itertools.takewhile(lambda n: n is not self.last, reversed(self.graph.nodes))]
         for node in fresh:
             if self.current is not None:
                 inherit(node, self.current, NAME)
@@ -224,17 +205,10 @@ class _Forward(fx.Interpreter):
         self.origins.attribute(None)
         self.origins.own(result, n)
         if PLACEMENT in n.meta and isinstance(result, torch.Tensor):
-            node = _node_of(result)
-            if node is not None and node.op == "call_function":
-                node.meta.setdefault(PLACEMENT, n.meta[PLACEMENT])
+            slot = get_proxy_slot(result, self.origins.tracer, None)
+            if slot is not None and slot.proxy.node.op == "call_function":
+                slot.proxy.node.meta.setdefault(PLACEMENT, n.meta[PLACEMENT])
         return result
-
-
-def _node_of(tensor: torch.Tensor) -> fx.Node | None:
-    mode = get_proxy_mode()
-    assert mode is not None, "runs inside make_fx"
-    slot = get_proxy_slot(tensor, mode.tracer, None)
-    return slot.proxy.node if slot is not None else None
 
 
 def _check_symbols(program: Program, before: set[Any], node: fx.Node | None) -> None:
@@ -245,8 +219,7 @@ def _check_symbols(program: Program, before: set[Any], node: fx.Node | None) -> 
             f"differentiating the model fixes the sizes {sorted(map(str, fixed))} to the traced ones"
             + (f", at {node.target}" if node is not None else ""),
             fix="the op or its gradient asks for the number itself: write it with symbolic sizes, or keep that size static",
-            module=fqn_of(node) if node is not None else None,
-            source=source_of(node) if node is not None else None,
+            **(located(node) if node is not None else {}),
         )
 
 
@@ -256,12 +229,9 @@ def _check_symbols(program: Program, before: set[Any], node: fx.Node | None) -> 
 def _drop_noise(program: Program) -> None:
     """Remove what does nothing without autograd: detach, alias, transposes in pairs, views to the same shape, asserts."""
     for node in list(program.graph.nodes):
-        if node.op != "call_function":
-            continue
         if node.target in ASSERTS:  # of composite ops that are traced anew, such as one_hot
             program.graph.erase_node(node)
-            continue
-        if (source := _same_as(node)) is not None:
+        elif node.op == "call_function" and (source := _same_as(node)) is not None:
             node.replace_all_uses_with(source)
 
 
@@ -297,8 +267,7 @@ def _reroot_sizes(program: Program) -> None:
             continue  # depends on data
         size = emit(program.sizes.of(node.meta[VAL]))
         for user in [u for u in node.users if u not in found]:  # a size at the top may stand before `size`
-            user.args = _replaced(user.args, node, size)
-            user.kwargs = _replaced(user.kwargs, node, size)
+            user.args, user.kwargs = _replaced(user.args, node, size), _replaced(user.kwargs, node, size)
 
 
 def _replaced(arguments: Any, old: fx.Node, new: int | fx.Node) -> Any:
@@ -307,13 +276,12 @@ def _replaced(arguments: Any, old: fx.Node, new: int | fx.Node) -> Any:
 
 def _finish_meta(program: Program) -> None:
     """Nodes that autograd made outside any function take line and module from an operand or, failing that, a user."""
-    missing = [n for n in program.graph.nodes if n.op == "call_function" and MADE_BY not in n.meta]
-    for node in missing:
+    for node in [n for n in program.graph.nodes if n.op == "call_function" and MADE_BY not in n.meta]:
         phase = node.meta.get(PHASE)
-        for near in (*node.all_input_nodes, *node.users):
-            if near.op == "call_function" and MADE_BY in near.meta:
-                inherit(node, near, NAME)
-                break
+        around = (*node.all_input_nodes, *node.users)
+        near = next((n for n in around if n.op == "call_function" and MADE_BY in n.meta), None)
+        if near is not None:
+            inherit(node, near, NAME)
         node.meta.setdefault(MADE_BY, (NAME,))
         node.meta.pop(PHASE, None)
         if phase is not None:

@@ -5,8 +5,8 @@ Before:  %a = slice_backward(%dq, shape, dim, 0, 8), %b = slice_backward(%dk, sh
 After:   %dx = cat([%dq, %dk], dim)
 Legal because: each summand is zero where the others are not, and what no slice covers stays zero.
 
-Autograd writes each summand whole, zeros included, and reads all of them again: 3n + 3(n - 1) passes over the value for n
-slices that cover it, against 2 here. Select is a slice of one row. Sums of gradients that are no slices are left beside it.
+For n slices that cover the value autograd takes 3n + 3(n - 1) passes over it, zeros included, against 2 here. Select is a
+slice of one row. Sums of gradients that are no slices are left beside it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def join_slice_gradients(program: Program, planner: Planner) -> int:
     """Return the number of sums replaced."""
     changes = 0
     for node in reversed(list(program.graph.nodes)):
-        if _is_sum(node, program.sizes) and not _is_part(node, program.sizes):
+        part = len(node.users) == 1 and _is_sum(next(iter(node.users)), program.sizes)  # of a larger sum
+        if _is_sum(node, program.sizes) and not part:
             changes += _join(program, node)
     if changes:
         program.graph.eliminate_dead_code()
-        program.gm.recompile()
     return changes
 
 
@@ -53,14 +53,8 @@ def _is_sum(node: fx.Node, sizes: Sizes) -> bool:
     """Whether it adds two tensors of one shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
-    values = [x.meta.get(VAL) for x in node.args if isinstance(x, fx.Node)]
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    tensors = [x.meta[VAL] for x in node.args if isinstance(x, fx.Node) and isinstance(x.meta.get(VAL), torch.Tensor)]
     return len(tensors) == 2 and len({(sizes.shape(v), v.dtype) for v in tensors}) == 1
-
-
-def _is_part(node: fx.Node, sizes: Sizes) -> bool:
-    """Whether the sum is only a summand of a larger one."""
-    return len(node.users) == 1 and _is_sum(next(iter(node.users)), sizes)
 
 
 def _summands(node: fx.Node, sizes: Sizes) -> list[fx.Node]:

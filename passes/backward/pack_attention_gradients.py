@@ -43,7 +43,6 @@ def pack_attention_gradients(program: Program, planner: Planner) -> int:
         changes += 1
     if changes:
         program.graph.eliminate_dead_code()
-        program.gm.recompile()
     return changes
 
 

@@ -34,23 +34,27 @@ def recompute_activations(program: Program, planner: Planner) -> int:
     if changes:
         program.graph.eliminate_dead_code()
         program.graph.lint()
-        program.gm.recompile()
     return changes
 
 
 def _recompute(program: Program, output: fx.Node) -> bool:
     gradient = _gradient_of(output)
-    readers = _backward_readers(output)
+    users = {u for view in _views(output) for u in view.users}  # of the output, or of a view of it that forward made
+    readers = {u for u in users if u.op == "output" or in_backward(u)}
     if gradient is None or not readers or program.output_node() in readers:
         return False
     late = _before(readers, gradient)
     if gradient in late:
         return False  # its own gradient needs what is read there
     build = Builder(program, gradient.next, gradient, NAME)
-    again = build(gradient.target, *gradient.args[:-1], True)
+    again = build(gradient.target, *gradient.args[:-1], True)  # type: ignore[arg-type]
     gradient.replace_all_uses_with(again)
     value = build(operator.getitem, again, len(again.meta[VAL]) - 1)
-    shown = _views_again(build, output, value)
+    shown = {output: value}  # each view of the output -> the same view of `value`
+    for view in _views(output)[1:]:
+        args = tuple(shown.get(x, x) if isinstance(x, fx.Node) else x for x in view.args)
+        assert callable(view.target)
+        shown[view] = build(view.target, *args, **view.kwargs)
     for reader in readers:
         for old, new in shown.items():
             reader.replace_input_with(old, new)
@@ -64,10 +68,9 @@ def _recompute(program: Program, output: fx.Node) -> bool:
 def _gradient_of(output: fx.Node) -> fx.Node | None:
     """The node that makes the gradient of the activation's operands, from the same operands."""
     wanted = (*output.args, False)  # the last argument: whether the output is made again
-    for user in output.all_input_nodes[0].users:
-        if facts_of(user.target).recompute == op_name(output) and user.args[1:] == wanted:
-            return user
-    return None
+    users = output.all_input_nodes[0].users
+    alike = (u for u in users if facts_of(u.target).recompute == op_name(output) and u.args[1:] == wanted)
+    return next(alike, None)
 
 
 def _views(output: fx.Node) -> list[fx.Node]:
@@ -76,12 +79,6 @@ def _views(output: fx.Node) -> list[fx.Node]:
     for node in found:
         found += [u for u in node.users if shows_operand(u) and not in_backward(u)]
     return found
-
-
-def _backward_readers(output: fx.Node) -> set[fx.Node]:
-    """What reads it, or a view of it that forward made, in backward; the output node counts."""
-    users = {u for view in _views(output) for u in view.users}
-    return {u for u in users if u.op == "output" or in_backward(u)}
 
 
 def _before(readers: set[fx.Node], gradient: fx.Node) -> list[fx.Node]:
@@ -94,13 +91,3 @@ def _before(readers: set[fx.Node], gradient: fx.Node) -> list[fx.Node]:
             found[node] = None
         node = node.next
     return list(found)
-
-
-def _views_again(build: Builder, output: fx.Node, value: fx.Node) -> dict[fx.Node, fx.Node]:
-    """Each view of the output -> the same view of `value`."""
-    shown = {output: value}
-    for view in _views(output)[1:]:
-        args = tuple(shown.get(x, x) if isinstance(x, fx.Node) else x for x in view.args)
-        assert callable(view.target)
-        shown[view] = build(view.target, *args, **view.kwargs)
-    return shown

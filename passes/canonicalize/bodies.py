@@ -18,7 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.errors import CaptureError
-from megafx.ir.program import FQN, MADE_BY, VAL, fake_args, fqn_of, is_floating, source_of
+from megafx.ir.program import FQN, MADE_BY, VAL, fake_args, fqn_of, is_floating, located
 from megafx.passes.canonicalize.editor import BY, Editor
 
 aten = torch.ops.aten
@@ -132,16 +132,18 @@ def _cast_operands(editor: Editor, node: fx.Node, mode: _Mode) -> None:
     wanted = _dtype(node.meta.get(VAL))
     if not isinstance(node.target, torch._ops.OpOverload) or not operands or wanted is None:
         return
-    casts = _observed_casts(editor, node, operands, mode)
-    for attempt in (casts, dict.fromkeys(operands, wanted), dict.fromkeys(operands, torch.float32)):
+    see = _SeeCasts({id(n.meta[VAL]): n for n in operands})
+    settings = {**(mode.autocast or {}), "cache_enabled": False}
+    with editor.program.fake_mode, torch.no_grad(), enable_python_dispatcher(), torch.autocast(**settings), see:
+        node.target(*fake_args(node.args), **fake_args(node.kwargs))
+    for attempt in (see.found, dict.fromkeys(operands, wanted), dict.fromkeys(operands, torch.float32)):
         if _dtype(_run(editor, node, attempt)) == wanted:
             break
     else:
         raise CaptureError(
             f"autocast makes {node.target} compute {wanted}, and no cast of its operands does the same",
             fix="cast the operands in the model, or leave the autocast context for this op",
-            module=fqn_of(node),
-            source=source_of(node),
+            **located(node),
         )
     attempt = {n: d for n, d in attempt.items() if n.meta[VAL].dtype != d}
     for n in operands:
@@ -149,14 +151,6 @@ def _cast_operands(editor: Editor, node: fx.Node, mode: _Mode) -> None:
             mode.casts[n, attempt[n]] = editor.at(node)(aten.to.dtype, n, attempt[n])
     cast = lambda n: mode.casts[n, attempt[n]] if n in attempt else n  # noqa: E731
     node.args, node.kwargs = fx.node.map_arg(node.args, cast), fx.node.map_arg(node.kwargs, cast)
-
-
-def _observed_casts(editor: Editor, node: fx.Node, operands: list[fx.Node], mode: _Mode) -> dict[fx.Node, torch.dtype]:
-    see = _SeeCasts({id(n.meta[VAL]): n for n in operands})
-    settings = {**(mode.autocast or {}), "cache_enabled": False}
-    with editor.program.fake_mode, torch.no_grad(), enable_python_dispatcher(), torch.autocast(**settings), see:
-        node.target(*fake_args(node.args), **fake_args(node.kwargs))  # type: ignore[operator]
-    return see.found
 
 
 def _run(editor: Editor, node: fx.Node, casts: dict[fx.Node, torch.dtype]) -> Any:

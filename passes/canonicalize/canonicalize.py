@@ -9,20 +9,22 @@ graph).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from megafx.ir.program import VAL, Phase, Program, active_nodes
+from megafx.ir.program import Phase, Program, active_nodes
 from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, random, sizes, views
-from megafx.passes.canonicalize.editor import Editor, Rewrite
+from megafx.passes.canonicalize.editor import Editor, is_tensor, replace
 from megafx.planner.context import Planner
 from megafx.rewrite.trace import CanonicalForm, register_canonical_form
 
 REQUIRES, ENSURES = Phase.CAPTURED, Phase.CANONICAL
 
-VIEWS: tuple[Rewrite, ...] = (
+Step = Callable[[Editor, fx.Node], bool]
+VIEWS: tuple[Step, ...] = (
     names.one_name,
     names.resolve_getitem,
     names.expand_of_broadcast,
@@ -38,7 +40,7 @@ VIEWS: tuple[Rewrite, ...] = (
     names.erase_idle_dropout,
     inplace.write_out_running_statistics,
 )
-VALUES: tuple[Rewrite, ...] = (
+VALUES: tuple[Step, ...] = (
     names.one_spelling_of_casts,
     names.one_spelling_of_padding,
     names.erase_identity,
@@ -71,27 +73,25 @@ def canonicalize_program(program: Program) -> int:
     changes += _each(editor, VALUES)
     active = active_nodes(program)
     changes += sum(names.erase_inactive_detach(editor, n, active) for n in list(editor.graph.nodes))
-    changes += _rewrite_linears(editor)
+    for product in (linear.product_to_linear, linear.add_bias_to_linear):
+        weights = linear.weight_nodes(editor)
+        changes += sum(product(editor, n, weights) for n in list(editor.graph.nodes))
+    changes += _each(editor, (linear.unflatten_linear, linear.unflatten_rows, linear.merge_reshapes))
     changes += random.number_dropouts(editor)
     random.refuse_other_randomness(editor)
     changes += sizes.root_sizes(editor)
     changes += _merge_duplicates(editor)
     changes += _erase_dead(editor)
     sizes.refuse_numbers_from_data(editor)
-    _check_symbols(program)
+    shape_env = program.fake_mode.shape_env
+    for name, symbol in program.sizes.symbols.items():  # running an op on fakes may fix one to its hint without a word
+        if shape_env is not None and shape_env.replace(symbol) != symbol:
+            raise AssertionError(f"canonicalize fixed the size '{name}' to {shape_env.replace(symbol)}")
     program.gm.delete_all_unused_submodules()
     program.graph.lint()
     program.gm.recompile()
     program.phase = Phase.CANONICAL
     return changes
-
-
-def _check_symbols(program: Program) -> None:
-    """Running an op on fakes may fix a symbol to its hint without a word: every symbol must still be one."""
-    shape_env = program.fake_mode.shape_env
-    for name, symbol in program.sizes.symbols.items():
-        if shape_env is not None and shape_env.replace(symbol) != symbol:
-            raise AssertionError(f"canonicalize fixed the size '{name}' to {shape_env.replace(symbol)}")
 
 
 def canonicalize_nodes(program: Program, nodes: list[fx.Node]) -> None:
@@ -104,7 +104,7 @@ def canonicalize_nodes(program: Program, nodes: list[fx.Node]) -> None:
 register_canonical_form(CanonicalForm(canonicalize_program, canonicalize_nodes))
 
 
-def _each(editor: Editor, rewrites: tuple[Rewrite, ...], nodes: list[fx.Node] | None = None) -> int:
+def _each(editor: Editor, rewrites: tuple[Step, ...], nodes: list[fx.Node] | None = None) -> int:
     """Every rewrite once on every node, in graph order; a rewrite that took the node out ends its turn."""
     count = 0
     for node in list(editor.graph.nodes) if nodes is None else nodes:
@@ -115,32 +115,16 @@ def _each(editor: Editor, rewrites: tuple[Rewrite, ...], nodes: list[fx.Node] | 
     return count
 
 
-def _rewrite_linears(editor: Editor) -> int:
-    """Products, then biases, then the reshapes round them and round what else works on rows."""
-    count = 0
-    for rewrite in (linear.product_to_linear, linear.add_bias_to_linear):
-        weights = linear.weight_nodes(editor)
-        count += sum(rewrite(editor, n, weights) for n in list(editor.graph.nodes))
-    return count + _each(editor, (linear.unflatten_linear, linear.unflatten_rows, linear.merge_reshapes))
-
-
 def _merge_duplicates(editor: Editor) -> int:
     """Equal ops on equal operands are one value. Without gradient only: merging others would reorder gradient sums."""
     active = active_nodes(editor.program)
     known: dict[Any, fx.Node] = {}
     count = 0
     for node in list(editor.graph.nodes):
-        if node.op != "call_function" or node in active or not isinstance(node.meta.get(VAL), torch.Tensor):
+        if not isinstance(node.target, torch._ops.OpOverload) or node in active or not is_tensor(node):
             continue
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
-        if key in known:
-            node.replace_all_uses_with(known[key])
-            editor.graph.erase_node(node)
-            count += 1
-        else:
-            known[key] = node
+        first = known.setdefault((node.target, _frozen(node.args), _frozen(node.kwargs)), node)
+        count += first is not node and replace(node, first)
     return count
 
 

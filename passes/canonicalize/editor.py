@@ -16,7 +16,7 @@ from torch import fx
 
 from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.nodes import argument, aten_ops
-from megafx.ir.program import MADE_BY, VAL, Builder, Program, fqn_of, source_of
+from megafx.ir.program import MADE_BY, VAL, Builder, Program, located
 from megafx.ir.sizes import SizeEmitter, size_sources
 
 BY = "canonicalize"
@@ -73,16 +73,12 @@ class Editor:
             return any(isinstance(n, torch.SymInt) and symbols & n.node.expr.free_symbols for n in sizes)
 
         maker = next((n for n in self.graph.nodes if n.op == "call_function" and makes_one(n)), None)
-        shape = maker is None or isinstance(maker.meta[VAL], torch.Tensor)
+        shape = maker is None or is_tensor(maker)
         what = f"the {'shape of the result' if shape else 'size that is the result'} of {maker.target if maker else 'an op'}"
+        fix = "compute with masks (torch.where) instead of selecting by data (nonzero, x[mask], .item())"
+        where = located(maker) if maker else {}
         return CaptureError(
-            f"{what} depends on the data of a tensor",
-            fix=or_leave_eager(
-                "compute with masks (torch.where) instead of selecting by data (nonzero, x[mask], .item())",
-                fqn_of(maker) if maker else None,
-            ),
-            module=fqn_of(maker) if maker else None,
-            source=source_of(maker) if maker else None,
+            f"{what} depends on the data of a tensor", fix=or_leave_eager(fix, where.get("module")), **where
         )
 
     def shape(self, value: torch.Tensor) -> list[int | fx.Node]:

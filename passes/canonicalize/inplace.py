@@ -22,7 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from megafx.errors import CaptureError
 from megafx.ir.nodes import argument, aten_ops, op_name
-from megafx.ir.program import VAL, Output, active_nodes, fake_args, fqn_of, inherit, source_of
+from megafx.ir.program import VAL, Output, active_nodes, fake_args, inherit, located
 from megafx.passes.canonicalize.editor import BY, Editor, arguments, on, respell
 
 aten = torch.ops.aten
@@ -145,7 +145,7 @@ class _Functionalizer:
         version = self.version.get(self._base(node), 0)
         if node in self.parent and self.seen.get(node, 0) != version:
             operand = self._read(self.parent[node], where)
-            again = self.editor.at(where)(node.target, operand, *node.args[1:], **node.kwargs)
+            again = self.editor.at(where)(node.target, operand, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
             self.current[node], self.seen[node] = inherit(again, node, BY), version
         return self.current.get(node, node)
 
@@ -242,8 +242,7 @@ def _refuse(node: fx.Node, found: str) -> CaptureError:
     return CaptureError(
         f"{found}, which cannot be made functional",
         fix="write the result to a new tensor (x = x + y for x += y, torch.where or torch.cat for x[...] = y)",
-        module=fqn_of(node),
-        source=source_of(node),
+        **located(node),
     )
 
 
@@ -259,8 +258,7 @@ def write_out_running_statistics(editor: Editor, node: fx.Node) -> bool:
             raise CaptureError(
                 "instance_norm updates running statistics in training",
                 fix="use track_running_stats=False",
-                module=fqn_of(node),
-                source=source_of(node),
+                **located(node),
             )
         return False
     x, weight, bias, mean, var, training, momentum, eps, cudnn = arguments(
@@ -271,10 +269,8 @@ def write_out_running_statistics(editor: Editor, node: fx.Node) -> bool:
     emit = editor.at(node)
     dims = [d for d in range(x.meta[VAL].dim()) if d != 1]
     still = emit(aten.detach.default, x)
-    for running, now in (
-        (mean, emit(aten.mean.dim, still, dims)),
-        (var, emit(aten.var.correction, still, dims, correction=1)),
-    ):
+    batch = (emit(aten.mean.dim, still, dims), emit(aten.var.correction, still, dims, correction=1))
+    for running, now in zip((mean, var), batch, strict=True):
         kept = emit(aten.mul.Tensor, running, 1.0 - momentum)
         emit(aten.copy_.default, running, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, now, momentum)))
     return respell(node, aten.batch_norm.default, (x, weight, bias, None, None, True, momentum, eps, cudnn))

@@ -40,9 +40,8 @@ def product_to_linear(editor: Editor, node: fx.Node, weights: set[fx.Node]) -> b
     if weight not in weights or weight.meta[VAL].dim() != 2 or not is_tensor(x) or x.meta[VAL].dim() < 2:  # type: ignore[union-attr]
         return False
     turned: Any = weight  # linear wants [out, in]; a transpose of a transpose is left out
-    turned = (
-        turned.args[0] if turned.target is aten.transpose.int else editor.at(node)(aten.transpose.int, turned, 0, 1)
-    )
+    back = turned.target is aten.transpose.int
+    turned = turned.args[0] if back else editor.at(node)(aten.transpose.int, turned, 0, 1)
     return respell(node, aten.linear.default, (x, turned) if bias is None else (x, turned, bias))
 
 
@@ -91,10 +90,8 @@ def _lead_of(editor: Editor, before: torch.Tensor, after: torch.Tensor) -> int |
     """How many leading dims of `before` are the rows of `after`; the others are its columns: [b, s, n, d] -> [b*s, n*d]."""
     shape = editor.program.sizes.shape(before)
     rows, columns = editor.program.sizes.shape(after)
-    for lead in range(2, len(shape) - 1):
-        if math.prod(shape[:lead]) == rows and math.prod(shape[lead:]) == columns:
-            return lead
-    return None
+    leads = range(2, len(shape) - 1)
+    return next((d for d in leads if math.prod(shape[:d]) == rows and math.prod(shape[d:]) == columns), None)
 
 
 @on("reshape")
@@ -141,7 +138,7 @@ def unflatten_rows(editor: Editor, node: fx.Node) -> bool:
     if not shapes or not all(editor.same_shape(shapes[0], s) for s in shapes):
         return False
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: sources.get(n, n))
-    new = editor.at(node)(node.target, *args, **kwargs)
+    new = editor.at(node)(node.target, *args, **kwargs)  # type: ignore[arg-type]
     return replace(node, editor.at(node)(aten.reshape.default, new, editor.shape(flat)))
 
 

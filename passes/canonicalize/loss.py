@@ -48,9 +48,8 @@ def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -
     }
     reason = next((reason for reason, present in reasons.items() if present), None)
     if reason is not None:
-        editor.program.note(
-            "canonicalize", f"cross entropy with {reason} is left as captured (no vocab sharding)", node
-        )
+        what = f"cross entropy with {reason} is left as captured (no vocab sharding)"
+        editor.program.note("canonicalize", what, node)
         return False
     emit = editor.at(node)
     dtype = node.meta[VAL].dtype

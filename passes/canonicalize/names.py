@@ -3,9 +3,9 @@
 Before:  %y = multiply(%a, %b); %z = clone(%y); %o = ones_like(%z)
 After:   %y = mul(%a, %b); %o = full([batch, 8], 1, dtype=..., device=...)
 Legal because: torch defines the one by the other, with the same arguments; in a functional graph a copy, or a view of the same
-elements, is the same value. New tensors say size and dtype themselves: not by the example of a value that may come to be
-sharded, nor by the process, whose default dtype is no part of the model. Grouped matmuls, torch's and the stand-in that
-transformers exports for dtypes without one, are megafx.grouped_mm, which has the same formula in every dtype.
+elements, is the same value. New tensors say size and dtype themselves: the example of another value may come to be sharded,
+and the process's default dtype is no part of the model. Grouped matmuls, torch's and transformers' stand-in, are
+megafx.grouped_mm.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from megafx.kernels.experts import grouped_mm as _defines_the_op  # noqa: F401
 from megafx.passes.canonicalize.editor import Editor, is_tensor, on, replace, respell
 
 aten = torch.ops.aten
-_READ_STRIDES = aten_ops(
-    "view_as_complex view_as_real view.dtype as_strided"
-)  # they look at how operands lie in memory
+# They look at how operands lie in memory.
+_READ_STRIDES = aten_ops("view_as_complex view_as_real view.dtype as_strided")
 _NUMBERS = aten_ops("item _local_scalar_dense")  # read from tensors
 
 
@@ -171,8 +170,6 @@ def one_name(editor: Editor, node: fx.Node) -> bool:
 
 # -- new tensors
 
-_FILLS: dict[Any, int] = {aten.zeros_like.default: 0, aten.ones_like.default: 1}
-
 
 @on("zeros_like ones_like full_like")
 def like_to_full(editor: Editor, node: fx.Node) -> bool:
@@ -180,7 +177,7 @@ def like_to_full(editor: Editor, node: fx.Node) -> bool:
     value = node.meta[VAL]
     if value.layout != torch.strided:
         return False
-    number = argument(node, "fill_value") if node.target is aten.full_like.default else _FILLS[node.target]
+    number = argument(node, "fill_value", int(node.target is aten.ones_like.default))
     options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     return respell(node, aten.full.default, (editor.shape(value), number), options)
 
@@ -192,7 +189,5 @@ def dtype_of_the_capture(editor: Editor, node: fx.Node) -> bool:
     """full, zeros, arange, ... of the default dtype name it."""
     if getattr(node.target, "overloadpacket", None) not in _MADE or node.kwargs.get("dtype") is not None:
         return False
-    value = node.meta[VAL]
-    if not value.is_floating_point():
-        return False
-    return respell(node, node.target, node.args, {**node.kwargs, "dtype": value.dtype})
+    dtype = node.meta[VAL].dtype
+    return dtype.is_floating_point and respell(node, node.target, node.args, {**node.kwargs, "dtype": dtype})

@@ -25,7 +25,7 @@ import megafx.kernels.dropout.dropout
 import megafx.ops.eager_call  # noqa: F401  registers the ops
 from megafx.errors import CaptureError
 from megafx.ir.nodes import argument, argument_places, set_arguments
-from megafx.ir.program import VAL, Input, fqn_of, source_of
+from megafx.ir.program import VAL, Input, located
 from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on, replace
 
 aten = torch.ops.aten
@@ -44,8 +44,7 @@ def attention_dropout(editor: Editor, node: fx.Node) -> bool:
     if rank > 4:
         return _of_many_dims(editor, node)
     q, k, v = (_with_leading_ones(editor, node, x) for x in (q, k, v))
-    if mask is not None:
-        mask = _with_leading_ones(editor, node, mask)
+    mask = None if mask is None else _with_leading_ones(editor, node, mask)
     factor = float(scale) if scale is not None else 1.0 / math.sqrt(q.meta[VAL].shape[-1])
     drawn: tuple[Any, ...] = (p, -1, -1, [], AXIS)
     out = emit(torch.ops.megafx.attention.default, q, k, v, mask, None, None, factor, causal, 0, 0.0, *drawn)
@@ -112,15 +111,13 @@ def _awaits_number(node: fx.Node) -> bool:
 
 
 def _seed_input(editor: Editor) -> fx.Node:
-    program = editor.program
-    placeholders = program.placeholders()
+    placeholders = editor.program.placeholders()
     with editor.graph.inserting_after(placeholders[-1]):
         seed = editor.graph.placeholder("seed")
-    devices = (n.meta[VAL].device for n in placeholders if is_tensor(n))
-    device = next(devices, torch.device("cpu"))
-    with program.fake_mode:
+    device = next((n.meta[VAL].device for n in placeholders if is_tensor(n)), torch.device("cpu"))
+    with editor.program.fake_mode:
         seed.meta[VAL] = torch.empty((), dtype=torch.int64, device=device)
-    program.inputs.append(Input("seed", "seed"))
+    editor.program.inputs.append(Input("seed", "seed"))
     return seed
 
 
@@ -133,8 +130,7 @@ def refuse_other_randomness(editor: Editor) -> None:
             raise CaptureError(
                 f"{node.target} draws random numbers that depend on the process",
                 fix="use torch.nn.functional.dropout, or draw the numbers outside of the model and pass them as an input",
-                module=fqn_of(node),
-                source=source_of(node),
+                **located(node),
             )
 
 

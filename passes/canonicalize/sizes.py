@@ -54,8 +54,12 @@ def name_rows_of_data(editor: Editor) -> int:
     selecting = _Selecting(editor, env)
     nodes = [n for n in editor.graph.nodes if n.op == "call_function"]
     count = sum(selecting.rewrite(n) for n in nodes if _unbacked(n, env) or n.target in _WRITES)
-    if count:
-        _refresh(editor, env)
+    if count:  # values whose sizes were of data are computed again, from operands that have sizes with hints
+        for node in editor.graph.nodes:
+            if node.op == "call_function" and node.target not in _NUMBERS and _unbacked(node, env):
+                recompute_val(editor.program, node)
+        editor.know_sizes()
+        _price(editor)
     return count
 
 
@@ -131,10 +135,8 @@ class _Selecting:
         made: list[Any] = []
         indices: Any = node.args[1]
         for a in indices:
-            if a is None or a.meta[VAL].dtype not in _MASKS:
-                made.append(a)
-                continue
-            made += self._columns(node, a, size, range(a.meta[VAL].dim()))
+            mask = a is not None and a.meta[VAL].dtype in _MASKS
+            made += self._columns(node, a, size, range(a.meta[VAL].dim())) if mask else [a]
         return made
 
 
@@ -147,20 +149,10 @@ def _unbacked(node: fx.Node, env: DataShapeEnv) -> bool:
     return any(env.is_unbacked_symint(s) for e in exprs for s in e.free_symbols)
 
 
-def _refresh(editor: Editor, env: DataShapeEnv) -> None:
-    """Values whose sizes were of data, computed again from operands that have sizes with hints."""
-    for node in editor.graph.nodes:
-        if node.op == "call_function" and node.target not in _NUMBERS and _unbacked(node, env):
-            recompute_val(editor.program, node)
-    editor.know_sizes()
-    _price(editor)
-
-
 def _price(editor: Editor) -> None:
     """Note for each number of rows what it is an equal share of: masks made of the same choice share its elements."""
     sizes, sources = editor.program.sizes, row_sources(editor.graph)
-    masks: dict[Any, Any] = {symbol: node.args[0] for symbol, (node, _) in sources.items()}
-    choices = {symbol: _choice(mask) for symbol, mask in masks.items()}
+    choices = {symbol: _choice(node.args[0]) for symbol, (node, _) in sources.items()}  # type: ignore[arg-type]
     for symbol, (node, _) in sources.items():
         choice = choices[symbol]
         among = math.prod(sizes.shape(choice.meta[VAL]))

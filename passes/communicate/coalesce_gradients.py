@@ -26,8 +26,7 @@ from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "coalesce_gradients"
-# By the profile h200-nvlink, an all-reduce of 1 MiB on 8 ranks takes 24 us to start and 6 us to move: four fifths of it is
-# latency, and copying it in and out of the flat buffer takes about 1 us.
+# By the profile h200-nvlink, an all-reduce of 1 MiB on 8 ranks takes 24 us to start and 6 us to move; copying it, about 1 us.
 LARGEST_BYTES = 2**20
 aten = torch.ops.aten
 
@@ -44,13 +43,11 @@ def coalesce_gradients(program: Program, planner: Planner) -> int:
     saved = 0
     for indices in groups.values():
         if len(indices) > 1:
-            pieces = _one_sum(program, [results[i] for i in indices])
-            for i, piece in zip(indices, pieces, strict=True):
+            for i, piece in zip(indices, _one_sum(program, [results[i] for i in indices]), strict=True):
                 results[i] = piece
             saved += len(indices) - 1
     output.args = (tuple(results),)
     program.graph.eliminate_dead_code()
-    program.gm.recompile()
     return saved
 
 

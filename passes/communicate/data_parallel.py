@@ -8,13 +8,11 @@ After:   %n2 = wait_tensor(all_reduce(%n, 'dp'))
 Legal because: the loss is the sum over ranks of what they hold of it (`Batch.outputs`), so a parameter's gradient is the sum
 of theirs; where the loss is not in the graph it is divided by their number, as DistributedDataParallel does.
 
-Of a parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of all-reduce; where groups of
-ranks hold copies of the shards, these sum them in a second all-reduce. A tensor-parallel rank that holds whole rows too first
-takes those of the rows that it is to keep. The gradients of a region (megafx/analysis/layers.py) are scattered in one
-collective.
+Of a parameter that ranks hold shards of, each keeps its rows of the sum: reduce-scatter instead of all-reduce, in one
+collective for a region (megafx/analysis/layers.py); groups of ranks that hold copies of the shards then sum these in an
+all-reduce. A tensor-parallel rank that holds whole rows too first takes those of the rows that it is to keep.
 
-A bucket is reduced as soon as the last of its gradients is there, in the order in which backward makes them
-(`schedule_collectives` lets it run until the end). Source: Li et al. 2020, PyTorch Distributed.
+A bucket is reduced as soon as backward has made the last of its gradients. Source: Li et al. 2020, PyTorch Distributed.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ def data_parallel(program: Program, planner: Planner) -> int:
         adder.reduce_gradients()
     program.graph.eliminate_dead_code()
     program.graph.lint()
-    program.gm.recompile()
     return adder.count
 
 
@@ -138,10 +135,15 @@ class _Adder:
         output.args = (tuple(results),)
 
     def reduce_gradients(self) -> None:
+        """The results that show the base of a bucket's gradients come to show its sum."""
+        output = self.program.output_node()
         for bucket in self._buckets():
             sums = self._scattered(bucket) if self._sharded(bucket[0]) else self._reduced(bucket)
             for gradients, total in zip(bucket, sums, strict=True):
-                self._replace(gradients, total)
+                results, build = list(self.program.results()), Builder(self.program, output, total, NAME)
+                for i in gradients.results:
+                    results[i] = _same_view(build, results[i], gradients.base, total)
+                output.args = (tuple(results),)
 
     def _buckets(self) -> list[list[_Gradients]]:
         """In the order in which backward makes them."""
@@ -242,14 +244,6 @@ class _Adder:
         for made in ops.emitted:
             _marked(made)
         return stacked
-
-    def _replace(self, gradients: _Gradients, total: fx.Node) -> None:
-        """The results that show `gradients.base` show `total`."""
-        output, results = self.program.output_node(), list(self.program.results())
-        build = Builder(self.program, output, total, NAME)
-        for i in gradients.results:
-            results[i] = _same_view(build, results[i], gradients.base, total)
-        output.args = (tuple(results),)
 
 
 def _same_view(build: Builder, node: fx.Node, base: fx.Node, total: fx.Node) -> fx.Node:

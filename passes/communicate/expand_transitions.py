@@ -44,7 +44,6 @@ def expand_transitions(program: Program, planner: Planner) -> int:
         if node.op == "call_function" and not node.users and isinstance(node.meta[VAL], torch.SymInt):
             graph.erase_node(node)
     own_gradients(program, NAME)  # identities that vanished left some in the memory of another value
-    program.gm.recompile()
     program.phase = ENSURES
     return len(transitions)
 

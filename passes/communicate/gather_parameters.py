@@ -9,9 +9,8 @@ After:   %a, %b, %c (this rank's rows of them)
          %w2 = wait_tensor(%s2); %u = mm(%z, t(view(%w2)))
 Legal because: ranks hold consecutive rows of one value, padded to be of equal number; put together they are the value.
 
-A region is a layer, or what is used before, between or after layers (megafx/analysis/layers.py). A parameter belongs to the
-regions that use it: one that two regions use is gathered in both. A region takes one collective for each dtype and group of
-ranks (parameters that tensor-parallel ranks hold whole are shared among them too).
+A region is a layer, or what is used before, between or after layers (megafx/analysis/layers.py). A parameter is gathered in
+each region that uses it, one collective for each dtype and group of ranks (tensor-parallel ranks share whole parameters too).
 
 In the form 'fsdp' the gathered parameters are not kept: backward gathers them again (ir.RECOMPUTE; passes/lower/regather.py).
 In the form 'zero1' whoever runs the graph makes the gather, once for each change of the shards (`partition`); here it is only
@@ -64,11 +63,12 @@ def gather_parameters(program: Program, planner: Planner) -> int:
             _gather(program, region, uses, params, before or region.first, data.form == FSDP)
             count += 1
         before = region.first
-    if data.form == FSDP:
-        _repeat_casts(program)
+    if data.form == FSDP:  # a cast of a gathered parameter (autocast's) is made again in backward, as the parameter is
+        for node in program.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+            if storage_of(node.args[0]).meta.get(RECOMPUTE) and not in_backward(node):
+                node.meta[RECOMPUTE] = True
     program.graph.eliminate_dead_code()  # joins, and what they joined
     program.graph.lint()
-    program.gm.recompile()
     return count
 
 
@@ -184,13 +184,6 @@ def _joins(program: Program, uses: Mapping[fx.Node, list[fx.Node]], wait: fx.Nod
         join.replace_all_uses_with(whole)
         made += [part, whole]
     return made
-
-
-def _repeat_casts(program: Program) -> None:
-    """A cast of a gathered parameter (autocast's) is made again in backward, as the parameter is."""
-    for node in program.graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        if storage_of(node.args[0]).meta.get(RECOMPUTE) and not in_backward(node):
-            node.meta[RECOMPUTE] = True
 
 
 def gathers(graph: fx.Graph) -> Iterator[fx.Node]:

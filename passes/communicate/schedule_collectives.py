@@ -10,14 +10,12 @@ After:   %dx = mm(%dy, %w)
 Legal because: the order is topological and nothing has side effects. Every rank has the same graph, so the same order, and
 collectives keep their order among themselves.
 
-Starts move up to their operands, waits down to their first user; that alone overlaps what is independent already (parallel
-attention and MLP). In backward the products that no collective depends on (gradients of sharded weights) can run late: each
-collective, the last first, takes the latest such product that was due before it; then, in the same order, takes more until
-its time is covered. Those whose result is a gradient and nothing else choose last. A product passes MOST_PASSED other
-collectives at most, because it keeps its operands alive. Nothing moves in forward otherwise.
+Starts move up to their operands, waits down to their first user. In backward, products that no collective depends on
+(gradients of sharded weights) can run late: each collective, the last first, takes the latest such product that was due before
+it; then, in the same order, takes more until its time is covered. Those whose result is a gradient and nothing else choose
+last. A product passes MOST_PASSED other collectives at most, because it keeps its operands alive.
 
-Sums of gradients over data-parallel ranks are of another group, and nothing waits for them: they start once their last
-gradient is there, wherever that went, and are waited for at the end.
+Sums of gradients over data-parallel ranks start once their last gradient is there, and are waited for at the end.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ from megafx.planner.cost import DTYPE_OF_ITEMSIZE, collective_seconds, matmul_se
 from megafx.planner.hardware import Hardware
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
-# With sequence parallelism a block has two collectives with only a norm between them (the reduce-scatter of its input's
-# gradient and the all-gather of the next block's), and the products of the block serve both.
+# With sequence parallelism two collectives have only a norm between them, and the products of the block serve both.
 MOST_PASSED = 1
 # A start passes this many products on its way up, as many as linears share an input (q, k, v and a gate).
 MOST_HOISTED = 4
@@ -68,7 +65,9 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
     waits = {
         n: next(iter(n.users)) for n in nodes if is_start(n) and len(n.users) == 1 and is_wait(next(iter(n.users)))
     }
-    apart = {wait for n, wait in waits.items() if _sums_gradients(n, wait)}
+    apart = {  # sums over data-parallel ranks for which nothing waits
+        w for n, w in waits.items() if n.args[-1] in DATA_AXES and in_backward(n) and not _is_waited_for(w)
+    }
     collectives = [
         _Collective(n, wait, _due(n, position), _collective_seconds(program, n, hardware))
         for n, wait in waits.items()
@@ -80,7 +79,6 @@ def schedule_collectives(program: Program, planner: Planner) -> int:
     for node in order:
         output.prepend(node)
     program.graph.lint()
-    program.gm.recompile()
     return sum(a is not b for a, b in zip(nodes, order, strict=True))
 
 
@@ -106,11 +104,6 @@ def _assign(program: Program, collectives: list[_Collective], position: dict[fx.
                     free.remove(product)
                     collective.fillers.append(product)
                     collective.covered += _product_seconds(program, product, hardware)
-
-
-def _sums_gradients(start: fx.Node, wait: fx.Node) -> bool:
-    """Whether this is a sum over data-parallel ranks for which nothing waits."""
-    return start.args[-1] in DATA_AXES and in_backward(start) and not _is_waited_for(wait)
 
 
 def _due(node: fx.Node, position: dict[fx.Node, int]) -> int:
@@ -176,14 +169,14 @@ class _Order:
         for now, node in enumerate(self.nodes):
             if node not in self.on_demand:
                 self._place(node)
-            while self.started < len(self.collectives) and self._can_start(now):
-                self._place(self.collectives[self.started].start)
+            while self.started < len(self.collectives):
+                start = self.collectives[self.started].start
+                if self.earliest[self.started] > now or not self._ready(start):
+                    break
+                self._place(start)
         for node in self.nodes:
             self._place(node)
         return self.order
-
-    def _can_start(self, now: int) -> bool:
-        return self.earliest[self.started] <= now and self._ready(self.collectives[self.started].start)
 
     def _ready(self, node: fx.Node) -> bool:
         return all(a in self.placed or a.op == "placeholder" for a in node.all_input_nodes)

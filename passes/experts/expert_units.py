@@ -20,8 +20,7 @@ IDS say which expert a row belongs to:
     %order = argsort(%chosen); %ids = index(%chosen, [%order])      # or the first result of sort(%chosen)
     %ends = cumsum(one_hot(%chosen, 5).sum(0), 0)                   # or histc(%ids, 5, 0, 4)
 
-Then ids[s] = e for ends[e-1] <= s < ends[e]: `ids` is ascending, `ends` counts the same numbers, and none is negative (which
-both would take for something else).
+Then ids[s] = e for ends[e-1] <= s < ends[e]: `ids` is ascending, `ends` counts the same numbers, and none is negative.
 """
 
 from __future__ import annotations
@@ -182,15 +181,10 @@ def products_before(products: Sequence[Product], last: Product) -> list[Product]
 def _between(products: Sequence[Product], last: Product) -> tuple[list[Product], list[fx.Node]]:
     """(products of the same rows that `last` depends on, nodes on the ways from them), in graph order."""
     others = {p.node: p for p in products if p.by is last.by and p is not last}
-    before: dict[fx.Node, int] = {}
-    for i, node in enumerate(last.node.graph.nodes if others else ()):
-        if node is last.node:
-            break
-        before[node] = i
-    starts = [node for node in others if node in before]
+    starts = [node for node in others if node < last.node]
     reached, todo = {*starts}, [*starts]
     while todo:
-        fresh = [u for u in todo.pop().users if u in before and u not in reached]
+        fresh = [u for u in todo.pop().users if u < last.node and u not in reached]
         reached.update(fresh)
         todo += fresh
     needed, todo = set(), [last.x]
@@ -199,7 +193,7 @@ def _between(products: Sequence[Product], last: Product) -> tuple[list[Product],
         if node in reached and node not in needed:
             needed.add(node)
             todo += [] if node in others else node.all_input_nodes
-    ordered = sorted(needed, key=lambda n: before[n])
+    ordered = sorted(needed)
     return [others[n] for n in ordered if n in others], [n for n in ordered if n not in others]
 
 

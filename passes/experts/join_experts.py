@@ -7,13 +7,12 @@ After:   %z = grouped_mlp(%x, %starts, %ends, [%up], %down, %down_bias, [%up_bia
          # starts: the ends of the experts before
 Legal because: it is the same formula. The planner then shards weights and biases over experts, and %z is partial.
 Between the products may stand whatever computes each row by itself (expert_units.py). Products with weights that are looked up
-for each row become the same, on rows that are sorted first.
+for each row become the same, on sorted rows.
 
 Where: the user's override says 'expert' of the weights, or no weight has an override and splitting experts gives the busiest
 rank less to do than splitting every expert's ffn does: ceil(E/t)/E of the products against ceil(F/t)/F, or against all of
-them where what stands between cannot be cut in the ffn (gate and up that alternate). Both ways communicate the same. The op
-computes its first products again for the gradient, which counts as part of its price. Weights that an earlier graph has
-settled stay as they are.
+them where what stands between cannot be cut in the ffn (gate and up that alternate). Both ways communicate the same. The op's
+price has its first products once more, for the gradient. Weights that an earlier graph has settled stay as they are.
 """
 
 from __future__ import annotations
@@ -24,20 +23,11 @@ import torch
 from torch import fx
 
 from megafx.errors import PlanError
-from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, source_of
+from megafx.ir.program import VAL, Builder, Phase, Program, fqn_of, located
 from megafx.ir.sizes import SizeEmitter
 from megafx.kernels.experts import grouped_mlp as _defines_the_op  # noqa: F401
-from megafx.passes.experts.expert_units import (
-    Found,
-    NotByRow,
-    Product,
-    RowValue,
-    find_products,
-    find_unit,
-    never_negative,
-    products_before,
-    stack_of,
-)
+from megafx.passes.experts import expert_units as units
+from megafx.passes.experts.expert_units import Found, NotByRow, Product, RowValue
 from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides
 from megafx.planner.policy import weight_values
@@ -52,7 +42,7 @@ def join_experts(program: Program, planner: Planner) -> int:
 
     PlanError where an override asks for it and something between the products is in the way; a note where only cost does.
     """
-    products = find_products(program) if planner.t > 1 else []
+    products = units.find_products(program) if planner.t > 1 else []
     if not products:
         return 0
     weights = weight_values(program, set(program.graph.nodes))
@@ -78,12 +68,10 @@ class _Joining:
     def join(self, last: Product) -> bool:
         """Whether this product is the last of a mixture that is joined now."""
         try:
-            found = find_unit(self.program, self.products, last)
-            if found is not None and last.looked_up and not never_negative(last.by):
-                raise NotByRow(
-                    "a lookup by ids that are not indices of topk, sort or argmax, so that they may be negative",
-                    last.node,
-                )
+            found = units.find_unit(self.program, self.products, last)
+            if found is not None and last.looked_up and not units.never_negative(last.by):
+                what = "a lookup by ids that are not indices of topk, sort or argmax, so that they may be negative"
+                raise NotByRow(what, last.node)
         except NotByRow as reason:
             self._not_joined(last, reason)
             return False
@@ -109,7 +97,7 @@ class _Joining:
         return self.overrides.style_of(product.weight, product.node)
 
     def _not_joined(self, last: Product, reason: NotByRow) -> None:
-        before = products_before(self.products, last)
+        before = units.products_before(self.products, last)
         for product in (*before, last):
             self.reasons.setdefault(product.node, reason)
         if self._wanted([*before, last], cut=True) and self._style(last) != "expert":
@@ -131,8 +119,7 @@ class _Joining:
             f"override: {name} is split over experts, but {what}",
             fix="experts are split where each computes its rows by itself between its products, and all of their weights have "
             "the override; else leave it out: experts are then split in their ffn where they can be",
-            module=fqn_of(reason.node if reason else product.node),
-            source=source_of(reason.node if reason else product.node),
+            **located(reason.node if reason else product.node),
         )
 
     # -- the op
@@ -172,7 +159,7 @@ class _Joining:
         if add is None or add.target is not aten.add.Tensor or add.kwargs or last.node not in add.args:
             return None, None
         lookup: Any = add.args[1 - add.args.index(last.node)]
-        stack, why = stack_of(lookup, last) if isinstance(lookup, fx.Node) else (None, "")
+        stack, why = units.stack_of(lookup, last) if isinstance(lookup, fx.Node) else (None, "")
         if stack is None or why:
             return None, None
         bias, weight = stack.meta[VAL], last.weight.meta[VAL]
@@ -193,8 +180,7 @@ class _Joining:
 def _cheaper(products: list[Product], t: int, cut: bool) -> bool:
     """Whether whole experts are less work. cut: whether splitting them in their ffn splits the work.
 
-    Also of a graph without gradients: the model's other graphs use the same weights. A training step has each product three
-    times, forward and twice backward; the first ones are computed once more.
+    As in a training step, since all graphs of a model share the weights: each product three times, the first ones once more.
     """
     *firsts, last = products
     first = sum(p.terms * p.width for p in firsts)

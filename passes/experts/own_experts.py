@@ -7,17 +7,14 @@ After:   %x1 = owner_input(%x, 1); %w1 = owner_parameter(%w, 1)
 Legal because: on one rank the new ops are identities. On several, the planner computes what lies between them whole, and the
 sum of what the ranks then add is what all experts add (ops/owners.py).
 
-What an expert's module does is left as it is: the other ranks' graphs leave it out (`drop_expert_values`), whether tokens are
-routed by index or by a mask. Sums into rows are first rewritten as sums of values (analysis/experts.py). Expert number j of E
-belongs to rank j t // E, so that a rank has at most ceil(E / t).
+The other ranks' graphs leave out what an expert's module does (`drop_expert_values`). Sums into rows are first rewritten as
+sums of values (analysis/experts.py). Expert number j of E belongs to rank j t // E, so that a rank has at most ceil(E / t).
 
-Where: the user's override says 'expert' of the list. Plans that a user gives, and graphs after a model's first one, keep the
-owners that they have.
+Where: the user's override says 'expert' of the list. Given plans, and graphs after a model's first one, keep their owners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,11 +22,11 @@ from torch import fx
 
 from megafx.analysis.experts import ExpertList, expert_lists, expert_values, refuse_between
 from megafx.errors import PlanError
-from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, fqn_of, source_of
+from megafx.ir.program import VAL, Builder, Phase, Program, active_nodes, located
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.owners import OWNER_INPUT, OWNER_OUTPUT, OWNER_PARAMETER
 from megafx.placements.data_axis import TENSOR_AXIS
-from megafx.placements.types import Owned, Placement
+from megafx.placements.types import Owned
 from megafx.planner.context import Planner
 from megafx.planner.overrides import Overrides
 
@@ -44,8 +41,12 @@ def own_experts(program: Program, planner: Planner) -> int:
     overrides = Overrides(program, planner.config.overrides, set(), planner.t)
     count = 0
     settled = planner.given.params if planner.given is not None else planner.fixed
+    names = {node: spec.name for node, spec in program.input_nodes()}
     for lst in expert_lists(program, overrides, settled):
-        owners = _owners(program, settled, lst, planner.t)
+        owners = {}  # key of each expert -> its rank
+        for j, (key, parameters) in enumerate(lst.experts.items()):
+            stored = settled.get(names[parameters[0]])
+            owners[key] = stored.owner if isinstance(stored, Owned) else j * planner.t // len(lst.experts)
         if planner.data is not None:
             raise PlanError(
                 f"override '{lst.pattern}' is expert, but experts that are modules of a list cannot be given to ranks where "
@@ -58,16 +59,6 @@ def own_experts(program: Program, planner: Planner) -> int:
         program.note("experts", f"experts of '{lst.path}' are split over the ranks, each whole: at most {most} a rank")
         count += len(owners)
     return count
-
-
-def _owners(program: Program, settled: Mapping[str, Placement], lst: ExpertList, t: int) -> dict[str, int]:
-    """Key of each expert -> its rank."""
-    names = {node: spec.name for node, spec in program.input_nodes()}
-    owners = {}
-    for j, (key, parameters) in enumerate(lst.experts.items()):
-        stored = settled.get(names[parameters[0]])
-        owners[key] = stored.owner if isinstance(stored, Owned) else j * t // len(lst.experts)
-    return owners
 
 
 class _Owning:
@@ -83,7 +74,12 @@ class _Owning:
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 refuse_between(self.lst, node, node.all_input_nodes, self.values)
-        held = {p: self._hold(p, key) for p, key in self.key_of.items() if p.users}
+        held: dict[fx.Node, fx.Node] = {}  # made at the top, as parameters are: later passes may use them earlier
+        for parameter, key in self.key_of.items():
+            if users := list(parameter.users):
+                held[parameter] = self._emit(OWNER_PARAMETER, parameter, key, self.top, min(users))
+                for user in users:
+                    user.replace_input_with(parameter, held[parameter])
         for node, key in [*self.values.items()]:
             for operand in node.all_input_nodes:
                 if self.values.get(operand) != key and operand in self.active and operand not in held.values():
@@ -93,18 +89,9 @@ class _Owning:
             self._leave(whole, self.key_of[parameter])
         self.program.graph.eliminate_dead_code()
         self.program.graph.lint()
-        self.program.gm.recompile()
 
     def _emit(self, target: Any, value: fx.Node, key: str, before: fx.Node, origin: fx.Node) -> fx.Node:
         return Builder(self.program, before, origin, NAME)(target, value, self.owners[key], TENSOR_AXIS, 1)
-
-    def _hold(self, parameter: fx.Node, key: str) -> fx.Node:
-        """Made at the top, as parameters are there: later passes may use it earlier (`merge_linears`)."""
-        users = list(parameter.users)
-        whole = self._emit(OWNER_PARAMETER, parameter, key, self.top, min(users))
-        for user in users:
-            user.replace_input_with(parameter, whole)
-        return whole
 
     def _enter(self, value: fx.Node, key: str) -> fx.Node:
         """`value` for the owner to compute with, made before the expert's first use of it."""
@@ -124,8 +111,7 @@ class _Owning:
                 f"override '{self.lst.pattern}' is expert, but what '{self.lst.module(key)}' gives by {node.target} is no "
                 "number to be summed over the ranks, and is used outside of this expert",
                 fix="drop the override, or use only floating-point results of experts",
-                module=fqn_of(node),
-                source=source_of(node),
+                **located(node),
             )
         left = self._emit(OWNER_OUTPUT, node, key, node.next, node)
         for user in users:

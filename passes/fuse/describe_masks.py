@@ -5,11 +5,10 @@ After:   %o = megafx.attention(%q, %k, %v, None, None, ..., True, 0, ...)
 Legal because: analysis/masks.py reads what the mask is from the ops that make it; what it does not know stays a tensor.
 
 Of attention, scale_mask_softmax and scaled_dot_product_attention. A bias (T5's, ALiBi) that was added to a causal mask is
-what is left of it; padding beside it is attention's key_mask. Rows that see no key: where the mask's fill is finite,
-softmax makes them uniform. Padding without a causal mask keeps that, as an additive [b, t]; with one such rows get the mean
-of v over all keys, as eager gives them without dropout. That mean does not depend on q and k: they get no gradient of it
-(autograd gives them one, through finfo.min + score). Where the fill is -inf such rows are zeros in place of nan, as
-attention has it.
+what is left of it; padding beside it is attention's key_mask. Rows that see no key: softmax makes them uniform where the
+mask's fill is finite. Padding alone keeps that, as an additive [b, t]; beside a causal mask they get the mean of v over all
+keys, which gives q and k no gradient (in eager they get one, through finfo.min + score). Where the fill is -inf they are zeros,
+not nan.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import fx
 
 from megafx.analysis.masks import Choice, Cond, Index, Leaf, MaskReader, Sum, condition_of, conjuncts, hides
 from megafx.ir.nodes import argument, set_arguments
-from megafx.ir.program import VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
+from megafx.ir.program import VAL, Builder, Fusion, Phase, Program, fqn_of, source_of
 from megafx.kernels.attention.masked_softmax import mask_floor
 from megafx.planner.context import Planner
 
@@ -60,7 +59,6 @@ def describe_masks(program: Program, planner: Planner) -> int:
             program.fusions.append(Fusion("mask_by_position", fqn_of(node), source_of(node), BY))
             count += 1
     program.graph.eliminate_dead_code()
-    program.gm.recompile()
     program.assumed |= {name: program.table(name) for name in reader.used}
     return count
 
@@ -137,11 +135,6 @@ def _padding(emit: Builder, seen: Seen) -> fx.Node:
     return found
 
 
-def _four(emit: Builder, x: fx.Node) -> fx.Node:
-    """[b, t] -> [b, 1, 1, t]."""
-    return emit(aten.unsqueeze.default, emit(aten.unsqueeze.default, x, 1), 2)
-
-
 def _rest(emit: Builder, rest: tuple[Leaf, ...], rank: int = 4) -> fx.Node | None:
     """The sum of the biases, with as many dims as the scores; None where their dims are not in their places."""
     total: fx.Node | None = None
@@ -182,11 +175,9 @@ def _attention(program: Program, reader: MaskReader, node: fx.Node) -> bool:
     by_position = causal or seen.window > 0
     if dark and by_position and seen.fill > mask_floor(mask.meta[VAL].dtype):
         return False  # rows that see nothing still depend on their scores
-    new: fx.Node | None = None
-    if seen.rest:
-        new = _rest(emit, seen.rest)
-        if new is None:
-            return False
+    new = _rest(emit, seen.rest) if seen.rest else None
+    if seen.rest and new is None:
+        return False
     keys: fx.Node | None = None
     if seen.padding:
         keys = _padding(emit, seen)
@@ -195,19 +186,14 @@ def _attention(program: Program, reader: MaskReader, node: fx.Node) -> bool:
             keys = emit(aten.masked_fill.Scalar, zeros, emit(aten.logical_not.default, keys), seen.fill)
     if new is None:
         new, keys = keys, None
-    if new is not None and not by_position and not _smaller(program, new, mask):
-        return False
+    if new is not None and not by_position:
+        small, large = (math.prod(program.sizes.shape(n.meta[VAL])) for n in (new, mask))
+        if small >= large:
+            return False
     set_arguments(node, mask=new, key_mask=keys, causal=causal, window=seen.window)
     if dark and by_position:
         _uniform_where_dark(program, node, seen)
     return True
-
-
-def _smaller(program: Program, new: fx.Node, old: fx.Node) -> bool:
-    def count(n: fx.Node) -> int:
-        return math.prod(program.sizes.shape(n.meta[VAL]))
-
-    return count(new) < count(old)
 
 
 def _uniform_where_dark(program: Program, node: fx.Node, seen: Seen) -> None:
@@ -225,7 +211,7 @@ def _uniform_where_dark(program: Program, node: fx.Node, seen: Seen) -> None:
         mean = emit(aten.repeat_interleave.self_int, mean, heads // kv, 1)
     where = emit(aten.where.self, some, node, mean)
     if not any(note.message == _DARK for note in program.notes):
-        program.notes.append(Note("attention", _DARK, fqn_of(node), source_of(node)))
+        program.note("attention", _DARK, node)
     node.replace_all_uses_with(where, delete_user_cb=lambda user: user is not where)
 
 
@@ -249,7 +235,8 @@ def _softmax(program: Program, reader: MaskReader, node: fx.Node) -> bool:
         if new is None or seen.padding:
             return False
     elif seen.padding:
-        new = emit(aten.logical_not.default, _four(emit, _padding(emit, seen)))
+        four = emit(aten.unsqueeze.default, emit(aten.unsqueeze.default, _padding(emit, seen), 1), 2)  # [b, 1, 1, t]
+        new = emit(aten.logical_not.default, four)
         if scores.dim() != 4:
             return False
     set_arguments(node, mask=new, causal=True, window=seen.window, fill=fill)

@@ -30,7 +30,7 @@ from megafx.debugging import current, say
 from megafx.ir.contracts import layout_of
 from megafx.ir.dump import op_text
 from megafx.ir.nodes import COPIES, RESHAPES
-from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Note, Phase, Program, fqn_of, source_of
+from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import Layout
 from megafx.planner.context import Planner
@@ -74,11 +74,9 @@ def fuse_linear_loss(program: Program, planner: Planner) -> int:
             continue
         try:
             fuse(program, node, lazy)
+            count += 1
         except Refused as refused:
-            reason = f"{FUSION} does not match: {refused}"
-            program.notes.append(Note("fuse", reason, fqn_of(node), source_of(node)))
-            continue
-        count += 1
+            program.note("fuse", f"{FUSION} does not match: {refused}", node)
     if count:
         program.graph.eliminate_dead_code()
         if current().level >= 2:
@@ -144,12 +142,10 @@ def _alone(program: Program, head: Head, inside: set[fx.Node], lazy: str | None)
     if not read_outside(head.chain, inside):
         return
     other = outside_user(program, head.chain, inside)
-    if other is None and lazy is None:
-        copy_for_outputs(program, head.chain)
-        return
-    reader = describe(other or program.output_node())
-    why = f", and {lazy}" if other is None else ""
-    raise Refused(f"linear (%{head.linear.name}) inside of it is also used by {reader}{why}")
+    if other is not None or lazy is not None:
+        reader, why = describe(other or program.output_node()), f", and {lazy}" if other is None else ""
+        raise Refused(f"linear (%{head.linear.name}) inside of it is also used by {reader}{why}")
+    copy_for_outputs(program, head.chain)
 
 
 def _done(program: Program, node: fx.Node, new: fx.Node, logits: fx.Node) -> None:
@@ -169,14 +165,12 @@ def _whole(program: Program, node: fx.Node, lazy: str | None) -> None:
     if lse:
         return _whole_with_lse(program, node, lazy)
     head = head_of(program, logits)  # type: ignore[arg-type]
-    users = list(node.users)
-    if len(users) != 1 or users[0].target is not aten.sum.default or len(users[0].args) > 1 or users[0].kwargs:
-        raise Refused(f"the losses of single tokens are used by {describe(users[0])}, not their sum")
-    x, weight, bias = head.operands
-    _check_whole(x, weight, target)
-    _check_size(program, x, program.sizes.of(weight.meta[VAL].shape[0]))
+    total = next(iter(node.users))
+    if len(node.users) != 1 or total.target is not aten.sum.default or len(total.args) > 1 or total.kwargs:
+        raise Refused(f"the losses of single tokens are used by {describe(total)}, not their sum")
+    _, weight, bias = head.operands
+    _check_whole(program, head, target)
     _alone(program, head, {node}, lazy)
-    total = users[0]
     emit = Builder(program, total, node, NAME)
     rows = rows_of(program, head, total)
     loss: Any = emit(ops.linear_cross_entropy.default, rows, weight, bias, target, ignore_index, smoothing)
@@ -189,9 +183,8 @@ def _whole_with_lse(program: Program, node: fx.Node, lazy: str | None) -> None:
     """The loss and the log-sum-exp -> linear_ce_stats and linear_ce_loss, of one rank: its gradient is none of a sum's."""
     logits, target, *how = node.args
     head = head_of(program, logits)  # type: ignore[arg-type]
-    x, weight, bias = head.operands
-    _check_whole(x, weight, target)
-    _check_size(program, x, program.sizes.of(weight.meta[VAL].shape[0]))
+    _, weight, bias = head.operands
+    _check_whole(program, head, target)
     _alone(program, head, {node}, lazy)
     rows = rows_of(program, head, node)
     emit = Builder(program, node, node, NAME)
@@ -209,11 +202,13 @@ def _check_size(program: Program, x: fx.Node, classes: int) -> None:
         raise Refused("its logits are no larger than the hidden states that would be kept for them")
 
 
-def _check_whole(x: fx.Node, weight: fx.Node, target: Any) -> None:
+def _check_whole(program: Program, head: Head, target: Any) -> None:
+    x, weight, _ = head.operands
     for name, value in (("x", x), ("weight", weight), ("target", target)):
         placement = value.meta.get(PLACEMENT) if isinstance(value, fx.Node) else None
         if placement is not None and placement.is_shard:
             raise Refused(f"{name} is sharded")
+    _check_size(program, x, program.sizes.of(weight.meta[VAL].shape[0]))
 
 
 # -- sharded vocabulary
@@ -221,19 +216,25 @@ def _check_whole(x: fx.Node, weight: fx.Node, target: Any) -> None:
 
 def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
     """ce_stats of a linear layer, gathered, and ce_loss -> linear_ce_stats and linear_ce_loss."""
+    everyone: Any
     logits, target, everyone, *how, layout, size, axis = node.args
     head = head_of(program, logits)  # type: ignore[arg-type]
-    stats = _statistics(everyone)
+    stats = everyone  # the ce_stats whose gathered result this is
+    while stats.target is not ops.ce_stats.default:
+        stats = stats.args[0]
     x, weight, bias = head.operands
-    _check_placements(x, weight, bias)
+    for name, value, cut in (("its input", x, False), ("its weight", weight, True), ("its bias", bias, True)):
+        placement = value.meta.get(PLACEMENT) if value is not None else None
+        fits = placement is None or (placement.is_shard and placement.dim == 0 if cut else placement.kind in "RI")
+        if not fits:
+            raise Refused(f"{name} (%{value.name}) is {placement}")  # type: ignore[union-attr]
     _check_size(program, x, Layout.from_flat(layout_of(program, layout)).size)
     inside = {node, stats, stats.args[0]} - set(head.chain)
     _alone(program, head, inside, lazy)  # type: ignore[arg-type]
     rows = rows_of(program, head, stats)
     emit = Builder(program, stats, stats, NAME)
-    fixed = [
-        v if v is None else emit(aten.detach.default, v) for v in (rows, weight, bias)
-    ]  # the loss has the gradients
+    # The loss has the gradients.
+    fixed = [v if v is None else emit(aten.detach.default, v) for v in (rows, weight, bias)]
     made = emit(ops.linear_ce_stats.default, *fixed, target, layout, size, axis)
     stats.replace_all_uses_with(made)
     emit = Builder(program, node, node, NAME)
@@ -241,25 +242,4 @@ def _sharded(program: Program, node: fx.Node, lazy: str | None) -> None:
     _done(program, node, emit(ops.linear_ce_loss.default, *args), logits)  # type: ignore[arg-type]
 
 
-def _statistics(everyone: Any) -> fx.Node:
-    """The ce_stats whose gathered result this is."""
-    node = everyone
-    while node.target is not ops.ce_stats.default:
-        node = node.args[0]
-    found: fx.Node = node
-    return found
-
-
-def _check_placements(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
-    wanted = (("its input", x, False), ("its weight", weight, True), ("its bias", bias, True))
-    for name, value, cut in wanted:
-        placement = value.meta.get(PLACEMENT) if value is not None else None
-        fits = placement is None or (placement.is_shard and placement.dim == 0 if cut else placement.kind in "RI")
-        if not fits:
-            raise Refused(f"{name} (%{value.name}) is {placement}")  # type: ignore[union-attr]
-
-
-_LOSSES = {
-    "megafx.cross_entropy.default": _whole,
-    "megafx.ce_loss.default": _sharded,
-}
+_LOSSES = {"megafx.cross_entropy.default": _whole, "megafx.ce_loss.default": _sharded}

@@ -9,6 +9,7 @@ what it replaces need not be (rotary embedding of a shard of q and of a partial 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -28,15 +29,11 @@ REQUIRES, ENSURES = Phase.LOCAL, Phase.LOCAL
 def fuse_local(program: Program, planner: Planner) -> int:
     """Return the number of matches."""
     chosen = patterns_of(registered_patterns(), planner.config, local=True)
-
-    def refuse(new: list[fx.Node], results: list[tuple[fx.Node, fx.Node]]) -> str:
-        return _misplaced(program, new, results, planner.t)
-
-    unwanted = declines(program, planner)
+    refuse, unwanted = partial(_misplaced, program, planner.t), declines(program, planner)
     return sum(rewrite(program, chosen, "fuse_local", refuse, unwanted).counts.values())
 
 
-def _misplaced(program: Program, new: list[fx.Node], results: list[tuple[fx.Node, fx.Node]], t: int) -> str:
+def _misplaced(program: Program, t: int, new: list[fx.Node], results: list[tuple[fx.Node, fx.Node]]) -> str:
     """Why the new ops do not give what they replace on operands as these are placed, or ''."""
     facts: dict[fx.Node, Any] = {}
     for node in new:

@@ -7,14 +7,12 @@ Before:  %q = linear(%x, %w0, %b0); %k = linear(%x, %w1, %b1); %v = ...
 After:   %w = megafx.join_parameters([%w0, ...]); %b = ...; %m = linear(%x, %w, %b); %q = slice(%m, ...); ...
 Legal because: rows of a linear's weight give columns of its result, independently of each other.
 
-Each rank merges its own shards, after planning, so that nothing is placed or moved otherwise. The parameters stay the user's;
-they are put into one memory where that is possible, and copied together at each call where it is not. Parameters that
-data-parallel ranks hold shards of are gathered side by side (`gather_parameters`), where that leaves no gap between them.
+Each rank merges its own shards, after planning. The parameters stay the user's: they are put into one memory where that is
+possible, else copied together at each call. Shards of data-parallel ranks are gathered side by side (`gather_parameters`).
 
-Gate and up: nothing is moved for it, since the packed kernels read and write the one tensor. Others, in training: the
-gradients of the parts have to be copied together, 2 N elements a token (N columns in all), for which x [tokens, k] is read
-once in each direction instead of m times and its gradient written once instead of m times and read m - 1 times: 4 (m - 1) k
-elements. Where the device was measured that decides, else these counts.
+Measurements of the device decide, else these counts. Gate and up: nothing is moved for it, since the packed kernels read and
+write the one tensor. Others, in training: the gradients of m parts are copied together, 2 N elements a token (N columns in
+all), and 4 (m - 1) k elements of x [tokens, k] and its gradient are not read and written again.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ def merge_linears(program: Program, planner: Planner) -> int:
     merger.say()
     if merger.changes:
         program.graph.eliminate_dead_code()
-        program.gm.recompile()
     return merger.changes
 
 
@@ -75,7 +72,8 @@ class _Merger:
         taken: set[fx.Node] = set()
         for unit in self.program.graph.find_nodes(op="call_function", target=ops.glu.default):
             pair = list(unit.args[:2])
-            if all(_is_linear(n) for n in pair) and pair[0] is not pair[1] and pair[0].args[0] is pair[1].args[0]:
+            linears = all(isinstance(n, fx.Node) and n.target is aten.linear.default for n in pair)
+            if linears and pair[0] is not pair[1] and pair[0].args[0] is pair[1].args[0]:
                 taken |= {*pair}
                 yield pair, unit
         found: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -104,10 +102,9 @@ class _Merger:
             return "some have a bias, others none"
         weights = [n for node in group for n in (node.args[1], *_biases(node))]
         for n in weights:
-            what = self.name_of(n)
             if n not in self.params:
-                return f"{what} is no parameter as it is stored: it is cast, moved or computed first"
-            spec = self.params[n]
+                return f"%{n.name} is no parameter as it is stored: it is cast, moved or computed first"
+            spec, what = self.params[n], self.params[n].name
             if spec.aliases or len(n.users) > 1 or weights.count(n) > 1:
                 return f"{what} is tied or used elsewhere too"
             if self.trains is not None and not self.trains(spec):
@@ -135,9 +132,6 @@ class _Merger:
             if rows % ranks or p.meta[VAL].numel() % ALIGNED:
                 return True
         return False
-
-    def name_of(self, n: Any) -> str:
-        return self.params[n].name if n in self.params else f"%{n.name}"
 
     def judge(self, group: list[fx.Node], gated: fx.Node | None) -> tuple[bool, str]:
         """(whether it is slower, by what that is known)."""
@@ -169,29 +163,26 @@ class _Merger:
         build = Builder(program, first, first, NAME)
         weight = self._join(build, [n.args[1] for n in group])
         bias = self._join(build, [_biases(n)[0] for n in group]) if _biases(group[0]) else None
-        late = bias if gated is not None else None  # the packed unit adds it
-        operands = (group[0].args[0], weight) if bias is None or late is not None else (group[0].args[0], weight, bias)
+        own = () if bias is None or gated is not None else (bias,)  # the packed unit adds it
+        operands = (group[0].args[0], weight, *own)
         whole = _placed(build(aten.linear.default, *operands), _together(group, self.planner.t))
         elements = math.prod(program.sizes.shape(whole.meta[VAL]))
         pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
-        program.fusions.append(
-            Fusion(pattern, self.name(group[0]).rpartition(".")[0], source_of(first), NAME, elements)
-        )
+        module = self.name(group[0]).rpartition(".")[0]
+        program.fusions.append(Fusion(pattern, module, source_of(first), NAME, elements))
         self.changes += len(group) - 1
         if gated is not None:
             build = Builder(program, gated, gated, NAME)
-            self._replace(gated, build(ops.glu_packed.default, whole, late, gated.args[2]))
+            self._replace(gated, build(ops.glu_packed.default, whole, bias, gated.args[2]))
             return
         at, dim = 0, whole.meta[VAL].dim() - 1
         for node in group:
             width = int(node.meta[VAL].shape[-1])
-            part = build(aten.slice.Tensor, whole, dim, at, at + width)
-            self._replace(node, part)
+            self._replace(node, build(aten.slice.Tensor, whole, dim, at, at + width))
             at += width
 
     def _join(self, build: Builder, parameters: list[Any]) -> fx.Node:
-        together = _together(parameters, self.planner.t)
-        return _placed(build(ops.join_parameters.default, parameters), together)
+        return _placed(build(ops.join_parameters.default, parameters), _together(parameters, self.planner.t))
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         inherit(new, old, NAME)
@@ -211,10 +202,6 @@ class _Merger:
         for (_, what), nodes in self.told.items():
             more = f"; {len(nodes)} places alike" if len(nodes) > 1 else ""
             self.program.note("merge", what + more, nodes[0])
-
-
-def _is_linear(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.linear.default
 
 
 def _biases(node: fx.Node) -> list[Any]:

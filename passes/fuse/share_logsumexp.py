@@ -68,11 +68,14 @@ def _root(program: Program, node: Any) -> fx.Node:
 
 
 def _share(program: Program, loss: fx.Node, sums: list[fx.Node], root: fx.Node) -> None:
-    order = {n: i for i, n in enumerate(program.graph.nodes)}
-    first = min([loss, *sums], key=order.__getitem__)
+    first = min([loss, *sums])
     target: Any
     _, target, *rest, _ = loss.args
-    _hoist(target, first, order)
+    late = [target] if target > first else []  # it depends on no logits: it, and what it is made of, go to the front
+    for n in late:
+        late += [a for a in n.all_input_nodes if a > first and a not in late]
+    for n in sorted(late):
+        first.prepend(n)
     emit = Builder(program, first, loss, NAME)
     size = SizeEmitter(program.graph, program.sizes)
     tokens = size(program.sizes.of(loss.meta[VAL].shape[0]))
@@ -84,9 +87,8 @@ def _share(program: Program, loss: fx.Node, sums: list[fx.Node], root: fx.Node) 
     made = [(loss, _as(loss, parts[0], emit))]
     for node in sums:
         shape = [size(program.sizes.of(n)) for n in node.meta[VAL].shape]
-        made.append(
-            (node, _as(node, parts[1] if len(shape) == 1 else emit(aten.reshape.default, parts[1], shape), emit))
-        )
+        shaped = parts[1] if len(shape) == 1 else emit(aten.reshape.default, parts[1], shape)
+        made.append((node, _as(node, shaped, emit)))
         program.fusions.append(Fusion(FUSION, fqn_of(node), source_of(node), NAME))
     for node, new in made:
         node.replace_all_uses_with(new)
@@ -97,12 +99,3 @@ def _as(node: fx.Node, new: fx.Node, emit: Builder) -> fx.Node:
     """The new value in the dtype of the one that it replaces."""
     dtype = node.meta[VAL].dtype
     return new if new.meta[VAL].dtype == dtype else emit(aten.to.dtype, new, dtype)
-
-
-def _hoist(node: fx.Node, where: fx.Node, order: dict[fx.Node, int]) -> None:
-    """Put a value that depends on no logits, and what it is made of, in front of `where`."""
-    late = [node] if order.get(node, -1) > order[where] else []
-    for n in late:
-        late += [a for a in n.all_input_nodes if order[a] > order[where] and a not in late]
-    for n in sorted(late, key=order.__getitem__):
-        where.prepend(n)

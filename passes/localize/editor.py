@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from megafx.errors import PlacementError
-from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Program, fqn_of, inherit, recompute_val, source_of
+from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Program, inherit, located, recompute_val
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import Placement
 from megafx.planner.context import Planner
@@ -44,11 +44,9 @@ class Localizer:
 
     def before(self, node: fx.Node) -> Callable[..., fx.Node]:
         """emit(target, *args): a new node in front of `node` that stems from it."""
-        return self._emitter(node, node)
 
-    def _emitter(self, node: fx.Node, where: fx.Node) -> Callable[..., fx.Node]:
         def emit(target: Any, *args: Any, placement: Placement | None = None, **kwargs: Any) -> fx.Node:
-            with self.program.graph.inserting_before(where):
+            with self.program.graph.inserting_before(node):
                 new = self.program.graph.call_function(target, args, kwargs)
             recompute_val(self.program, new)
             inherit(new, node, NAME)
@@ -61,18 +59,14 @@ class Localizer:
     def mask_pads(self, node: fx.Node, value: fx.Node, placement: Placement, fill: float = 0) -> fx.Node:
         """`value` (a shard) with `fill` in its pads, in front of `node`."""
         emit = self.before(node)
-        n = placement.cut.size
         device = value.meta[VAL].device
-        ones = emit(aten.ones.default, [self.sizes(n)], dtype=torch.bool, device=device)
-        flat = self.layout(placement)
-        here = emit(torch.ops.megafx.transition.default, ones, "I", "S0", [], flat, self.axis, self.t)
-        here.meta[PLACEMENT] = Placement("S", 0, placement.layout)
-        shape = [1] * value.meta[VAL].ndim
-        mask = here
-        if len(shape) > 1:
-            sizes: list[Any] = list(shape)
+        ones = emit(aten.ones.default, [self.sizes(placement.cut.size)], dtype=torch.bool, device=device)
+        move: Any = (ones, "I", "S0", [], self.layout(placement), self.axis, self.t)
+        mask = emit(torch.ops.megafx.transition.default, *move, placement=Placement("S", 0, placement.layout))
+        if value.meta[VAL].ndim > 1:
+            sizes: list[Any] = [1] * value.meta[VAL].ndim
             sizes[placement.dim] = self.sizes.local_size(placement.cut, self.t)
-            mask = emit(aten.reshape.default, here, sizes, placement=placement)
+            mask = emit(aten.reshape.default, mask, sizes, placement=placement)
         pad = emit(aten.scalar_tensor.default, fill, dtype=value.meta[VAL].dtype, device=device)
         return emit(aten.where.self, mask, value, pad, placement=placement)
 
@@ -93,8 +87,7 @@ def check_shape(local: Localizer, node: fx.Node, placement: Placement) -> None:
             f"{node.target} gives a local shape {tuple(value.shape)} where its placement {placement} on {local.t} ranks "
             f"means {tuple(n.meta[VAL] if isinstance(n, fx.Node) else n for n in wanted)}",
             fix="a size in the op's arguments is not localized, or its sharding rule is wrong; run `megafx check-rules`",
-            module=fqn_of(node),
-            source=source_of(node),
+            **located(node),
         )
 
 

@@ -6,7 +6,7 @@ After:   %1 = transition(%0, I, S1, ..., size=2)   # [b ceil(s/2) 768]
          %2 = reshape(%1, [b, (s+1)//2, 12, 64])
 Legal because: every op's strategy is a row of its sharding rule, so applying the op to the shards gives the shard of the
 result. Ops that need more than that (a mean, a masked lookup, a vocabulary-parallel loss, a dropout that must draw its slice
-of one mask) are rewritten, by rewrites.py, lookups.py and the facts of megafx's own ops. Every value's shape is checked
+of one mask) are rewritten, by rewrites.py and the facts of megafx's own ops. Every value's shape is checked
 against its placement.
 
 Padding: if t does not divide a dim, shards carry pads (placements/types.py). Forward pads hold anything finite. A reduction
@@ -22,15 +22,13 @@ from torch import fx
 from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
 from megafx.ops.owners import OWNER_OPS
-from megafx.passes.localize import lookups
-from megafx.passes.localize.editor import Family, Localizer, check_shape
-from megafx.passes.localize.rewrites import REWRITES, keep_pads_off_poles, localize_draw
+from megafx.passes.localize.editor import Localizer, check_shape
+from megafx.passes.localize.rewrites import REWRITES, keep_pads_off_poles, localize_by_facts, localize_draw
 from megafx.placements.types import P
 from megafx.planner.context import Planner
 from megafx.planner.plan import OpChoice
 
 REQUIRES, ENSURES = Phase.PLACED, Phase.LOCAL
-FAMILIES: dict[str, Family] = REWRITES | lookups.FAMILIES  # op -> what to do besides running it on local operands
 
 
 def localize_shapes(program: Program, planner: Planner) -> int:
@@ -38,7 +36,13 @@ def localize_shapes(program: Program, planner: Planner) -> int:
     plan = planner.solved
     local = Localizer(program, planner)
     changed = 0
-    _localize_inputs(local)
+    for node in program.placeholders():
+        placement = node.meta.get(PLACEMENT)
+        if placement is not None and placement.is_shard:
+            shape = list(node.meta[VAL].shape)
+            shape[placement.dim] = placement.cut.local_size(local.t)
+            with program.fake_mode:
+                node.meta[VAL] = node.meta[VAL].new_empty(shape)
     for node in list(program.graph.nodes):
         if node.op != "call_function" or PLACEMENT not in node.meta:
             continue
@@ -57,22 +61,11 @@ def localize_shapes(program: Program, planner: Planner) -> int:
     return changed
 
 
-def _localize_inputs(local: Localizer) -> None:
-    for node in local.program.placeholders():
-        placement = node.meta.get(PLACEMENT)
-        if placement is not None and placement.is_shard:
-            value = node.meta[VAL]
-            shape = list(value.shape)
-            shape[placement.dim] = placement.cut.local_size(local.t)
-            with local.program.fake_mode:
-                node.meta[VAL] = value.new_empty(shape)
-
-
 def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out == P:
         _mask_reduced_pads(local, node, choice)
     keep_pads_off_poles(local, node, choice)
-    family = FAMILIES.get(str(node.target)) or (localize_draw if is_draw(node) else lookups.localize_by_facts)
+    family = REWRITES.get(str(node.target)) or (localize_draw if is_draw(node) else localize_by_facts)
     if choice.out.is_shard or any(p.is_shard for p in choice.ins):
         family(local, node, choice)
     if node.users:  # else the family put another node in its place
@@ -84,11 +77,6 @@ def _mask_reduced_pads(local: Localizer, node: fx.Node, choice: OpChoice) -> Non
     """Zero the pads of activations along a sharded dim that the op sums over. Weights' pads are zero already."""
     rule = local.rules[node]
     for operand, placement in zip(rule.operands, choice.ins, strict=True):
-        if (
-            placement.is_shard
-            and placement.cut.padded(local.t)
-            and operand.active
-            and operand.node not in local.weights
-        ):
-            value = get_at(node, operand.path)
-            set_at(node, operand.path, local.mask_pads(node, value, placement))
+        padded = placement.is_shard and placement.cut.padded(local.t)
+        if padded and operand.active and operand.node not in local.weights:
+            set_at(node, operand.path, local.mask_pads(node, get_at(node, operand.path), placement))

@@ -1,4 +1,7 @@
-"""Ops that need more than their own call on local operands: sizes in arguments, means, draws, and pads near poles."""
+"""Ops that need more than their own call on local operands.
+
+Sizes in arguments, means, draws, pads near poles, the lookup in a sharded vocabulary, and what files of ops say of theirs.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.ir.facts import facts_of
 from megafx.ir.nodes import argument, set_arguments
-from megafx.ir.program import get_at, set_at
+from megafx.ir.program import VAL, get_at, set_at
 from megafx.ops.axes import with_axis
 from megafx.passes.localize.editor import Family, Localizer, replace
 from megafx.placements.types import P
 from megafx.placements.views import local_offset
 from megafx.planner.plan import OpChoice
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.megafx
 
 # -- poles
 #
@@ -32,23 +36,21 @@ _POLES = {  # (position of the operand, what its pads hold) -> ops
     (2, 1.0): "addcdiv",
 }
 POLES = {
-    (f"aten.{op}" if "." in op else f"aten.{op}.default"): place for place, ops in _POLES.items() for op in ops.split()
+    (f"aten.{op}" if "." in op else f"aten.{op}.default"): place
+    for place, some in _POLES.items()
+    for op in some.split()
 }
 
 
 def keep_pads_off_poles(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """Fill the pads of the operand that `POLES` names. A power with a whole exponent from 1 on has no pole."""
-    name = str(node.target)
-    if name not in POLES or (name == "aten.pow.Tensor_Scalar" and _is_whole(node.args[1])):
+    name, power = str(node.target), node.args[1] if node.target is aten.pow.Tensor_Scalar else None
+    if name not in POLES or (power is not None and power >= 1 and float(power).is_integer()):  # type: ignore[operator,arg-type]
         return
     at, fill = POLES[name]
     for operand, placement in zip(local.rules[node].operands, choice.ins, strict=True):
         if operand.path[0] == at and placement.is_shard and placement.cut.padded(local.t):
             set_at(node, operand.path, local.mask_pads(node, get_at(node, operand.path), placement, fill))
-
-
-def _is_whole(exponent: Any) -> bool:
-    return float(exponent) >= 1 and float(exponent).is_integer()
 
 
 # -- sizes in arguments
@@ -106,7 +108,48 @@ def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
         set_arguments(node, shard_dim=choice.out.dim, layout=local.layout(choice.out), axis=axis)
 
 
+# -- what ranks write out together
+
+
+def localize_embedding(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    """embedding(w, ids) with w sharded on rows -> rows of ids in this rank's range, zeros elsewhere: a partial.
+
+    The table is sharded on rows, one contiguous range a rank (rules/strategies.py proposes no other layout).
+    Source: Megatron-LM vocab_parallel_embedding.
+    """
+    if choice.out != P or not choice.ins[0].is_shard:
+        return
+    weight, ids = node.args[:2]
+    assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
+    rows = choice.ins[0].cut.local_size(local.t)
+    emit = local.before(node)
+    rank = emit(ops.axis_index.default, local.axis, ids.meta[VAL].device)
+    index = emit(aten.sub.Tensor, ids, emit(aten.mul.Tensor, rank, rows))
+    mine = emit(aten.bitwise_and.Tensor, emit(aten.ge.Scalar, index, 0), emit(aten.lt.Scalar, index, rows))
+    zero = emit(aten.scalar_tensor.default, 0, dtype=index.meta[VAL].dtype, device=index.meta[VAL].device)
+    safe = emit(aten.where.self, mine, index, zero)
+    found = emit(aten.embedding.default, weight, safe)
+    padding = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx", -1)
+    if isinstance(padding, int) and padding >= 0:
+        # padding_idx: the row is read but gets no gradient; the index is global, rows are local
+        is_padding = emit(aten.unsqueeze.default, emit(aten.eq.Scalar, ids, padding), -1)
+        found = emit(aten.where.self, is_padding, emit(aten.detach.default, found), found)
+    nothing = emit(aten.scalar_tensor.default, 0, dtype=found.meta[VAL].dtype, device=found.meta[VAL].device)
+    inside = emit(aten.unsqueeze.default, mine, -1)
+    replace(local, node, emit(aten.where.self, inside, found, nothing, placement=P))
+
+
+def localize_by_facts(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    """What the op's own file says (`Localized`): a cross entropy becomes local statistics, an all-gather, a loss."""
+    localized = facts_of(node.target).localize
+    if localized is None or localized.write is None or choice.factor != localized.factor:
+        return
+    layout = local.layout(next(p for p in choice.ins if p.is_shard))
+    replace(local, node, localized.write(local.before(node), node, layout, local.t, local.axis))
+
+
 REWRITES: dict[str, Family] = {
+    "aten.embedding.default": localize_embedding,
     "aten.view.default": localize_sizes,
     "aten.reshape.default": localize_sizes,
     "aten._unsafe_view.default": localize_sizes,

@@ -39,19 +39,15 @@ def bind_mesh(program: Program, planner: Planner) -> int:
             changes += 1
         elif node.target in _RULES:
             result = _RULES[node.target](Builder(program, node, node, NAME), node, axes)
-            _replace(program, node, result)
+            if result not in node.all_input_nodes:
+                for key, value in node.meta.items():
+                    result.meta.setdefault(key, value)
+            node.replace_all_uses_with(result)
+            program.graph.erase_node(node)
             changes += 1
     _own_results(program)
     program.gm.recompile()
     return changes
-
-
-def _replace(program: Program, node: fx.Node, result: fx.Node) -> None:
-    if result not in node.all_input_nodes:
-        for key, value in node.meta.items():
-            result.meta.setdefault(key, value)
-    node.replace_all_uses_with(result)
-    program.graph.erase_node(node)
 
 
 def _select(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
@@ -74,9 +70,7 @@ def _place(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx
 
 def _rank0(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
     x, axis = node.args
-    if axes[axis].rank == 0:  # type: ignore[index]
-        return x  # type: ignore[return-value]
-    return build(aten.zeros_like.default, x)
+    return x if axes[axis].rank == 0 else build(aten.zeros_like.default, x)  # type: ignore[index,return-value]
 
 
 def _index(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.ir.nodes import changed_copy
 from megafx.ir.program import Phase, Program
 from megafx.kernels.common.op import direct
 from megafx.planner.context import Planner
@@ -28,13 +29,7 @@ METHODS = {
     aten.transpose.int: "transpose",
     aten.view.default: "view",
 }
-FUNCTIONS = {
-    aten.addmm.default: torch.addmm,
-    aten.bmm.default: torch.bmm,
-    aten.mm.default: torch.mm,
-}
-
-
+FUNCTIONS: dict[Any, Any] = {aten.addmm.default: torch.addmm, aten.bmm.default: torch.bmm, aten.mm.default: torch.mm}
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 
@@ -56,25 +51,21 @@ def call_directly(program: Program, planner: Planner) -> int:
 
 def with_direct_calls(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
     """(the same code with such calls, their number); `gm` itself where there are none."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    changes = 0
-    for node in graph.nodes:
-        function = direct(node.target) if node.op == "call_function" else None
-        args = None if function is None else _arguments(node)
-        if args is not None:
-            node.target, node.args, node.kwargs = function, args, {}
-        elif node.target in METHODS:
-            node.op, node.target = "call_method", METHODS[node.target]
-        elif node.target in FUNCTIONS:
-            node.target = FUNCTIONS[node.target]
-        else:
-            continue
-        changes += 1
-    if not changes:
-        return gm, 0
-    graph.set_codegen(gm.graph._codegen)
-    return fx.GraphModule(gm, graph), changes
+    return changed_copy(gm, _call_directly)
+
+
+def _call_directly(node: fx.Node) -> bool:
+    function = direct(node.target) if node.op == "call_function" else None
+    args = None if function is None else _arguments(node)
+    if function is not None and args is not None:
+        node.target, node.args, node.kwargs = function, args, {}
+    elif node.target in METHODS:
+        node.op, node.target = "call_method", METHODS[node.target]
+    elif node.target in FUNCTIONS:
+        node.target = FUNCTIONS[node.target]
+    else:
+        return False
+    return True
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...] | None:

@@ -6,21 +6,19 @@ Legal because: backward gets the same values, kept, given again (inputs), or com
 
 Kept is what eager keeps, less what costs nothing to have again:
 
-    input      parameters, buffers and user inputs are handed over by reference, never copied and never as a view; so are
-               joined parameters, which become inputs of both graphs, after the program's own (`Partition.joins`);
-               and so do gathers of parameters that are not tagged for repetition
+    input      parameters, buffers and user inputs are handed over by reference, never as a view; so are joined parameters
+               and gathers that are not tagged for repetition, inputs of both graphs after the program's own
     size       sizes are kept as integers; arithmetic on them is repeated
     view       views of one storage are repeated from the value they show
     cast       of parameters, as autocast makes them, are repeated: a low-precision copy of the weights is not kept
-    recompute  nodes tagged so (ir.RECOMPUTE) are repeated, collectives included: `tag_regathers` tags the all-gathers
-               of sequence parallelism
+    recompute  nodes tagged so (ir.RECOMPUTE) are repeated: the all-gathers of sequence parallelism (`tag_regathers`)
 
-Lazy outputs (`Output.lazy`) are in neither graph: a third one computes them from values of forward when somebody
-reads them. It keeps what it needs by the same rules, except that it gathers shards again rather than keep them gathered.
+Lazy outputs (`Output.lazy`) are in neither graph: a third one computes them when somebody reads them. It keeps what it needs
+by the same rules, except that it gathers shards again rather than keep them gathered.
 
-A collective that is not tagged is never repeated in backward, and neither is dropout's mask kept: its backward draws it again
-from the seed. Keeping or re-gathering the inputs of column-parallel linears is a trade of bytes for memory (N = 2sbh bytes, one
-layer, t ranks): kept, 8 N(t-1)/t bytes move and 4sbh(1 - 1/t) bytes more stay; re-gathered, 10 N(t-1)/t bytes move.
+A collective that is not tagged is never repeated in backward; dropout's mask is drawn again from the seed. Re-gathering the
+inputs of column-parallel linears moves 10 N(t-1)/t bytes (N = 2sbh bytes, one layer, t ranks); keeping them moves 8 N(t-1)/t,
+and 4sbh(1 - 1/t) bytes more stay.
 """
 
 from __future__ import annotations
@@ -66,10 +64,9 @@ def partition(program: Program, planner: Planner) -> int:
 
 
 def cut(program: Program) -> Partition:
-    results = list(program.results())
-    is_gradient = [o.kind == "gradient" for o in program.outputs]
-    outputs = [r for r, g in zip(results, is_gradient, strict=True) if not g]
-    gradients = [r for r, g in zip(results, is_gradient, strict=True) if g]
+    results = [*zip(program.results(), program.outputs, strict=True)]
+    outputs = [r for r, o in results if o.kind != "gradient"]
+    gradients = [r for r, o in results if o.kind == "gradient"]
     given = [(n, i.kind in ("tangent", "pending")) for n, i in program.input_nodes()]
     inputs = [n for n, of_backward in given if not of_backward]
     tangents = [n for n, of_backward in given if of_backward]

@@ -12,16 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from megafx.analysis.communication import is_region_gather, is_wait
 from megafx.ir.program import FQN, VAL, Phase, Program
 from megafx.ops.gather_region import starts
 from megafx.planner.context import Planner
-
-aten = torch.ops.aten
-
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
@@ -74,9 +70,8 @@ def gather_what_is_read(graph: fx.Graph) -> int:
         places = starts([s.meta[VAL].shape for s in shards], ranks)
         (wait,) = node.users
         parts = [*wait.users]
-        kept = [
-            (s, at) for s, at in zip(shards, places, strict=False) if any(p.args[2] <= at < p.args[3] for p in parts)
-        ]
+        pairs = zip(shards, places, strict=False)
+        kept = [(s, at) for s, at in pairs if any(p.args[2] <= at < p.args[3] for p in parts)]
         if len(kept) == len(shards):
             continue
         dropped += len(shards) - len(kept)

@@ -18,12 +18,11 @@ from torch import fx
 
 from megafx.analysis.communication import is_wait
 from megafx.ir.facts import declare, facts_of
-from megafx.ir.nodes import shows_operand, storage_of
+from megafx.ir.nodes import changed_copy, shows_operand, storage_of
 from megafx.ir.program import VAL, Phase, Program
 from megafx.planner.context import Planner
 
 declare("aten.addmm.default", inplace=(0, torch.ops.aten.addmm_.default))
-
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
@@ -48,20 +47,15 @@ def write_in_place(gm: fx.GraphModule, given: Container[str] = ()) -> tuple[fx.G
 
     given: names of placeholders whose memory is the graph's to overwrite, as values kept for one backward are.
     """
-    if not any(facts_of(node.target).inplace for node in gm.graph.nodes):
-        return gm, 0
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    changes = 0
-    for node in graph.nodes:
+
+    def change(node: fx.Node) -> bool:
         inplace = facts_of(node.target).inplace
-        if inplace is not None and _may_write(node, node.args[inplace[0]], given):
-            node.target = inplace[1]
-            changes += 1
-    if not changes:
-        return gm, 0
-    graph.set_codegen(gm.graph._codegen)
-    return fx.GraphModule(gm, graph), changes
+        if inplace is None or not _may_write(node, node.args[inplace[0]], given):
+            return False
+        node.target = inplace[1]
+        return True
+
+    return changed_copy(gm, change)
 
 
 def _may_write(node: fx.Node, operand: Any, given: Container[str]) -> bool:

@@ -19,7 +19,7 @@ from torch import fx
 
 import megafx.ops.collectives  # noqa: F401  registers megafx::transition
 from megafx.errors import PlanError
-from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Phase, Program, fqn_of, inherit, set_at, source_of
+from megafx.ir.program import MADE_BY, PLACEMENT, VAL, Phase, Program, inherit, located, set_at
 from megafx.ir.sizes import SizeEmitter
 from megafx.placements.types import I, Placement
 from megafx.planner.context import Accepts, Planner, accepts, way_out
@@ -44,7 +44,13 @@ def insert_transitions(program: Program, planner: Planner) -> int:
         for operand, placement in zip(rule.operands, plan.ops[node.name].ins, strict=True):
             if operand.active or placement.is_shard:
                 set_at(node, operand.path, emitter.at(operand.node, placement, operand.active))
-    _leave(program, emitter, planner.accepts)
+    leaving = []
+    for index, value in enumerate(program.results()):
+        if isinstance(value, fx.Node) and PLACEMENT in value.meta:
+            value = emitter.leaving(value, planner.accepts[value])
+            program.outputs[index] = replace(program.outputs[index], placement=value.meta[PLACEMENT])
+        leaving.append(value)
+    program.output_node().args = (tuple(leaving),)
     program.phase = Phase.PLACED
     return emitter.count
 
@@ -59,16 +65,6 @@ def _storage(program: Program, planner: Planner) -> dict[fx.Node, Placement]:
         elif spec.kind == "user" and isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
             stored[node] = planner.fixed.get(spec.name, I)
     return stored
-
-
-def _leave(program: Program, emitter: _TransitionEmitter, wanted: dict[fx.Node, Accepts]) -> None:
-    leaving = []
-    for index, value in enumerate(program.results()):
-        if isinstance(value, fx.Node) and PLACEMENT in value.meta:
-            value = emitter.leaving(value, wanted[value])
-            program.outputs[index] = replace(program.outputs[index], placement=value.meta[PLACEMENT])
-        leaving.append(value)
-    program.output_node().args = (tuple(leaving),)
 
 
 class _TransitionEmitter:
@@ -99,8 +95,7 @@ class _TransitionEmitter:
                 f"the plan uses %{value.name} at {self.plan.text_of(placement)}, but it is "
                 f"{self.plan.text_of(value.meta[PLACEMENT])} and has no transition to there",
                 fix="give the plan a transition of this value, or plan again",
-                module=fqn_of(value),
-                source=source_of(value),
+                **located(value),
             )
         return self._made[value, placement]
 
@@ -117,19 +112,13 @@ class _TransitionEmitter:
         layouts: list[Any] = [[self.sizes(n) for n in p.flat_layout] for p in (src, dst)]
         graph = self.program.graph
         args = (source, src.tag, dst.tag, *layouts, self.plan.axis, 1)
-        with self._after(value, source):
+        top = (
+            value.op == "placeholder"
+        )  # behind the sizes there; others behind the value and what was already made of it
+        with graph.inserting_before(self.sizes.anchor) if top else graph.inserting_after(self._last.get(value, value)):
             node = graph.call_function(torch.ops.megafx.transition.default, args)
-        node.meta[VAL] = source.meta[VAL]
-        node.meta[PLACEMENT] = dst
         inherit(node, value, NAME)
-        node.meta[MADE_BY] = (NAME,)
+        node.meta.update({VAL: source.meta[VAL], PLACEMENT: dst, MADE_BY: (NAME,)})
         self._last[value] = node
         self.count += 1
         return node
-
-    def _after(self, value: fx.Node, source: fx.Node) -> Any:
-        """Insertion point: behind the value and what was already made of it; inputs' behind the sizes at the top."""
-        graph = self.program.graph
-        if value.op == "placeholder":
-            return graph.inserting_before(self.sizes.anchor)
-        return graph.inserting_after(self._last.get(value, value))

@@ -10,10 +10,8 @@ their batch dim, parameters whole; the sharding rules that serve the tensor-para
 A value that depends on no input and has a batch dim (an expanded position table) is the same for every row: a slice too.
 
 The types are R, S(d) and P as in placements/types.py, on the sizes of the whole batch: one rank's batch times the ranks. A mean
-over the batch becomes a summand by dividing by their number; a sum that an op needs whole (the count of labels that a loss
-divides by) gets its `batch_sum`, whose backward is another. A draw says that its rows are one rank's of many.
-
-Nothing here moves activations: an op that needs rows of other ranks is an error that names it.
+over the batch becomes a summand by dividing by their number; a sum that an op needs whole (a count of labels) gets its
+`batch_sum`. A draw says that its rows are one rank's of many. An op that needs rows of other ranks is an error that names it.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import fx
 
 from megafx.errors import PlanError
 from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
-from megafx.ir.program import VAL, Batch, Builder, Phase, Program, fqn_of, source_of
+from megafx.ir.program import VAL, Batch, Builder, Phase, Program, located
 from megafx.ir.sizes import SizeEmitter, Sizes
 from megafx.ops.axes import with_batch
 from megafx.placements.data_axis import BATCH_AXIS
@@ -45,9 +43,7 @@ MEANS = (aten.mean.default, aten.mean.dim)
 LOSSES = frozenset(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"))
 # A value made of no tensor has the same rows on every rank where all its elements are alike.
 FILLS = frozenset(("full", "zeros", "ones", "empty", "scalar_tensor"))
-LIKE = frozenset(
-    ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
-)
+LIKE = frozenset(name for what in ("zeros", "ones", "full", "empty") for name in (f"{what}_like", f"new_{what}"))
 
 
 def place_batch(program: Program, planner: Planner) -> int:
@@ -103,9 +99,11 @@ class _Typer:
         self.equal_batches = False
 
     def run(self) -> int:
+        inputs = dict(self.program.input_nodes())
         for node in list(self.program.graph.nodes):
             if node.op == "placeholder":
-                self.facts[node] = self._input(node)
+                cut = inputs[node].kind == "user" and isinstance(node.meta[VAL], torch.Tensor)
+                self.facts[node] = self._cut(node) if cut else R
             elif node.op == "call_function" and _has_tensor(node):
                 self.facts[node] = self._typed(node)
         losses = [spec.loss for spec in self.program.outputs]
@@ -118,24 +116,14 @@ class _Typer:
         self.program.batch = Batch(self.ranks, tuple(kinds), any(losses), self.equal_batches)
         return self.changes
 
-    # -- inputs
-
-    def _input(self, node: fx.Node) -> Placement:
-        value = node.meta[VAL]
-        if not isinstance(value, torch.Tensor):
-            return R
-        spec = self.program.inputs[self.program.placeholders().index(node)]
-        return self._cut(node) if spec.kind == "user" else R
-
     def _cut(self, node: fx.Node) -> Placement:
         """S on the one dim that has the batch; R where none has. Leading rows are the batch's in a dim of several."""
         shape = self.sizes.shape(node.meta[VAL])
         dims = [d for d, n in enumerate(shape) if n % self.batch == 0 and n]
         strange = [n for n in shape if n % self.batch and self.sizes.mentions(n, "batch")]
         if strange or len(dims) > 1:
-            raise self._error(
-                node, f"has the batch in its shape {tuple(node.meta[VAL].shape)} in a way that cannot be cut"
-            )
+            what = f"has the batch in its shape {tuple(node.meta[VAL].shape)} in a way that cannot be cut"
+            raise self._error(node, what)
         return S(dims[0], Layout.contiguous(shape[dims[0]], self.ranks)) if dims else R
 
     # -- ops
@@ -148,7 +136,10 @@ class _Typer:
         self._count_all_rows(node)
         operands = [a for a in node.all_input_nodes if a in self.facts]
         if not operands or name in LIKE:
-            return self._made(node, name)
+            fact = self._cut(node) if isinstance(node.meta[VAL], torch.Tensor) else R
+            if fact.is_shard and name not in FILLS | LIKE:
+                raise self._error(node, "numbers the rows of the batch, which each rank would number from 0")
+            return fact
         rule = rule_for(node, self.view, self.facts)
         held = [self.facts[o.node] for o in rule.operands]
         if all(h == R for h in held):
@@ -162,12 +153,6 @@ class _Typer:
         if chosen.outs[0].is_shard and is_draw(node) and draw_of(node).p and draw_of(node).seed is not None:
             self._draw_rows(node, chosen.outs[0])
         return chosen.outs if isinstance(node.meta[VAL], (tuple, list)) else chosen.outs[0]
-
-    def _made(self, node: fx.Node, name: str) -> Any:
-        fact = self._cut(node) if isinstance(node.meta[VAL], torch.Tensor) else R
-        if fact.is_shard and name not in FILLS | LIKE:
-            raise self._error(node, "numbers the rows of the batch, which each rank would number from 0")
-        return fact
 
     def _same_everywhere(self, node: fx.Node, rule: OpRule) -> Any:
         """Of values that are alike on all ranks: alike, or alike for all rows where the op brings a batch dim."""
@@ -187,7 +172,8 @@ class _Typer:
             for operand, have, want in zip(rule.operands, held, made.ins, strict=True):
                 if have == want or (have == R and want == I):
                     continue
-                if have == P and want in (R, I) and self._is_small(operand.node):
+                # summed over the ranks: only what has no dim of the data, so that next to nothing is moved
+                if have == P and want in (R, I) and all(isinstance(n, int) for n in operand.node.meta[VAL].shape):
                     price += 1
                 else:
                     break
@@ -196,9 +182,8 @@ class _Typer:
                     best = price, made
         if best is None:
             where = ", ".join(_say(h) for h in held)
-            raise self._error(
-                node, f"has operands that are {where} on the data-parallel axis, which no row of its rule takes"
-            )
+            what = f"has operands that are {where} on the data-parallel axis, which no row of its rule takes"
+            raise self._error(node, what)
         return best[1]
 
     def _rows(self, rule: OpRule, held: list[Placement]) -> Iterator[_Row]:
@@ -227,10 +212,6 @@ class _Typer:
                 results = [place(template, -1, factor, layout, self.ranks, k) for k in range(count)]
                 if None not in operands and None not in results:
                     yield _Row(tuple(p for p in operands if p), tuple(p for p in results if p))
-
-    def _is_small(self, node: fx.Node) -> bool:
-        """Whether summing the value over ranks moves next to nothing: no dim of the data is in it."""
-        return all(isinstance(n, int) for n in node.meta[VAL].shape)
 
     # -- what depends on the other ranks
 
@@ -273,11 +254,9 @@ class _Typer:
     def _draw_rows(self, node: fx.Node, fact: Placement) -> None:
         shape = self.sizes.shape(node.meta[VAL])
         if not fact.cut.contiguous_shards(self.ranks) or any(n != 1 for n in shape[: fact.dim]):
-            raise self._error(
-                node,
-                f"draws random numbers for a value of shape {tuple(node.meta[VAL].shape)} whose rows are not the batch's",
-                "put the batch first in what is dropped out",
-            )
+            shape = tuple(node.meta[VAL].shape)
+            what = f"draws random numbers for a value of shape {shape} whose rows are not the batch's"
+            raise self._error(node, what, "put the batch first in what is dropped out")
         set_arguments(node, axis=with_batch(draw_of(node).axis))
         self.equal_batches = True
         self.changes += 1
@@ -288,8 +267,7 @@ class _Typer:
             fix=fix
             or "compute it from one row at a time, or use Config(data_parallel_loss='average'), which takes each "
             "rank's batch for itself as DistributedDataParallel does",
-            module=fqn_of(node),
-            source=source_of(node),
+            **located(node),
         )
 
 

@@ -17,15 +17,14 @@ from torch import fx
 
 from megafx.debugging import current, say
 from megafx.errors import PlanError
-from megafx.ir.program import VAL, Phase, Program, active_nodes, fqn_of, number_nodes, source_of
+from megafx.ir.program import VAL, Phase, Program, active_nodes, fqn_of, located, number_nodes
 from megafx.ops.owners import EXPERT, OWNER_OUTPUT, OWNER_PARAMETER, owners_of
 from megafx.placements.types import I, P, R, owned
-from megafx.planner.alternatives import alternatives
 from megafx.planner.context import Planner, accepted_outputs, price_workload
 from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
 from megafx.planner.policy import Policy, normalised_places
-from megafx.planner.problem import Problem, Use, removals, shard_candidates, storage
+from megafx.planner.problem import Problem, alternatives, removals, shard_candidates, storage
 from megafx.planner.solver import LARGEST, InfeasibleError, Solution, TooWideError, solve
 from megafx.rules.candidates import find_candidates, strategies
 from megafx.rules.strategies import OpRule, Strategy, rule_for
@@ -152,16 +151,19 @@ def _check_given(program: Program, planner: Planner, plan: Plan, order: list[fx.
                 f"the plan places %{node.name} ({node.target}) as {ins} -> {plan.text_of(choice.out)}, "
                 "which is no row of its sharding rule",
                 fix="choose a row of the rule, or plan again",
-                module=fqn_of(node),
-                source=source_of(node),
+                **located(node),
             )
 
 
 def _strategies(rule: OpRule, candidates: Any, program: Program, planner: Planner) -> list[Strategy]:
     if planner.t == 1:
         return [Strategy((I,) * len(rule.operands), I, "", "")]
-    if rule.node in planner.owners:
-        return [_strategy_of_region(rule, planner.owners[rule.node])]
+    if rule.node in planner.owners:  # expert values have one strategy
+        if rule.node.target is OWNER_PARAMETER:
+            stored = owned(int(rule.node.meta[VAL].shape[0]), planner.owners[rule.node])
+            return [Strategy((stored,), R, EXPERT)]
+        ins = tuple(R if o.active else I for o in rule.operands)
+        return [Strategy(ins, P if rule.node.target is OWNER_OUTPUT else R, EXPERT)]
     return strategies(rule, candidates, planner.t)
 
 
@@ -181,8 +183,7 @@ def _optimum(problem: Problem) -> tuple[Plan, Solution]:
             f"({node.target}) have {error.entries:.0e} combinations (at most {LARGEST:.0e} are tried)",
             fix="leave the module out of the graph, so that every rank computes it whole: "
             f'Config(eager_modules=["{fqn_of(node)}"]); or write it with fewer steps (a loop over a sequence has many)',
-            module=fqn_of(node),
-            source=source_of(node),
+            **located(node),
         ) from error
     plan = problem.plan_of(solution.assignment)
     plan.removals = problem.removed
@@ -245,18 +246,6 @@ def _why_whole(node: fx.Node, problem: Problem, plan: Plan) -> str:
     forbidden = {reason for u in uses for reason in problem.planner.rules[u.consumer].forbidden.values()}
     if forbidden:
         return "; ".join(sorted(forbidden))
-    reasons = {r: None for u in uses for r in problem.policy.kept_whole.get(_used(problem, u), ())}
+    read = [problem.planner.rules[u.consumer].operands[u.index].node for u in uses]
+    reasons = {r: None for value in read for r in problem.policy.kept_whole.get(value, ())}
     return "; ".join(reasons) or "storing it whole costs less than the transitions of its shards"
-
-
-def _used(problem: Problem, use: Use) -> fx.Node:
-    """The value that this use reads."""
-    return problem.planner.rules[use.consumer].operands[use.index].node
-
-
-def _strategy_of_region(rule: OpRule, owner: int) -> Strategy:
-    """The one strategy of an op of a region."""
-    if rule.node.target is OWNER_PARAMETER:
-        return Strategy((owned(int(rule.node.meta["val"].shape[0]), owner),), R, EXPERT)
-    ins = tuple(R if o.active else I for o in rule.operands)
-    return Strategy(ins, P if rule.node.target is OWNER_OUTPUT else R, EXPERT)

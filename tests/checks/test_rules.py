@@ -8,7 +8,7 @@ import torch
 
 from megafx.checks.rules import POLICIES, check_rules
 from megafx.ir.facts import declared
-from megafx.passes.localize import localize_shapes
+from megafx.passes.localize import rewrites
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS
 from megafx.rules.grammar import register_rule, registered
@@ -53,7 +53,7 @@ def test_no_row_is_wrong_and_none_is_missing(t):
 
 
 def test_what_localize_shapes_writes_is_tried(monkeypatch):
-    monkeypatch.setitem(localize_shapes.FAMILIES, "aten.mean.dim", lambda *given: None)
+    monkeypatch.setitem(rewrites.REWRITES, "aten.mean.dim", lambda *given: None)
     assert found(check_rules(["aten.mean.dim"], [2]), "wrong") == ["mean: S2 -> P"]
 
 

@@ -11,8 +11,8 @@ from megafx.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for flag in FLAGS:
-        monkeypatch.delenv(flag.variable, raising=False)
+    for name in FLAGS:
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_environment(monkeypatch):
@@ -59,4 +59,4 @@ def test_only_rank_0_reports(monkeypatch):
 
 def test_every_flag_is_documented():
     doc = sys.modules["megafx.debugging"].__doc__
-    assert set(re.findall(r"MEGAFX_[A-Z_]+", doc)) == {flag.variable for flag in FLAGS}
+    assert set(re.findall(r"MEGAFX_[A-Z_]+", doc)) == set(FLAGS)

@@ -199,7 +199,7 @@ def test_the_picture_of_layers_is_that_of_the_layering_test():
 
 def test_tables_are_complete():
     named = set(re.findall(r"`(MEGAFX_[A-Z_]+)=", (ROOT / "docs" / "debugging.md").read_text().partition("When")[0]))
-    assert named == {flag.variable for flag in FLAGS}
+    assert named == set(FLAGS)
     assert set(re.findall(r"\| `(\w+)` \|$", (ROOT / "docs" / "fusion.md").read_text(), re.MULTILINE)) == set(FUSIONS)
 
 

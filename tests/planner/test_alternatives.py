@@ -1,4 +1,4 @@
-"""Covers: alternatives.py, and MEGAFX_DEBUG=3."""
+"""Covers: planner/problem.py (`alternatives`), and MEGAFX_DEBUG=3."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import megafx
 from megafx.capture.export import capture_call
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.passes.plan.plan_sharding import ask, make_problem
-from megafx.planner.alternatives import alternatives
-from megafx.planner.problem import Problem
+from megafx.planner.problem import Problem, alternatives
 from megafx.planner.solver import solve
 from megafx.testing import make_planner
 

@@ -39,7 +39,7 @@ def rule(target, *args, own=None, inactive=(), **kwargs) -> OpRule:
 def rows(r: OpRule, t: int = 2) -> list[str]:
     inputs = [o.node for o in r.operands if o.active]
     found = find_candidates({r.node: r}, dict.fromkeys(inputs), Sizes(), t)
-    return [f"{s.factor}: {s}" if s.factor else str(s) for s in strategies(r, found, Sizes(), t)]
+    return [f"{s.factor}: {s}" if s.factor else str(s) for s in strategies(r, found, t)]
 
 
 def x(*shape: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_grouped_heads_shard_by_group_or_inside_each():
 
 def strategies_of(r: OpRule, t: int):
     inputs = dict.fromkeys(o.node for o in r.operands if o.active)
-    return strategies(r, find_candidates({r.node: r}, inputs, Sizes(), t), Sizes(), t)
+    return strategies(r, find_candidates({r.node: r}, inputs, Sizes(), t), t)
 
 
 def test_vocabulary_factors():

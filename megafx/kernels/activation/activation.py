@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megafx.ir.facts import real
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
+from megafx.kernels.dropout.bias_dropout_add import check_bias, rows_summed
 from megafx.rules.families import OpCall, RuleText
 
 aten = torch.ops.aten
@@ -74,40 +75,34 @@ def _check_activation(act: str) -> None:
         raise ValueError(f"unknown activation '{act}': it must be one of {', '.join(ACTIVATIONS)}")
 
 
-def _check_bias(name: str, x: Tensor, bias: Tensor | None) -> None:
-    if bias is not None and (x.dim() == 0 or bias.dim() != 1 or bias.shape[0] != x.shape[-1]):
-        raise ValueError(f"{name}: bias {tuple(bias.shape)} does not fit the last dim of x {tuple(x.shape)}")
-
-
-def check_bias_act(x: Tensor, bias: Tensor | None, act: str) -> None:
+def check_bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """-> x; so do the checks below, of what the result is like."""
     _check_activation(act)
     if not x.is_floating_point():
         raise TypeError(f"bias_act needs a floating-point tensor, got {x.dtype} {tuple(x.shape)}")
-    _check_bias("bias_act", x, bias)
+    check_bias("bias_act", x, bias)
+    return x
 
 
-def check_glu(gate: Tensor, up: Tensor, act: str) -> None:
+def check_glu(gate: Tensor, up: Tensor, act: str) -> Tensor:
     _check_activation(act)
     if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
         raise ValueError(
             f"glu needs gate and up of one shape and floating dtype, got {gate.dtype} {tuple(gate.shape)} and "
             f"{up.dtype} {tuple(up.shape)}"
         )
+    return gate
 
 
-def check_glu_packed(x: Tensor, bias: Tensor | None, act: str) -> None:
+def check_glu_packed(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
     _check_activation(act)
     if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"glu_packed needs a floating-point x [..., 2h], got {x.dtype} {tuple(x.shape)}")
-    _check_bias("glu_packed", x, bias)
+    check_bias("glu_packed", x, bias)
+    return x
 
 
 # -- plain torch
-
-
-def sum_rows(x: Tensor) -> Tensor:
-    """[..., H] -> [H]."""
-    return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
 
 
 def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -145,7 +140,7 @@ def bias_act_backward_reference(
     grad: Tensor, x: Tensor, bias: Tensor | None, act: str, want_output: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     du = activation_gradient(grad.to(wide(x.dtype)), _sum(x, bias), act)
-    dbias = x.new_empty(0) if bias is None else sum_rows(du).to(bias.dtype)
+    dbias = x.new_empty(0) if bias is None else rows_summed(du).to(bias.dtype)
     y = bias_act_reference(x, bias, act) if want_output else x.new_empty(0)
     return du.to(x.dtype).contiguous(), dbias, y
 
@@ -164,27 +159,12 @@ def glu_packed_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gate, up = _sum(x, bias).chunk(2, -1)
     dx = torch.cat(_glu_gradients(grad.to(wide(x.dtype)), gate, up, act), -1)
-    dbias = x.new_empty(0) if bias is None else sum_rows(dx).to(bias.dtype)
+    dbias = x.new_empty(0) if bias is None else rows_summed(dx).to(bias.dtype)
     y = glu_packed_reference(x, bias, act) if want_output else x.new_empty(0)
     return dx.to(x.dtype), dbias, y
 
 
 # -- ops
-
-
-def _bias_act_fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_bias_act(x, bias, act)
-    return new_like(x)
-
-
-def _glu_fake(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    check_glu(gate, up, act)
-    return new_like(gate)
-
-
-def _glu_packed_fake(x: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    check_glu_packed(x, bias, act)
-    return half(x)
 
 
 def bias_like(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -211,16 +191,13 @@ define_op(
     samples=[(real(4, 6, 6), real(6), "gelu"), (real(4, 6), None, "relu2")],
     reference=bias_act_reference,
     triton="activation.activation_triton:bias_act",
-    fake=_bias_act_fake,
+    fake=lambda *args: new_like(check_bias_act(*args)),
 )
 define_op(
     "bias_act_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
     " -> (Tensor dx, Tensor dbias, Tensor y)",
     rule=_backward_rule,
-    samples=[
-        (real(4, 6), real(4, 6), None, "silu", False),
-        (real(4, 6), real(4, 6), real(6), "gelu_tanh", True),
-    ],
+    samples=[(real(4, 6), real(4, 6), None, "silu", False), (real(4, 6), real(4, 6), real(6), "gelu_tanh", True)],
     recompute="bias_act",
     reference=bias_act_backward_reference,
     triton="activation.activation_triton:bias_act_backward",
@@ -232,7 +209,7 @@ define_op(
     samples=[(real(4, 6), real(4, 6), "silu")],
     reference=glu_reference,
     triton="activation.activation_triton:glu",
-    fake=_glu_fake,
+    fake=lambda *args: new_like(check_glu(*args)),
 )
 define_op(
     "glu_backward(Tensor grad, Tensor gate, Tensor up, str act, bool want_output)"
@@ -242,11 +219,7 @@ define_op(
     recompute="glu",
     reference=glu_backward_reference,
     triton="activation.activation_triton:glu_backward",
-    fake=lambda grad, gate, up, act, want: (
-        new_like(gate),
-        new_like(up),
-        new_like(gate) if want else gate.new_empty(0),
-    ),
+    fake=lambda grad, gate, up, *how: (new_like(gate), new_like(up), new_like(gate) if how[1] else gate.new_empty(0)),
 )
 define_op(
     "glu_packed(Tensor x, Tensor? bias, str act) -> Tensor",
@@ -254,16 +227,13 @@ define_op(
     samples=[(real(4, 6, 12), real(12), "silu"), (real(4, 12), None, "gelu_tanh")],
     reference=glu_packed_reference,
     triton="activation.activation_triton:glu_packed",
-    fake=_glu_packed_fake,
+    fake=lambda *args: half(check_glu_packed(*args)),
 )
 define_op(
     "glu_packed_backward(Tensor grad, Tensor x, Tensor? bias, str act, bool want_output)"
     " -> (Tensor dx, Tensor dbias, Tensor y)",
     rule=_backward_rule,
-    samples=[
-        (real(4, 6), real(4, 12), None, "silu", False),
-        (real(4, 6), real(4, 12), real(12), "gelu_quick", True),
-    ],
+    samples=[(real(4, 6), real(4, 12), None, "silu", False), (real(4, 6), real(4, 12), real(12), "gelu_quick", True)],
     recompute="glu_packed",
     reference=glu_packed_backward_reference,
     triton="activation.activation_triton:glu_packed_backward",

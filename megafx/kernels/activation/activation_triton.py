@@ -261,18 +261,9 @@ class _Operands(NamedTuple):
         return self.bias is None and not packed and self.strides() == (columns, columns)
 
     def flags(self, columns: Any, tile: Tile, precise: bool) -> dict[str, Any]:
-        return {
-            "GATED": self.gated,
-            "PACKED": self.gated and self.up is None,
-            "BIAS": self.bias is not None,
-            "ACT": self.act,
-            "FAST": fast_math(),
-            "PRECISE": precise,
-            "R": tile.rows,
-            "C": tile.columns,
-            "num_warps": tile.warps,
-            **tile_flags(columns, tile.columns),
-        }
+        kind = {"GATED": self.gated, "PACKED": self.gated and self.up is None, "BIAS": self.bias is not None}
+        cut = {"R": tile.rows, "C": tile.columns, "num_warps": tile.warps, **tile_flags(columns, tile.columns)}
+        return {**kind, **cut, "ACT": self.act, "FAST": fast_math(), "PRECISE": precise}
 
 
 def _run_forward(y: Tensor, operands: _Operands) -> Tensor:

@@ -168,24 +168,19 @@ def _backward_rule(call: OpCall) -> RuleText:
     """
     operands = f"b (n g) t f, {_operand_dims(call, 'e!', 'f')}, b s!, ~, b (n g) t f, b (n g) t"
     if call.op == "megafx.attention_mask_backward.default":
-        mask = call.get("mask")
-        return _row(call, f"nl[0]: {operands} -> {_mask_gradient_dims(mask)}", partials=(((3, 7), "P"),))
+        # A dim that the mask broadcasts over is summed: a rank with some of the batch has a part of the sum.
+        mask: Arg = call.get("mask")
+        dims = zip(mask.shape, ("b", "(n g)", "t", "s!"), strict=True)
+        found = " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
+        return _row(call, f"nl[0]: {operands} -> {found}", partials=(((3, 7), "P"),))
     results = "b (n g) t e!; b n s! e!; b n s! f"
     return _row(call, f"nl[0]: {operands} -> {results}", partials=(((3, 7), "PPR"),))
 
 
 def _operand_dims(call: OpCall, e: str, f: str) -> str:
-    return f"b (n g) t {e}, b n s! {e}, b n s! {f}, {_mask_dims(call.get('mask'))}"
-
-
-def _mask_dims(mask: Any) -> str:
-    return "b s!" if isinstance(mask, Arg) and len(mask.shape) == 2 else "b (n g) t s!"
-
-
-def _mask_gradient_dims(mask: Arg) -> str:
-    """A dim that the mask broadcasts over is summed: a rank with some of the batch has a part of the sum."""
-    dims = zip(mask.shape, ("b", "(n g)", "t", "s!"), strict=True)
-    return " ".join("1" if n == 1 and mask.cut != i else name for i, (n, name) in enumerate(dims))
+    mask = call.get("mask")
+    dims = "b s!" if isinstance(mask, Arg) and len(mask.shape) == 2 else "b (n g) t s!"
+    return f"b (n g) t {e}, b n s! {e}, b n s! {f}, {dims}"
 
 
 def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], ...] = ()) -> RuleText:
@@ -193,9 +188,8 @@ def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], .
         return RuleText(text, partials=partials)
     text = text.replace(" t ", " t! ").replace(" t,", " t!,").replace(" t;", " t!;")
     text = text + "!" if text.endswith(" t") else text
-    return RuleText(
-        text, {"t": "causal and window masks need the row's index in the whole sequence"}, partials=partials
-    )
+    why = {"t": "causal and window masks need the row's index in the whole sequence"}
+    return RuleText(text, why, partials=partials)
 
 
 # -- the ops

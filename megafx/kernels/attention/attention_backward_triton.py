@@ -300,23 +300,11 @@ def key_config(c: Prepared) -> dict[str, Any]:
     return dict(BM=32 if short else 64, BN=64, STAGES=1 if wide else 3, num_warps=warps, GROUP=8 if short else 16)
 
 
-def product_config() -> dict[str, Any]:
-    return dict(BM=64, BN=64, STAGES=3, num_warps=4, GROUP=16)
-
-
 def backward(
-    grad: Tensor,
-    x: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    into: Sequence[Tensor] | None = None,
-    workspace: int = WORKSPACE,
-    separate: bool | None = None,
-    by_query: dict[str, Any] | None = None,
-    by_key: dict[str, Any] | None = None,
-    by_product: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Inputs, out: Tensor, lse: Tensor, *, into: Sequence[Tensor] | None = None,
+    workspace: int = WORKSPACE, separate: bool | None = None, by_query: dict[str, Any] | None = None,
+    by_key: dict[str, Any] | None = None, by_product: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """into: memory for the results. separate: ds by memory; None: where that is faster. by_query, by_key, by_product:
     overrides of the configurations."""
     dq, dk, dv = into or (heads_inside(x.q), heads_inside(x.k), heads_inside(x.v))
@@ -327,7 +315,7 @@ def backward(
     tma = takes_descriptors(c.q, c.k, c.v, grad, out)
     first = {**query_config(c), "TMA": tma, "DROP": c.dropped, **(by_query or {})}
     then = {**key_config(c), "TMA": tma, "DROP": c.dropped, **(by_key or {})}
-    last = {**product_config(), "TMA": tma, **(by_product or {})}
+    last = {**dict(BM=64, BN=64, STAGES=3, num_warps=4, GROUP=16), "TMA": tma, **(by_product or {})}
     ep, fp, groups = c.flags["EP"], c.flags["FP"], c.h // c.n
     rows, keys = (triton.cdiv(n, 64) * 64 for n in (c.s, c.t))
     padded = c.b * c.h * rows

@@ -82,19 +82,10 @@ def keep_mask(where: tuple[Tensor, ...], keys: int, key: tuple[int, int], p: flo
     blocks = -(-keys // 64)
     group = torch.arange(blocks * 8, device=queries.device)
     shape = (len(batch), len(heads), len(queries), blocks * 8)
-    counter = [
-        x.view(view).expand(shape).contiguous()
-        for x, view in (
-            (group, (1, 1, 1, -1)),
-            (queries, (1, 1, -1, 1)),
-            (heads, (1, -1, 1, 1)),
-            (batch, (-1, 1, 1, 1)),
-        )
-    ]
-    words = philox.philox4x32((counter[0], counter[1], counter[2], counter[3]), key)
-    draws = torch.stack(
-        [torch.as_tensor(half) for w in words for half in (w & 0xFFFF, w >> 16)], -1
-    )  # [b, h, s, group, j]
+    views = [x.view([-1 if d == dim else 1 for d in range(4)]) for dim, x in enumerate((batch, heads, queries, group))]
+    b, h, s, g = (x.expand(shape).contiguous() for x in views)
+    halves = [torch.as_tensor(half) for w in philox.philox4x32((g, s, h, b), key) for half in (w & 0xFFFF, w >> 16)]
+    draws = torch.stack(halves, -1)  # [b, h, s, group, j]
     draws = draws.view(*shape[:3], blocks, 8, 8).transpose(-1, -2).reshape(*shape[:3], blocks * 64)
     return draws[..., :keys] >= philox.threshold(p)
 

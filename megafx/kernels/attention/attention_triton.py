@@ -303,9 +303,6 @@ class Prepared:
     def empty(self) -> bool:
         return 0 in (self.b, self.h, self.s, self.t)
 
-    def group(self, heads: int, wanted: int) -> int:
-        return math.gcd(wanted, self.b * heads)
-
 
 def _power(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
@@ -344,7 +341,7 @@ def forward(x: Inputs, **config: Any) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse.fill_(math.inf)
     config = {**forward_config(c), "TMA": takes_descriptors(c.q, c.k, c.v), **config}
     bm, bn, tma = config["BM"], config["BN"], config["TMA"]
-    config["GROUP"] = c.group(c.h, config["GROUP"])
+    config["GROUP"] = math.gcd(config["GROUP"], c.b * c.h)
     launch(
         _forward, (triton.cdiv(c.s, bm) * c.b * c.h,), c.q,
         described(c.q, bm, c.flags["EP"], tma), described(c.k, bn, c.flags["EP"], tma),

@@ -102,7 +102,7 @@ def forward_reference(scores: Tensor, mask: Tensor | None, *given: Any) -> tuple
     check_scores(scores, mask, draw)
     z, _ = _masked(scores, mask, how)
     if not z.numel():
-        return new_like(scores), _no_stats(scores)
+        return _empty(scores)
     high = z.amax(-1, keepdim=True)
     y = (z - high).exp_()
     total = y.sum(-1, keepdim=True)
@@ -127,12 +127,8 @@ def backward_reference(grad: Tensor, saved: Tensor, mask: Tensor | None, stats: 
     return dz.to(saved.dtype).contiguous()
 
 
-def _no_stats(scores: Tensor) -> Tensor:
-    return scores.new_empty((*scores.shape[:-1], 2), dtype=wide(scores.dtype))
-
-
-def _fake(scores: Tensor, mask: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
-    return new_like(scores), _no_stats(scores)
+def _empty(scores: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return new_like(scores), scores.new_empty((*scores.shape[:-1], 2), dtype=wide(scores.dtype))
 
 
 _HOW = f"float scale, bool causal, int window, float fill, {DRAW}"
@@ -143,7 +139,7 @@ define_op(
     samples=[(real(2, 4, 3, 4), None, 0.5, True, 0, -1e4, SEED, 0.0, 3, -1, [], "tp")],
     reference=forward_reference,
     triton="attention.masked_softmax_launch:forward",
-    fake=_fake,
+    fake=_empty,
 )
 define_op(
     f"scale_mask_softmax_backward(Tensor grad, Tensor saved, Tensor? mask, Tensor? stats, {_HOW}) -> Tensor",

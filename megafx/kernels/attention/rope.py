@@ -77,8 +77,7 @@ def rope_reference(x: Tensor, *given: Any, back: bool = False) -> Tensor:
     return torch.empty_like(x).copy_(torch.cat((turned, x[..., rotated:].to(dtype)), -1))
 
 
-def rope_backward_reference(grad: Tensor, *given: Any) -> Tensor:
-    return rope_reference(grad, *given, back=True)
+rope_backward_reference = functools.partial(rope_reference, back=True)
 
 
 def rope_qk_reference(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:

@@ -161,10 +161,6 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _tile(heads: int, half: int) -> int:
-    return min(triton.next_power_of_2(heads), max(1, TILE // triton.next_power_of_2(half)))
-
-
 def _run(xs: list[Tensor], tables: Tables, back: bool = False) -> list[Tensor]:
     for x in xs:
         check_rope(x, tables)
@@ -182,8 +178,8 @@ def _run(xs: list[Tensor], tables: Tables, back: bool = False) -> list[Tensor]:
     positions = q.shape[a] * q.shape[b]
     if positions == 0 or q.shape[heads] == 0:
         return outs
-    tiles = [_tile(x.shape[heads], max(1, half)) for x in (q, k)]
     block = triton.next_power_of_2(max(1, half))
+    tiles = [min(triton.next_power_of_2(x.shape[heads]), max(1, TILE // block)) for x in (q, k)]
     together = len(xs) == 2 and all(n >= x.shape[heads] for n, x in zip(tiles, (q, k), strict=True))
 
     def strides(x: Tensor) -> tuple[int, int, int]:

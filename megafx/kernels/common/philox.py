@@ -49,8 +49,7 @@ def scale(p: float) -> float:
 
 def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int], rounds: int = ROUNDS) -> tuple[Word, ...]:
     """Counter words and key -> four output words."""
-    words = _rounds(counter, key, rounds)
-    return tuple(w & MASK for w in words)
+    return tuple(w & MASK for w in _rounds(counter, key, rounds))
 
 
 def _rounds(counter: tuple[Word, Word, Word, Word], key: tuple[int, int], rounds: int) -> tuple[Word, ...]:

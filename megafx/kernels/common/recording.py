@@ -14,32 +14,12 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # as Inductor's code allocates
 from torch.utils._python_dispatch import TorchDispatchMode
 
-aten = torch.ops.aten
+from megafx.ir.nodes import aten_ops
 
-ALLOCATIONS = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
+ALLOCATIONS = aten_ops("empty.memory_format empty_like empty_strided new_empty new_empty_strided")
 # Deterministic, and the form of the result follows from that of the operands.
-CALLS = {
-    aten._assert_async.msg,
-    aten._to_copy.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten.copy_.default,
-    aten.fill_.Scalar,
-    aten.full.default,
-    aten.new_zeros.default,
-    aten.ones.default,
-    aten.zero_.default,
-    aten.zeros.default,
-    aten.zeros_like.default,
-}
-
-QUESTIONS = {aten.promote_types.default, aten.result_type.Tensor}  # answered by the form alone
+CALLS = aten_ops("_assert_async.msg _to_copy cat clone copy_ fill_.Scalar full new_zeros ones zero_ zeros zeros_like")
+QUESTIONS = aten_ops("promote_types result_type.Tensor")  # answered by the form alone
 
 _local = threading.local()
 
@@ -314,18 +294,8 @@ class Recorder(TorchDispatchMode):
                 raise _CannotRecord("it launches a kernel with a tuple")
             values.append(None if isinstance(value, Tensor) or hasattr(value, "block_shape") else value)
         sizes = (*grid, 1, 1)[:3]
-        self.steps.append(
-            Launch(
-                compiled,
-                (sizes[0], sizes[1], sizes[2]),
-                values,
-                addresses,
-                descriptors,
-                compiled.run,
-                compiled.function,
-                compiled.packed_metadata,
-            )
-        )
+        how = (compiled.run, compiled.function, compiled.packed_metadata)
+        self.steps.append(Launch(compiled, (sizes[0], sizes[1], sizes[2]), values, addresses, descriptors, *how))
 
     def _address(self, x: Tensor) -> tuple[int, int]:
         """(tensor, bytes from its start)."""
@@ -345,17 +315,13 @@ class Recorder(TorchDispatchMode):
             if whole:
                 continue
             # A view of the whole, such as a transposed one: allocated so in the first place.
-            step = next(s for i, s in self._makers() if i == which)
+            makers = [s for s in self.steps if isinstance(s, Make) or (isinstance(s, Call) and s.makes)]
+            step = makers[which - len(self.operands)]
             span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
             all_of_it = not x.storage_offset() and span * x.element_size() == x.untyped_storage().nbytes()
             if not (isinstance(step, Make) and all_of_it and x.dtype == step.dtype):
                 raise _CannotRecord("a result is a view of some memory of its own")
             step.size, step.stride = tuple(x.shape), x.stride()
-
-    def _makers(self) -> list[tuple[int, Any]]:
-        """(tensor, step that makes it)."""
-        steps = [s for s in self.steps if isinstance(s, Make) or (isinstance(s, Call) and s.makes)]
-        return list(enumerate(steps, len(self.operands)))
 
 
 def _geometry(x: Tensor) -> tuple[Any, ...]:

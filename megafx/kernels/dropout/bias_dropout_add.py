@@ -26,13 +26,17 @@ from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.dropout import dropout
 
 
+def check_bias(name: str, x: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and (x.dim() == 0 or bias.dim() != 1 or bias.shape[0] != x.shape[-1]):
+        raise ValueError(f"{name}: bias {tuple(bias.shape)} does not fit the last dim of x {tuple(x.shape)}")
+
+
 def check_sum(name: str, x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     if not (x.is_floating_point() and residual.is_floating_point()):
         raise TypeError(f"{name} needs floating-point tensors, got x {x.dtype} and residual {residual.dtype}")
     if x.shape != residual.shape:
         raise ValueError(f"{name}: x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape")
-    if bias is not None and (x.dim() == 0 or bias.dim() != 1 or bias.shape[0] != x.shape[-1]):
-        raise ValueError(f"{name}: bias {tuple(bias.shape)} does not fit the last dim of x {tuple(x.shape)}")
+    check_bias(name, x, bias)
 
 
 def dropped_reference(u: Tensor, draw: Draw) -> Tensor:
@@ -107,10 +111,7 @@ define_op(
     samples=[(real(4, 6), torch.float64, torch.float64, SEED, *DRAWN)],
     reference=bias_dropout_add_backward_reference,
     triton="dropout.bias_dropout_add_triton:bias_dropout_add_backward",
-    fake=lambda grad, dtype, bias_dtype, *_: (
-        new_like(grad, dtype),
-        grad.new_empty(grad.shape[-1:], dtype=bias_dtype),
-    ),
+    fake=lambda grad, dtype, bias_dtype, *_: (new_like(grad, dtype), grad.new_empty(grad.shape[-1:], dtype=bias_dtype)),
 )
 define_op(
     "column_sum(Tensor x, ScalarType dtype) -> Tensor",

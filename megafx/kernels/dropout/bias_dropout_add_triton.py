@@ -163,39 +163,28 @@ class Grid(NamedTuple):
         return *place, philox.threshold(draw.p), factor_of(draw.p), draw.op_id
 
     def flags(self, draw: Draw, R: int, C: int) -> dict[str, Any]:
-        return {
-            "DROP": draws(draw.p),
-            "ALIGNED": self.aligned,
-            "EVEN_ROWS": self.rows % R == 0,
-            "EVEN_COLUMNS": self.W % C == 0,
-            "R": R,
-            "C": C,
-            "num_warps": 4,
-        }
+        even = {"EVEN_ROWS": self.rows % R == 0, "EVEN_COLUMNS": self.W % C == 0}
+        return {"DROP": draws(draw.p), "ALIGNED": self.aligned, **even, "R": R, "C": C, "num_warps": 4}
 
 
 def grids_of(runs: Sequence[Run], H: int) -> list[Grid]:
     """H: last dim of the local tensor."""
     made = []
     for run in runs:
-        if run.length % H:
-            made += [_grid(piece, run.length, 1, H) for piece in _repeats(run, H)]
+        if (
+            run.length % H
+        ):  # a layout that repeats cuts each row several times: a run for each, which starts in one column
+            times = H // run.local_stride if run.local_stride < H else 1
+            rows, length, local, local_stride, start, stride = run
+            for i in range(times):
+                piece = Run(rows // times, length, local + i * local_stride, H, start + i * stride, times * stride)
+                made.append(_grid(piece, length, 1, H))
             continue
         inner = run.length // H
         if run.rows == 1:
             run, inner = Run(inner, H, run.local_start, H, run.global_start, H), 1
         made.append(_grid(run, H, inner, H))
     return made
-
-
-def _repeats(run: Run, H: int) -> list[Run]:
-    """A layout that repeats cuts each row several times: a run for each, so that a run has one column where it starts."""
-    times = H // run.local_stride if run.local_stride < H else 1
-    _, length, local, local_stride, start, stride = run
-    return [
-        Run(run.rows // times, length, local + i * local_stride, H, start + i * stride, times * stride)
-        for i in range(times)
-    ]
 
 
 def _grid(run: Run, W: int, inner: int, H: int) -> Grid:

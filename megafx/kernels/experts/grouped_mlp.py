@@ -163,9 +163,8 @@ def moved_grouped_mlp_backward(
     unit: str, biased: bool,
 ) -> list[Tensor]:  # fmt: skip
     if not x.shape[0]:
-        return [
-            torch.zeros_like(a) for a in _fake_backward(grad, x, starts, ends, ups, down, stacks, rows, unit, biased)
-        ]
+        empty = _fake_backward(grad, x, starts, ends, ups, down, stacks, rows, unit, biased)
+        return [torch.zeros_like(a) for a in empty]
     own = _OwnRows(starts, ends, x.shape[0])
     x, grad = own.forth(x), own.forth(grad)
     ddown: list[Tensor] = []
@@ -215,14 +214,11 @@ def _backward_rule(call: OpCall) -> RuleText:
     results = ["s! k!", *ups, "e f! m", *stacks, *rows, *biased]
     # all but the gradients of `down` and of its bias depend on `down`
     through = "P" * (1 + len(ups)) + "R" + "P" * (len(stacks) + len(rows)) + "R" * len(biased)
-    return RuleText(
-        f"lin[0]: {', '.join(operands)} -> {'; '.join(results)}", _WHY, partials=(((4 + len(ups),), through),)
-    )
+    text = f"lin[0]: {', '.join(operands)} -> {'; '.join(results)}"
+    return RuleText(text, _WHY, partials=(((4 + len(ups),), through),))
 
 
 _WHY = {"s": "the ranges of rows are of all rows", "f": "what is between the products may mix its elements"}
-
-
 _ENDS = (ids(4, 4), ids(7, 4))
 _GATED = "v0 = megafx.glu_packed(h0, None, 'silu'); v0"
 _BIASED = (

@@ -79,7 +79,7 @@ def _recording() -> Iterator[None]:
 @functools.cache
 def read(text: str) -> Unit:
     *steps, last = ast.parse(text).body
-    return Unit(tuple(_step(s) for s in steps), _name(last))
+    return Unit(tuple(_step(s) for s in steps), ast.unparse(last))
 
 
 def _step(line: ast.stmt) -> Step:
@@ -87,7 +87,7 @@ def _step(line: ast.stmt) -> Step:
         raise ValueError(f"'{ast.unparse(line)}' is no step of a row-wise unit")
     op = _operator(ast.unparse(call.func))
     kwargs = {str(k.arg): _argument(k.value) for k in call.keywords}
-    return Step(_name(line.targets[0]), op, tuple(_argument(a) for a in call.args), kwargs)
+    return Step(ast.unparse(line.targets[0]), op, tuple(_argument(a) for a in call.args), kwargs)
 
 
 def _operator(name: str) -> Any:
@@ -97,14 +97,6 @@ def _operator(name: str) -> Any:
     if found is None:
         raise ValueError(f"a row-wise unit takes operators of aten and megafx, not {name}")
     return getattr(found, overload or "default")
-
-
-def _name_of_operator(op: Any) -> str:
-    return str(op).removeprefix("aten.").removesuffix(".default")
-
-
-def _name(node: Any) -> str:
-    return ast.unparse(node)
 
 
 def _argument(node: ast.expr) -> Argument:
@@ -155,6 +147,7 @@ def write(
     for node in nodes:
         args, kwargs = arguments(node)
         said = [text(node, a) for a in args] + [f"{k}={text(node, a)}" for k, a in kwargs.items()]
-        lines.append(f"v{len(made)} = {_name_of_operator(node.target)}({', '.join(said)})")
+        operator = str(node.target).removeprefix("aten.").removesuffix(".default")
+        lines.append(f"v{len(made)} = {operator}({', '.join(said)})")
         made[node] = f"v{len(made)}"
     return "; ".join([*lines, *[*made.values()][-1:]])

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from megafx.ir.facts import Localized, fixed, ids, real
-from megafx.kernels.common.op import InPlace, define_composite, define_gradient, define_op, new_like, runs_triton
+from megafx.kernels.common.op import InPlace, define_composite, define_gradient, define_op, new_like, runs_triton, wide
 from megafx.kernels.loss.cross_entropy_reference import (
     Loss,
     check_shapes,
@@ -42,7 +42,6 @@ from megafx.kernels.loss.cross_entropy_reference import (
     loss_of,
     norm_of,
     plain_gradient,
-    statistics_dtype,
 )
 from megafx.placements.types import I, Layout, S
 
@@ -89,14 +88,9 @@ def with_lse(loss: Tensor, norm: Tensor, lse: bool) -> Tensor:
 
 
 def logits_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    norm: Tensor,
-    how: Loss,
-    out: Tensor | None = None,
+    grad: Tensor, logits: Tensor, target: Tensor, norm: Tensor, how: Loss, out: Tensor | None = None,
     lse_grad: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As `plain_gradient`."""
     if runs_triton(logits) and len(how.pieces) == 1:
         return _kernels().gradient(grad, logits, target, norm, how, out, lse_grad)
@@ -112,21 +106,14 @@ def _over(found: Tensor, logits: Tensor) -> Tensor:
 
 def _forward_fake(logits: Tensor, target: Tensor, ignore_index: int, smoothing: float) -> tuple[Tensor, Tensor]:
     check_shapes(logits, target, smoothing)
-    dtype = statistics_dtype(logits)
+    dtype = wide(logits.dtype)
     return logits.new_empty(logits.shape[0], dtype=dtype), logits.new_empty(logits.shape[0], 2, dtype=dtype)
 
 
 def backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    norm: Tensor,
-    lse_grad: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+    grad: Tensor, logits: Tensor, target: Tensor, norm: Tensor, lse_grad: Tensor | None, ignore_index: int,
+    smoothing: float, *, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """grad [T] of the loss, lse_grad [T] of the log-sum-exp -> gradient of the logits [T, V]."""
     return logits_gradient(grad, logits, target, norm, Loss.whole(ignore_index, smoothing, logits), out, lse_grad)
 
@@ -198,7 +185,7 @@ define_gradient("cross_entropy_forward", _forward_backward, _forward_saves)
 # -- sharded vocabulary: logits [T, V_local] of this rank, cut by `layout` over the `size` ranks of `axis`
 
 
-def _ranks_loss(
+def ranks_loss(
     logits: Tensor, target: Tensor, all_stats: Tensor, ignore_index: int, smoothing: float, lse: bool, *shard: Any
 ) -> Tensor:
     """all_stats [t, T, 4] of all ranks -> loss [T] of the whole vocabulary, the same on all ranks.
@@ -211,17 +198,10 @@ def _ranks_loss(
     return with_lse(*of_all_ranks(all_stats, target, how, check=True), lse)
 
 
-def _ranks_backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    all_stats: Tensor,
-    lse_grad: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    *shard: Any,
-    out: Tensor | None = None,
-) -> Tensor:
+def ranks_backward(
+    grad: Tensor, logits: Tensor, target: Tensor, all_stats: Tensor, lse_grad: Tensor | None, ignore_index: int,
+    smoothing: float, *shard: Any, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """grad [T] of the loss -> gradient of this rank's logits [T, V_local], 0 in padding columns. No collective."""
     how = Loss.of_rank(ignore_index, smoothing, *shard)
     return logits_gradient(grad, logits, target, of_all_ranks(all_stats, target, how)[1], how, out, lse_grad)
@@ -244,25 +224,23 @@ define_op(
     f"ce_stats(Tensor logits, Tensor target, {SHARDED}) -> Tensor",
     types="S1, R -> stats",
     reference=rank_statistics,
-    triton="loss.cross_entropy_triton:rank_stats",
-    fake=lambda logits, *_: logits.new_empty(logits.shape[0], 4, dtype=statistics_dtype(logits)),
+    triton="loss.cross_entropy_triton:rank_statistics",
+    fake=lambda logits, *_: logits.new_empty(logits.shape[0], 4, dtype=wide(logits.dtype)),
 )
 define_op(
     f"ce_loss(Tensor logits, Tensor target, {LOSS}) -> Tensor",
     types="S1, R, stats -> R",
-    reference=_ranks_loss,
+    reference=ranks_loss,
     triton="loss.cross_entropy_triton:ranks_loss",
-    fake=lambda logits, target, all_stats, ignore_index, smoothing, lse, *_: losses_like(
-        all_stats, logits.shape[0], lse
-    ),
+    fake=lambda logits, target, all_stats, *how: losses_like(all_stats, logits.shape[0], how[2]),
 )
 define_op(
     f"ce_loss_backward(Tensor grad, Tensor logits, Tensor target, {GRADIENT}) -> Tensor",
     types="R, S1, R, stats, R -> S1",
-    reference=_ranks_backward,
+    reference=ranks_backward,
     triton="loss.cross_entropy_triton:ranks_backward",
     fake=lambda grad, logits, *_: new_like(logits),
-    inplace=InPlace("logits", lambda grad, x, *rest: _over(_ranks_backward(grad, x, *rest, out=x), x)),
+    inplace=InPlace("logits", lambda grad, x, *rest: _over(ranks_backward(grad, x, *rest, out=x), x)),
 )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megafx.kernels.common.op import wide
 from megafx.ops import axes
 from megafx.placements.types import Layout, Piece
 
@@ -32,10 +33,6 @@ class Loss(NamedTuple):
         """The classes of this rank; of the only one, where there is no axis to ask."""
         cut, rank = Layout.from_flat(layout), axes.axis_rank(axis) if size > 1 else 0
         return Loss(ignore_index, smoothing, list(cut.pieces(rank, size)), cut.size)
-
-
-def statistics_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
@@ -74,7 +71,7 @@ def local_stats(logits: Tensor, target: Tensor, pieces: Sequence[Piece]) -> Tens
 
     The four: max, sum exp(x - max), x at the target or 0, sum x. Padding is not read. No column: (-inf, 0, 0, 0).
     """
-    dtype = statistics_dtype(logits)
+    dtype = wide(logits.dtype)
     stats = torch.zeros(len(target), 4, dtype=dtype, device=logits.device)
     stats[:, 0] = -torch.inf
     own, local = _local_target(target, pieces)
@@ -118,14 +115,9 @@ def loss_of(stats: Tensor, target: Tensor, how: Loss) -> Tensor:
 
 
 def plain_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    norm: Tensor,
-    how: Loss,
-    out: Tensor | None = None,
+    grad: Tensor, logits: Tensor, target: Tensor, norm: Tensor, how: Loss, out: Tensor | None = None,
     lse_grad: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """grad [T], logits [T, V_local], norm [T, 2] of the whole vocabulary -> [T, V_local], 0 in padding columns.
 
     out: where to write it, possibly `logits` itself. lse_grad [T]: gradient of the log-sum-exp.

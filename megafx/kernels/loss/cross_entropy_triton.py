@@ -292,14 +292,9 @@ def combine(all_stats: Tensor, target: Tensor, how: Loss, check: bool) -> tuple[
 
 
 def gradient(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    norm: Tensor,
-    how: Loss,
-    out: Tensor | None = None,
+    grad: Tensor, logits: Tensor, target: Tensor, norm: Tensor, how: Loss, out: Tensor | None = None,
     lse_grad: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Of one run of classes; 0 in columns outside of it. out: where to write it, possibly `logits` itself."""
     logits, target, norm = _rows_apart(logits), target.contiguous(), norm.contiguous()
     (piece,) = how.pieces
@@ -327,18 +322,13 @@ def gradient(
 
 
 def backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    norm: Tensor,
-    lse_grad: Tensor | None,
-    ignore_index: int,
+    grad: Tensor, logits: Tensor, target: Tensor, norm: Tensor, lse_grad: Tensor | None, ignore_index: int,
     smoothing: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return gradient(grad, logits, target, norm, Loss.whole(ignore_index, smoothing, logits), None, lse_grad)
 
 
-def rank_stats(logits: Tensor, target: Tensor, *shard: Any) -> Tensor:
+def rank_statistics(logits: Tensor, target: Tensor, *shard: Any) -> Tensor:
     pieces = Loss.of_rank(0, 0.0, *shard).pieces
     return stats(logits, target, pieces[0]) if len(pieces) == 1 else local_stats(logits, target, pieces)
 
@@ -351,15 +341,9 @@ def ranks_loss(
 
 
 def ranks_backward(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    all_stats: Tensor,
-    lse_grad: Tensor | None,
-    ignore_index: int,
-    smoothing: float,
-    *shard: Any,
-) -> Tensor:
+    grad: Tensor, logits: Tensor, target: Tensor, all_stats: Tensor, lse_grad: Tensor | None, ignore_index: int,
+    smoothing: float, *shard: Any,
+) -> Tensor:  # fmt: skip
     how = Loss.of_rank(ignore_index, smoothing, *shard)
     norm = combine(all_stats, target, how, False)[1]
     make = gradient if len(how.pieces) == 1 else plain_gradient

@@ -117,17 +117,14 @@ def _backward(ctx, grad: Tensor | None, *_):
     return dx, dw, db if ctx.bias else None, None, None, None, None
 
 
+_KERNEL = "loss.cross_entropy_triton:linear_cross_entropy_backward"
 define_op(
     "linear_cross_entropy_backward(Tensor saved, Tensor grad) -> Tensor",
     rule="lin[0]: ..., ~ -> ...",
     samples=[(fixed(4, 6), fixed())],
     reference=lambda saved, grad: (saved.to(grad.dtype) * grad).to(saved.dtype).contiguous(),
-    triton="loss.cross_entropy_triton:linear_cross_entropy_backward",
+    triton=_KERNEL,
     fake=lambda saved, grad: new_like(saved),
-    inplace=InPlace(
-        "saved",
-        lambda saved, grad: saved.copy_(saved.to(grad.dtype) * grad),
-        "loss.cross_entropy_triton:linear_cross_entropy_backward_",
-    ),
+    inplace=InPlace("saved", lambda saved, grad: saved.copy_(saved.to(grad.dtype) * grad), f"{_KERNEL}_"),
 )
 define_gradient("linear_cross_entropy_forward", _backward, _saves)

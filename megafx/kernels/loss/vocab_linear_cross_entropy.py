@@ -23,17 +23,7 @@ import torch
 from torch import Tensor
 
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
-from megafx.kernels.loss.cross_entropy import (
-    GRADIENT,
-    LOSS,
-    SHARDED,
-    both_gradients,
-    logits_gradient,
-    losses_like,
-    of_all_ranks,
-    rank_statistics,
-    with_lse,
-)
+from megafx.kernels.loss import cross_entropy as parts
 from megafx.kernels.loss.cross_entropy_reference import Loss
 from megafx.kernels.loss.linear_cross_entropy import check_linear
 from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
@@ -45,7 +35,7 @@ def statistics(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *
     target = target.contiguous()
     stats = x.new_empty(len(x), 4, dtype=wide(x.dtype))
     for rows, logits in LogitsChunks(x, weight, bias):
-        stats[rows] = rank_statistics(logits, target[rows], *shard)
+        stats[rows] = parts.rank_statistics(logits, target[rows], *shard)
     return stats
 
 
@@ -54,7 +44,7 @@ def loss(
     smoothing: float, lse: bool, *shard: Any,
 ) -> Tensor:  # fmt: skip
     how = Loss.of_rank(ignore_index, smoothing, *shard)
-    return with_lse(*of_all_ranks(all_stats, target, how, check=True), lse)
+    return parts.with_lse(*parts.of_all_ranks(all_stats, target, how, check=True), lse)
 
 
 def backward(
@@ -63,7 +53,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """grad [T] of the loss, lse_grad [T] of the log-sum-exp -> dx (this rank's summand), dweight, dbias (empty without one)."""
     how, target = Loss.of_rank(ignore_index, smoothing, *shard), target.contiguous()
-    norm = of_all_ranks(all_stats, target, how)[1]
+    norm = parts.of_all_ranks(all_stats, target, how)[1]
     low, most = x.dtype == torch.float16, None
     if low:
         given = grad if lse_grad is None else torch.cat([grad, lse_grad])
@@ -75,7 +65,7 @@ def backward(
     made = LayerGradients(chunks, FP16_FACTOR if low else 1.0)
     for rows, logits in chunks:
         of_lse = None if lse_grad is None else lse_grad[rows]
-        logits_gradient(grad[rows], logits, target[rows], norm[rows], how, logits, of_lse)
+        parts.logits_gradient(grad[rows], logits, target[rows], norm[rows], how, logits, of_lse)
         made.add(rows)
     db = weight.new_empty(0, dtype=wide(x.dtype)) if made.bias is None else made.bias
     found = [made.x, made.weight, db]
@@ -87,26 +77,22 @@ def backward(
 _LAYER = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
 
 define_op(
-    f"linear_ce_stats({_LAYER}, {SHARDED}) -> Tensor",
+    f"linear_ce_stats({_LAYER}, {parts.SHARDED}) -> Tensor",
     types="R, S0, S0, R -> stats",
     reference=statistics,
     fake=lambda x, *_: x.new_empty(x.shape[0], 4, dtype=wide(x.dtype)),
 )
 define_op(
-    f"linear_ce_loss({_LAYER}, {LOSS}) -> Tensor",
+    f"linear_ce_loss({_LAYER}, {parts.LOSS}) -> Tensor",
     types="R, S0, S0, R, stats -> R",
     reference=loss,
-    fake=lambda x, w, b, target, all_stats, ignore_index, smoothing, lse, *_: losses_like(all_stats, x.shape[0], lse),
+    fake=lambda x, w, b, target, all_stats, *how: parts.losses_like(all_stats, x.shape[0], how[2]),
 )
 define_op(
-    f"linear_ce_loss_backward(Tensor grad, {_LAYER}, {GRADIENT}) -> (Tensor, Tensor, Tensor)",
+    f"linear_ce_loss_backward(Tensor grad, {_LAYER}, {parts.GRADIENT}) -> (Tensor, Tensor, Tensor)",
     types="R, R, S0, S0, R, stats, R -> P; S0; S0",
     reference=backward,
-    fake=lambda grad, x, weight, bias, *_: (
-        new_like(x),
-        new_like(weight),
-        weight.new_empty(0) if bias is None else new_like(bias),
-    ),
+    fake=lambda grad, x, w, bias, *_: (new_like(x), new_like(w), w.new_empty(0) if bias is None else new_like(bias)),
 )
 
 
@@ -117,7 +103,7 @@ def _saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grad, lse_grad = both_gradients(grad, ctx.lse)  # type: ignore[assignment]
+    grad, lse_grad = parts.both_gradients(grad, ctx.lse)  # type: ignore[assignment]
     dx, dw, db = torch.ops.megafx.linear_ce_loss_backward(grad, *ctx.saved_tensors, lse_grad, *ctx.how)
     return dx, dw, None if ctx.saved_tensors[2] is None else db, *[None] * 8
 

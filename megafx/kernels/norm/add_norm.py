@@ -26,13 +26,7 @@ from torch import Tensor
 from megafx.ir.facts import DRAWN, SEED, UNDRAWN, real
 from megafx.kernels.common.draw import DRAW, Draw, check_draw, draws
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
-from megafx.kernels.dropout.bias_dropout_add import (
-    branch_gradients,
-    check_sum,
-    dropped_reference,
-    rows_summed,
-    sum_reference,
-)
+from megafx.kernels.dropout import bias_dropout_add as separate
 from megafx.kernels.norm.norms import Norm, check_norm, norm_gradients, normalize, vector_like
 
 
@@ -42,7 +36,7 @@ def norm_of(rms: bool, weight: Tensor | None, first: Any, second: Any) -> Norm:
 
 
 def check_add_norm(x: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, draw: Draw) -> None:
-    check_sum("add + norm", x, bias, residual)
+    separate.check_sum("add + norm", x, bias, residual)
     check_norm("add + norm", x, norm.weight, norm.bias)
     check_draw("add + norm", draw)
 
@@ -51,19 +45,15 @@ def add_norm_reference(
     x: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm, draw: Draw
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     check_add_norm(x, bias, residual, norm, draw)
-    h = sum_reference(x, bias, residual, draw).to(torch.promote_types(x.dtype, residual.dtype))
+    h = separate.sum_reference(x, bias, residual, draw).to(torch.promote_types(x.dtype, residual.dtype))
     y, mean, rstd = normalize(h.to(wide(h.dtype)), norm)
     return h, y.to(h.dtype), mean, rstd
 
 
 def empty_gradients(
-    h: Tensor,
-    weight: Tensor | None,
-    wanted: Sequence[bool],
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
+    h: Tensor, weight: Tensor | None, wanted: Sequence[bool], dtype: torch.dtype, bias_dtype: torch.dtype | None,
     draw: Draw,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Uninitialised dresidual, dx, dweight, dnorm_bias, dbias; [0] for what is not wanted."""
     dx = new_like(h, dtype) if draws(draw.p) or dtype != h.dtype else h.new_empty(0, dtype=dtype)
     dbias = h.new_empty(h.shape[-1:] if bias_dtype is not None else (0,), dtype=bias_dtype or h.dtype)
@@ -71,23 +61,16 @@ def empty_gradients(
 
 
 def add_norm_backward_reference(
-    h: Tensor,
-    grad_y: Tensor,
-    grad_h: Tensor | None,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    outputs: tuple[Tensor, ...],
-    draw: Draw,
-) -> tuple[Tensor, ...]:
+    h: Tensor, grad_y: Tensor, grad_h: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    offset: float, outputs: tuple[Tensor, ...], draw: Draw,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Fills the outputs of `empty_gradients`."""
     compute = wide(h.dtype)
     d, dweight, dnorm_bias = norm_gradients(grad_y.to(compute), h.to(compute), weight, mean, rstd, offset)
     if grad_h is not None:
         d = d + grad_h.to(compute)
-    dx = dropped_reference(d, draw)
-    for output, value in zip(outputs, (d, dx, dweight, dnorm_bias, rows_summed(dx)), strict=True):
+    dx = separate.dropped_reference(d, draw)
+    for output, value in zip(outputs, (d, dx, dweight, dnorm_bias, separate.rows_summed(dx)), strict=True):
         if output.shape == value.shape:
             output.copy_(value)
     return outputs
@@ -188,7 +171,7 @@ def _gradient(rms: bool, ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None,
     if grad_y is None:
         if grad_h is None:
             return (*[None] * 5, *nothing)
-        dx, dbias = branch_gradients(grad_h, dtype, bias_dtype, draw)
+        dx, dbias = separate.branch_gradients(grad_h, dtype, bias_dtype, draw)
         return dx, dbias, grad_h.to(residual_dtype), None, None, *nothing
     given, ops = (h, grad_y, grad_h, weight, *statistics), torch.ops.megafx
     dnorm_bias: Any = None

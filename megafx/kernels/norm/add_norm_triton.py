@@ -45,16 +45,9 @@ def _forward(
 
 
 def _backward(
-    h: Tensor,
-    grad_y: Tensor,
-    grad_h: Tensor | None,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    outputs: tuple[Tensor, ...],
-    draw: Draw,
-) -> tuple[Tensor, ...]:
+    h: Tensor, grad_y: Tensor, grad_h: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    offset: float, outputs: tuple[Tensor, ...], draw: Draw,
+) -> tuple[Tensor, ...]:  # fmt: skip
     where = _where(h, draw)
     if where is not None:
         run_backward(grad_y, h, weight, mean, rstd, offset, outputs, grad_h, draw, where)

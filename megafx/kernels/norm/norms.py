@@ -77,9 +77,8 @@ def norm_gradients(
 
 
 def _wanted(sums: Tensor, wanted: bool, like: Tensor | None) -> Tensor:
-    if not wanted:
-        return sums.new_empty(0, dtype=sums.dtype if like is None else like.dtype)
-    return sums.to(sums.dtype if like is None else like.dtype, copy=True)
+    dtype = sums.dtype if like is None else like.dtype
+    return sums.to(dtype, copy=True) if wanted else sums.new_empty(0, dtype=dtype)
 
 
 # -- layer_norm
@@ -137,11 +136,7 @@ define_op(
     partials=(((2,), "PRR"),),  # the gradient of x alone depends on the weight
     reference=layer_norm_backward_reference,
     triton="norm.norms_launch:layer_norm_backward",
-    fake=lambda grad, x, weight, mean, rstd, want_weight, want_bias: (
-        new_like(x),
-        vector_like(x, weight, want_weight),
-        vector_like(x, weight, want_bias),
-    ),
+    fake=lambda grad, x, weight, mean, rstd, *wanted: (new_like(x), *(vector_like(x, weight, w) for w in wanted)),
 )
 
 

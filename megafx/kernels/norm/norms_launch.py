@@ -110,7 +110,7 @@ class Rows(NamedTuple):
     aligned: bool
 
 
-WHOLE = Rows(1, 0, 1, True)
+WHOLE, NO_DRAW = Rows(1, 0, 1, True), Draw()
 
 
 def _drawing(draw: Draw, where: Rows) -> tuple[Any, ...]:
@@ -119,13 +119,9 @@ def _drawing(draw: Draw, where: Rows) -> tuple[Any, ...]:
 
 
 def run_forward(
-    x: Tensor,
-    norm: Norm,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    draw: Draw = Draw(),  # noqa: B008  immutable
+    x: Tensor, norm: Norm, bias: Tensor | None = None, residual: Tensor | None = None, draw: Draw = NO_DRAW,
     where: Rows = WHOLE,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """-> h (x itself without a residual), y, mean, rstd."""
     add = residual is not None
     x = x.contiguous()
@@ -153,17 +149,9 @@ def run_forward(
 
 
 def run_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    outputs: Sequence[Tensor],
-    grad_h: Tensor | None = None,
-    draw: Draw = Draw(),  # noqa: B008  immutable
-    where: Rows = WHOLE,
-) -> None:
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, offset: float,
+    outputs: Sequence[Tensor], grad_h: Tensor | None = None, draw: Draw = NO_DRAW, where: Rows = WHOLE,
+) -> None:  # fmt: skip
     """outputs: dx, dbranch, dweight, dnorm_bias, dbias to be filled; empty ones are left out."""
     dx, dbranch, *vectors = outputs
     H = x.shape[-1]
