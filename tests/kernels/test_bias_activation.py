@@ -9,6 +9,7 @@ from kernel_checks import DEVICE, EAGER, error, rand, run_as_script, same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import megafx.kernels.common.op as module
+from megafx.ir.facts import real
 from megafx.kernels.activation.activation import ACTIVATIONS
 
 bias_act = torch.ops.megafx.bias_act
@@ -132,12 +133,13 @@ def test_ops_are_defined_in_one_place():
     def fake(x):
         return module.new_like(x)
 
-    module.define_op("_test_twice(Tensor x) -> Tensor", rule="lin: ... -> ...", reference=lambda x: 2 * x, fake=fake)
+    same = {"rule": "lin: ... -> ...", "samples": [(real(4, 6),)]}  # other tests of this process see the ops too
+    module.define_op("_test_twice(Tensor x) -> Tensor", reference=lambda x: 2 * x, fake=fake, **same)
     module.define_gradient("_test_twice", lambda ctx, g: 2 * g, lambda ctx, inputs, output: None)
     module.define_composite(
         "_test_four(Tensor x) -> Tensor",
-        rule="lin: ... -> ...",
         body=lambda x: torch.ops.megafx._test_twice(torch.ops.megafx._test_twice(x)),
+        **same,
     )
     x = torch.randn(3, requires_grad=True)
     y = torch.ops.megafx._test_four(x)

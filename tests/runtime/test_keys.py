@@ -19,7 +19,7 @@ IDS = torch.zeros(2, 3, dtype=torch.int64)
 
 
 def test_sizes_and_keyword_order_are_not_in_the_key():
-    maker = KeyMaker(nn.Module())
+    maker = KeyMaker()
     first = key_of(maker, ids=IDS, labels=IDS)
     assert key_of(maker, labels=IDS[:1], ids=IDS[:1]) == first
 
@@ -37,7 +37,7 @@ def test_sizes_and_keyword_order_are_not_in_the_key():
     ids=["dtype", "rank", "structure", "another input", "Python value", "requires_grad"],
 )
 def test_what_capture_bakes_in_is_in_the_key(change):
-    maker = KeyMaker(nn.Module())
+    maker = KeyMaker()
     others = [key_of(maker, ids=IDS), key_of(maker, ids=IDS.float())]
     assert key_of(maker, **change) not in (
         others if change["ids"] is IDS or isinstance(change["ids"], list) else others[:1]
@@ -45,7 +45,7 @@ def test_what_capture_bakes_in_is_in_the_key(change):
 
 
 def test_requires_grad_of_inputs_counts_with_grad_mode_only():
-    maker = KeyMaker(nn.Module())
+    maker = KeyMaker()
     x = torch.ones(2)
     y = torch.ones(2, requires_grad=True)
     assert key_of(maker, x) != key_of(maker, y)
@@ -55,7 +55,7 @@ def test_requires_grad_of_inputs_counts_with_grad_mode_only():
 
 def test_state_of_modules_and_parameters_is_in_the_key():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    maker = KeyMaker(model)
+    maker = KeyMaker()
 
     def key():
         return key_of(
@@ -77,7 +77,7 @@ def test_state_of_modules_and_parameters_is_in_the_key():
 
 
 def test_a_number_that_varies_becomes_an_input():
-    maker = KeyMaker(nn.Module())
+    maker = KeyMaker()
     first, none = key_of(maker, IDS, scale=1.0, n=3)
     second, scale = key_of(maker, IDS, scale=2.0, n=3)
     third, still = key_of(maker, IDS, scale=5.0, n=3)
@@ -88,7 +88,7 @@ def test_a_number_that_varies_becomes_an_input():
 
 
 def test_a_number_that_cannot_be_an_input_has_one_graph_a_value():
-    maker = KeyMaker(nn.Module())
+    maker = KeyMaker()
     call = Call.of((IDS, 1), {})
     skeleton = maker.skeleton(call, (), True)
     maker.key(skeleton, call)
