@@ -1,12 +1,13 @@
 """The checks of the project; further arguments are pytest's.
 
-python -m tests --quick    while you work: lint, layers, golden graphs, rules, tiny models, one check on gloo ranks; 3 minutes
-python -m tests            what CI runs (`make test`): lint, format, types, every test that is not marked slow; below 20 minutes
+python -m tests --quick    while you work: lint, layers, golden graphs, rules, tiny models, one check on gloo ranks
+python -m tests            what CI runs (`make test`): lint, format, types, every test that is not marked slow
 python -m tests --slow     what CI leaves out (`make test-slow`): more ranks, options and models of what the others check once
-                           (most random plans and cells, the Hugging Face Trainer on ranks, killed runs); about an hour
+                           (most random plans and cells, the Hugging Face Trainer on ranks, killed runs)
 python -m tests --all      both
 
-Times are those of two cores. Tests marked gpu or dist need a CUDA device, or start processes; they skip where they cannot run.
+The aim on two cores: 3 minutes for --quick, 20 without an option. Tests marked gpu or dist need
+a CUDA device, or start processes; they skip where they cannot run.
 `make test-models` computes the whole table of models.
 """
 

@@ -1,7 +1,6 @@
 """Mixtures whose experts are not plain gated units, split over experts, against one process at fp64.
 
-Covers: passes/experts/join_experts.py and what it reads a mixture with (passes/experts/expert_units.py, _rows.py,
-_products.py): biases, units
+Covers: passes/experts/join_experts.py and what it reads a mixture with (passes/experts/expert_units.py): biases, units
 that alternate gate and up, weights of gate and up apart, no gate, weights looked up for each row; what cannot be joined, with
 its reason.
 """

@@ -1,6 +1,7 @@
 """Mixtures of experts, sharded in the experts' ffn or over experts, against one process at fp64.
 
-Covers: kernels/grouped_mlp.py, kernels/row_units.py, passes/experts/join_experts.py, and overrides.py where it meets experts.
+Covers: kernels/experts/grouped_mlp.py, kernels/experts/row_units.py, passes/experts/join_experts.py, and overrides.py
+where it meets experts.
 """
 
 from __future__ import annotations

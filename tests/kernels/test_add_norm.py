@@ -1,4 +1,4 @@
-"""Covers: kernels/add_norm.py, kernels/add_norm_triton.py."""
+"""Covers: kernels/norm/add_norm.py, kernels/norm/add_norm_triton.py."""
 
 import pytest
 import torch

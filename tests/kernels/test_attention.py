@@ -1,4 +1,4 @@
-"""Covers: kernels/attention.py, attention_reference.py, attention_triton.py, attention_backward_triton.py,
+"""Covers: kernels/attention/attention.py, attention_reference.py, attention_triton.py, attention_backward_triton.py,
 attention_mask_triton.py, attention_bits_triton.py."""
 
 import math

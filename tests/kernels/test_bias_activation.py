@@ -1,4 +1,5 @@
-"""Covers: kernels/op.py, kernels/bias_activation.py, kernels/bias_activation_triton.py, tiles and activations in Triton."""
+"""Covers: kernels/common/op.py, kernels/activation/activation.py, kernels/activation/activation_triton.py, tiles and
+activations in Triton."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Covers: kernels/bias_dropout_add.py, kernels/bias_dropout_add_triton.py."""
+"""Covers: kernels/dropout/bias_dropout_add.py, kernels/dropout/bias_dropout_add_triton.py."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Covers: kernels/cross_entropy.py, kernels/cross_entropy_triton.py. The oracle is F.cross_entropy on the whole logits."""
+"""Covers: kernels/loss/cross_entropy.py, kernels/loss/cross_entropy_triton.py. The oracle is F.cross_entropy on the whole
+logits."""
 
 import pytest
 import torch

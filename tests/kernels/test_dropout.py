@@ -1,4 +1,4 @@
-"""Covers: kernels/dropout.py, kernels/dropout_triton.py."""
+"""Covers: kernels/dropout/dropout.py, kernels/dropout/dropout_triton.py."""
 
 import math
 

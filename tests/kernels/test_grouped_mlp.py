@@ -1,4 +1,4 @@
-"""Covers: kernels/grouped_mlp.py on CUDA, where the library's grouped products compute it. Its formulas:
+"""Covers: kernels/experts/grouped_mlp.py on CUDA, where the library's grouped products compute it. Its formulas:
 equivalence/test_experts.py."""
 
 from __future__ import annotations

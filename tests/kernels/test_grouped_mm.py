@@ -1,6 +1,6 @@
 """Grouped matmuls: values against one matmul a group, gradients, rules, and what models write ends up as this op.
 
-Covers: kernels/grouped_mm.py, and passes/canonicalize/names.py where it meets grouped matmuls.
+Covers: kernels/experts/grouped_mm.py, and passes/canonicalize/names.py where it meets grouped matmuls.
 """
 
 from __future__ import annotations

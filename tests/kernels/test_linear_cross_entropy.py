@@ -1,4 +1,4 @@
-"""Covers: kernels/linear_cross_entropy.py. The oracle is F.cross_entropy of F.linear."""
+"""Covers: kernels/loss/linear_cross_entropy.py. The oracle is F.cross_entropy of F.linear."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Covers: kernels/masked_softmax.py, kernels/attention/masked_softmax_launch.py, kernels/attention/masked_softmax_triton.py.
+"""Covers: kernels/attention/masked_softmax.py, kernels/attention/masked_softmax_launch.py,
+kernels/attention/masked_softmax_triton.py.
 
 The oracle is eager torch, step by step.
 """

@@ -1,4 +1,4 @@
-"""Covers: kernels/norms.py, kernels/norms_triton.py, kernels/norms_kernels_triton.py."""
+"""Covers: kernels/norm/norms.py, kernels/norm/norms_launch.py, kernels/norm/norms_triton.py."""
 
 import importlib.util
 

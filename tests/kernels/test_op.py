@@ -1,4 +1,5 @@
-"""Covers: kernels/op.py (direct calls, gradients), kernels/replay.py, kernels/recording.py, passes/lower/call_directly.py."""
+"""Covers: kernels/common/op.py (direct calls, gradients), kernels/common/replay.py, kernels/common/recording.py,
+passes/lower/call_directly.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: kernels/philox.py, kernels/philox_triton.py, kernels/runs.py."""
+"""Covers: kernels/common/philox.py, kernels/common/philox_triton.py, kernels/common/draw.py."""
 
 import pytest
 import torch

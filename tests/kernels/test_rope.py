@@ -1,4 +1,5 @@
-"""Covers: kernels/rope.py, kernels/rope_triton.py. The oracle is Hugging Face's formula, and complex multiplication."""
+"""Covers: kernels/attention/rope.py, kernels/attention/rope_triton.py. The oracle is Hugging Face's formula, and complex
+multiplication."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Covers: kernels/vocab_linear_cross_entropy.py, kernels/logits_chunks.py. The oracle is F.cross_entropy of F.linear, whole."""
+"""Covers: kernels/loss/vocab_linear_cross_entropy.py, kernels/loss/logits_chunks.py. The oracle is F.cross_entropy of
+F.linear, whole."""
 
 import pytest
 import torch
