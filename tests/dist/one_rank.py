@@ -165,3 +165,78 @@ def an_error_of_one_rank_in_safetensors(folder: Path) -> None:
             raises(CheckpointError, "ValueError: worn out", lambda w=what: megafx.save_pretrained(model, folder / w))
     megafx.load_safetensors(model, folder)
     model(x()).backward()
+
+
+class Tasks(Net):
+    """Two heads of one shape; a call takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, task: str = "", mask: Tensor | None = None) -> Tensor:
+        if task:
+            x = x + torch.tanh((self.extra if task == "a" else self.other)(x))
+        if mask is not None:
+            x = x * mask[..., None]
+        return super().forward(x)
+
+
+@check(2, seed=0)
+def calls_that_go_apart_late() -> None:
+    """Beyond the calls whose inputs are hashed. Both ranks raise before anything is sent, so the next call is right again."""
+    rank, model = dist.get_rank(), net(Tasks, check_inputs_every=0)
+    for step in range(4):
+        model(x(seed=step)).backward()
+
+    def in_mode(training: bool, grad: bool) -> None:
+        model.train(training)
+        with torch.set_grad_enabled(grad):
+            model(x())
+
+    def alone(first: bool) -> None:
+        loss = model(x())
+        model(x()) if first else loss.backward()
+
+    for text, call in {
+        f"call 4: .* DistributedSampler .* size 0 of 'x' is 3 on rank 0, 4 on rank 1": lambda: model(x(3 + rank)),
+        "hash of the values of 'x'": lambda: model(x(seed=rank)),
+        "different modes, as after model.eval": lambda: in_mode(rank == 1, True),
+        "gradients on on rank 0, gradients off on rank 1": lambda: in_mode(True, rank == 0),
+        "kwargs.task.*'a'.* on rank 0, .*'b'.* on rank 1": lambda: model(x(), task="ab"[rank]),
+        "rank 0 comes to the forward of call 5, rank 1 to the backward of call 4": lambda: alone(rank == 0),
+    }.items():
+        with at_once():
+            raises(AgreementError, text, call)
+        model.train()
+        if "comes to" not in text:
+            assert model(x()).isfinite()
+            model.megafx.state.step = 4
+    model = net(Tasks, check_inputs_every=0)
+    with mock.patch("megafx.distributed.board._shared", side_effect=lambda group: None):  # as on several hosts
+        for step in range(3):
+            model(x(seed=step)).backward()
+    raises(AgreementError, "call 3: .* size 0 of 'x' is 3 on rank 0, 4 on rank 1", lambda: model(x(3 + rank)))
+    model(x()).backward()
+
+
+@check(2, seed=0)
+def replicas_whose_graphs_differ() -> None:
+    """Their gradients would be summed by place, which mixes them up. Other lengths, and a mask on one, are fine."""
+    rank = dist.get_rank()
+    for form in ("ddp", "zero1", "fsdp"):
+        options = {"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel_loss": "average"}
+        model = net(Tasks, data_parallel=form, **options)
+        for step in range(2):
+            model(x(3 + 2 * rank, step)).backward()
+        model(x(), mask=torch.ones(3, 4).double() if rank else None).backward()
+        model(x(), task="a").backward()
+        with at_once():
+            text = "(?s)'extra.bias' is used on data-parallel rank 0, and not on rank 1.*in module 'extra'.*torch.where"
+            raises(AgreementError, text, lambda m=model: m(x(), task="ab"[rank]))
+            raises(AgreementError, "used on data-parallel rank 1, and not", lambda m=model: m(x(), task="a" * rank))
+            with model.no_sync() if rank else contextlib.nullcontext():
+                raises(AgreementError, "no_sync on all or none", lambda m=model: m(x()))
+        model(x()).backward()
+        with torch.no_grad():
+            model(x())
