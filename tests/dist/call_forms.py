@@ -143,7 +143,7 @@ def other_inputs_on_one_rank_are_refused() -> str:
     text = "input targets is not the same on all tensor-parallel ranks .rank 1 against rank 0"
     raises(AgreementError, text, lambda: pair.model(**mine))
     shorter = {k: v[:, : 16 - dist.get_rank()] for k, v in inputs.items()}
-    raises(AgreementError, "size 1 of 'ids' is", lambda: pair.model(**shorter))
+    raises(AgreementError, "size 1 of 'idx' is", lambda: pair.model(**shorter))
     with torch.set_grad_enabled(dist.get_rank() == 0):
         raises(AgreementError, "call 0: .* in different modes", lambda: pair.model(**inputs))
     other = forms_of(seed=0)

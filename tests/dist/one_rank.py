@@ -240,3 +240,57 @@ def replicas_whose_graphs_differ() -> None:
         model(x()).backward()
         with torch.no_grad():
             model(x())
+
+
+class Attends(nn.Module):
+    """Fused queries, keys and values of 3 heads, and a width of 19: parameters are cut in blocks, unevenly, and on either dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up, self.down = nn.Linear(6, 27), nn.Linear(9, 19), nn.Linear(19, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = [y.unflatten(-1, (3, 3)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)]
+        heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return self.down(self.up(heads).relu()).square().mean()
+
+
+READINGS: dict[str, Callable[[Tensor], float]] = {
+    "isfinite.all": lambda p: bool(torch.isfinite(p).all()),
+    "isnan.any": lambda p: torch.isnan(p).any().item(),
+    "not all": lambda p: bool(p.isfinite().all().logical_not()),
+    "all are not 0": lambda p: bool((p != 0).all()),  # pads are
+    "of several": lambda p: bool(torch.stack([torch.isfinite(p).all(), torch.isnan(p).any()]).any()),
+    "count": lambda p: int(torch.isnan(p).sum()),
+    "sum": lambda p: float(p.nan_to_num().sum()),
+    "mean": lambda p: float(p.nan_to_num().mean()),
+    "norm": lambda p: float(p.nan_to_num().norm()),
+    "equal": lambda p: torch.equal(p, p),
+    "equal sums": lambda p: torch.equal(p.nan_to_num(), p.nan_to_num() + 0),
+    "allclose": lambda p: torch.allclose(p, p),
+    "allclose with NaN": lambda p: torch.allclose(p, p, equal_nan=True),
+}
+
+
+@check(2, seed=0)
+def numbers_read_off_shards_are_those_of_the_whole() -> None:
+    """On all ranks, whichever of them has the NaN: a branch on one sends all ranks the same way."""
+    model = net(Attends)
+    model(x()).backward()
+    whole = megafx.full_state_dict(model)
+    kinds = {str(p.placements[0]) for p in model.parameters()}
+    assert {"LayoutShard(S0/3*(3x3))", "LayoutShard(S0)", "LayoutShard(S1)"} <= kinds, kinds
+    for place in ((), (0,), (-1,)):
+        broken = {name: value.clone() for name, value in whole.items()}
+        for value in broken.values() if place else ():
+            value.view(-1)[place] = float("nan")
+        model.load_state_dict(broken)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                for what, read in READINGS.items():
+                    found, wanted = read(p), read(broken[name])
+                    assert abs(found - wanted) <= 1e-12 * abs(wanted), f"{what} of {name}: {found}, not {wanted}"
+    model.load_state_dict(whole)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    wanted = nn.utils.get_total_norm([*megafx.full_gradients(model).values()])
+    assert abs(float(norm) - float(wanted)) <= 1e-12 * float(wanted) and bool(norm.isfinite())
