@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from megafx.distributed import agreement
@@ -42,7 +43,11 @@ def load_safetensors(
         sources = find_sources(model, [name for t in tensors for name in t.names], files.entries)
         rest = Rest(model, factory, check_fit(tensors, sources, files))
     given = give_memory(model, device=None if device is None else torch.device(device))
-    _read(stored_tensors(model), sources, files)
+    try:
+        _read(stored_tensors(model), sources, files)
+    except (OSError, SafetensorError) as error:
+        found = f"'{files.path}' changed while it was read, and part of the model is filled: {error}"
+        raise CheckpointError(found, fix="load again, once nothing writes there") from error
     files.close()
     rest.fill()
     if given and (runtime := runtime_of(model)) is not None:

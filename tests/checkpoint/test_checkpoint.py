@@ -48,6 +48,10 @@ def trained(seed: int = 0, steps: int = 2, **options) -> tuple[Net, torch.optim.
     return model, optimizer
 
 
+def listed(root: Path) -> list[str]:
+    return sorted(name for name in os.listdir(root) if name != checkpoint_folder.OWNER)
+
+
 def same(a: nn.Module, b: nn.Module) -> bool:
     mine, theirs = a.state_dict(), b.state_dict()
     return list(mine) == list(theirs) and all(torch.equal(mine[n], theirs[n]) for n in mine)
@@ -249,10 +253,10 @@ def test_keep_and_saving_a_step_again(tmp_path: Path) -> None:
     model, optimizer = trained()
     for step in (1, 2, 3, 4):
         megafx.save_checkpoint(tmp_path, model, optimizer, step=step, keep=2)
-    assert sorted(os.listdir(tmp_path)) == ["step_00000003", "step_00000004"]
+    assert listed(tmp_path) == ["step_00000003", "step_00000004"]
     other, theirs = trained(seed=3)
     path = megafx.save_checkpoint(tmp_path, other, theirs, step=4)
-    assert path.name == "step_00000004-1" and sorted(os.listdir(tmp_path)) == ["step_00000003", "step_00000004-1"]
+    assert path.name == "step_00000004-1" and listed(tmp_path) == ["step_00000003", "step_00000004-1"]
     assert megafx.load_checkpoint(tmp_path, model, optimizer).path == path and same(model, other)
 
 
@@ -282,6 +286,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[str]:
         (os, "mkdir"),
         (os, "rmdir"),
         (os, "unlink"),
+        (os, "replace"),
         (shutil, "rmtree"),
     ):
         monkeypatch.setattr(module, name, wrap(name, getattr(module, name)))
@@ -313,7 +318,7 @@ def test_a_crash_anywhere_in_a_save_loses_no_checkpoint(tmp_path: Path) -> None:
         assert same(loaded, first) or same(loaded, second)
         seen.add(same(loaded, second))
         megafx.save_checkpoint(root, second, step=4)  # and the next save finds nothing in its way
-        assert not [p for p in os.listdir(root) if p.startswith(".")]
+        assert not [p for p in os.listdir(root) if p.startswith(".step")]
         at += 1
     assert seen == {False, True} and at > 20, "the crashes were before and after the rename"
 
@@ -399,7 +404,7 @@ def test_an_asynchronous_save_that_failed_is_raised_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_folder, "commit", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         megafx.save_checkpoint(tmp_path, model, optimizer, step=1, asynchronous=True)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(CheckpointError, match=f"step 1 could not be saved in '{tmp_path}': OSError: disk full"):
             megafx.save_checkpoint(tmp_path, model, optimizer, step=2)
     assert megafx.save_checkpoint(tmp_path, model, optimizer, step=2).name == "step_00000002"
 
