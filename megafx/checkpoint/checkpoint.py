@@ -90,26 +90,29 @@ def save_checkpoint(
     """
     _settle()
     folder = Path(folder).absolute()  # where it is now, whatever directory the process is in when a thread writes
-    step_fits = type(step) is int and 0 <= step < LARGEST_STEP
-    if not step_fits or not (keep is None or (type(keep) is int and keep >= 1)):
-        found = f"save_checkpoint(step={step!r}, keep={keep!r})"[:200]
-        raise UsageError(found, fix=f"step is an int of 0 to {LARGEST_STEP - 1}, keep an int of at least 1 or None")
-    if checkpoint_folder.is_checkpoint(folder):
-        raise UsageError(f"'{folder}' is a checkpoint itself", fix="give the folder that it lies in, or a new one")
-    group = _saving_group(model, asynchronous, "megafx.save_checkpoint")
-    if group is None:
-        only_rank_0("megafx.save_checkpoint")
-    rank = dist.get_rank(group) if group is not None else 0
-    state, data = collect(model, optimizer, extra or {}, rank, _generators_of_replicas(model, group))
-    if group is not None:
-        shapes = [f"{n} {tuple(x.shape)} {x.dtype}" for n, x in state.items() if not n.startswith(("rng.", "extra."))]
-        check_same("what is to be saved", "\n".join([str(folder), str(step), *shapes]), group)
+    group = _saving_group(model, asynchronous, f"megafx.save_checkpoint(asynchronous={asynchronous})")
+    replicas = _generators_of_replicas(model, group)
+    with raising_together(group, CheckpointError):
+        if group is None:
+            only_rank_0("megafx.save_checkpoint")
+        step_fits = type(step) is int and 0 <= step < LARGEST_STEP
+        if not step_fits or not (keep is None or (type(keep) is int and keep >= 1)):
+            found = f"save_checkpoint(step={step!r}, keep={keep!r})"[:200]
+            raise UsageError(found, fix=f"step is an int of 0 to {LARGEST_STEP - 1}, keep an int of at least 1 or None")
+        if checkpoint_folder.is_checkpoint(folder):
+            raise UsageError(f"'{folder}' is a checkpoint itself", fix="give the folder that it lies in, or a new one")
+        rank = dist.get_rank(group) if group is not None else 0
+        state, data = collect(model, optimizer, extra or {}, rank, replicas)
+        if asynchronous:
+            state = copied(state)
+    shapes = [f"{n} {tuple(x.shape)} {x.dtype}" for n, x in state.items() if not n.startswith(("rng.", "extra."))]
+    check_same("what is to be saved", "\n".join([str(folder), f"step={step}", f"keep={keep}", *shapes]), group)
     writer = FolderWriter(folder, step, data, keep)
     if not asynchronous:
         return _write(state, writer, group)
     global _under_way
     _under_way = _Saving(step)
-    _threads.submit(_under_way.run, copied(state), writer, group)
+    _threads.submit(_under_way.run, state, writer, group)
     return _under_way
 
 
@@ -224,12 +227,14 @@ def load_checkpoint(
     _settle()
     root = Path(folder)
     group = _saving_group(model, False, "megafx.load_checkpoint")
-    kind = broadcast_object((root.is_file(), (root / checkpoint_folder.TORCH_METADATA).exists()), group)
-    if kind[0]:
-        raise CheckpointError(f"'{root}' is a file", fix="name the folder that save_checkpoint was given")
+    with raising_together(group, CheckpointError):
+        if root.is_file():
+            raise CheckpointError(f"'{root}' is a file", fix="name the folder that save_checkpoint was given")
+        of_torch = (root / checkpoint_folder.TORCH_METADATA).exists()
+    of_torch = broadcast_object(of_torch, group)
     for left in reversed(range(TRIES)):
         path, content, skipped = root, None, dict[Path, str]()
-        if not kind[1]:
+        if not of_torch:
             if (found := _newest_valid(root, group)) is None:
                 if missing_ok:
                     return None
@@ -237,11 +242,11 @@ def load_checkpoint(
                 raise CheckpointError(problem, fix="name the folder that save_checkpoint was given")
             path, content, skipped = found
         try:
-            with raising_together(group):
+            with raising_together(group, CheckpointError):
                 check_planned(model)
                 rest = Rest(model, factory)
-                reading = Load(path, content, model, several_of(optimizer), extra or {})
-            loaded = reading.run(group, rng, rest)
+                load = Load(path, content, model, several_of(optimizer), extra or {})
+            loaded = load.run(group, rng, rest)
             break
         except CheckpointError:  # on every rank
             if not left or not any(gather_objects(not path.exists(), group)):
@@ -263,16 +268,21 @@ def _newest_valid(
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     for left in reversed(range(TRIES)):
         skipped: dict[Path, str] = {}
-        names = [root] if checkpoint_folder.is_checkpoint(root) else checkpoint_folder.checkpoints(root)
+        with raising_together(group, CheckpointError):
+            names = [root] if checkpoint_folder.is_checkpoint(root) else checkpoint_folder.checkpoints(root)
         for path in map(Path, broadcast_object([*map(str, names)], group)):  # rank 0's: folders may change meanwhile
-            content, problem = None, None
+            content, problem, removed = None, None, False
             try:
                 content = read_content(path)
                 wrong = damage(path, sorted(content.files)[rank::ranks], content)  # this rank's share
                 problem = f"checkpoint {path} is damaged: {wrong}" if wrong else None
-            except MegafxError as error:
-                problem = error.found
-            reports = gather_objects((problem, not path.exists()), group)
+                removed = not path.exists()
+            except Exception as error:  # of any class: the other ranks wait for what is found here
+                problem = (
+                    error.found if isinstance(error, MegafxError) else f"checkpoint {path} cannot be read: {error!r}"
+                )
+                removed = not os.path.lexists(path)
+            reports = gather_objects((problem, removed), group)
             problem = next((p for p, _ in reports if p), None)
             if problem is None:
                 assert content is not None

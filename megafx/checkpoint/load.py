@@ -36,11 +36,11 @@ from megafx.checkpoint.torch_format import TorchReader, names_there, saved_optim
 from megafx.distributed.agreement import raising_together
 from megafx.distributed.parameters import runtime_of
 from megafx.distributed.tensor import local_of
-from megafx.errors import CheckpointError, MegafxError
+from megafx.errors import CheckpointError
 from megafx.placements.data_axis import BATCH_AXIS
 from megafx.weights.files import NAMES
 from megafx.weights.initialize import Rest
-from megafx.weights.state import give_memory, stored_tensors
+from megafx.weights.state import Stored, give_memory, stored_tensors
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name in the checkpoint
 
@@ -96,50 +96,50 @@ class Load:
 
     def run(self, group: dist.ProcessGroup | None, rng: bool, rest: Rest) -> dict[str, Any]:
         """Fill everything; the extra that the user gets. Collective. Raises CheckpointError on every rank; then everything is
-        as it was (a model on meta has zeros).
-
-        Parameters and buffers are read into host memory first: files can vanish, or have errors, until the last is read.
-        """
-        data = {} if self.content is None else self.content.objects
-        given = give_memory(self.model)
-        tensors: State = {}
-        for saved in self.saved:
-            tensors |= optimizer_targets(self.model, saved, self.shapes)
-        if self.content is not None:
-            tensors |= self._extra_targets(data["extra"])
-            for name in tensor_names(data["rng"]):
-                tensors[name] = torch.zeros(self.shapes[name][0], dtype=self.shapes[name][1])
-        stored = stored_tensors(self.model)
-        there = [next(self.names[n] for n in s.names if n in self.names) for s in stored]
-        staged = {name: on_host(s.tensor) for name, s in zip(there, stored, strict=True)}
-        content, path, state = self.content, self.path, {**tensors, **staged}
-        reader = TorchReader(path, {*state}) if content is None else FolderReader(path, content)
+        as it was (a model on meta has zeros)."""
+        with raising_together(group, CheckpointError):
+            give_memory(self.model)
+            tensors, staged = self._targets()
+            pairs = [(local_of(s.tensor), local_of(staged[there])) for there, s in self._stored()]
+            state, path = tensors | staged, self.path
+            reader = TorchReader(path, {*state}) if self.content is None else FolderReader(path, self.content)
         read_tensors(state, reader, group, path)
-        pairs = [(local_of(s.tensor), local_of(staged[name])) for name, s in zip(there, stored, strict=True)]
         with contextlib.ExitStack() as undo:
-            with raising_together(group):
+            with raising_together(group, CheckpointError):
                 try:
-                    values = self._take(data, tensors, pairs, rng, undo)
+                    values = self._take(tensors, pairs, rng, undo)
                     rest.fill()
-                    if given and (runtime := runtime_of(self.model)) is not None:
+                    if (runtime := runtime_of(self.model)) is not None:
                         runtime.memory_given()
-                except MegafxError:
-                    raise
                 except Exception as error:
                     found = f"checkpoint {path} was read, and could not be taken: {type(error).__name__}: {error}"
                     raise CheckpointError(found, fix="nothing was changed") from error
             undo.pop_all()
         return values
 
+    def _stored(self) -> list[tuple[str, Stored]]:
+        """(name there, tensor of the model)."""
+        return [(next(self.names[n] for n in s.names if n in self.names), s) for s in stored_tensors(self.model)]
+
+    def _targets(self) -> tuple[State, State]:
+        """(memory for what is no tensor of the model, host memory for the model's).
+
+        The model's own memory is not read into: files can vanish, or have errors, until the last is read.
+        """
+        tensors: State = {}
+        for saved in self.saved:
+            tensors |= optimizer_targets(self.model, saved, self.shapes)
+        if self.content is not None:
+            tensors |= self._extra_targets(self.content.objects["extra"])
+            for name in tensor_names(self.content.objects["rng"]):
+                tensors[name] = torch.zeros(self.shapes[name][0], dtype=self.shapes[name][1])
+        return tensors, {there: on_host(stored.tensor) for there, stored in self._stored()}
+
     def _take(
-        self,
-        data: Mapping[str, Any],
-        tensors: State,
-        pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        rng: bool,
-        undo: contextlib.ExitStack,
+        self, tensors: State, pairs: list[tuple[torch.Tensor, torch.Tensor]], rng: bool, undo: contextlib.ExitStack
     ) -> dict[str, Any]:
         """Give everything what was read; `undo` takes it back. pairs: (memory of a tensor, what was read for it)."""
+        data = {} if self.content is None else self.content.objects
         device, (replica, replicas) = device_of(self.model), replica_of(self.model)
         values = decode(data.get("extra", {}), tensors.__getitem__)
         saved_rng = decode(data["rng"], tensors.__getitem__) if rng and "rng" in data else {}

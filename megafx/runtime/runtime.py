@@ -225,16 +225,19 @@ class Runtime:
         with self._capturing(grad):
             compiled = self.compile(call, is_training, capture, planner, self.settled)
         self.captures += 1
-        if self.mesh is not None:
-            # Each rank has its own device, and its own numbers of calls that stay eager (ops/eager_call.py).
-            code = re.sub(r"index=\d+|cuda:\d+|@\d+", "*", compiled.program.gm.code)
-            agreement.check_same("the graph", code, self.group)
+        self._check_graph("the graph", compiled.program)
         self._adopt(compiled.params)
         for note in compiled.program.notes:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
         return BoundGraph(self.state, compiled)
+
+    def _check_graph(self, what: str, program: Program) -> None:
+        """Raise unless all tensor-parallel ranks have the same."""
+        # Each rank has its own device, and its own numbers of calls that stay eager (ops/eager_call.py).
+        code = re.sub(r"index=\d+|cuda:\d+|@\d+", "*", program.gm.code)
+        agreement.check_same(what, code, self.group)
 
     def _place_joined(self, groups: Sequence[list[str]]) -> None:
         """Put parameters that a graph reads as one tensor side by side; those without memory wait for `memory_given`."""
@@ -284,10 +287,16 @@ class Runtime:
         return {TENSOR_AXIS: AxisContext(self.rank, self.t, self.group.group_name), **self.meshes.axes}
 
     def _capture(self, call: Call, varying: frozenset[int], *, training: bool, grad: bool = True) -> Program:
-        """The call as it is, or with every module in training mode and with gradients (training).
+        """The call as it is, or with every module in training mode and with gradients (training). The same on all ranks.
 
         Graphs are captured on logical shapes. varying: positions of Python numbers that enter as 0-d tensors.
         """
+        with agreement.raising_together(self.group):
+            program = self._capture_alone(call, varying, training, grad)
+        self._check_graph("what the model computes", program)
+        return program
+
+    def _capture_alone(self, call: Call, varying: frozenset[int], training: bool, grad: bool) -> Program:
         model, names = self.model, call.names()
         modes = {m: m.training for m in model.modules()}
         tensors = [*model.parameters(), *(x for x in call.leaves if isinstance(x, torch.Tensor))]
