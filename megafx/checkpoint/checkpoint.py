@@ -249,7 +249,7 @@ def load_checkpoint(
             loaded = load.run(group, rng, rest)
             break
         except CheckpointError:  # on every rank
-            if not left or not any(gather_objects(not path.exists(), group)):
+            if not left or path == root or not any(gather_objects(not path.exists(), group)):
                 raise  # else: it was removed, since a newer one was complete
     checkpoint_folder.go_on_from(path)
     return LoadedCheckpoint(path, 0 if content is None else content.step, loaded, skipped)

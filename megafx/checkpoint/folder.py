@@ -32,7 +32,7 @@ from pathlib import Path
 
 from megafx.checkpoint.content import METADATA, read_content
 from megafx.errors import CheckpointError
-from megafx.weights.files import flush_folder
+from megafx.weights.files import flush_folder, regular_size
 
 TORCH_METADATA = ".metadata"  # what torch.distributed.checkpoint's own writer makes
 OWNER = ".owner.json"
@@ -142,19 +142,25 @@ def _me(process: int) -> dict[str, str | int]:
 
 def _owner(root: Path) -> dict[str, str | int]:
     try:
+        regular_size(root / OWNER)
         found = json.loads((root / OWNER).read_text())
         return {name: found[name] for name in ("host", "process", "id")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 
-def _claim(root: Path) -> None:
-    """This process saves in the root from now on. Raises CheckpointError where another has begun to since it did."""
+def check_owner(root: Path) -> None:
+    """Raises CheckpointError where another process has begun to save in the root since this one did."""
     if (taken := taken_over(root)) is not None:
         fix = (
             "end one of the two jobs, or give each a folder of its own; a job that loads from the folder takes it over"
         )
         raise CheckpointError(taken, fix=fix)
+
+
+def _claim(root: Path) -> None:
+    """This process saves in the root from now on. Raises CheckpointError where another has begun to since it did."""
+    check_owner(root)
     mine = _me(os.getpid())
     if _owner(root) != mine:
         draft = root / f".owner.{mine['id']}"

@@ -91,6 +91,8 @@ class Load:
         wrong += [text for optimizer, saved in pairs if (text := optimizer_misfit(optimizer, self.model, saved))]
         if len(self.optimizers) > len(data["optimizers"]):
             wrong.append(f"it has {len(data['optimizers'])} optimizers, {len(self.optimizers)} are to be loaded")
+        own = self.model.state_dict()
+        wrong += [f"'{name}' is not in the model" for name in data["model"] if name not in own]
         lacking = [n for n, thing in self.extra.items() if isinstance(thing, Stateful) and n not in data["extra"]]
         return wrong + [f"it has no extra '{name}'" for name in lacking]
 

@@ -136,10 +136,8 @@ class FolderWriter(_Storage, StorageWriter):
             ]
             entries = [(key, a.properties.dtype, a.chunk.sizes) for key, a in zip(keys, about, strict=True)]
             values = (planner.resolve_data(item) for item in plan.items)
-            try:
+            with _there(path.parent):
                 written = safetensors_writer.write(path, entries, values, {"format": "pt"})  # type: ignore[arg-type]  # no BytesIO
-            except FileNotFoundError as error:
-                raise _removed(path.parent) from error
             for item, key, a in zip(plan.items, keys, about, strict=True):
                 chunk = Chunk(tuple(item.index.offset or ()), tuple(a.chunk.sizes), path.name, key)
                 results.append(WriteResult(item.index, 0, (chunk, written)))
@@ -156,10 +154,9 @@ class FolderWriter(_Storage, StorageWriter):
             chunks.setdefault(result.index.fqn, []).append(chunk)
         folder = self.partial
         assert folder is not None
-        if not folder.exists():
-            raise _removed(folder)
         for name, file in files.items():
             if not (folder / name).exists() or (folder / name).stat().st_size != file.bytes:
+                checkpoint_folder.check_owner(self.root)
                 found = f"{folder / name}, which another rank wrote, is not to be seen by rank 0"
                 raise CheckpointError(found, fix="save to a file system that all ranks share")
         tensors = {}
@@ -167,13 +164,19 @@ class FolderWriter(_Storage, StorageWriter):
             assert isinstance(about, TensorStorageMetadata)
             dtype = safetensors_writer.dtype_name(about.properties.dtype)
             tensors[name] = Described(dtype, tuple(about.size), tuple(sorted(chunks[name], key=lambda c: c.offsets)))
-        write_content(folder, Content(self.step, tensors, files, self.objects))
-        self.path = checkpoint_folder.commit(folder, self.step, self.keep)
+        with _there(folder):
+            write_content(folder, Content(self.step, tensors, files, self.objects))
+            self.path = checkpoint_folder.commit(folder, self.step, self.keep)
 
 
-def _removed(folder: Path) -> CheckpointError:
-    found = f"'{folder}' was removed while it was written: another job saves in '{folder.parent}'"
-    return CheckpointError(found, fix="end one of the two jobs, or give each a folder of its own")
+@contextlib.contextmanager
+def _there(folder: Path) -> Iterator[None]:
+    """Says why the folder that is written into is gone."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        found = f"'{folder}' was removed while it was written: another job saves in '{folder.parent}'"
+        raise CheckpointError(found, fix="end one of the two jobs, or give each a folder of its own") from error
 
 
 class FolderReader(_Storage, StorageReader):
