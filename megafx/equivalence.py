@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megafx.capture.caches import is_cache
 from megafx.capture.export import capture_call
 from megafx.checks import simulate
 from megafx.compiler.all_ranks import run_ranks
@@ -82,7 +83,7 @@ def verify_call(
         return compile_program(program, Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param"))
 
     sharded, single = compiled(t), compiled(1)
-    plain = _plain(model)
+    plain = copy.deepcopy(model)
     eager = _eager_outputs(plain, single.program, args, kwargs, loss_fn, loss_inputs)
     seed = torch.initial_seed() % 2**62
     values = input_values(sharded.program, model, args, kwargs, loss_inputs=loss_inputs, seed=seed)
@@ -108,15 +109,6 @@ def verify_call(
     return verdict
 
 
-def _plain(model: nn.Module) -> nn.Module:
-    """A copy to run as it is. Graphs have no key-value cache, so the plain call returns none either."""
-    plain = copy.deepcopy(model)
-    for module in plain.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False  # type: ignore[union-attr]
-    return plain
-
-
 def _eager_outputs(
     plain: nn.Module, program: Program, args: Any, kwargs: Any, loss_fn: Any, loss_inputs: Any
 ) -> dict[str, Tensor]:
@@ -125,7 +117,8 @@ def _eager_outputs(
     if loss_fn is not None and loss_inputs:
         output = (loss_fn(output, **loss_inputs), output)
     assert program.call is not None
-    leaves = torch.utils._pytree.tree_leaves(output)
+    leaves = torch.utils._pytree.tree_leaves(output, is_leaf=is_cache)
+    leaves = [leaf for leaf in leaves if not is_cache(leaf)]  # a graph makes none that was not asked for
     order = [leaf.index for leaf in program.call.out_leaves]
     user = [o for o in program.outputs if o.kind == "user"]
     named = {user[i].name: leaf for i, leaf in zip(order, leaves, strict=True) if i >= 0}

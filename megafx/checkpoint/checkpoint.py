@@ -80,19 +80,21 @@ def save_checkpoint(
     they were. Raises CheckpointError on every rank; UsageError where ranks are called with different arguments.
     """
     _settle()
-    if not isinstance(step, int) or step < 0 or (keep is not None and keep < 1):
-        found = f"save_checkpoint(step={step!r}, keep={keep!r})"
-        raise UsageError(found, fix="step is at least 0, keep at least 1 or None")
-    group = _saving_group(model, asynchronous, "megafx.save_checkpoint")
-    state, data = collect(model, optimizer, extra or {}, dist.get_rank(group) if group is not None else 0)
-    if group is not None:
-        shapes = [f"{n} {tuple(x.shape)} {x.dtype}" for n, x in state.items() if not n.startswith(("rng.", "extra."))]
-        check_same("what is to be saved", "\n".join([str(folder), str(step), *shapes]), group)
+    group = _saving_group(model, asynchronous, f"megafx.save_checkpoint(asynchronous={asynchronous})")
+    with raising_together(group, CheckpointError):
+        if not isinstance(step, int) or step < 0 or (keep is not None and keep < 1):
+            found = f"save_checkpoint(step={step!r}, keep={keep!r})"
+            raise UsageError(found, fix="step is at least 0, keep at least 1 or None")
+        state, data = collect(model, optimizer, extra or {}, dist.get_rank(group) if group is not None else 0)
+        if asynchronous:
+            state = copied(state)
+    shapes = [f"{n} {tuple(x.shape)} {x.dtype}" for n, x in state.items() if not n.startswith(("rng.", "extra."))]
+    check_same("what is to be saved", "\n".join([str(folder), f"step={step}", f"keep={keep}", *shapes]), group)
     writer = FolderWriter(Path(folder), step, data, keep)
     if not asynchronous:
         return _write(state, writer, group)
     global _under_way
-    _under_way = _threads.submit(_write, copied(state), writer, group)
+    _under_way = _threads.submit(_write, state, writer, group)
     return _under_way
 
 
@@ -157,22 +159,26 @@ def load_checkpoint(
     _settle()
     group = _saving_group(model, False, "megafx.load_checkpoint")
     path, content, skipped = Path(folder), None, dict[Path, str]()
-    if not broadcast_object((path / checkpoint_folder.TORCH_METADATA).exists(), group):
+    with raising_together(group, CheckpointError):
+        of_torch = (path / checkpoint_folder.TORCH_METADATA).exists()
+    if not broadcast_object(of_torch, group):
         if (found := _newest_valid(path, group)) is None:
             if missing_ok:
                 return None
             problem = f"there is no checkpoint in {path}"
             raise CheckpointError(problem, fix="name the folder that save_checkpoint was given")
         path, content, skipped = found
-    with raising_together(group):
+    with raising_together(group, CheckpointError):
         check_planned(model)
         rest = Rest(model, factory)
-    loaded, into = Load(path, content, model, several_of(optimizer), extra or {}).run(group, rng)
-    rest.fill()
-    if (runtime := runtime_of(model)) is not None:
-        runtime.memory_given()
-    for thing, state in into:
-        thing.load_state_dict(state)
+        load = Load(path, content, model, several_of(optimizer), extra or {})
+    loaded, into = load.run(group, rng)
+    with raising_together(group, CheckpointError):
+        rest.fill()
+        if (runtime := runtime_of(model)) is not None:
+            runtime.memory_given()
+        for thing, state in into:
+            thing.load_state_dict(state)
     return LoadedCheckpoint(path, 0 if content is None else content.step, loaded, skipped)
 
 
@@ -186,7 +192,8 @@ def _newest_valid(
     root: Path, group: dist.ProcessGroup | None, raises: bool = True
 ) -> tuple[Path, Content, dict[Path, str]] | None:
     """(path, content, damaged newer ones). None: there are no checkpoints. Raises where all of them are damaged."""
-    names = [root] if checkpoint_folder.is_checkpoint(root) else checkpoint_folder.checkpoints(root)
+    with raising_together(group, CheckpointError):
+        names = [root] if checkpoint_folder.is_checkpoint(root) else checkpoint_folder.checkpoints(root)
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     skipped: dict[Path, str] = {}
     for path in map(Path, broadcast_object([*map(str, names)], group)):  # rank 0's: folders may change meanwhile
@@ -195,8 +202,8 @@ def _newest_valid(
             content = read_content(path)
             wrong = checkpoint_folder.damage(path, sorted(content.files)[rank::ranks], content)  # this rank's share
             problem = f"checkpoint {path} is damaged: {wrong}" if wrong else None
-        except MegafxError as error:
-            problem = error.found
+        except Exception as error:  # of any class: the other ranks wait for what is found here
+            problem = error.found if isinstance(error, MegafxError) else f"checkpoint {path} cannot be read: {error!r}"
         problem = next((p for p in gather_objects(problem, group) if p), None)
         if problem is None:
             assert content is not None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +28,7 @@ from megafx.checkpoint.state import (
 )
 from megafx.checkpoint.storage import FolderReader, read_tensors
 from megafx.checkpoint.torch_format import TorchReader, names_there, saved_optimizers, tensors_there
+from megafx.distributed.agreement import raising_together
 from megafx.errors import CheckpointError
 from megafx.weights.files import NAMES
 from megafx.weights.state import give_memory, stored_tensors
@@ -85,20 +87,30 @@ class Load:
 
     def run(self, group: dist.ProcessGroup | None, rng: bool) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
         """Fill everything. Returns (extra that the user gets, [(object, state for its `load_state_dict`)]). Collective."""
-        data = {} if self.content is None else self.content.objects
+        with raising_together(group, CheckpointError):
+            tensors, state, reader = self._targets()
+        read_tensors(state, reader, group)
+        with raising_together(group, CheckpointError):
+            return self._finish(tensors, rng)
+
+    def _targets(self) -> tuple[State, State, StorageReader]:
+        """(memory for what is no tensor of the model, that and the model's, what reads them)."""
         give_memory(self.model)
         tensors: State = {}
         for saved in self.saved:
             tensors |= optimizer_targets(self.model, saved, self.shapes)
         if self.content is not None:
-            tensors |= self._extra_targets(data["extra"])
-            for name in tensor_names(data["rng"]):
+            tensors |= self._extra_targets(self.content.objects["extra"])
+            for name in tensor_names(self.content.objects["rng"]):
                 tensors[name] = torch.zeros(self.shapes[name][0], dtype=self.shapes[name][1])
         state = dict(tensors)
         for stored in stored_tensors(self.model):
             state[next(self.names[n] for n in stored.names if n in self.names)] = stored.tensor
         content, path = self.content, self.path
-        read_tensors(state, TorchReader(path, {*state}) if content is None else FolderReader(path, content), group)
+        return tensors, state, TorchReader(path, {*state}) if content is None else FolderReader(path, content)
+
+    def _finish(self, tensors: State, rng: bool) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+        data = {} if self.content is None else self.content.objects
         finish_model(self.model, decode(data.get("model", {}), tensors.__getitem__))
         for optimizer, saved in zip(self.optimizers, self.saved, strict=True):
             finish_optimizer(optimizer, self.model, saved, tensors)

@@ -158,9 +158,9 @@ def autocast_state() -> Hashable:
     return tuple([tuple(context.values()) for context in ambient_autocast()])
 
 
-def module_state(modules: Sequence[nn.Module]) -> Hashable:
-    """train/eval of each module."""
-    return tuple([m.training for m in modules])
+def module_state(modules: Sequence[nn.Module], configs: Sequence[Any]) -> Hashable:
+    """train/eval of each module; whether transformers' configs ask for a cache."""
+    return tuple([m.training for m in modules]), tuple([vars(c).get("use_cache") for c in configs])
 
 
 def parameter_state(params: Sequence[torch.Tensor]) -> Hashable:

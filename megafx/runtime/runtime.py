@@ -19,6 +19,7 @@ from torch import nn
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
+from megafx.capture.prepare import configs_of
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.failures import stopping_with_others
@@ -75,6 +76,7 @@ class Runtime:
         self.keys = KeyMaker()
         self.normalizers: dict[str, Normalizer] = {}
         self.modules: list[nn.Module] = []
+        self.configs: list[Any] = []
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
         self.replacements = 0  # how often submodules were replaced
         self.unplaced: list[list[str]] = []
@@ -84,6 +86,7 @@ class Runtime:
     def parameters_changed(self) -> None:
         """Look up modules and parameters again (keys say whether a graph still fits)."""
         self.modules = list(self.model.modules())
+        self.configs = configs_of(self.model)
         self.state.slots = dict(parameter_slots(self.model))
         self.children = [(m._modules, k, c) for m in self.modules for k, c in m._modules.items()]
 
@@ -172,7 +175,7 @@ class Runtime:
     def _describe(self, call: Call) -> str:
         """What ranks have to agree on besides tensors: structure, Python values, mode."""
         values = [(n, v) for n, v in zip(call.names(), call.leaves, strict=True) if not isinstance(v, torch.Tensor)]
-        training = hashlib.blake2b(str(module_state(self.modules)).encode(), digest_size=8).hexdigest()
+        training = hashlib.blake2b(str(module_state(self.modules, self.configs)).encode(), digest_size=8).hexdigest()
         mode = f"grad mode {torch.is_grad_enabled()}, train/eval of modules {training}"
         return f"{call.part}{call.names()}\n{values}\n{mode}"
 
@@ -180,7 +183,7 @@ class Runtime:
         self._check_tree()
         present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
-        state = (self.replacements, module_state(self.modules), parameter_state(present))
+        state = (self.replacements, module_state(self.modules, self.configs), parameter_state(present))
         skeleton = self.keys.skeleton(call, state, grad)
         while True:
             key, varying = self.keys.key(skeleton, call)
@@ -222,16 +225,19 @@ class Runtime:
         with self._capturing(grad):
             compiled = self.compile(call, is_training, capture, planner, self.settled)
         self.captures += 1
-        if self.mesh is not None:
-            # Each rank has its own device, and its own numbers of calls that stay eager (ops/eager_call.py).
-            code = re.sub(r"index=\d+|cuda:\d+|@\d+", "*", compiled.program.gm.code)
-            agreement.check_same("the graph", code, self.group)
+        self._check_graph("the graph", compiled.program)
         self._adopt(compiled.params)
         for note in compiled.program.notes:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
         return BoundGraph(self.state, compiled)
+
+    def _check_graph(self, what: str, program: Program) -> None:
+        """Raise unless all tensor-parallel ranks have the same."""
+        # Each rank has its own device, and its own numbers of calls that stay eager (ops/eager_call.py).
+        code = re.sub(r"index=\d+|cuda:\d+|@\d+", "*", program.gm.code)
+        agreement.check_same(what, code, self.group)
 
     def _place_joined(self, groups: Sequence[list[str]]) -> None:
         """Put parameters that a graph reads as one tensor side by side; those without memory wait for `memory_given`."""
@@ -281,10 +287,16 @@ class Runtime:
         return {TENSOR_AXIS: AxisContext(self.rank, self.t, self.group.group_name), **self.meshes.axes}
 
     def _capture(self, call: Call, varying: frozenset[int], *, training: bool, grad: bool = True) -> Program:
-        """The call as it is, or with every module in training mode and with gradients (training).
+        """The call as it is, or with every module in training mode and with gradients (training). The same on all ranks.
 
         Graphs are captured on logical shapes. varying: positions of Python numbers that enter as 0-d tensors.
         """
+        with agreement.raising_together(self.group):
+            program = self._capture_alone(call, varying, training, grad)
+        self._check_graph("what the model computes", program)
+        return program
+
+    def _capture_alone(self, call: Call, varying: frozenset[int], training: bool, grad: bool) -> Program:
         model, names = self.model, call.names()
         modes = {m: m.training for m in model.modules()}
         tensors = [*model.parameters(), *(x for x in call.leaves if isinstance(x, torch.Tensor))]

@@ -61,7 +61,7 @@ def save_whole(
     """
     group = everyone_of(model)
     meet(caller, group)
-    with agreement.raising_together(group):
+    with agreement.raising_together(group, CheckpointError):
         limit = bytes_of(max_shard_size)
         tensors = stored_tensors(model)
         if bare := [t.name for t in tensors if t.tensor.is_meta]:
@@ -70,7 +70,7 @@ def save_whole(
     if group is not None:
         agreement.check_same(f"the folder of {caller}", str(folder), group)
     write_files(folder, files, _gatherer(tensors, group), group, variant)
-    with agreement.raising_together(group):
+    with agreement.raising_together(group, CheckpointError):
         if group is None or dist.get_rank(group) == 0:
             save_config(model, folder, next((p.dtype for p in model.parameters()), None))
 
@@ -113,7 +113,7 @@ def write_files(folder: Path, files: Files, fetch: Fetch, group: dist.ProcessGro
                 if number % ranks == rank:
                     entries = [entry for saving in ordered for entry in saving.entries]
                     safetensors_writer.write(_partial(folder, name), entries, values, {"format": "pt"})
-            except (OSError, MegafxError):
+            except Exception:
                 deque(values, 0)  # the other ranks are sending
                 raise
             deque(values, 0)  # sends what another rank writes
@@ -125,7 +125,7 @@ def write_files(folder: Path, files: Files, fetch: Fetch, group: dist.ProcessGro
 @contextlib.contextmanager
 def _writing(what: str, group: dist.ProcessGroup | None, fix: str = "") -> Iterator[None]:
     """Errors of writing, on every rank. Collective."""
-    with agreement.raising_together(group):
+    with agreement.raising_together(group, CheckpointError):
         try:
             yield
         except (OSError, MegafxError) as found:
