@@ -47,13 +47,11 @@ def refuse_nodes(gm: fx.GraphModule) -> None:
                 raise CaptureError("torch.vmap inside of the model", fix=fix, **where)
             if node.target not in PRODUCTS or module is not gm:  # autocast, which casts, has a body of its own
                 continue
-            dtypes = {
-                n.name: n.meta[VAL].dtype for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)
-            }
-            if len(set(dtypes.values())) > 1:
-                given = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+            given = [n.meta[VAL].dtype for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]
+            if len(set(given)) > 1:
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in given)
                 raise CaptureError(
-                    f"{node.target} of different dtypes ({given}), at which eager mode ends too",
+                    f"{node.target} of different dtypes ({names}), at which eager mode ends too",
                     fix="give the inputs in the dtype of the parameters (`x.to(dtype)`), or call under torch.autocast",
                     **where,
                 )
