@@ -102,6 +102,9 @@ class Config:
     merge_linears: bool = _option(
         True, "compute linears that read one value as one product: gate and up; queries, keys and values", fuses=True
     )
+    moe_grouped_gemm: bool = _option(
+        True, "compute experts that are called one by one, each on its own tokens, as grouped products", fuses=True
+    )
     recompute_activation_func: bool = _option(
         True, "outputs of fused activations are not kept for backward: the kernel of their gradient computes them again"
     )

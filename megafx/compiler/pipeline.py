@@ -41,6 +41,7 @@ from megafx.passes.fuse.describe_masks import describe_masks
 from megafx.passes.fuse.fuse import fuse
 from megafx.passes.fuse.fuse_linear_loss import fuse_linear_loss
 from megafx.passes.fuse.fuse_local import fuse_local
+from megafx.passes.fuse.group_experts import group_experts
 from megafx.passes.fuse.merge_linears import merge_linears
 from megafx.passes.fuse.share_logsumexp import share_logsumexp
 from megafx.passes.localize.localize_shapes import localize_shapes
@@ -90,7 +91,7 @@ PLANNING: tuple[PassFunction, ...] = (
     describe_plan,
 )
 # One rank's shapes.
-LOCAL: tuple[PassFunction, ...] = (localize_shapes, fuse_linear_loss, fuse_local, merge_linears)
+LOCAL: tuple[PassFunction, ...] = (localize_shapes, fuse_linear_loss, fuse_local, merge_linears, group_experts)
 # Forward and backward in one graph. A graph without gradients goes without these.
 BACKWARD: tuple[PassFunction, ...] = (
     build_joint_graph,

@@ -139,10 +139,18 @@ def storage_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def _is_all_of(view: Any, base: fx.Node) -> bool:
+    """Whether a view shows the whole memory of its base, in order."""
+    if behind(view, RESHAPES) is base:
+        return True
+    sizes = [n.meta[VAL].numel() if n.meta[VAL].is_contiguous() else None for n in (view, base)]
+    return isinstance(sizes[0], int) and sizes[0] == sizes[1]
+
+
 def memory_of(node: fx.Node) -> tuple[fx.Node, int, int]:
     """(base, start, stop): the node shows elements [start, stop) of base's memory; all of it if that is not known."""
     base, node = storage_of(node), behind(node, RESHAPES)
-    if node is base or node.target is not aten.slice.Tensor or behind(node.args[0], RESHAPES) is not base:
+    if node is base or node.target is not aten.slice.Tensor or not _is_all_of(node.args[0], base):
         return base, 0, sys.maxsize
     source, dim, start, stop = (*node.args, 0, 0, 0)[:4]
     value = source.meta.get(VAL)  # type: ignore[union-attr]

@@ -171,9 +171,16 @@ class SizeEmitter:
             if node.op != "placeholder":
                 self._nodes.setdefault(node.meta["val"].node.expr, node)
         for node in graph.nodes if rows else ():
-            if _is_size(node) and self._late.intersection(node.all_input_nodes):
+            if _is_size(node) and self._late.intersection(node.all_input_nodes) and self._follows_rows(node):
                 self._late.add(node)
                 self._nodes.setdefault(node.meta["val"].node.expr, node)
+
+    def _follows_rows(self, node: fx.Node) -> bool:
+        """Whether only sizes stand between it and the rows that it is computed from: others may be used before it."""
+        before = node.prev
+        while _is_size(before):
+            before = before.prev
+        return before in self._late
 
     def __call__(self, structural: int) -> int | fx.Node:
         """structural integer -> int, or the node that computes it."""

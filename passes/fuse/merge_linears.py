@@ -25,14 +25,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.analysis.joined_parameters import leaves_gaps, mark, placed_together, stored_parameters, why_not_one
 from megafx.config import MEASURE_NOTHING
 from megafx.ir.program import PLACEMENT, VAL, Builder, Fusion, Phase, Program, fqn_of, inherit, source_of
 from megafx.kernels import join_parameters  # noqa: F401  registers the ops
-from megafx.ops.gather_region import ALIGNED
-from megafx.ops.owners import OWNER_PARAMETER
-from megafx.placements.data_axis import rows_of
-from megafx.placements.types import Placement, S
-from megafx.placements.views import concat_layouts
+from megafx.placements.types import Placement
 from megafx.planner.context import Planner, price_workload
 from megafx.planner.fusion_profile import MERGE_GATE_UP, MERGE_LINEARS, mode_of
 from megafx.rewrite.driver import fold
@@ -58,11 +55,7 @@ def merge_linears(program: Program, planner: Planner) -> int:
 class _Merger:
     def __init__(self, program: Program, planner: Planner) -> None:
         self.program, self.planner, self.trains = program, planner, planner.wants_grad
-        self.data = planner.data if planner.data is not None and planner.data.sharded else None
-        self.params = {node: spec for node, spec in program.input_nodes() if spec.kind == "param"}
-        # of an expert: the owner's, as it is stored
-        held = program.graph.find_nodes(op="call_function", target=OWNER_PARAMETER)
-        self.params |= {node: self.params[node.args[0]] for node in held if node.args[0] in self.params}
+        self.params = stored_parameters(program)
         self.changes = 0
         self.told: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)  # (folded module, what) -> linears
         price_workload(program, planner.config)
@@ -100,15 +93,9 @@ class _Merger:
         """Why these cannot be merged, or ''."""
         if len({len(_biases(n)) for n in group}) > 1:
             return "some have a bias, others none"
-        weights = [n for node in group for n in (node.args[1], *_biases(node))]
-        for n in weights:
-            if n not in self.params:
-                return f"%{n.name} is no parameter as it is stored: it is cast, moved or computed first"
-            spec, what = self.params[n], self.params[n].name
-            if spec.aliases or len(n.users) > 1 or weights.count(n) > 1:
-                return f"{what} is tied or used elsewhere too"
-            if self.trains is not None and not self.trains(spec):
-                return f"{what} is frozen"
+        weights: list[Any] = [n for node in group for n in (node.args[1], *_biases(node))]
+        if reason := why_not_one(weights, self.params, self.trains):
+            return reason
         if len({(n.args[1].meta[VAL].dtype, n.args[1].meta[VAL].device) for n in group}) > 1:  # type: ignore[union-attr]
             return "their dtypes or devices differ"
         if gated is not None and any({*n.users} != {gated} for n in group):
@@ -117,21 +104,16 @@ class _Merger:
         if gated is not None and widths[0] != widths[1]:
             return "gate and up have different widths"
         for values in (group, [n.args[1] for n in group], [b for n in group for b in _biases(n)]):
-            if values and self.data is not None and values is not group and self.leaves_gaps(values):
+            if values and values is not group and leaves_gaps(values, self.planner.data, self.planner.t):  # type: ignore[arg-type]
                 return "their rows do not divide by the data-parallel ranks, so they are not gathered side by side"
-            if values and _together(values, self.planner.t) is None:  # type: ignore[arg-type]
+            if values and self.together(values) is None:
                 return "they are placed apart: " + ", ".join(str(v.meta.get(PLACEMENT)) for v in values)  # type: ignore[union-attr]
         return ""
 
-    def leaves_gaps(self, parameters: list[Any]) -> bool:
-        """Whether gathered parameters do not follow each other in their region's buffer."""
-        assert self.data is not None
-        for p in parameters[:-1]:
-            rows, cut = int(p.meta[VAL].shape[0]), p.meta[PLACEMENT].is_shard if PLACEMENT in p.meta else False
-            _, ranks, _ = rows_of(rows, self.data, self.planner.t, cut)
-            if rows % ranks or p.meta[VAL].numel() % ALIGNED:
-                return True
-        return False
+    def together(self, values: list[Any]) -> Placement | str | None:
+        """The placement of parameters one below the other, or of results with their columns side by side."""
+        stored = values[0] in self.params
+        return placed_together(values, 0 if stored else values[0].meta[VAL].dim() - 1, self.planner.t)
 
     def judge(self, group: list[fx.Node], gated: fx.Node | None) -> tuple[bool, str]:
         """(whether it is slower, by what that is known)."""
@@ -165,7 +147,7 @@ class _Merger:
         bias = self._join(build, [_biases(n)[0] for n in group]) if _biases(group[0]) else None
         own = () if bias is None or gated is not None else (bias,)  # the packed unit adds it
         operands = (group[0].args[0], weight, *own)
-        whole = _placed(build(aten.linear.default, *operands), _together(group, self.planner.t))
+        whole = mark(build(aten.linear.default, *operands), self.together(group))
         elements = math.prod(program.sizes.shape(whole.meta[VAL]))
         pattern = MERGE_LINEARS if gated is None else MERGE_GATE_UP
         module = self.name(group[0]).rpartition(".")[0]
@@ -182,7 +164,7 @@ class _Merger:
             at += width
 
     def _join(self, build: Builder, parameters: list[Any]) -> fx.Node:
-        return _placed(build(ops.join_parameters.default, parameters), _together(parameters, self.planner.t))
+        return mark(build(ops.join_parameters.default, parameters), self.together(parameters))
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         inherit(new, old, NAME)
@@ -206,21 +188,3 @@ class _Merger:
 
 def _biases(node: fx.Node) -> list[Any]:
     return [b for b in node.args[2:] if b is not None]
-
-
-def _together(values: list[fx.Node], t: int) -> Placement | str | None:
-    """Placement of values side by side along the dim of a linear's columns ('': not marked); None where there is none."""
-    marked = [v.meta[PLACEMENT] for v in values if PLACEMENT in v.meta]
-    if len(marked) < len(values):
-        return None if marked else ""
-    dim = 0 if values[0].op == "placeholder" else values[0].meta[VAL].dim() - 1
-    if all(p.is_shard and p.dim == dim for p in marked):
-        cut = concat_layouts((p.cut for p in marked), t)
-        return None if cut is None else S(dim, cut)
-    return marked[0] if all(p == marked[0] for p in marked) else None
-
-
-def _placed(node: fx.Node, placement: Placement | str | None) -> fx.Node:
-    if isinstance(placement, Placement):
-        node.meta[PLACEMENT] = placement
-    return node

@@ -93,9 +93,12 @@ def _backward(ctx, grad: Tensor):
     x, weight, ends = ctx.saved_tensors
     dx, dweight = ctx.needs_input_grad[:2]
     ops = torch.ops.megafx
+    turned = weight.stride(2) != 1  # [N, K] in memory, as linears have it: so has its gradient
     return (
         ops.grouped_mm(grad, weight.transpose(1, 2), ends) if dx else None,
-        ops.grouped_mm_weight(x, grad, ends) if dweight else None,
+        (ops.grouped_mm_weight(grad, x, ends).transpose(1, 2) if turned else ops.grouped_mm_weight(x, grad, ends))
+        if dweight
+        else None,
         None,
     )
 

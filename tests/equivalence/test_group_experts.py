@@ -1,0 +1,155 @@
+"""Covers: passes/fuse/group_experts.py, analysis/joined_parameters.py: experts called one by one, as grouped products."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megafx
+
+ops = torch.ops.megafx
+
+
+class Gated(nn.Module):
+    def __init__(self, hidden: int, ffn: int, bias: bool) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(hidden, ffn, bias=bias), nn.Linear(hidden, ffn, bias=bias)
+        self.down = nn.Linear(ffn, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Plain(nn.Module):
+    def __init__(self, hidden: int, ffn: int, bias: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, ffn, bias=bias), nn.Linear(ffn, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """put: how an expert's result is added."""
+
+    def __init__(self, kind: type[nn.Module], bias: bool, put: str, experts: int = 4, ffn: int = 12) -> None:
+        super().__init__()
+        self.put, self.number = put, experts
+        self.router = nn.Linear(8, experts, bias=False)
+        self.experts = nn.ModuleList(kind(8, ffn, bias) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows_of_tokens = x.view(-1, 8)
+        weights, chosen = self.router(rows_of_tokens).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(rows_of_tokens)
+        mask = F.one_hot(chosen, self.number).permute(2, 1, 0)
+        for e, expert in enumerate(self.experts):
+            which, rows = torch.where(mask[e])
+            y = expert(rows_of_tokens[rows]) * weights[rows, which, None]
+            if self.put == "index_add":
+                out.index_add_(0, rows, y)
+            elif self.put == "functional":
+                out = out.index_add(0, rows, y)
+            else:
+                out[rows] += y
+        return out.view_as(x)
+
+
+class Net(nn.Module):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.table, self.norm, self.moe = nn.Embedding(11, 8), nn.LayerNorm(8), Mixture(*args, **kwargs)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.moe(self.norm(x))
+        return F.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), labels.flatten())
+
+
+def calls() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randint(0, 11, (2, 5)), torch.randint(0, 11, (2, 5))
+
+
+def grouped(model: nn.Module, **config: Any) -> tuple[int, list[str]]:
+    """Grouped products of one rank's forward and backward, and what the report says of experts."""
+    model = megafx.parallelize(model, megafx.Config(**config), example_inputs=calls())
+    model(*calls())
+    graph = model.megafx.settled.last.program.graph
+    targets = (ops.grouped_mm.default, ops.grouped_mm_weight.default)
+    count = sum(len(graph.find_nodes(op="call_function", target=t)) for t in targets)
+    return count, [n.message for n in model.megafx.notes if "experts" in n.message]
+
+
+@pytest.mark.parametrize(
+    "kind,bias,put,t",
+    [
+        (Gated, False, "index_add", 2),
+        (Gated, True, "functional", 3),
+        (Plain, True, "index_add", 4),
+        (Plain, False, "functional", 2),
+        (Gated, True, "assigned", 2),
+    ],
+)
+def test_ranks_compute_what_eager_does(kind: type[nn.Module], bias: bool, put: str, t: int) -> None:
+    torch.manual_seed(0)
+    model = Net(kind, bias, put).double()
+    for sequence_parallel in (False, True):
+        config = megafx.Config(tensor_model_parallel_size=t, sequence_parallel=sequence_parallel)
+        verdict = megafx.verify(model, config, example_inputs=calls(), tolerance=1e-10)
+        assert verdict, verdict
+    products, notes = grouped(model)
+    if put == "assigned":  # a token that an expert gets twice would count once
+        assert products == 0 and "are not grouped: their results are not all put back by index_add" in notes[0], notes
+        return
+    assert products == 2 * 3, notes  # forward, and the gradients of rows and weights
+    assert notes == ["4 experts, of which moe.experts.0 is the first, grouped: their products are one"]
+
+
+def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
+    torch.manual_seed(0)
+    model = Net(Gated, True, "index_add").double()
+    with torch.no_grad():
+        model.moe.router.weight.copy_(torch.eye(4, 8) * torch.tensor([5.0, 4.0, -5.0, 3.0])[:, None])
+        model.norm.bias.fill_(2.0)
+        model.norm.weight.fill_(0.01)
+    config = megafx.Config(tensor_model_parallel_size=2)
+    assert megafx.verify(model, config, example_inputs=calls(), tolerance=1e-10)
+    model = megafx.parallelize(model, megafx.Config(), example_inputs=calls())
+    model(*calls()).backward()
+    assert not model.moe.experts[2].gate.weight.grad.any() and model.moe.experts[0].gate.weight.grad.any()
+
+
+def test_knob_and_what_is_left_alone() -> None:
+    assert grouped(Net(Gated, False, "index_add").double(), moe_grouped_gemm=False) == (0, [])
+    frozen = Net(Gated, False, "index_add").double()
+    frozen.moe.experts[1].down.weight.requires_grad_(False)
+    products, notes = grouped(frozen)
+    assert products == 0 and any("moe.experts.1.down.weight is frozen" in n for n in notes), notes
+    tied = Net(Plain, False, "index_add").double()
+    tied.moe.experts[3].up.weight = tied.moe.experts[2].up.weight
+    products, notes = grouped(tied)
+    assert products == 0 and "is tied or used elsewhere too" in notes[0], notes
+    other = Net(Plain, False, "index_add").double()
+    other.moe.experts[2].up, other.moe.experts[2].down = nn.Linear(8, 14).double(), nn.Linear(14, 8).double()
+    products, notes = grouped(other)
+    assert products == 0 and not any("are one" in n for n in notes), notes
+
+
+def test_weights_and_gradients_lie_in_one_memory() -> None:
+    torch.manual_seed(0)
+    model = megafx.parallelize(Net(Gated, False, "index_add").double(), megafx.Config(), example_inputs=calls())
+    for _ in range(2):
+        model(*calls()).backward()
+    experts = model.moe.experts
+    for get in (lambda p: p, lambda p: p.grad):
+        downs = [get(e.down.weight) for e in experts]
+        starts = [x.data_ptr() - downs[0].data_ptr() for x in downs]
+        assert starts == [i * downs[0].numel() * 8 for i in range(4)]
+        halves = itertools.chain.from_iterable((get(e.gate.weight), get(e.up.weight)) for e in experts)
+        assert len({x.untyped_storage().data_ptr() for x in halves}) == 1
