@@ -354,6 +354,42 @@ def a_checkpoint_of_optimizer_shards_goes_elsewhere(folder: Path) -> None:
     dist.barrier()
 
 
+@check(2)
+def each_replica_goes_on_with_its_own_masks(folder: Path) -> None:
+    """data_parallel_loss="average": ranks draw apart, and each does so as if the run had not stopped."""
+    start, (ids, labels) = Model(0.3).double(), batch(0, 2)
+    options = {"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel_loss": "average"}
+    model, other = (parallel(copy.deepcopy(start), **options) for _ in range(2))
+    call = (mine(ids, 2, 1), mine(labels, 2, 1))
+    model(*call), other(*call)
+    megafx.save_checkpoint(folder, model, step=1)
+    wanted = [float(model(*call)) for _ in range(2)]
+    torch.manual_seed(7)  # the same on both ranks
+    megafx.load_checkpoint(folder, other)
+    assert [float(other(*call)) for _ in range(2)] == wanted
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, torch.get_rng_state())
+    assert not torch.equal(*states)
+
+
+@check(2)
+def a_model_of_one_rank_is_saved_by_rank_0_alone(folder: Path) -> None:
+    """Several ranks would write the same files."""
+    model = nn.Linear(2, 2)
+    for save in (
+        lambda: megafx.save_checkpoint(folder, model, step=1),
+        lambda: megafx.save_pretrained(model, folder / "hf"),
+    ):
+        if dist.get_rank() == 0:
+            save()
+        else:
+            with pytest.raises(UsageError, match="on rank 1 for a model that is not parallelized"):
+                save()
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == [".owner.json", "hf", "step_00000001"]
+    megafx.load_checkpoint(folder, model)
+
+
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters and optimizer state, whole, by name."""
     found = dict(megafx.full_state_dict(model))
