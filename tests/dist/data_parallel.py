@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -363,13 +364,13 @@ def each_replica_goes_on_with_its_own_masks(folder: Path) -> None:
     call = (mine(ids, 2, 1), mine(labels, 2, 1))
     model(*call), other(*call)
     megafx.save_checkpoint(folder, model, step=1)
-    wanted = [float(model(*call)) for _ in range(2)]
+    wanted = [model(*call).item() for _ in range(2)]
     torch.manual_seed(7)  # the same on both ranks
     megafx.load_checkpoint(folder, other)
-    assert [float(other(*call)) for _ in range(2)] == wanted
+    found = [other(*call).item() for _ in range(2)]
     states: list[Any] = [None, None]
     dist.all_gather_object(states, torch.get_rng_state())
-    assert not torch.equal(*states)
+    assert found == wanted and not torch.equal(*states)
 
 
 @check(2)
@@ -388,6 +389,23 @@ def a_model_of_one_rank_is_saved_by_rank_0_alone(folder: Path) -> None:
     dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == [".owner.json", "hf", "step_00000001"]
     megafx.load_checkpoint(folder, model)
+
+
+@check(2)
+def models_share_their_groups() -> str:
+    """A model that is dropped leaves no files and no threads."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    counts = []
+    for _ in range(3):
+        model = parallel(Model().double(), tensor_model_parallel_size=1, data_parallel_size=2)
+        ids, labels = batch(0, 2)
+        model(mine(ids, 2, 1), mine(labels, 2, 1)).backward()
+        counts.append(held())
+    assert counts[1] == counts[2], counts
+    return f"{counts} files and threads"
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
