@@ -19,7 +19,7 @@ from torch import nn
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
-from megafx.capture.prepare import configs_of
+from megafx.capture.prepare import configs_of, released
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.board import FORWARD, GRADIENTS, TRAINING, Entry, calls_differ, make_board
@@ -305,7 +305,8 @@ class Runtime:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""
         if self.mesh is None:
             return plan
-        text = agreement.broadcast_object(plan.to_json() if self.rank == 0 else None, self.group)
+        with released():  # ranks may have begun with models of other threads
+            text = agreement.broadcast_object(plan.to_json() if self.rank == 0 else None, self.group)
         return Plan.from_json(text, plan.sizes)
 
     def _axes(self) -> dict[str, AxisContext] | None:
