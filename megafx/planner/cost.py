@@ -36,7 +36,7 @@ SAVED_TRAFFIC = 1.0
 DTYPE_OF_ITEMSIZE = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 # What ops do, by name; megafx's own say it where they are defined (`OpFacts.cost`). Views and reshapes move nothing.
-_MATMULS = "linear mm addmm matmul bmm baddbmm"
+_MATMULS = "linear mm addmm matmul bmm baddbmm einsum"
 _VIEWS = (
     "view reshape _unsafe_view transpose permute t expand expand_as unsqueeze squeeze flatten unflatten slice select narrow "
     "split split_with_sizes chunk unbind alias detach getitem"
