@@ -1,10 +1,9 @@
 """What models outside of the matrix's list brought up, each as the smallest model that shows it.
 
 Covers: sizes.py (ranges with a step), passes/canonicalize/names.py and passes/canonicalize/views.py (dtypes and memory
-that eager decides),
-passes/canonicalize/editor.py (sizes that depend on data), rules/families_math.py (convolutions without bias),
-capture/prepare.py,
-passes/canonicalize/inplace.py (shapes that change in place), planner/policy.py (policies that give way, routers).
+that eager decides), passes/canonicalize/editor.py (sizes that depend on data), rules/families_math.py (convolutions without
+bias), capture/prepare.py, passes/canonicalize/inplace.py (shapes that change in place), planner/policy.py (policies that give
+way, routers), passes/canonicalize/random.py (recurrent layers).
 """
 
 from __future__ import annotations
@@ -237,3 +236,19 @@ def test_experts_behind_an_einsum_dispatch_are_sharded(batched: bool, t: int) ->
     assert found.ok, str(found)
     params = megafx.plan(model, config, example_inputs=(floats(2, 5, 12),)).params
     assert params["up"].is_shard and params["down"].is_shard and not params["gate.weight"].is_shard
+
+
+class Recurrent(nn.Module):
+    """A GRU that drops nothing, which has a rule of its own kind: none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gru, self.down = nn.Linear(6, 12), nn.GRU(12, 8, batch_first=True), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gru(self.up(x))[0]).square().mean()
+
+
+def test_a_recurrent_layer_without_dropout_draws_nothing() -> None:
+    found = megafx.verify(Recurrent().double(), TWO, example_inputs=(floats(3, 5, 6),), tolerance=1e-10)
+    assert found.ok, str(found)
