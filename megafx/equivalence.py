@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megafx.capture.caches import is_cache
 from megafx.capture.export import capture_call
 from megafx.checks import simulate
+from megafx.compiler.all_ranks import run_ranks
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import UsageError
@@ -49,6 +50,8 @@ class Verdict:
         ]
         if self.divergence is not None:
             lines.append(f"  they first part at {self.divergence}")
+        elif not self.ok:
+            lines.append("  they part at no node of the joint graph: the passes of stage 'rank' change numbers")
         return "\n".join(lines)
 
 
@@ -65,6 +68,7 @@ def verify_call(
 ) -> Verdict:
     """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process.
 
+    Ranks run what real ones run (`run_ranks`): their own graphs, after all passes, with collectives among themselves.
     The model is used as it is (train or eval, with its weights) and left unchanged.
     """
     t = config.tensor_model_parallel_size or 2
@@ -87,8 +91,7 @@ def verify_call(
     differentiated = [single.program.outputs[i].name for i in single.differentiated]
     tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
     values |= tangents
-    found = simulate.run_logical(sharded.program, values, sharded.plan.params, t)
-    alone = simulate.run_logical(single.program, values, single.plan.params, 1)
+    found, alone = run_ranks(sharded, values), run_ranks(single, values)
     random = any(spec.kind == "seed" for spec in sharded.program.inputs)
     if random:
         outputs, gradients = alone.outputs, alone.gradients

@@ -11,16 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megafx.analysis.communication import Communication, collective_nodes, communication
+from megafx.capture.prepare import alone
 from megafx.checks import types
 from megafx.checks.numbers import NumberCheck
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
 from megafx.compiler.runner import Pass, PassFunction, Runner, insert_user_passes
 from megafx.config import Config
-from megafx.debugging import current
+from megafx.debugging import Debug, current
 from megafx.errors import PlacementError
 from megafx.ir.program import RECOMPUTE, Note, Program
-from megafx.ops.axes import on_mesh
+from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.backward.accumulate_products import accumulate_products
 from megafx.passes.backward.build_joint_graph import build_joint_graph
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
@@ -157,6 +158,13 @@ class Compiled:
         """What this rank runs. gathered: parameters of the model that its graphs have gathered and keep."""
         return _executable(self.program.copy(), self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
 
+    def for_rank(self, axes: Mapping[str, AxisContext] | None) -> Program:
+        """PARTITIONED: what the rank at this place runs. Nothing is logged or dumped."""
+        program, planner = self.program.copy(), replace(self.planner, axes=axes)
+        quiet = replace(current(), level=0, dump=None)
+        _runner(planner, "lowered", quiet).run(program, passes_of(planner, "rank"))
+        return program
+
     def held_back(self, gradients: Gradients) -> tuple[Executable, list[str]]:
         """The same with another backward, which takes what this one's forward keeps (`data_parallel`).
 
@@ -166,7 +174,8 @@ class Compiled:
         program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
         runner, passes = _runner(planner, "before_reduction"), passes_of(planner, "communication")
         first = [p.name for p in passes].index(data_parallel.__name__)
-        runner.run(program, passes[first:])
+        with alone():
+            runner.run(program, passes[first:])
         return _executable(program, planner, runner), [i.name for i in program.inputs if i.kind == "pending"]
 
     def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
@@ -204,21 +213,24 @@ def passes_of(planner: Planner, *stages: str) -> list[Pass]:
 
 def _run(program: Program, planner: Planner, *stages: str) -> Runner:
     """Under MEGAFX_CHECK=2 each pass is followed by a comparison of numbers."""
-    runner = _runner(planner, "capture")
-    numbers = NumberCheck(planner.t, planner.data) if runner.settings.check >= 2 else None
-    runner.run(program, passes_of(planner, *stages), numbers)
-    return runner
+    with alone():
+        runner = _runner(planner, "capture")
+        numbers = NumberCheck(planner.t, planner.data) if runner.settings.check >= 2 else None
+        runner.run(program, passes_of(planner, *stages), numbers)
+        return runner
 
 
-def _runner(planner: Planner, start: str) -> Runner:
+def _runner(planner: Planner, start: str, settings: Debug | None = None) -> Runner:
     """Flags may name any pass of the pipeline, also where this graph has no need of it."""
-    return Runner(planner, [p.name for stage in pipeline(planner.config).values() for p in stage], start=start)
+    names = [p.name for stage in pipeline(planner.config).values() for p in stage]
+    return Runner(planner, names, settings, start)
 
 
 def _executable(
     program: Program, planner: Planner, runner: Runner, gathered: GatheredParameters | None = None
 ) -> Executable:
-    runner.run(program, passes_of(planner, "rank"))
+    with alone():
+        runner.run(program, passes_of(planner, "rank"))
     axes = planner.axes
     made = Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes), gathered)
     return made.compiled() if planner.config.compile else made

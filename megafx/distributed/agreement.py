@@ -21,6 +21,15 @@ from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import AgreementError, LostRankError, MegafxError, NumericError
 
+OTHER_BATCHES = (
+    "got different batches, as from a DistributedSampler over all ranks, another shuffle seed on each, or a batch that one "
+    "rank left out"
+)
+SAME_BATCH = (
+    "give every rank of a tensor-parallel group the same batch: DistributedSampler(num_replicas=, rank=) by data-parallel "
+    "rank, one seed for shuffling, or megafx.broadcast_data. (A PipelineStage needs input_args= and output_args=: else it "
+    "probes with tensors of no value.)"
+)
 CHECKED_FIRST = 3  # steps at the beginning whose inputs are compared whatever `check_inputs_every` says
 
 
@@ -147,12 +156,8 @@ def check_inputs(
     named: Sequence[tuple[str, torch.Tensor]], structure: str, step: int, group: dist.ProcessGroup | None
 ) -> None:
     """Raise on every rank unless all ranks were given the same inputs."""
-    fix = (
-        "give every rank of a tensor-parallel group the same batch: shard data by data-parallel rank only "
-        "(PipelineStage probes shapes with tensors of no value unless it is given input_args= and output_args=)"
-    )
     described = "\n".join([structure, *(f"{n}: {tuple(x.shape)} {x.dtype}" for n, x in named)])
-    check_same(f"the call of step {step}", described, group, fix=fix)
+    check_same(f"the call of step {step}", described, group, fix=SAME_BATCH)
     if not named:
         return
     hashes = _gather_hashes([x for _, x in named], group)
@@ -161,19 +166,9 @@ def check_inputs(
         ranks = differ.any(1).nonzero().flatten().tolist()
         raise AgreementError(
             f"step {step}: input {', '.join(wrong)} is not the same on all tensor-parallel ranks "
-            f"(rank {', '.join(map(str, ranks))} against rank 0)",
-            fix=fix,
+            f"(rank {', '.join(map(str, ranks))} against rank 0): they {OTHER_BATCHES}",
+            fix=SAME_BATCH,
         )
-
-
-def check_shapes(named: Sequence[tuple[str, torch.Tensor]], step: int, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank unless the batches of all data-parallel ranks have the same shapes."""
-    described = "\n".join(f"{n}: {tuple(x.shape)}" for n, x in named)
-    fix = (
-        "give each the same number of rows and pad them to the same length: this model averages over its batch, or drops out "
-        "by place in it; or use Config(data_parallel_loss='average')"
-    )
-    check_same(f"the shapes of their batches at step {step}", described, group, fix=fix)
 
 
 def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megafx.errors import LostRankError
+from megafx.errors import LostRankError, UsageError
 
 LONGEST_WAIT = timedelta(minutes=5)  # for ranks that should call something too, where the group's timeout is longer
 SECONDS = 0.1  # at exit, without the lock held: gloo's thread needs microseconds of them
@@ -80,6 +80,13 @@ def meet(what: str, group: dist.ProcessGroup | None) -> None:
     if other is not None:
         found = f"rank {mine} calls {what}, rank {other} {texts[other]}"
         raise LostRankError(found, fix="make the same calls on all ranks")
+
+
+def only_rank_0(what: str) -> None:
+    """For a model that is each process's own. Raises UsageError on other ranks, which would write the same files."""
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        found = f"{what} is called on rank {dist.get_rank()} for a model that is not parallelized over ranks"
+        raise UsageError(found, fix="call it on rank 0 only: `if torch.distributed.get_rank() == 0:`")
 
 
 def _wait(store: Any, keys: list[str], limit: timedelta) -> Any:

@@ -16,17 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _autograd as autograd
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
-from megafx.capture.prepare import configs_of
+from megafx.capture.prepare import configs_of, released
 from megafx.config import Config
 from megafx.distributed import agreement
+from megafx.distributed.board import FORWARD, GRADIENTS, TRAINING, Entry, calls_differ, make_board
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import parameter_slots, place_joined, shard_over_data, shard_parameters
 from megafx.distributed.tensor import TPTensor
-from megafx.errors import CaptureError, UsageError
+from megafx.errors import CaptureError, LostRankError, UsageError
 from megafx.ir import dump
 from megafx.ir.program import Note, Program
 from megafx.ops.axes import AxisContext
@@ -36,7 +38,7 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.report import Report, fused, refresh_notes
-from megafx.runtime.bound_graph import BoundGraph, CompiledCall, ModelState
+from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.keys import Call, KeyMaker, Normalizer, module_state, parameter_state
 
@@ -134,7 +136,7 @@ class Runtime:
         """What the root forward does."""
         if self.capturing:
             return self.original.forward(self.model, *args, **kwargs)
-        with stopping_with_others(f"the forward of call {self.state.step}"):
+        with self._with_others(f"the forward of call {self.state.step}"):
             return self._call(args, kwargs)
 
     def call_part(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,18 +148,40 @@ class Runtime:
                 module=part,
                 fix="call the whole model first, or pass example_inputs= to megafx.parallelize",
             )
-        with stopping_with_others(f"the forward of call {self.state.step}, of '{part}'"):
+        with self._with_others(f"the forward of call {self.state.step}, of '{part}'"):
             return self._call(args, kwargs, part)
+
+    @contextlib.contextmanager
+    def _with_others(self, what: str) -> Iterator[None]:
+        """Where a rank is lost because calls differ, that is said."""
+        try:
+            with stopping_with_others(what):
+                yield
+        except LostRankError:
+            if self.state.boards is not None:
+                self.state.boards.explain()
+            raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
         call = self._call_of(args, kwargs, part)
-        if self.mesh is not None and self._checks_inputs():
-            agreement.check_inputs(call.tensors(), str(self._describe(call)), self.state.step, self.group)
         graph = self._graph(call)
-        if graph.equal_batches and self._checks_inputs():
-            agreement.check_shapes(call.tensors(), self.state.step, self.meshes.batch)
+        assert self.state.boards is not None
+        self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1
         return graph.run(call)
+
+    def _compare(self, call: Call, graph: BoundGraph | None) -> None:
+        """Raise unless all tensor-parallel ranks are about to make this call. graph: that of it, where there is one."""
+        if self.state.boards is None:
+            device = self.state.device
+            self.state.boards = Boards(make_board(self.group, device), make_board(self.meshes.batch, device))
+        if (board := self.state.boards.calls) is not None:
+            about = self._describe(call) if graph is None else graph.about
+            found = board.exchange(Entry(FORWARD, self.state.step, about, call.numbers()))
+            if found is not None:
+                raise calls_differ(found, call.labels())
+        if self.mesh is not None and self._checks_inputs():
+            agreement.check_inputs(call.tensors(), self._describe(call), self.state.step, self.group)
 
     def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Call:
         loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None and not part else None
@@ -176,8 +200,8 @@ class Runtime:
         """What ranks have to agree on besides tensors: structure, Python values, mode."""
         values = [(n, v) for n, v in zip(call.names(), call.leaves, strict=True) if not isinstance(v, torch.Tensor)]
         training = hashlib.blake2b(str(module_state(self.modules, self.configs)).encode(), digest_size=8).hexdigest()
-        mode = f"grad mode {torch.is_grad_enabled()}, train/eval of modules {training}"
-        return f"{call.part}{call.names()}\n{values}\n{mode}"
+        mode = f"{TRAINING}of {sum(m.training for m in self.modules)} of {len(self.modules)} modules ({training})"
+        return f"{call.part}{call.names()}\n{values}\n{GRADIENTS}{'on' if torch.is_grad_enabled() else 'off'}\n{mode}"
 
     def _graph(self, call: Call) -> BoundGraph:
         self._check_tree()
@@ -185,12 +209,16 @@ class Runtime:
         grad = torch.is_grad_enabled()
         state = (self.replacements, module_state(self.modules, self.configs), parameter_state(present))
         skeleton = self.keys.skeleton(call, state, grad)
+        compared = False
         while True:
             key, varying = self.keys.key(skeleton, call)
             graphs = self.graphs.setdefault(key, [])
-            for graph in graphs:
-                if graph.fits(call):
-                    return graph
+            known = next((graph for graph in graphs if graph.fits(call)), None)
+            if not compared:
+                self._compare(call, known)
+                compared = True
+            if known is not None:
+                return known
             try:
                 graph = self._compile(call, varying, present, grad)
             except CaptureError:
@@ -231,7 +259,7 @@ class Runtime:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
-        return BoundGraph(self.state, compiled)
+        return BoundGraph(self.state, compiled, self._describe(call))
 
     def _check_graph(self, what: str, program: Program) -> None:
         """Raise unless all tensor-parallel ranks have the same."""
@@ -278,7 +306,8 @@ class Runtime:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""
         if self.mesh is None:
             return plan
-        text = agreement.broadcast_object(plan.to_json() if self.rank == 0 else None, self.group)
+        with released():  # ranks may have begun with models of other threads
+            text = agreement.broadcast_object(plan.to_json() if self.rank == 0 else None, self.group)
         return Plan.from_json(text, plan.sizes)
 
     def _axes(self) -> dict[str, AxisContext] | None:
@@ -327,13 +356,19 @@ class Runtime:
 
     @contextlib.contextmanager
     def _capturing(self, grad: bool) -> Iterator[None]:
-        """The model is the user's own within: its forward, its hooks."""
+        """The model is the user's own within: its forward, its hooks. Hooks on what autograd saves are the run's alone."""
         self.capturing = True
+        saving = []
+        while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
+            saving.append(hooks)
+            autograd._pop_saved_tensors_default_hooks()
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
                 yield
         finally:
             self.capturing = False
+            for pair in reversed(saving):
+                autograd._push_saved_tensors_default_hooks(*pair)
 
     def _adopt(self, params: Mapping[str, Placement]) -> None:
         """Settle how parameters are stored, once."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from megafx.distributed import agreement
@@ -44,7 +45,12 @@ def load_safetensors(
         rest = Rest(model, factory, check_fit(tensors, sources, files))
     with agreement.raising_together(group, CheckpointError):
         given = give_memory(model, device=None if device is None else torch.device(device))
-        _read(stored_tensors(model), sources, files)
+        try:
+            _read(stored_tensors(model), sources, files)
+        except (OSError, SafetensorError) as error:
+            text = f"{type(error).__name__}: {error}"
+            found = f"'{files.path}' could not be read to its end, and part of the model is filled: {text}"
+            raise CheckpointError(found, fix="load again, once nothing writes there") from error
         files.close()
         rest.fill()
         if given and (runtime := runtime_of(model)) is not None:

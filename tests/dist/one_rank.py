@@ -165,3 +165,132 @@ def an_error_of_one_rank_in_safetensors(folder: Path) -> None:
             raises(CheckpointError, "ValueError: worn out", lambda w=what: megafx.save_pretrained(model, folder / w))
     megafx.load_safetensors(model, folder)
     model(x()).backward()
+
+
+class Tasks(Net):
+    """Two heads of one shape; a call takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, task: str = "", mask: Tensor | None = None) -> Tensor:
+        if task:
+            x = x + torch.tanh((self.extra if task == "a" else self.other)(x))
+        if mask is not None:
+            x = x * mask[..., None]
+        return super().forward(x)
+
+
+@check(2, seed=0)
+def calls_that_go_apart_late() -> None:
+    """Beyond the calls whose inputs are hashed. Both ranks raise before anything is sent, so the next call is right again."""
+    rank, model = dist.get_rank(), net(Tasks, check_inputs_every=0)
+    for step in range(4):
+        model(x(seed=step)).backward()
+
+    def in_mode(training: bool, grad: bool) -> None:
+        model.train(training)
+        with torch.set_grad_enabled(grad):
+            model(x())
+
+    def alone(first: bool) -> None:
+        loss = model(x())
+        model(x()) if first else loss.backward()
+
+    for text, call in {
+        f"call 4: .* DistributedSampler .* size 0 of 'x' is 3 on rank 0, 4 on rank 1": lambda: model(x(3 + rank)),
+        "hash of the values of 'x'": lambda: model(x(seed=rank)),
+        "different modes, as after model.eval": lambda: in_mode(rank == 1, True),
+        "gradients on on rank 0, gradients off on rank 1": lambda: in_mode(True, rank == 0),
+        "kwargs.task.*'a'.* on rank 0, .*'b'.* on rank 1": lambda: model(x(), task="ab"[rank]),
+        "rank 0 comes to the forward of call 5, rank 1 to the backward of call 4": lambda: alone(rank == 0),
+    }.items():
+        with at_once():
+            raises(AgreementError, text, call)
+        model.train()
+        if "comes to" not in text:
+            assert model(x()).isfinite()
+            model.megafx.state.step = 4
+    model = net(Tasks, check_inputs_every=0)
+    with mock.patch("megafx.distributed.board._shared", side_effect=lambda group: None):  # as on several hosts
+        for step in range(3):
+            model(x(seed=step)).backward()
+    raises(AgreementError, "call 3: .* size 0 of 'x' is 3 on rank 0, 4 on rank 1", lambda: model(x(3 + rank)))
+    model(x()).backward()
+
+
+@check(2, seed=0)
+def replicas_whose_graphs_differ() -> None:
+    """Their gradients would be summed by place, which mixes them up. Other lengths, and a mask on one, are fine."""
+    rank = dist.get_rank()
+    for form in ("ddp", "zero1", "fsdp"):
+        options = {"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel_loss": "average"}
+        model = net(Tasks, data_parallel=form, **options)
+        for step in range(2):
+            model(x(3 + 2 * rank, step)).backward()
+        model(x(), mask=torch.ones(3, 4).double() if rank else None).backward()
+        model(x(), task="a").backward()
+        with at_once():
+            text = "(?s)'extra.bias' is used on data-parallel rank 0, and not on rank 1.*in module 'extra'.*torch.where"
+            raises(AgreementError, text, lambda m=model: m(x(), task="ab"[rank]))
+            raises(AgreementError, "used on data-parallel rank 1, and not", lambda m=model: m(x(), task="a" * rank))
+            with model.no_sync() if rank else contextlib.nullcontext():
+                raises(AgreementError, "no_sync on all or none", lambda m=model: m(x()))
+        model(x()).backward()
+        with torch.no_grad():
+            model(x())
+
+
+class Attends(nn.Module):
+    """Fused queries, keys and values of 3 heads, and a width of 19: parameters are cut in blocks, unevenly, and on either dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up, self.down = nn.Linear(6, 27), nn.Linear(9, 19), nn.Linear(19, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = [y.unflatten(-1, (3, 3)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)]
+        heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return self.down(self.up(heads).relu()).square().mean()
+
+
+READINGS: dict[str, Callable[[Tensor], float]] = {
+    "isfinite.all": lambda p: bool(torch.isfinite(p).all()),
+    "isnan.any": lambda p: torch.isnan(p).any().item(),
+    "not all": lambda p: bool(p.isfinite().all().logical_not()),
+    "all are not 0": lambda p: bool((p != 0).all()),  # pads are
+    "of several": lambda p: bool(torch.stack([torch.isfinite(p).all(), torch.isnan(p).any()]).any()),
+    "count": lambda p: int(torch.isnan(p).sum()),
+    "sum": lambda p: float(p.nan_to_num().sum()),
+    "mean": lambda p: float(p.nan_to_num().mean()),
+    "norm": lambda p: float(p.nan_to_num().norm()),
+    "equal": lambda p: torch.equal(p, p),
+    "equal sums": lambda p: torch.equal(p.nan_to_num(), p.nan_to_num() + 0),
+    "allclose": lambda p: torch.allclose(p, p),
+    "allclose with NaN": lambda p: torch.allclose(p, p, equal_nan=True),
+}
+
+
+@check(2, seed=0)
+def numbers_read_off_shards_are_those_of_the_whole() -> None:
+    """On all ranks, whichever of them has the NaN: a branch on one sends all ranks the same way."""
+    model = net(Attends)
+    model(x()).backward()
+    whole = megafx.full_state_dict(model)
+    kinds = {str(p.placements[0]) for p in model.parameters()}
+    assert {"LayoutShard(S0/3*(3x3))", "LayoutShard(S0)", "LayoutShard(S1)"} <= kinds, kinds
+    for place in ((), (0,), (-1,)):
+        broken = {name: value.clone() for name, value in whole.items()}
+        for value in broken.values() if place else ():
+            value.view(-1)[place] = float("nan")
+        model.load_state_dict(broken)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                for what, read in READINGS.items():
+                    found, wanted = read(p), read(broken[name])
+                    assert abs(found - wanted) <= 1e-12 * abs(wanted), f"{what} of {name}: {found}, not {wanted}"
+    model.load_state_dict(whole)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    wanted = nn.utils.get_total_norm([*megafx.full_gradients(model).values()])
+    assert abs(float(norm) - float(wanted)) <= 1e-12 * float(wanted) and bool(norm.isfinite())
