@@ -23,7 +23,7 @@ TIMEOUT = 5  # seconds, of the process group
 @pytest.mark.dist
 def test_on_two_processes(tmp_path: Path) -> None:
     """Rank 1 is killed between forward and backward at the end: rank 0 ends by itself, and says why."""
-    texts = run_ranks(__file__, tmp_path, 2, timeout=150, ends=(1, -9))
+    texts = run_ranks(__file__, tmp_path, 2, timeout=300, ends=(1, -9))
     assert "LostRankError: rank 0 stopped in backward: a rank has ended" in texts[0], texts[0]
     assert "--max-restarts" in texts[0]
     assert "checks passed" in texts[0] and "checks passed" in texts[1]
