@@ -35,8 +35,9 @@ class Localized(NamedTuple):
     """How ranks compute an op of which one factor is sharded: not by the op on shards, but by others, collectives included.
 
     factor: a name, or a merged dim '(n g)' that is cut wherever its groups end; operands that have n alone then stay whole.
-    gives: what the result then is, 'I', 'P', or 'S' of that factor. write(emit, node, layout, t, axis) -> the node of the result, where
-    emit(target, *args, placement=None) adds a node, and layout is the factor's, as ops take it. None: the pass knows how.
+    gives: what the result then is: 'I', 'P', or 'S' of that factor. write(emit, node, layout, t, axis) -> the node of the
+    result, where emit(target, *args, placement=None) adds a node, and layout is the factor's, as ops take it. None: the pass
+    knows how.
     """
 
     factor: str

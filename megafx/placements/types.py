@@ -33,7 +33,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
 SYMBOLIC_PADDING = 1e-6  # less than this is the padding of a symbolic count, a large prime: nobody knows it
 
 

@@ -7,7 +7,6 @@ have local tensors of one size, so each costs what the busiest does: padding is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -188,15 +188,17 @@ class Problem:
             hardware=self.planner.hardware,
             training=self.planner.training,
         )
-        shares = np.array([self._share(s) for s in self.domains[node]])
+        shares = np.array([self._share(s, op_name(node)) for s in self.domains[node]])
         return seconds * shares + np.array([PARTIAL_TIE_SECONDS if s.out == P else 0.0 for s in self.domains[node]])
 
-    def _share(self, strategy: Strategy) -> float:
+    def _share(self, strategy: Strategy, name: str) -> float:
         """The part of an op that each rank computes, padding included."""
         if not strategy.factor:
             return 1.0
         cut = next((p for p in (strategy.out, *strategy.ins) if p.is_shard), None)
-        return 1 / self.planner.t if cut is None else share(cut, self.planner.t)
+        part = 1 / self.planner.t if cut is None else share(cut, self.planner.t)
+        weights_whole = cost_kind(name) == ATTENTION and not strategy.ins[0].is_shard  # only the width of v is cut
+        return (1 + part) / 2 if weights_whole else part
 
     def _add_uses(self, node: fx.Node) -> None:
         uses, leaves = self.uses.get(node, []), self.planner.accepts.get(node)

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from megafx.ir.facts import facts_of
-from megafx.ir.program import VAL, get_at, set_at
 from megafx.ir.nodes import argument, is_draw, set_arguments
+from megafx.ir.program import VAL, get_at, set_at
 from megafx.ops.axes import with_axis
 from megafx.ops.shared_heads import repeats_for
 from megafx.passes.localize.editor import Family, Localizer, replace
