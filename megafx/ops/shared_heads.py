@@ -31,9 +31,12 @@ Call = Callable[..., Any]  # (op, its arguments) -> its result: a tensor, or a n
 
 
 def repeats_for(heads: int, kv_heads: int, t: int) -> int:
-    """How often each key-value head is repeated, so that a rank's ceil(heads / t) query heads are whole groups."""
+    """How often each key-value head is repeated, so that the query heads of every rank are whole groups.
+
+    Where t does not divide the heads, each of them has its own: groups of more would be cut in the padding.
+    """
     group = heads // kv_heads
-    return group // math.gcd(-(-heads // t), group)
+    return group if heads % t else group // math.gcd(heads // t, group)
 
 
 def take(call: Call, x: Any, repeats: int, layout: Layout, rank: int, t: int) -> Any:
