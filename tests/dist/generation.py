@@ -153,13 +153,14 @@ def ranks_share_key_value_heads() -> str:
     """8 query heads on 1 of keys and 14 on 2, all ranks at work: training, tokens, and a cache in the model's own heads."""
     seen = ""
     large: dict[str, Any] = {"micro_batch_size": 64, "seq_length": 8192}
-    for heads, groups in ((8, 1), (14, 2)):
-        pair = Pair("llama", model={"heads": heads, "kv": groups}, sequence_parallel=heads == 14, **large).parallelize()
+    for heads, groups, hidden in ((8, 1, 24), (14, 2, 28)):
+        sizes = {"heads": heads, "kv": groups, "hidden": hidden}
+        pair = Pair("llama", model=sizes, sequence_parallel=heads == 14, **large).parallelize()
         seen = pair.train(torch.optim.SGD, lr=0.1)
         cut = pair.model.megafx.settled.plan.params["model.layers.0.self_attn.o_proj.weight"].cut
         assert cut.local_size(4) == -(-heads // 4) * 6
         torch.manual_seed(0)
-        fields = BASE | {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 6}
+        fields = BASE | {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 6, "hidden_size": hidden}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).eval()
         eager = copy.deepcopy(model)
         megafx.parallelize(model, megafx.Config(hardware="h100-nvlink", **large))
