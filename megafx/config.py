@@ -162,7 +162,7 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON and YAML can hold it); `from_dict` is the inverse. Functions become 'module:name'."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        passes = [[where, f"{f.__module__}:{f.__qualname__}"] for where, f in self.passes]
+        passes = [[where, f"{f.__module__}:{getattr(f, '__qualname__', type(f))}"] for where, f in self.passes]
         return plain | {"overrides": dict(self.overrides), "eager_modules": [*self.eager_modules], "passes": passes}
 
     @staticmethod

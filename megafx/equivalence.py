@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megafx.capture.caches import is_cache
 from megafx.capture.export import capture_call
 from megafx.checks import simulate
+from megafx.compiler.all_ranks import run_ranks
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import UsageError
@@ -48,6 +50,8 @@ class Verdict:
         ]
         if self.divergence is not None:
             lines.append(f"  they first part at {self.divergence}")
+        elif not self.ok:
+            lines.append("  they part at no node of the joint graph: the passes of stage 'rank' change numbers")
         return "\n".join(lines)
 
 
@@ -64,6 +68,7 @@ def verify_call(
 ) -> Verdict:
     """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process.
 
+    Ranks run what real ones run (`run_ranks`): their own graphs, after all passes, with collectives among themselves.
     The model is used as it is (train or eval, with its weights) and left unchanged.
     """
     t = config.tensor_model_parallel_size or 2
@@ -78,7 +83,7 @@ def verify_call(
         return compile_program(program, Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param"))
 
     sharded, single = compiled(t), compiled(1)
-    plain = _plain(model)
+    plain = copy.deepcopy(model)
     eager = _eager_outputs(plain, single.program, args, kwargs, loss_fn, loss_inputs)
     seed = torch.initial_seed() % 2**62
     values = input_values(sharded.program, model, args, kwargs, loss_inputs=loss_inputs, seed=seed)
@@ -86,8 +91,7 @@ def verify_call(
     differentiated = [single.program.outputs[i].name for i in single.differentiated]
     tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
     values |= tangents
-    found = simulate.run_logical(sharded.program, values, sharded.plan.params, t)
-    alone = simulate.run_logical(single.program, values, single.plan.params, 1)
+    found, alone = run_ranks(sharded, values), run_ranks(single, values)
     random = any(spec.kind == "seed" for spec in sharded.program.inputs)
     if random:
         outputs, gradients = alone.outputs, alone.gradients
@@ -105,15 +109,6 @@ def verify_call(
     return verdict
 
 
-def _plain(model: nn.Module) -> nn.Module:
-    """A copy to run as it is. Graphs have no key-value cache, so the plain call returns none either."""
-    plain = copy.deepcopy(model)
-    for module in plain.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False  # type: ignore[union-attr]
-    return plain
-
-
 def _eager_outputs(
     plain: nn.Module, program: Program, args: Any, kwargs: Any, loss_fn: Any, loss_inputs: Any
 ) -> dict[str, Tensor]:
@@ -122,7 +117,8 @@ def _eager_outputs(
     if loss_fn is not None and loss_inputs:
         output = (loss_fn(output, **loss_inputs), output)
     assert program.call is not None
-    leaves = torch.utils._pytree.tree_leaves(output)
+    leaves = torch.utils._pytree.tree_leaves(output, is_leaf=is_cache)
+    leaves = [leaf for leaf in leaves if not is_cache(leaf)]  # a graph makes none that was not asked for
     order = [leaf.index for leaf in program.call.out_leaves]
     user = [o for o in program.outputs if o.kind == "user"]
     named = {user[i].name: leaf for i, leaf in zip(order, leaves, strict=True) if i >= 0}

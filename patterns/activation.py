@@ -39,7 +39,8 @@ LIBRARY = {
 }
 
 
-# As models write them out. The constants of the tanh form are sqrt(2/pi), or rounded to 8 (Megatron) or 10 digits (BERT).
+# As models write them out. The constants of the tanh form are sqrt(2/pi), or rounded to 8 (Megatron) or 10 digits (BERT);
+# Megatron's erf_gelu rounds sqrt(2) to 6.
 WRITTEN = {
     "new": Form("gelu_tanh", "tanh", lambda u: 0.5 * u * (1.0 + torch.tanh(ROOT * (u + 0.044715 * torch.pow(u, 3.0))))),
     "new, cube": Form("gelu_tanh", "tanh", lambda u: 0.5 * u * (1.0 + torch.tanh(ROOT * (u + 0.044715 * u * u * u)))),
@@ -49,8 +50,13 @@ WRITTEN = {
     "megatron": Form(
         "gelu_tanh", "tanh", lambda u: u * 0.5 * (1.0 + torch.tanh(0.79788456 * u * (1 + 0.044715 * u * u)))
     ),
+    "megatron, openai": Form(
+        "gelu_tanh", "tanh", lambda u: 0.5 * u * (1.0 + torch.tanh(ROOT * u * (1.0 + 0.044715 * u * u)))
+    ),
     "erf": Form("gelu", "erf", lambda u: u * 0.5 * (1.0 + torch.erf(u / math.sqrt(2.0)))),
     "erf, product": Form("gelu", "erf", lambda u: u * 0.5 * (1.0 + torch.erf(u * math.sqrt(0.5)))),
+    "erf, six digits": Form("gelu", "erf", lambda u: u * 0.5 * (torch.erf(u / 1.41421) + 1.0)),
+    "megatron, erf": Form("gelu", "erf", lambda u: u * 0.5 * (torch.erf(u / 1.41421) + torch.ones_like(u))),
     "quick": Form("gelu_quick", "sigmoid", lambda u: u * torch.sigmoid(1.702 * u)),
     "swish": Form("silu", "sigmoid", lambda u: u * torch.sigmoid(u)),
     "relu squared": Form("relu2", "relu", lambda u: torch.square(F.relu(u))),
@@ -58,7 +64,21 @@ WRITTEN = {
     "relu times relu": Form("relu2", "relu", lambda u: (r := F.relu(u)) * r),
 }
 FORMS = {**LIBRARY, **WRITTEN}
-ROUNDED = ("fast", "megatron")  # the same function to 9 digits: in fp64 it is another one
+# Forms with a rounded constant, and the dtypes in which they are other functions.
+ROUNDED = {
+    "fast": (torch.float64,),
+    "megatron": (torch.float64,),
+    "erf, six digits": (torch.float64, torch.float32),
+    "megatron, erf": (torch.float64, torch.float32),
+}
+
+
+def _rounded(form: str, dtype: torch.dtype) -> str | None:
+    """Why a form with a rounded constant is another function in this dtype."""
+    if dtype not in ROUNDED.get(form, ()):
+        return None
+    what = "sqrt(2)" if "erf" in form else "sqrt(2/pi)"
+    return f"it rounds {what}, which shows in {str(dtype).removeprefix('torch.')}"
 
 
 class _Activation(Pattern):
@@ -68,16 +88,12 @@ class _Activation(Pattern):
     def needs(*, form):
         return FORMS[form].needs
 
-
-class _BiasActivation(_Activation):
     def where(m):
-        if m["form"] in ROUNDED and m["x"].dtype == torch.float64:
-            return "it rounds sqrt(2/pi), which shows in fp64"
-        return None
+        return _rounded(m["form"], m["x"].dtype)
 
 
 @register
-class LinearBiasActivation(_BiasActivation):
+class LinearBiasActivation(_Activation):
     """act(linear(x, w, b)) -> bias_act(linear(x, w), b)."""
 
     name = "linear_bias_activation"
@@ -91,7 +107,7 @@ class LinearBiasActivation(_BiasActivation):
 
 
 @register
-class BiasActivation(_BiasActivation):
+class BiasActivation(_Activation):
     """act(x + b) -> bias_act(x, b), whatever x is."""
 
     name = "bias_activation"
@@ -105,7 +121,7 @@ class BiasActivation(_BiasActivation):
 
 
 @register
-class WrittenActivation(_BiasActivation):
+class WrittenActivation(_Activation):
     """An activation that is written out, of anything -> bias_act without bias."""
 
     name = "written_activation"
@@ -145,7 +161,9 @@ class Glu(_Gated):
         return ops.glu(gate, up, FORMS[form].act)
 
     def where(m):
-        return "gate and up have different shapes" if m["gate"].shape != m["up"].shape else None
+        if m["gate"].shape != m["up"].shape:
+            return "gate and up have different shapes"
+        return _rounded(m["form"], m["gate"].dtype)
 
 
 @register

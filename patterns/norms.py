@@ -41,6 +41,85 @@ class LayerNorm(Pattern):
         return ops.layer_norm(x, weight, bias, eps)
 
 
+SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "pow": lambda v: v.pow(2),
+    "product": lambda v: v * v,
+    "square": torch.square,
+}
+
+
+@register
+class WrittenLayerNorm(Pattern):
+    """LayerNorm as models write it -> megafx.layer_norm.
+
+    variance  x.var(-1, unbiased=False), or the mean of the squares of x - mean, as in WrittenRMSNorm; "again": that
+              difference is written twice
+    upcast    "all": the whole row in fp32; "none"; where the model is fp32 these are the same
+    root      rsqrt(v), or division by sqrt(v)
+    affine    "late": weight and bias in the model's dtype; "wide": before the result is rounded to it; "none"
+    """
+
+    name = "written_layer_norm"
+    knob = "norm_fusion"
+    variants = {
+        "variance": ("var", *SQUARES, "pow again", "square again"),
+        "upcast": ("all", "none"),
+        "root": ("rsqrt", "sqrt"),
+        "affine": ("late", "wide", "none"),
+    }
+    scalars = {"eps": float}
+
+    def tensors(*, affine, **_):
+        rows = {"x": "D[... h]"}
+        return rows if affine == "none" else {**rows, "weight": "param W[h]", "bias": "param W[h]?"}
+
+    def needs(*, root, variance, **_):
+        return (root, "sub", "var" if variance == "var" else "mean")
+
+    def match(x, weight=None, bias=None, *, eps, variance, upcast, root, affine):
+        row = x.to(torch.promote_types(x.dtype, torch.float32)) if upcast == "all" else x
+        mean = row.mean(-1, keepdim=True)
+        centred = row - mean
+        if variance == "var":
+            spread = row.var(-1, unbiased=False, keepdim=True) + eps
+        else:
+            squared = row - mean if "again" in variance else centred
+            spread = SQUARES[variance.partition(" ")[0]](squared).mean(-1, keepdim=True) + eps
+        y = centred * torch.rsqrt(spread) if root == "rsqrt" else centred / torch.sqrt(spread)
+        if affine == "none":
+            return y.to(x.dtype)
+        if affine == "late":
+            y = y.to(x.dtype) * weight
+            return y if bias is None else y + bias
+        y = y * weight.to(y.dtype)
+        return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
+
+    def make(x, weight=None, bias=None, *, eps, affine):
+        if affine == "late":  # the result is in the wider of the two dtypes
+            x = x.to(torch.promote_types(x.dtype, weight.dtype))
+        return ops.layer_norm(x, weight, bias, eps)
+
+
+@register
+class StandardDeviationNorm(Pattern):
+    """weight * (x - mean) / (std + eps) + bias, of the Annotated Transformer. It is not LayerNorm, and stays."""
+
+    name = "standard_deviation_norm"
+    knob = "norm_fusion"
+    tensors = {"x": "D[... h]", "weight": "param W[h]", "bias": "param W[h]"}
+    scalars = {"eps": float}
+    needs = ("std",)
+
+    def match(x, weight, bias, *, eps):
+        return weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + eps) + bias
+
+    def make(x, weight, bias, *, eps):
+        return ops.layer_norm(x, weight, bias, eps)
+
+    def where(m):
+        return "it divides by std(unbiased) + eps, which is not LayerNorm's root"
+
+
 @register
 class RMSNorm(Pattern):
     """rms_norm over the last dim -> megafx.rms_norm."""
@@ -57,13 +136,6 @@ class RMSNorm(Pattern):
     def make(x, weight, *, eps):
         own = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps  # of what torch computes in
         return ops.rms_norm(x, weight, own if eps is None else eps, 0.0)
-
-
-SQUARES: dict[str, Callable[[Tensor], Tensor]] = {
-    "pow": lambda v: v.pow(2),
-    "product": lambda v: v * v,
-    "square": torch.square,
-}
 
 
 @register

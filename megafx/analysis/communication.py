@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -68,6 +68,30 @@ def communication(program: Program, t: int, sizes: Mapping[str, int] = MappingPr
         bytes_moved = sum(payload(name, ranks * count, n) * v.dtype.itemsize for v, count in pairs)
         direction = "backward" if in_backward(node) else "forward"
         found.append(Communication(name, direction, fqn_of(node), bytes_moved, node.name, axis))
+    return found
+
+
+def schedule(program: Program, axes: Collection[str]) -> list[tuple[str, list[str]]]:
+    """The collectives of a LOWERED program on these axes, in order: what each is, and the parameters whose values or
+    gradients it moves. Sizes that vary between calls are left out, as ranks may differ in them."""
+    inputs = {node: spec.name for node, spec in program.input_nodes() if spec.kind == "param"}
+    params = {*inputs.values()}
+    moved: dict[fx.Node, list[str]] = {}
+    for node, spec in zip(program.results(), program.outputs, strict=True):
+        while isinstance(node, fx.Node) and not is_wait(node):
+            operands = node.all_input_nodes
+            node = operands[0] if len(operands) == 1 else None
+        if spec.kind == "gradient" and spec.name in params and isinstance(node, fx.Node):
+            moved.setdefault(node.all_input_nodes[0], []).append(spec.name)
+    found = []
+    for node in collective_nodes(program.graph):
+        if node.args[-1] not in axes:
+            continue
+        values = [x.meta[VAL] for x in node.all_input_nodes]
+        sizes = [[n if isinstance(n, int) else "*" for n in value.shape] for value in values]
+        names = [inputs[x] for x in node.all_input_nodes if x in inputs] or moved.get(node, [])
+        direction = "backward" if in_backward(node) else "forward"
+        found.append((f"{direction} {COLLECTIVES[node.target]} on {node.args[-1]} of {sizes} {values[0].dtype}", names))
     return found
 
 

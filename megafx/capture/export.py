@@ -35,7 +35,7 @@ from megafx.capture.errors import translate, unsupported_leaf
 from megafx.capture.expert_loops import ExpertLoops
 from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import fake_like, prepared, target_device, without_hooks
-from megafx.capture.program import ROOT, drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs
+from megafx.capture.program import ROOT, drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
 from megafx.ir.program import VAL, Note, Phase, Program
@@ -296,6 +296,7 @@ class _Capture:
         assert spec is not None
         fake_mode = next(n.meta[VAL] for n in gm.graph.find_nodes(op="placeholder")).fake_mode
         mark_nodes(gm)
+        refuse_nodes(gm)
         entering = [name for name, value in self.leaves if self._enters(name, value)]
         inputs, constants = name_inputs(exported, self.root.model, entering)
         outputs, out_leaves = name_outputs(exported, gm.graph)

@@ -13,6 +13,7 @@ INPUTS (`synthesize_inputs`) are made from the model's signature and config. Tra
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from megafx.errors import CaptureError
 
 _TAG = "_megafx_shape"
+# `use_cache` of a config that said True, while the model is captured: no cache is made, and forward can tell who said no.
+NO_CACHE = type("NoCache", (int,), {})()
+PACKED_WITH_CACHE = (
+    "position_ids do not separate packed sequences here, as in eager mode: transformers separates them only without a "
+    "cache, and use_cache is True. Pass use_cache=False if they are packed"
+)
 _SAME_STEPS = ("unsqueeze", "expand", "view", "reshape", "clone", "to", "_to_copy", "detach", "alias", "add")
 
 
@@ -46,8 +53,6 @@ def attention_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     yield masks._local_mapping, "sdpa", lambda old: _tagging(old or masks["sdpa"])
     yield attentions._local_mapping, "sdpa", lambda old: _attention_by_tag(old or attentions["sdpa"])
-    if hasattr(masking_utils, "find_packed_sequence_indices"):
-        yield masking_utils, "find_packed_sequence_indices", _packing_of_others
 
 
 def _tagging(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,9 +105,55 @@ def _cell(function: Any, maker: str, variable: str) -> Any:
     return function.__closure__[names.index(variable)].cell_contents if variable in names else None
 
 
-def _packing_of_others(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Positions 0, 1, 2, ... are one sequence a row. transformers sees that by their values, which a trace does not have."""
-    return lambda position_ids: None if _counts(position_ids) else original(position_ids)
+class CachesLeftOut:
+    """Tells calls for which eager mode would make a key-value cache that nobody asked for, and a graph makes none.
+
+    transformers takes positions 0 1 2 0 1 for packed sequences, but only where there is no cache. note: told where positions
+    that may be packed are not taken so.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note = note
+        self.left_out: list[bool] = []  # one entry for each model whose forward is running
+
+    def replacements(self, model: nn.Module) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+        """(object, name, old -> new): the forward of each transformers model, and how packing is found."""
+        models = [m for m in model.modules() if is_hf_model(m)]
+        if not models:
+            return
+        from transformers import masking_utils
+
+        if hasattr(masking_utils, "find_packed_sequence_indices"):
+            yield masking_utils, "find_packed_sequence_indices", self._packing
+            for each in models:
+                yield each, "forward", functools.partial(self._forward, vars(each.config))
+
+    def _forward(self, config: Mapping[str, Any], old: Callable[..., Any]) -> Callable[..., Any]:
+        takes = inspect.signature(old)
+
+        @functools.wraps(old)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = {**takes.bind_partial(*args, **kwargs).arguments, **kwargs}.get("use_cache")
+            self.left_out.append((config.get("use_cache") if given is None else given) is NO_CACHE)
+            try:
+                return old(*args, **kwargs)
+            finally:
+                self.left_out.pop()
+
+        return forward
+
+    def _packing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Positions 0, 1, 2, ... are one sequence a row. transformers sees that by their values, which a trace lacks."""
+
+        def find(position_ids: Tensor) -> Any:
+            if _counts(position_ids):
+                return None
+            if self.left_out and self.left_out[-1]:
+                self.note(PACKED_WITH_CACHE)
+                return None
+            return original(position_ids)
+
+        return find
 
 
 def _counts(position_ids: Tensor) -> bool:

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture.checks import passing_checks
 from megafx.capture.functions import KEPT, apply_of_capture, checkpointing_of_capture
-from megafx.capture.huggingface import attention_replacements, is_hf_model
+from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
@@ -88,6 +88,9 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
     if is_hf_model(model):
         why = "masks that are causal, windows or padding are told to attention, not made"
         table += [Replacement(*found, why) for found in attention_replacements()]
+
+    why = "only without a cache do transformers' masks separate packed sequences; a graph has none where eager mode has one"
+    table += [Replacement(*found, why) for found in CachesLeftOut(note).replacements(model)]
 
     why = "Config.eager_modules: a call is one node"
     table += [Replacement(each.module, "forward", each.forward_for, why) for each in eager]
@@ -166,7 +169,7 @@ def prepared(
     eager: globs of submodules that are one node each. note_eager(text, fqn): told what they are, once the trace is done.
     """
     with _LOCK:
-        configs = _configs(model)
+        configs = configs_of(model)
         saved = [(x, dict(vars(x))) for x in (*model.modules(), *configs)]
         # The modules' own containers: parameters, buffers, hooks (transformers installs some in forward), lists.
         containers = [c for m in model.modules() for c in vars(m).values() if isinstance(c, (dict, set, list))]
@@ -193,7 +196,7 @@ def prepared(
                 container.extend(content) if isinstance(container, list) else container.update(content)
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs_of(model: nn.Module) -> list[Any]:
     """Every config object that a submodule reads, each once, nested ones included."""
     found: dict[int, Any] = {}
     todo = [m.config for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "__dict__")]
@@ -208,7 +211,8 @@ def _configs(model: nn.Module) -> list[Any]:
 def _prepare_config(config: Any, model: nn.Module, note: Note) -> None:
     attributes = vars(config)
     if attributes.get("use_cache"):
-        attributes["use_cache"] = False
+        parts = (vars(m) for m in model.modules() if m.training and vars(m).get("config") is config)
+        attributes["use_cache"] = False if any(p.get("gradient_checkpointing") for p in parts) else NO_CACHE
     implementation = attributes.get("_attn_implementation_internal")
     if isinstance(implementation, str) and implementation not in _TRACEABLE_ATTENTION:
         usable = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"

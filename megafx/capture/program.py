@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch.predispatch import _add_batch_dim
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import CacheKey
-from megafx.errors import CaptureError
+from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.call_spec import OutputLeaf
+from megafx.ir.nodes import aten_ops
 from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Input, Output, Program, active_nodes
 from megafx.ir.source_lines import fqn_of_stack, source_of_trace, strip_root
 
 ROOT = "model"  # the user's model within what is exported
+PRODUCTS = aten_ops("linear mm bmm matmul addmm baddbmm conv1d conv2d")
 
 
 def mark_nodes(gm: fx.GraphModule) -> None:
@@ -31,6 +34,27 @@ def mark_nodes(gm: fx.GraphModule) -> None:
                 node.meta[MADE_BY] = ()
                 if (source := source_of_trace(node.meta.get("stack_trace") or "")) is not None:
                     node.meta[SOURCE] = source
+
+
+def refuse_nodes(gm: fx.GraphModule) -> None:
+    """Raise CaptureError for what fakes let pass: products of different dtypes, and torch.vmap, whose ops on rows would be
+    others on whole tensors."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            where = {"module": node.meta.get(FQN), "source": node.meta.get(SOURCE)}
+            if node.target is _add_batch_dim:
+                fix = or_leave_eager("write the function for all rows at once (broadcasting, einsum)", where["module"])
+                raise CaptureError("torch.vmap inside of the model", fix=fix, **where)
+            if node.target not in PRODUCTS or module is not gm:  # autocast, which casts, has a body of its own
+                continue
+            given = [n.meta[VAL].dtype for n in node.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]
+            if len(set(given)) > 1:
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in given)
+                raise CaptureError(
+                    f"{node.target} of different dtypes ({names}), at which eager mode ends too",
+                    fix="give the inputs in the dtype of the parameters (`x.to(dtype)`), or call under torch.autocast",
+                    **where,
+                )
 
 
 def name_inputs(

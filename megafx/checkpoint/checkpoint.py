@@ -8,6 +8,11 @@ checkpoint/folder.py describes the files, checkpoint/state.py their content; doc
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
+import traceback
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,19 +20,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from megafx.checkpoint import folder as checkpoint_folder
-from megafx.checkpoint.folder import Content, read_content
-from megafx.checkpoint.load import Load
-from megafx.checkpoint.state import Optimizers, State, collect, copied, several_of
+from megafx.checkpoint.content import Content, damage, read_content
+from megafx.checkpoint.load import Load, replica_of
+from megafx.checkpoint.state import Optimizers, State, collect, copied, device_of, generators, several_of
 from megafx.checkpoint.storage import FolderWriter, write_checkpoint
 from megafx.distributed.agreement import broadcast_object, check_same, gather_objects, raising_together
-from megafx.distributed.failures import meet, timeout_of
+from megafx.distributed.failures import meet, only_rank_0, timeout_of
 from megafx.distributed.parameters import runtime_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.weights.initialize import Factory, Rest, check_planned
+
+TRIES = 10  # to read the newest, where a trainer removes it meanwhile
+LARGEST_STEP = 10**15
 
 
 @dataclass(frozen=True)
@@ -80,20 +89,41 @@ def save_checkpoint(
     they were. Raises CheckpointError on every rank; UsageError where ranks are called with different arguments.
     """
     _settle()
-    if not isinstance(step, int) or step < 0 or (keep is not None and keep < 1):
-        found = f"save_checkpoint(step={step!r}, keep={keep!r})"
-        raise UsageError(found, fix="step is at least 0, keep at least 1 or None")
-    group = _saving_group(model, asynchronous, "megafx.save_checkpoint")
-    state, data = collect(model, optimizer, extra or {}, dist.get_rank(group) if group is not None else 0)
-    if group is not None:
-        shapes = [f"{n} {tuple(x.shape)} {x.dtype}" for n, x in state.items() if not n.startswith(("rng.", "extra."))]
-        check_same("what is to be saved", "\n".join([str(folder), str(step), *shapes]), group)
-    writer = FolderWriter(Path(folder), step, data, keep)
+    folder = Path(folder).absolute()  # where it is now, whatever directory the process is in when a thread writes
+    group = _saving_group(model, asynchronous, f"megafx.save_checkpoint(asynchronous={asynchronous})")
+    replicas = _generators_of_replicas(model, group)
+    with raising_together(group, CheckpointError):
+        if group is None:
+            only_rank_0("megafx.save_checkpoint")
+        step_fits = type(step) is int and 0 <= step < LARGEST_STEP
+        if not step_fits or not (keep is None or (type(keep) is int and keep >= 1)):
+            found = f"save_checkpoint(step={step!r}, keep={keep!r})"[:200]
+            raise UsageError(found, fix=f"step is an int of 0 to {LARGEST_STEP - 1}, keep an int of at least 1 or None")
+        if checkpoint_folder.is_checkpoint(folder):
+            raise UsageError(f"'{folder}' is a checkpoint itself", fix="give the folder that it lies in, or a new one")
+        rank = dist.get_rank(group) if group is not None else 0
+        state, data = collect(model, optimizer, extra or {}, rank, replicas)
+        if asynchronous:
+            state = copied(state)
+    shapes = [f"{n} {tuple(x.shape)} {x.dtype}" for n, x in state.items() if not n.startswith(("rng.", "extra."))]
+    check_same("what is to be saved", "\n".join([str(folder), f"step={step}", f"keep={keep}", *shapes]), group)
+    writer = FolderWriter(folder, step, data, keep)
     if not asynchronous:
         return _write(state, writer, group)
     global _under_way
-    _under_way = _threads.submit(_write, copied(state), writer, group)
+    _under_way = _Saving(step)
+    _threads.submit(_under_way.run, state, writer, group)
     return _under_way
+
+
+def _generators_of_replicas(model: nn.Module, group: dist.ProcessGroup | None) -> list[dict[str, torch.Tensor]]:
+    """Of each data-parallel rank, the generators of its first tensor-parallel rank; nothing without data parallelism."""
+    runtime = runtime_of(model)
+    if group is None or runtime is None or runtime.meshes.data is None:
+        return []
+    found = gather_objects((replica_of(model)[0], runtime.rank, generators(device_of(model))), group)
+    of_replica = {replica: states for replica, rank, states in found if rank == 0}
+    return [of_replica[replica] for replica in sorted(of_replica)]
 
 
 def _write(state: State, writer: FolderWriter, group: dist.ProcessGroup | None) -> Path:
@@ -103,7 +133,47 @@ def _write(state: State, writer: FolderWriter, group: dist.ProcessGroup | None) 
 
 _side: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (the default group, a gloo group of the same ranks)
 _threads = ThreadPoolExecutor(1, thread_name_prefix="megafx-checkpoint")
-_under_way: Future[Path] | None = None
+
+
+class _Saving(Future[Path]):
+    """A save in the background. asked: somebody has seen how it ended."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step, self.asked = step, False
+
+    def run(self, *arguments: Any) -> None:
+        try:
+            self.set_result(_write(*arguments))
+        except BaseException as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Path:
+        try:
+            return super().result(timeout)
+        finally:
+            self.asked |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        found = super().exception(timeout)
+        self.asked = True
+        return found
+
+
+_under_way: _Saving | None = None
+
+
+@atexit.register
+def _tell() -> None:
+    """At the end of the process, after its threads: a save that failed and that nobody asked about makes the exit code 1."""
+    saving = _under_way
+    if saving is None or saving.asked or (error := saving.exception(0)) is None:
+        return
+    text = "".join(traceback.format_exception(error))
+    print(f"{text}megafx: the checkpoint of step {saving.step} was not saved (see above)", file=sys.stderr)
+    for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
+        flush()
+    os._exit(1)  # an exception here would leave the exit code 0
 
 
 def _saving_group(model: nn.Module, asynchronous: bool, what: str) -> dist.ProcessGroup | None:
@@ -155,24 +225,33 @@ def load_checkpoint(
     groups are not those that were saved.
     """
     _settle()
+    root = Path(folder)
     group = _saving_group(model, False, "megafx.load_checkpoint")
-    path, content, skipped = Path(folder), None, dict[Path, str]()
-    if not broadcast_object((path / checkpoint_folder.TORCH_METADATA).exists(), group):
-        if (found := _newest_valid(path, group)) is None:
-            if missing_ok:
-                return None
-            problem = f"there is no checkpoint in {path}"
-            raise CheckpointError(problem, fix="name the folder that save_checkpoint was given")
-        path, content, skipped = found
-    with raising_together(group):
-        check_planned(model)
-        rest = Rest(model, factory)
-    loaded, into = Load(path, content, model, several_of(optimizer), extra or {}).run(group, rng)
-    rest.fill()
-    if (runtime := runtime_of(model)) is not None:
-        runtime.memory_given()
-    for thing, state in into:
-        thing.load_state_dict(state)
+    with raising_together(group, CheckpointError):
+        if root.is_file():
+            raise CheckpointError(f"'{root}' is a file", fix="name the folder that save_checkpoint was given")
+        of_torch = (root / checkpoint_folder.TORCH_METADATA).exists()
+    of_torch = broadcast_object(of_torch, group)
+    for left in reversed(range(TRIES)):
+        path, content, skipped = root, None, dict[Path, str]()
+        if not of_torch:
+            if (found := _newest_valid(root, group)) is None:
+                if missing_ok:
+                    return None
+                problem = f"there is no checkpoint in {root}"
+                raise CheckpointError(problem, fix="name the folder that save_checkpoint was given")
+            path, content, skipped = found
+        try:
+            with raising_together(group, CheckpointError):
+                check_planned(model)
+                rest = Rest(model, factory)
+                load = Load(path, content, model, several_of(optimizer), extra or {})
+            loaded = load.run(group, rng, rest)
+            break
+        except CheckpointError:  # on every rank
+            if not left or path == root or not any(gather_objects(not path.exists(), group)):
+                raise  # else: it was removed, since a newer one was complete
+    checkpoint_folder.go_on_from(path)
     return LoadedCheckpoint(path, 0 if content is None else content.step, loaded, skipped)
 
 
@@ -186,24 +265,35 @@ def _newest_valid(
     root: Path, group: dist.ProcessGroup | None, raises: bool = True
 ) -> tuple[Path, Content, dict[Path, str]] | None:
     """(path, content, damaged newer ones). None: there are no checkpoints. Raises where all of them are damaged."""
-    names = [root] if checkpoint_folder.is_checkpoint(root) else checkpoint_folder.checkpoints(root)
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-    skipped: dict[Path, str] = {}
-    for path in map(Path, broadcast_object([*map(str, names)], group)):  # rank 0's: folders may change meanwhile
-        content, problem = None, None
-        try:
-            content = read_content(path)
-            wrong = checkpoint_folder.damage(path, sorted(content.files)[rank::ranks], content)  # this rank's share
-            problem = f"checkpoint {path} is damaged: {wrong}" if wrong else None
-        except MegafxError as error:
-            problem = error.found
-        problem = next((p for p in gather_objects(problem, group) if p), None)
-        if problem is None:
-            assert content is not None
-            if skipped and rank == 0:
-                warnings.warn(f"{'; '.join(skipped.values())}; loading {path}", stacklevel=3)
-            return path, content, skipped
-        skipped[path] = problem
+    for left in reversed(range(TRIES)):
+        skipped: dict[Path, str] = {}
+        with raising_together(group, CheckpointError):
+            names = [root] if checkpoint_folder.is_checkpoint(root) else checkpoint_folder.checkpoints(root)
+        for path in map(Path, broadcast_object([*map(str, names)], group)):  # rank 0's: folders may change meanwhile
+            content, problem, removed = None, None, False
+            try:
+                content = read_content(path)
+                wrong = damage(path, sorted(content.files)[rank::ranks], content)  # this rank's share
+                problem = f"checkpoint {path} is damaged: {wrong}" if wrong else None
+                removed = not path.exists()
+            except Exception as error:  # of any class: the other ranks wait for what is found here
+                problem = (
+                    error.found if isinstance(error, MegafxError) else f"checkpoint {path} cannot be read: {error!r}"
+                )
+                removed = not os.path.lexists(path)
+            reports = gather_objects((problem, removed), group)
+            problem = next((p for p, _ in reports if p), None)
+            if problem is None:
+                assert content is not None
+                if skipped and rank == 0:
+                    warnings.warn(f"{'; '.join(skipped.values())}; loading {path}", stacklevel=3)
+                return path, content, skipped
+            skipped[path] = problem
+            if left and any(removed for _, removed in reports):
+                break  # a newer one was complete: look again
+        else:
+            break
     if skipped and raises:
         raise CheckpointError(f"no valid checkpoint in {root}: {'; '.join(skipped.values())}")
     return None

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from megafx.checkpoint import folder as checkpoint_folder
 from megafx.checkpoint.checkpoint import latest_checkpoint
-from megafx.checkpoint.folder import Chunk, Content, Described
+from megafx.checkpoint.content import Chunk, Content, Described, read_content, write_content
 from megafx.checkpoint.load import Shapes, misfits, refuse
 from megafx.checkpoint.storage import FolderReader, read_tensors
 from megafx.checkpoint.torch_format import TorchReader, names_there, tensors_there
@@ -37,6 +37,8 @@ def convert(source: Path, target: Path, model: nn.Module | None = None, *, max_s
     """
     if source.resolve() == target.resolve():
         raise UsageError(f"'{source}' is to be converted in place", fix="give another target folder")
+    if checkpoint_folder.is_checkpoint(target):
+        raise UsageError(f"'{target}' is a checkpoint itself", fix="give another target folder")
     if not source.exists():
         raise CheckpointError(f"there is no file or folder '{source}'", fix="give a checkpoint or safetensors files")
     if source.is_dir() and (checkpoint_folder.is_checkpoint(source) or checkpoint_folder.checkpoints(source)):
@@ -83,7 +85,7 @@ def _opened(source: Path, model: nn.Module | None) -> tuple[Shapes, dict[str, st
         if (path := latest_checkpoint(source)) is None:
             found = f"there is no valid checkpoint in '{source}'"
             raise CheckpointError(found, fix="load_checkpoint says what is wrong")
-        content = checkpoint_folder.read_content(path)
+        content = read_content(path)
         about = {n: (t.shape, torch_dtype(t.dtype)) for n, t in content.tensors.items() if n.startswith("model.")}
         names = {n.removeprefix("model."): n for n in about}
         names |= {alias: f"model.{name}" for alias, name in content.objects["aliases"].items()}
@@ -92,7 +94,7 @@ def _opened(source: Path, model: nn.Module | None) -> tuple[Shapes, dict[str, st
     def read(there: str) -> torch.Tensor:
         shape, dtype = about[there]
         whole = torch.empty(shape, dtype=dtype)
-        read_tensors({there: whole}, reader(there), None)
+        read_tensors({there: whole}, reader(there), None, source)
         return whole
 
     return about, names, read
@@ -126,12 +128,16 @@ def _to_checkpoint(source: Path, target: Path, model: nn.Module | None) -> Path:
         for conversion in sources.converted:
             yield from conversion.make(files.whole).values()
 
-    file = "rank_00000.safetensors"
-    written = safetensors_writer.write(checkpoint_folder.begin(target, 0) / file, entries, values(), {"format": "pt"})
-    chunks = {name: (Chunk((0,) * len(shape), shape, file, name),) for name, _, shape in entries}
-    described = {name: Described(dtype_name(dtype), shape, chunks[name]) for name, dtype, shape in entries}
     aliases = {alias: t.name for t in tensors for alias in t.names[1:]}
     data = {"aliases": aliases, "model": {}, "optimizers": [], "rng": {}, "extra": {}}
-    folder = checkpoint_folder.partial(target, 0)
-    checkpoint_folder.write_content(folder, Content(0, described, {file: written}, data))
-    return checkpoint_folder.commit(target, 0, None)
+    file, shapes_of = "rank_00000.safetensors", {name: (dtype, shape) for name, dtype, shape in entries}
+    folder = checkpoint_folder.begin(target, 0)
+    try:
+        written = safetensors_writer.write(folder / file, entries, values(), {"format": "pt"})
+        chunks = {name: (Chunk((0,) * len(shape), shape, file, name),) for name, (_, shape) in shapes_of.items()}
+        described = {n: Described(dtype_name(dtype), shape, chunks[n]) for n, (dtype, shape) in shapes_of.items()}
+        write_content(folder, Content(0, described, {file: written}, data))
+        return checkpoint_folder.commit(folder, 0, None)
+    except BaseException:
+        checkpoint_folder.abandon(folder)
+        raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from megafx.checkpoint.folder import Content
+from megafx.checkpoint.content import Content
 from megafx.checkpoint.state import (
     State,
     decode,
@@ -20,16 +22,25 @@ from megafx.checkpoint.state import (
     encode,
     finish_model,
     finish_optimizer,
+    generators,
+    generators_of,
+    on_host,
     optimizer_misfit,
     optimizer_targets,
+    set_generators,
     state_misfits,
     tensor_names,
 )
 from megafx.checkpoint.storage import FolderReader, read_tensors
 from megafx.checkpoint.torch_format import TorchReader, names_there, saved_optimizers, tensors_there
+from megafx.distributed.agreement import raising_together
+from megafx.distributed.parameters import runtime_of
+from megafx.distributed.tensor import local_of
 from megafx.errors import CheckpointError
+from megafx.placements.data_axis import BATCH_AXIS
 from megafx.weights.files import NAMES
-from megafx.weights.state import give_memory, stored_tensors
+from megafx.weights.initialize import Rest
+from megafx.weights.state import Stored, give_memory, stored_tensors
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # by name in the checkpoint
 
@@ -58,11 +69,11 @@ class Load:
         wrong = misfits(model, {name: self.shapes[there] for name, there in self.names.items()}, f"checkpoint {path}")
         if content is not None:
             self.saved = content.objects["optimizers"][: len(optimizers)]
-            refuse(wrong + self._more_misfits(content.objects), path)
+            wrong += self._more_misfits(content.objects)
         else:
             taken = self.names.values()
             self.saved = saved_optimizers(path, model, optimizers, taken) if optimizers and not wrong else []
-            refuse(wrong + [w for data in self.saved for w in state_misfits(model, data, self.shapes)], path)
+        refuse(wrong + [w for data in self.saved for w in state_misfits(model, data, self.shapes)], path)
 
     def _more_misfits(self, data: Mapping[str, Any]) -> list[str]:
         """Ties, optimizers and extras that are not those that were saved."""
@@ -80,36 +91,77 @@ class Load:
         wrong += [text for optimizer, saved in pairs if (text := optimizer_misfit(optimizer, self.model, saved))]
         if len(self.optimizers) > len(data["optimizers"]):
             wrong.append(f"it has {len(data['optimizers'])} optimizers, {len(self.optimizers)} are to be loaded")
+        own = self.model.state_dict()
+        wrong += [f"'{name}' is not in the model" for name in data["model"] if name not in own]
         lacking = [n for n, thing in self.extra.items() if isinstance(thing, Stateful) and n not in data["extra"]]
         return wrong + [f"it has no extra '{name}'" for name in lacking]
 
-    def run(self, group: dist.ProcessGroup | None, rng: bool) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-        """Fill everything. Returns (extra that the user gets, [(object, state for its `load_state_dict`)]). Collective."""
-        data = {} if self.content is None else self.content.objects
-        give_memory(self.model)
+    def run(self, group: dist.ProcessGroup | None, rng: bool, rest: Rest) -> dict[str, Any]:
+        """Fill everything; the extra that the user gets. Collective. Raises CheckpointError on every rank; then everything is
+        as it was (a model on meta has zeros)."""
+        with raising_together(group, CheckpointError):
+            give_memory(self.model)
+            tensors, staged = self._targets()
+            pairs = [(local_of(s.tensor), local_of(staged[there])) for there, s in self._stored()]
+            state, path = tensors | staged, self.path
+            reader = TorchReader(path, {*state}) if self.content is None else FolderReader(path, self.content)
+        read_tensors(state, reader, group, path)
+        with contextlib.ExitStack() as undo:
+            with raising_together(group, CheckpointError):
+                try:
+                    values = self._take(tensors, pairs, rng, undo)
+                    rest.fill()
+                    if (runtime := runtime_of(self.model)) is not None:
+                        runtime.memory_given()
+                except Exception as error:
+                    found = f"checkpoint {path} was read, and could not be taken: {type(error).__name__}: {error}"
+                    raise CheckpointError(found, fix="nothing was changed") from error
+            undo.pop_all()
+        return values
+
+    def _stored(self) -> list[tuple[str, Stored]]:
+        """(name there, tensor of the model)."""
+        return [(next(self.names[n] for n in s.names if n in self.names), s) for s in stored_tensors(self.model)]
+
+    def _targets(self) -> tuple[State, State]:
+        """(memory for what is no tensor of the model, host memory for the model's).
+
+        The model's own memory is not read into: files can vanish, or have errors, until the last is read.
+        """
         tensors: State = {}
         for saved in self.saved:
             tensors |= optimizer_targets(self.model, saved, self.shapes)
         if self.content is not None:
-            tensors |= self._extra_targets(data["extra"])
-            for name in tensor_names(data["rng"]):
+            tensors |= self._extra_targets(self.content.objects["extra"])
+            for name in tensor_names(self.content.objects["rng"]):
                 tensors[name] = torch.zeros(self.shapes[name][0], dtype=self.shapes[name][1])
-        state = dict(tensors)
-        for stored in stored_tensors(self.model):
-            state[next(self.names[n] for n in stored.names if n in self.names)] = stored.tensor
-        content, path = self.content, self.path
-        read_tensors(state, TorchReader(path, {*state}) if content is None else FolderReader(path, content), group)
-        finish_model(self.model, decode(data.get("model", {}), tensors.__getitem__))
-        for optimizer, saved in zip(self.optimizers, self.saved, strict=True):
-            finish_optimizer(optimizer, self.model, saved, tensors)
-        generators = decode(data["rng"], tensors.__getitem__) if rng and "rng" in data else {}
-        if "cpu" in generators:  # not in a checkpoint that was made of weights alone (`megafx convert`)
-            torch.set_rng_state(generators["cpu"])
-        if "cuda" in generators and device_of(self.model).type == "cuda":
-            torch.cuda.set_rng_state(generators["cuda"], device_of(self.model))
+        return tensors, {there: on_host(stored.tensor) for there, stored in self._stored()}
+
+    def _take(
+        self, tensors: State, pairs: list[tuple[torch.Tensor, torch.Tensor]], rng: bool, undo: contextlib.ExitStack
+    ) -> dict[str, Any]:
+        """Give everything what was read; `undo` takes it back. pairs: (memory of a tensor, what was read for it)."""
+        data = {} if self.content is None else self.content.objects
+        device, (replica, replicas) = device_of(self.model), replica_of(self.model)
         values = decode(data.get("extra", {}), tensors.__getitem__)
-        into = [(t, values.pop(n)) for n, t in self.extra.items() if isinstance(t, Stateful) and n in values]
-        return values, into
+        saved_rng = decode(data["rng"], tensors.__getitem__) if rng and "rng" in data else {}
+        states = generators_of(saved_rng, replica, replicas, device)
+        objects = decode(data.get("model", {}), tensors.__getitem__)
+        before = {k: v for k, v in self.model.state_dict().items() if not isinstance(v, torch.Tensor)}
+        undo.callback(finish_model, self.model, before)
+        undo.callback(_swap, pairs)
+        _swap(pairs)
+        finish_model(self.model, objects)
+        for optimizer, saved in zip(self.optimizers, self.saved, strict=True):
+            undo.callback(optimizer.load_state_dict, optimizer.state_dict())
+            finish_optimizer(optimizer, self.model, saved, tensors)
+        undo.callback(set_generators, generators(device), device)
+        set_generators(states, device)
+        for name, thing in self.extra.items():
+            if isinstance(thing, Stateful) and name in values:
+                undo.callback(thing.load_state_dict, copy.deepcopy(thing.state_dict()))
+                thing.load_state_dict(values.pop(name))
+        return values
 
     def _extra_targets(self, data: Any) -> State:
         """Memory for the user's tensors: sharded as the DTensor that is given to load into, where that has the same shape."""
@@ -124,6 +176,23 @@ class Load:
             else:
                 made[name] = torch.zeros(shape, dtype=dtype)
         return made
+
+
+@torch.no_grad()
+def _swap(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Exchange values: done twice, they are what they were."""
+    for a, b in pairs:
+        held = a.clone()
+        a.copy_(b)
+        b.copy_(held)
+
+
+def replica_of(model: nn.Module) -> tuple[int, int]:
+    """(number of this data-parallel rank, how many there are)."""
+    runtime = runtime_of(model)
+    if runtime is None or runtime.meshes.data is None:
+        return 0, 1
+    return runtime.meshes.axes[BATCH_AXIS].rank, runtime.meshes.data.ranks
 
 
 def misfits(model: nn.Module, there: Mapping[str, tuple[Any, torch.dtype]], source: str) -> list[str]:

@@ -3,7 +3,8 @@
     model.<FQN>                          parameters and persistent buffers; tied ones once, under the name of their first use
     optimizer.state.<FQN>.<key>          what the optimizer keeps of a parameter (or optimizer.<i>.state... of several)
     optimizer.groups.<i>.<option>        options that are tensors (a capturable learning rate)
-    rng.cpu, rng.cuda                    torch's default generators, from which megafx's seeds are drawn too
+    rng.cpu, rng.cuda                    torch's default generators, from which megafx's seeds are drawn too; rank 0's
+    rng.replicas.<i>.cpu, ....cuda       those of data-parallel rank i + 1, where they are not rank 0's
     extra.<path>                         the user's
 
 Everything that is no tensor is plain data in `metadata.json` (`encode`).
@@ -30,10 +31,15 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def collect(
-    model: nn.Module, optimizers: Optimizers, extra: Mapping[str, Any], rank: int = 0
+    model: nn.Module,
+    optimizers: Optimizers,
+    extra: Mapping[str, Any],
+    rank: int = 0,
+    replicas: Sequence[dict[str, torch.Tensor]] = (),
 ) -> tuple[State, dict[str, Any]]:
     """(tensors by name, plain data) of all there is to save. No communication, no copies. Of generators and the user's plain
-    tensors, which may differ between ranks, rank 0's are saved, as plain data are."""
+    tensors, which may differ between ranks, rank 0's are saved, as plain data are. replicas: `generators` of each rank of data
+    parallelism."""
     tensors: State = {}
     aliases: dict[str, str] = {}
     for stored in stored_tensors(model):
@@ -46,9 +52,9 @@ def collect(
     held = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in extra.items()}
     several, device = several_of(optimizers), device_of(model)
     roots = [f"optimizer.{i}" for i in range(len(several))] if len(several) > 1 else ["optimizer"]
-    rng = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        rng["cuda"] = torch.cuda.get_rng_state(device)
+    rng: dict[str, Any] = dict(replicas[0] if replicas else generators(device))
+    if any(not torch.equal(x, rng[kind]) for other in replicas for kind, x in other.items()):
+        rng["replicas"] = list(replicas[1:])
     data = {
         "aliases": aliases,
         "model": encode(objects, "model", tensors),
@@ -69,12 +75,53 @@ def collect(
 
 def copied(state: State) -> State:
     """The same values in CPU memory of their own."""
-    locals_ = {name: local_of(x).to("cpu", copy=True) for name, x in state.items()}
-    return {n: wrap(x, s._spec) if isinstance(s := state[n], DTensor) else x for n, x in locals_.items()}
+    return {n: _like(x, local_of(x).to("cpu", copy=True)) for n, x in state.items()}
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros in CPU memory for this rank's part."""
+    local = local_of(tensor)
+    return _like(tensor, torch.zeros(local.shape, dtype=local.dtype))
+
+
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    return wrap(local, tensor._spec) if isinstance(tensor, DTensor) else local
 
 
 def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def generators(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of torch's default generators: of the CPU and, on a GPU, of `device`."""
+    found = {"cpu": torch.get_rng_state()}
+    return found | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else found
+
+
+def set_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    if "cpu" in states:  # not in a checkpoint that was made of weights alone (`megafx convert`)
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def generators_of(
+    saved: Mapping[str, Any], replica: int, replicas: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """States for one of `replicas` data-parallel ranks. Where another number of them was saved, and each drew apart: states
+    that follow from rank 0's and the replica's number. Raises what torch raises of states that are none."""
+    several = [saved, *saved.get("replicas", ())]
+    found = {}
+    for kind, where in (("cpu", torch.device("cpu")), ("cuda", device)):
+        if kind not in saved or where.type != kind:
+            continue
+        generator = torch.Generator(where)
+        generator.set_state(several[replica if len(several) == replicas else 0][kind])
+        if 1 < len(several) != replicas and replica > 0:
+            seed = torch.randint(2**62, (), generator=generator, device=where)
+            generator.manual_seed(int(seed) + replica)
+        found[kind] = generator.get_state()
+    return found
 
 
 def finish_model(model: nn.Module, objects: dict[str, Any]) -> None:
@@ -125,6 +172,8 @@ def optimizer_misfit(optimizer: torch.optim.Optimizer, model: nn.Module, data: A
     """How the parameter groups of a saved optimizer are not those of this one; None: they are."""
     mine, theirs = names_of(optimizer, model), [group["names"] for group in data["groups"]]
     if sorted(map(sorted, mine)) == sorted(map(sorted, theirs)):
+        if any("lr" not in group for group in data["groups"]):
+            return "its optimizer has a group without learning rate"
         return None
     a, b = {n for names in theirs for n in names}, {n for names in mine for n in names}
     if a != b:
@@ -136,6 +185,9 @@ def state_misfits(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> lis
     """Tensors of a saved optimizer that cannot belong to their parameter by their shape (sizes of 1 are sums)."""
     parameters, wrong = dict(model.named_parameters()), []
     for fqn, kept in data["state"].items():
+        if fqn not in parameters:
+            wrong.append(f"its optimizer keeps a state of '{fqn}', which is no parameter of the model")
+            continue
         mine = tuple(parameters[fqn].shape)
         for name in tensor_names(kept):
             shape = tuple(shapes[name][0])
@@ -169,7 +221,9 @@ def finish_optimizer(
     now, groups, state = optimizer.state_dict(), [], {}
     for group, names in zip(now["param_groups"], names_of(optimizer, model), strict=True):
         kept = {key: value for key, value in group.items() if key in ("params", "param_names")}
-        groups.append(saved[frozenset(names)] | kept)
+        groups.append(
+            options_of(group) | saved[frozenset(names)] | kept
+        )  # a newer torch has options that were not saved
         found = zip(group["params"], names, strict=True)
         state.update({index: whole["state"][name] for index, name in found if name in whole["state"]})
     optimizer.load_state_dict({**now, "state": state, "param_groups": groups})

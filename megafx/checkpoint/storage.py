@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, TensorWriteData
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from megafx.checkpoint import folder as checkpoint_folder
-from megafx.checkpoint.folder import Chunk, Content, Described
+from megafx.checkpoint.content import Chunk, Content, Described, key_of, write_content
 from megafx.checkpoint.state import State
 from megafx.distributed.failures import stopping_with_others
-from megafx.errors import CheckpointError
+from megafx.errors import CheckpointError, MegafxError
 from megafx.weights import files as safetensors_writer
 from megafx.weights.files import Written
 
@@ -39,41 +39,58 @@ FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # planne
 
 
 def write_checkpoint(state: State, writer: FolderWriter, group: dist.ProcessGroup | None) -> None:
-    """Write this rank's slices. Collective over the group; None: of this process alone."""
+    """Write this rank's slices. Collective over the group; None: of this process alone. Raises CheckpointError; then nothing
+    is left of it."""
     planner = DefaultSavePlanner(**FLAT)
-    if group is not None:
-        with _errors_of_ranks("saving", "saved"):
-            save(state, storage_writer=writer, planner=planner, process_group=group)
-        return
-    planner.set_up_planner(state, is_coordinator=True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    (plan,) = writer.prepare_global_plan(plans)
-    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
+    try:
+        with _errors_of_ranks("saving", f"the checkpoint of step {writer.step} could not be saved in '{writer.root}'"):
+            if group is not None:
+                save(state, storage_writer=writer, planner=planner, process_group=group)
+                return
+            planner.set_up_planner(state, is_coordinator=True)
+            plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+            (plan,) = writer.prepare_global_plan(plans)
+            writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
+    except BaseException:
+        if writer.partial is not None:
+            checkpoint_folder.abandon(writer.partial)
+        raise
 
 
-def read_tensors(state: State, reader: StorageReader, group: dist.ProcessGroup | None) -> None:
-    """Fill this rank's slices of the tensors. Collective over the group; None: of this process alone."""
+def read_tensors(state: State, reader: StorageReader, group: dist.ProcessGroup | None, source: Path) -> None:
+    """Fill this rank's slices of the tensors. Collective over the group; None: of this process alone. Raises CheckpointError,
+    which names `source`; then some are filled."""
     planner = DefaultLoadPlanner(**FLAT)
-    if group is not None:
-        with _errors_of_ranks("loading", "loaded"):
+    with _errors_of_ranks("loading", f"checkpoint {source} could not be loaded"):
+        if group is not None:
             load(state, storage_reader=reader, planner=planner, process_group=group)
-        return
-    metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+            return
+        metadata = reader.read_metadata()
+        planner.set_up_planner(state, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+        reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 @contextlib.contextmanager
-def _errors_of_ranks(doing: str, done: str) -> Iterator[None]:
-    """What torch raises for several ranks, as an error that names them."""
+def _errors_of_ranks(doing: str, failed: str) -> Iterator[None]:
+    """What torch and files raise, on one rank or several, as an error that names them."""
     try:
         with stopping_with_others(f"{doing} a checkpoint"):
             yield
+    except MegafxError:
+        raise
     except CheckpointException as error:
-        texts = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items())]
-        raise CheckpointError(f"the checkpoint could not be {done}: " + "; ".join(texts)) from error
+        found = {rank: e for rank, (e, _) in sorted(error.failures.items())}
+        texts = [f"rank {rank}: {_text(e)}" for rank, e in found.items()]
+        fix = next((e.fix for e in found.values() if isinstance(e, MegafxError)), "")
+        raise CheckpointError(f"{failed}: {'; '.join(texts)}", fix=fix) from error
+    except Exception as error:
+        raise CheckpointError(f"{failed}: {_text(error)}") from error
+
+
+def _text(error: BaseException) -> str:
+    return error.found if isinstance(error, MegafxError) else f"{type(error).__name__}: {error}"
 
 
 class _Storage:
@@ -100,24 +117,29 @@ class FolderWriter(_Storage, StorageWriter):
     def __init__(self, root: Path, step: int, objects: dict[str, Any], keep: int | None = None) -> None:
         self.root, self.step, self.objects, self.keep = root, step, objects, keep
         self.path: Path | None = None
+        self.partial: Path | None = None  # on the coordinator
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, before anyone writes: makes the folder, and names each rank's file."""
-        checkpoint_folder.begin(self.root, self.step)
-        return [SavePlan(p.items, f"rank_{rank:05d}.safetensors", p.planner_data) for rank, p in enumerate(plans)]
+        self.partial = checkpoint_folder.begin(self.root, self.step)
+        paths = [self.partial / f"rank_{rank:05d}.safetensors" for rank in range(len(plans))]
+        return [SavePlan(p.items, path, p.planner_data) for p, path in zip(plans, paths, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         if plan.items:
-            file: str = plan.storage_data
+            path: Path = plan.storage_data
             about: list[Any] = [item.tensor_data for item in plan.items]  # all items are tensors
-            keys = [_key(item.index.fqn, a) for item, a in zip(plan.items, about, strict=True)]
+            keys = [
+                key_of(item.index.fqn, a.chunk.offsets, a.chunk.sizes, a.size)
+                for item, a in zip(plan.items, about, strict=True)
+            ]
             entries = [(key, a.properties.dtype, a.chunk.sizes) for key, a in zip(keys, about, strict=True)]
-            path = checkpoint_folder.partial(self.root, self.step) / file
             values = (planner.resolve_data(item) for item in plan.items)
-            written = safetensors_writer.write(path, entries, values, {"format": "pt"})  # type: ignore[arg-type]  # no BytesIO
+            with _there(path.parent):
+                written = safetensors_writer.write(path, entries, values, {"format": "pt"})  # type: ignore[arg-type]  # no BytesIO
             for item, key, a in zip(plan.items, keys, about, strict=True):
-                chunk = Chunk(tuple(item.index.offset or ()), tuple(a.chunk.sizes), file, key)
+                chunk = Chunk(tuple(item.index.offset or ()), tuple(a.chunk.sizes), path.name, key)
                 results.append(WriteResult(item.index, 0, (chunk, written)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -130,9 +152,11 @@ class FolderWriter(_Storage, StorageWriter):
         for result in itertools.chain(*results):
             chunk, files[result.storage_data[0].file] = result.storage_data
             chunks.setdefault(result.index.fqn, []).append(chunk)
-        folder = checkpoint_folder.partial(self.root, self.step)
+        folder = self.partial
+        assert folder is not None
         for name, file in files.items():
             if not (folder / name).exists() or (folder / name).stat().st_size != file.bytes:
+                checkpoint_folder.check_owner(self.root)
                 found = f"{folder / name}, which another rank wrote, is not to be seen by rank 0"
                 raise CheckpointError(found, fix="save to a file system that all ranks share")
         tensors = {}
@@ -140,14 +164,19 @@ class FolderWriter(_Storage, StorageWriter):
             assert isinstance(about, TensorStorageMetadata)
             dtype = safetensors_writer.dtype_name(about.properties.dtype)
             tensors[name] = Described(dtype, tuple(about.size), tuple(sorted(chunks[name], key=lambda c: c.offsets)))
-        checkpoint_folder.write_content(folder, Content(self.step, tensors, files, self.objects))
-        self.path = checkpoint_folder.commit(self.root, self.step, self.keep)
+        with _there(folder):
+            write_content(folder, Content(self.step, tensors, files, self.objects))
+            self.path = checkpoint_folder.commit(folder, self.step, self.keep)
 
 
-def _key(name: str, about: TensorWriteData) -> str:
-    """The name of a slice in its file: the tensor's, with ranges unless it is all of it."""
-    ranges = (f"{o}:{o + s}" for o, s in zip(about.chunk.offsets, about.chunk.sizes, strict=True))
-    return name if about.chunk.sizes == about.size else f"{name}[{', '.join(ranges)}]"
+@contextlib.contextmanager
+def _there(folder: Path) -> Iterator[None]:
+    """Says why the folder that is written into is gone."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        found = f"'{folder}' was removed while it was written: another job saves in '{folder.parent}'"
+        raise CheckpointError(found, fix="end one of the two jobs, or give each a folder of its own") from error
 
 
 class FolderReader(_Storage, StorageReader):

@@ -14,7 +14,9 @@ import io
 import pickle
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from megafx.checkpoint.content import uncovered
 from megafx.checkpoint.folder import TORCH_METADATA
 from megafx.checkpoint.state import names_of, options_of
 from megafx.errors import CheckpointError
+from megafx.weights.files import regular_size
 from megafx.weights.state import stored_tensors
 
 _PATHS = ("PosixPath", "WindowsPath")
@@ -42,30 +46,77 @@ _ALLOWED = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes the classes in `_ALLOWED`, and dtypes of torch."""
+_WITH_ATTRIBUTES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+
+class _Unpickler(pickle._Unpickler):
+    """Makes the classes in `_ALLOWED`, and dtypes of torch. Written in Python, where each step can be looked at: setting
+    attributes of what is no instance of metadata's own classes would change a class for the whole process."""
+
+    dispatch: dict[int, Callable[[Any], None]] = {**pickle._Unpickler.dispatch}
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(
-            f"{TORCH_METADATA} of a checkpoint asks for {module}.{name}, which metadata has no need of: it is not read",
-            fix="only load checkpoints of torch.distributed.checkpoint from where you trust",
-        )
+        raise _more_than_metadata(f"asks for {module}.{name}")
+
+    def load_build(self) -> None:
+        made: Any = self.stack[-2]  # type: ignore[attr-defined]  # below its attributes
+        if type(made).__module__ not in _WITH_ATTRIBUTES or isinstance(made, Enum):
+            raise _more_than_metadata(f"sets attributes of {str(made)[:80]}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _more_than_metadata(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{TORCH_METADATA} of a checkpoint {what}, which metadata has no need of: it is not read",
+        fix="only load checkpoints of torch.distributed.checkpoint from where you trust",
+    )
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Raises CheckpointError where `.metadata` is damaged, is no metadata, or asks for anything but metadata's classes."""
+    """Raises CheckpointError where `.metadata` is damaged, asks for anything but metadata's classes, or says what is not so:
+    slices that are no partition of their tensor, or places outside of the folder's files."""
     try:
-        found = _Unpickler(io.BytesIO((folder / TORCH_METADATA).read_bytes())).load()
+        size = regular_size(folder / TORCH_METADATA)
+        return _parsed(folder, size, (folder / TORCH_METADATA).stat().st_mtime_ns)
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {TORCH_METADATA} cannot be read ({error})") from error
+        found = f"checkpoint {folder} is damaged: {TORCH_METADATA} cannot be read ({type(error).__name__}: {error})"
+        raise CheckpointError(found) from error
+
+
+@lru_cache(1)  # one load asks several times
+def _parsed(folder: Path, size: int, changed: int) -> Metadata:
+    found = _Unpickler(io.BytesIO((folder / TORCH_METADATA).read_bytes())).load()
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise CheckpointError(f"{folder / TORCH_METADATA} is not the metadata of a checkpoint")
+    sizes: dict[str, int] = {}
+    stored = {(index.fqn, tuple(index.offset or ())): info for index, info in found.storage_data.items()}
+    for (name, _), info in stored.items():
+        path = info.relative_path
+        if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
+            raise CheckpointError(f"checkpoint {folder} has '{name}' in {path!r}, which is not in its folder")
+        if path not in sizes:
+            sizes[path] = regular_size(folder / path)
+        if not 0 <= info.offset <= info.offset + info.length <= sizes[path]:
+            raise CheckpointError(f"checkpoint {folder} has '{name}' beyond the end of {path}")
+    for name, about in found.state_dict_metadata.items():
+        places: list[tuple[int, ...]] = [()]
+        if isinstance(about, TensorStorageMetadata):
+            boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in about.chunks]
+            if (wrong := uncovered(tuple(about.size), boxes)) is not None:
+                raise CheckpointError(f"checkpoint {folder} is damaged: '{name}': {wrong}")
+            if not isinstance(about.properties.dtype, torch.dtype):
+                raise CheckpointError(f"checkpoint {folder} is damaged: '{name}' has no dtype")
+            places = [offsets for offsets, _ in boxes]
+        if lacking := [place for place in places if (name, place) not in stored]:
+            raise CheckpointError(f"checkpoint {folder} is damaged: it does not say where '{name}' {lacking[0]} is")
     return found
 
 

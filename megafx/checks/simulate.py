@@ -131,10 +131,10 @@ class _Lockstep:
             theirs = [args[r] for r in group]
             alike = theirs if node.target is not mfx.owner_parameter.default else ()  # of which the others hold nothing
             for rank, given in enumerate(alike):  # ranks that disagree on a collective hang or mix data up
-                if given[1:] != theirs[0][1:] or _shapes(given[0]) != _shapes(theirs[0][0]):
+                if given[1:] != theirs[0][1:] or shapes_of(given[0]) != shapes_of(theirs[0][0]):
                     raise PlacementError(
-                        f"%{node.name} ({node.target}): rank {rank} calls it with {_shapes(given[0])}, {given[1:]}, "
-                        f"rank 0 with {_shapes(theirs[0][0])}, {theirs[0][1:]}",
+                        f"%{node.name} ({node.target}): rank {rank} calls it with {shapes_of(given[0])}, {given[1:]}, "
+                        f"rank 0 with {shapes_of(theirs[0][0])}, {theirs[0][1:]}",
                         module=fqn_of(node),
                         source=source_of(node),
                     )
@@ -144,7 +144,8 @@ class _Lockstep:
         return results
 
 
-def _shapes(x: Any) -> Any:
+def shapes_of(x: Any) -> Any:
+    """The shapes of a tensor or of a list of tensors."""
     return tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, x)
 
 

@@ -17,10 +17,10 @@ from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
 from megafx.compiler.runner import Pass, PassFunction, Runner, insert_user_passes
 from megafx.config import Config
-from megafx.debugging import current
+from megafx.debugging import Debug, current
 from megafx.errors import PlacementError
 from megafx.ir.program import RECOMPUTE, Note, Program
-from megafx.ops.axes import on_mesh
+from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.backward.accumulate_products import accumulate_products
 from megafx.passes.backward.build_joint_graph import build_joint_graph
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
@@ -157,6 +157,13 @@ class Compiled:
         """What this rank runs. gathered: parameters of the model that its graphs have gathered and keep."""
         return _executable(self.program.copy(), self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
 
+    def for_rank(self, axes: Mapping[str, AxisContext] | None) -> Program:
+        """PARTITIONED: what the rank at this place runs. Nothing is logged or dumped."""
+        program, planner = self.program.copy(), replace(self.planner, axes=axes)
+        quiet = replace(current(), level=0, dump=None)
+        _runner(planner, "lowered", quiet).run(program, passes_of(planner, "rank"))
+        return program
+
     def held_back(self, gradients: Gradients) -> tuple[Executable, list[str]]:
         """The same with another backward, which takes what this one's forward keeps (`data_parallel`).
 
@@ -210,9 +217,10 @@ def _run(program: Program, planner: Planner, *stages: str) -> Runner:
     return runner
 
 
-def _runner(planner: Planner, start: str) -> Runner:
+def _runner(planner: Planner, start: str, settings: Debug | None = None) -> Runner:
     """Flags may name any pass of the pipeline, also where this graph has no need of it."""
-    return Runner(planner, [p.name for stage in pipeline(planner.config).values() for p in stage], start=start)
+    names = [p.name for stage in pipeline(planner.config).values() for p in stage]
+    return Runner(planner, names, settings, start)
 
 
 def _executable(

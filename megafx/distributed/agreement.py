@@ -8,15 +8,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megafx.config import Config
+from megafx.debugging import current
+from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.tensor import TPTensor
-from megafx.errors import AgreementError, MegafxError, NumericError
+from megafx.errors import AgreementError, LostRankError, MegafxError, NumericError
 
+OTHER_BATCHES = (
+    "got different batches, as from a DistributedSampler over all ranks, another shuffle seed on each, or a batch that one "
+    "rank left out"
+)
+SAME_BATCH = (
+    "give every rank of a tensor-parallel group the same batch: DistributedSampler(num_replicas=, rank=) by data-parallel "
+    "rank, one seed for shuffling, or megafx.broadcast_data. (A PipelineStage needs input_args= and output_args=: else it "
+    "probes with tensors of no value.)"
+)
 CHECKED_FIRST = 3  # steps at the beginning whose inputs are compared whatever `check_inputs_every` says
 
 
@@ -24,7 +37,8 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
     """Rank 0's value (pickled), on every rank; without a group this rank's own."""
     box = [value]
     if group is not None:
-        dist.broadcast_object_list(box, group_src=0, group=group)
+        with stopping_with_others("a message of rank 0 to all"):
+            dist.broadcast_object_list(box, group_src=0, group=group)
     return box[0]
 
 
@@ -33,31 +47,55 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     found: list[Any] = [value]
     if group is not None:
         found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, value, group=group)
+        with stopping_with_others("a comparison of all ranks"):
+            dist.all_gather_object(found, value, group=group)
     return found
 
 
 def check_same(what: str, text: str, group: dist.ProcessGroup | None, fix: str = "") -> None:
     """Raise on every rank unless all ranks have the same text."""
-    mine = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    digests = gather_objects((mine, text[:2000]), group)
-    others = [r for r, (digest, _) in enumerate(digests) if digest != digests[0][0]]
-    if others:
-        a, b = digests[0][1].splitlines(), digests[others[0]][1].splitlines()
+    digests = gather_objects(hashlib.blake2b(text.encode(), digest_size=8).hexdigest(), group)
+    if other := next((r for r, digest in enumerate(digests) if digest != digests[0]), 0):
+        texts = gather_objects(text, group)  # all ranks come here
+        a, b = texts[0].splitlines(), texts[other].splitlines()
         lines = (f"'{x[:200]}' on rank 0, '{y[:200]}' there" for x, y in zip(a, b, strict=False) if x != y)
         first = next(lines, f"{len(a)} lines on rank 0, {len(b)} there")
-        raise AgreementError(f"rank {others[0]} and rank 0 differ in {what}: {first}", fix=fix)
+        raise AgreementError(f"rank {other} and rank 0 differ in {what}: {first}", fix=fix)
+
+
+def check_setting(config: Config, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank unless all have the same Config, flags that change graphs, and versions. Collective."""
+    flags = current()
+    values = {f"Config.{name}": value for name, value in config.to_dict().items()}
+    values |= {"megafx": version("megafx"), "torch": torch.__version__, "MEGAFX_SKIP": flags.skip}
+    lines = [f"{name} = {value!r}" for name, value in values.items()]
+    check_same(
+        "the Config", "\n".join(lines), group, fix="give every rank the same Config, flags and installed versions"
+    )
 
 
 @contextlib.contextmanager
-def raising_together(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """An error of any rank within is raised on every rank: its own, or that of the first rank that has one. Collective."""
-    error: MegafxError | None = None
+def raising_together(group: dist.ProcessGroup | None, become: type[MegafxError] | None = None) -> Iterator[None]:
+    """An error of any rank within is raised on every rank: its own, or that of the first rank that has one. Collective.
+
+    What is within holds no collective, as a rank that raises would leave it. become: what errors that are not megafx's become;
+    without it they stay what they are where they were raised, and are AgreementErrors elsewhere.
+    """
+    error: Exception | None = None
+    told: tuple[type[MegafxError], str, str] | None = None
     try:
         yield
+    except LostRankError:
+        raise
     except MegafxError as found:
-        error = found
-    errors = gather_objects(None if error is None else (type(error), error.found, error.fix), group)
+        error, told = found, (type(found), found.found, found.fix)
+    except Exception as found:
+        text = f"{type(found).__name__}: {found}"
+        error, told = found, (become or AgreementError, text, "")
+        if become is not None:
+            error = become(text)
+            error.__cause__ = found
+    errors = gather_objects(told, group)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):
@@ -118,12 +156,8 @@ def check_inputs(
     named: Sequence[tuple[str, torch.Tensor]], structure: str, step: int, group: dist.ProcessGroup | None
 ) -> None:
     """Raise on every rank unless all ranks were given the same inputs."""
-    fix = (
-        "give every rank of a tensor-parallel group the same batch: shard data by data-parallel rank only "
-        "(PipelineStage probes shapes with tensors of no value unless it is given input_args= and output_args=)"
-    )
     described = "\n".join([structure, *(f"{n}: {tuple(x.shape)} {x.dtype}" for n, x in named)])
-    check_same(f"the call of step {step}", described, group, fix=fix)
+    check_same(f"the call of step {step}", described, group, fix=SAME_BATCH)
     if not named:
         return
     hashes = _gather_hashes([x for _, x in named], group)
@@ -132,19 +166,9 @@ def check_inputs(
         ranks = differ.any(1).nonzero().flatten().tolist()
         raise AgreementError(
             f"step {step}: input {', '.join(wrong)} is not the same on all tensor-parallel ranks "
-            f"(rank {', '.join(map(str, ranks))} against rank 0)",
-            fix=fix,
+            f"(rank {', '.join(map(str, ranks))} against rank 0): they {OTHER_BATCHES}",
+            fix=SAME_BATCH,
         )
-
-
-def check_shapes(named: Sequence[tuple[str, torch.Tensor]], step: int, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank unless the batches of all data-parallel ranks have the same shapes."""
-    described = "\n".join(f"{n}: {tuple(x.shape)}" for n, x in named)
-    fix = (
-        "give each the same number of rows and pad them to the same length: this model averages over its batch, or drops out "
-        "by place in it; or use Config(data_parallel_loss='average')"
-    )
-    check_same(f"the shapes of their batches at step {step}", described, group, fix=fix)
 
 
 def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megafx.errors import LostRankError
+from megafx.errors import LostRankError, UsageError
 
 LONGEST_WAIT = timedelta(minutes=5)  # for ranks that should call something too, where the group's timeout is longer
 SECONDS = 0.1  # at exit, without the lock held: gloo's thread needs microseconds of them
@@ -30,6 +30,8 @@ def stopping_with_others(what: str) -> Iterator[None]:
     """Errors of torch's collectives within become LostRankError."""
     try:
         yield
+    except LostRankError:
+        raise  # of a call within
     except RuntimeError as error:
         text = str(error).lower()
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS):
@@ -61,7 +63,7 @@ def meet(what: str, group: dist.ProcessGroup | None) -> None:
     store.set(keys[mine], what)
     limit = min(timeout_of(group), LONGEST_WAIT)
     try:
-        store.wait(list(keys.values()), limit)
+        _wait(store, list(keys.values()), limit)
     except RuntimeError as error:
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         store.add(f"{prefix}/{mine}", -1)
@@ -78,6 +80,25 @@ def meet(what: str, group: dist.ProcessGroup | None) -> None:
     if other is not None:
         found = f"rank {mine} calls {what}, rank {other} {texts[other]}"
         raise LostRankError(found, fix="make the same calls on all ranks")
+
+
+def only_rank_0(what: str) -> None:
+    """For a model that is each process's own. Raises UsageError on other ranks, which would write the same files."""
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        found = f"{what} is called on rank {dist.get_rank()} for a model that is not parallelized over ranks"
+        raise UsageError(found, fix="call it on rank 0 only: `if torch.distributed.get_rank() == 0:`")
+
+
+def _wait(store: Any, keys: list[str], limit: timedelta) -> Any:
+    """Wait in pieces of a second: C++ would hold back Ctrl-C. Raises RuntimeError after `limit`."""
+    end = time.monotonic() + limit.total_seconds()
+    while (left := end - time.monotonic()) > 1:
+        try:
+            return store.wait(keys, timedelta(seconds=1))
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():
+                raise
+    store.wait(keys, timedelta(seconds=max(left, 0.1)))
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

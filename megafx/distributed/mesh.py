@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafx.config import Config
+from megafx.distributed.agreement import check_setting
 from megafx.distributed.failures import wait_at_exit
 from megafx.errors import AgreementError
 from megafx.ops.axes import AxisContext
@@ -38,11 +39,20 @@ class Meshes:
 
 
 def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -> Meshes:
-    """The meshes of a run. Collective over the world where the mesh is to be made. Raises AgreementError."""
+    """The meshes of a run, whose ranks have one Config. Collective over these ranks (the world, where there is no mesh yet).
+
+    Raises AgreementError.
+    """
     if mesh is None:
         mesh = _world(config, device)
-        if mesh is None:
-            return Meshes(None)
+        return Meshes(None) if mesh is None else _meshes(config, mesh)
+    made = _meshes(config, mesh)
+    if made.tensor is not None:
+        check_setting(config, made.everyone or made.tensor.get_group())
+    return made
+
+
+def _meshes(config: Config, mesh: DeviceMesh) -> Meshes:
     wait_at_exit()
     tensor = tensor_mesh(mesh, config.tensor_model_parallel_size)
     names = [n for n in (REPLICA_AXIS, SHARD_AXIS, BATCH_AXIS) if n in (mesh.mesh_dim_names or ())]
@@ -74,6 +84,7 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
         )
     if t == 1 and d == 1:
         return None
+    check_setting(config, dist.group.WORLD)
     if t is None and world % d == 0:
         t = world // d
     if t is None or t * d != world:

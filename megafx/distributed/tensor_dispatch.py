@@ -34,6 +34,8 @@ class DispatchedTensor(DTensor):
             _count_write(args[0])
             return args[0]
         kwargs = kwargs or {}
+        if func in _TO_BOOL:
+            return _TO_BOOL[func](*args, **kwargs)
         done, result = False, None
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             done = True
@@ -45,6 +47,43 @@ class DispatchedTensor(DTensor):
         for written in _written(func):
             _count_write(args[written] if isinstance(written, int) and written < len(args) else kwargs.get(written))
         return result
+
+
+class Unreduced(DTensor):
+    """What is made of TPTensors and of which each rank holds a summand or the like: a sum, a norm. Read as a number it is whole
+    first: DTensor would give each rank its own part. Else it is an ordinary DTensor."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is aten._local_scalar_dense.default:
+            whole = _new(DTensor, args[0]._local_tensor, args[0]._spec, requires_grad=False).full_tensor()
+            return func(whole)
+        plain = lambda x: _new(DTensor, x._local_tensor, x._spec, requires_grad=False) if isinstance(x, cls) else x  # noqa: E731
+        args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map(_marked, func(*args, **kwargs))
+
+
+def _marked(x: Any) -> Any:
+    if type(x) is DTensor and any(p.is_partial() for p in x._spec.placements):
+        return _new(Unreduced, x._local_tensor, x._spec, requires_grad=False)
+    return x
+
+
+def _all(x: DTensor) -> bool:
+    return bool((x == 0).sum().full_tensor() == 0)
+
+
+def _equal(x: DTensor, y: DTensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and _all(x == y)
+
+
+# Reductions to a bool, by sums, which pads add nothing to: the same on all ranks.
+_TO_BOOL: dict[Any, Callable[..., Any]] = {
+    aten.any.default: lambda x: (x != 0).sum() > 0,
+    aten.all.default: lambda x: (x == 0).sum() == 0,
+    aten.equal.default: _equal,
+    aten.allclose.default: lambda x, y, *tolerance, **more: _all(torch.isclose(x, y, *tolerance, **more)),
+}
 
 
 @cache
@@ -75,8 +114,9 @@ class _Dispatching(TorchDispatchMode):
     """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`; the others go their way."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DispatchedTensor) for t in types):
-            return DispatchedTensor.__torch_dispatch__(func, types, args, kwargs)
+        for kind in (DispatchedTensor, Unreduced):
+            if any(issubclass(t, kind) for t in types):
+                return kind.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -107,6 +147,7 @@ _OF_AUTOGRAD = [
 
 if not SUBCLASS_DISPATCH:
     DispatchedTensor.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
+    Unreduced.__torch_function__ = classmethod(_through_mode)  # type: ignore[assignment]
     _handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     _handlers.update(dict.fromkeys(_OF_AUTOGRAD, _handle))
 
@@ -115,7 +156,7 @@ if not SUBCLASS_DISPATCH:
 
 _COPIES = ("alias", "clone", "copy_", "zero_", "zeros_like", "_to_copy", "lerp", "lerp_")
 _FUSED = tuple(f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
-_LOCAL_NAMES = frozenset((*_COPIES, "empty_like", "fill_", "full_like", "ones_like", *_FUSED))
+_LOCAL_NAMES = frozenset((*_COPIES, "empty_like", "fill_", "full_like", "isclose", "ones_like", *_FUSED))
 _FOREACH_REDUCES = frozenset(["_foreach_norm", "_foreach_max", "_foreach_powsum"])
 # Operations that give zero where all sharded operands are zero; after the others pads are zeroed again.
 _KEEPS_ZERO = frozenset(
@@ -267,7 +308,7 @@ def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
         if not func._schema.is_mutable:
             out = _new(type(permuted), out._local_tensor, permuted._spec, requires_grad=False)
         zero_pads(out._local_tensor, permuted._spec)
-    return torch.utils._pytree.tree_map(lambda x: back.get(id(x), x), out)
+    return torch.utils._pytree.tree_map(lambda x: back.get(id(x), _marked(x)), out)
 
 
 def _as_dtensor(x: DispatchedTensor, zero_for_none: bool) -> DTensor:
@@ -287,7 +328,7 @@ def _check_order_free(func: Any, name: str, args: Any, kwargs: Any, x: Dispatche
     if name in _NORMS:
         order = args[1] if len(args) > 1 and args[1] is not None else 2
         right = (len(args) < 3 or not args[2]) and not kwargs.get("dim") and order >= 0
-    elif name in ("sum", "any", "count_nonzero"):
+    elif name in ("sum", "count_nonzero"):
         right = len(args) < 2 and not kwargs.get("dim")
     else:
         right = name in _RANDOM

@@ -118,6 +118,13 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether the op changes memory of an operand: its schema says so."""
+    return (
+        node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    )
+
+
 def shows_operand(node: fx.Node) -> bool:
     """Whether the node is a view of its first operand, or one part of a tuple of views."""
     if node.target is operator.getitem:

@@ -33,6 +33,17 @@ def on_mesh(axes: Mapping[str, AxisContext]) -> Iterator[None]:
         _entered.pop()
 
 
+@contextmanager
+def off_mesh() -> Iterator[None]:
+    """Leave what this thread has entered, for another thread's turn."""
+    entered = [*_entered]
+    _entered.clear()
+    try:
+        yield
+    finally:
+        _entered[:] = entered
+
+
 def axis_context(axis: str) -> AxisContext:
     if not _entered or axis not in _entered[-1]:
         raise UsageError(

@@ -6,14 +6,16 @@ expressions of those names, so a plan saved today loads on a graph captured tomo
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import sympy
+from torch.utils._sympy import functions
 
 from megafx.errors import PlanError
 from megafx.ir.sizes import Sizes
@@ -129,11 +131,22 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, sizes: Sizes | None = None) -> Plan:
-        """sizes: of the graph that the plan is for; without, the plan can be read and compared but not applied."""
-        data = json.loads(text)
+        """sizes: of the graph that the plan is for; without, the plan can be read and compared but not applied.
+
+        Nothing in the text is run. Raises PlanError where it is no plan of this version.
+        """
+        try:
+            return Plan._of(json.loads(text), Sizes() if sizes is None else sizes)
+        except PlanError:
+            raise
+        except Exception as error:  # whatever json, ast and sympy raise
+            found = f"this is no plan: {type(error).__name__}: {str(error)[:200]}"
+            raise PlanError(found, fix="plan again, and save the plan with Plan.save") from error
+
+    @staticmethod
+    def _of(data: dict[str, Any], sizes: Sizes) -> Plan:
         if (found := data.pop("format", None)) != FORMAT:
             raise PlanError(f"plan format {found!r}, expected {FORMAT}", fix="plan again")
-        sizes = Sizes() if sizes is None else sizes
         for name in data["workload"]:
             sizes.symbols.setdefault(name, sympy.Symbol(name, integer=True, positive=True))
         reader = _SizeText(sizes)
@@ -160,7 +173,27 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        return Plan.from_json(Path(path).read_text())
+        """Raises PlanError that names the file."""
+        try:
+            return Plan.from_json(Path(path).read_text())
+        except (PlanError, UnicodeDecodeError) as error:
+            raise PlanError(f"'{path}': {getattr(error, 'found', error)}", fix=getattr(error, "fix", "")) from error
+
+
+_CALLS: dict[str, Callable[..., sympy.Expr]] = {  # functions of sizes, by the names that sympy prints
+    **{name: getattr(functions, name) for name in ("FloorDiv", "CleanDiv", "Mod", "PythonMod", "ModularIndexing")},
+    **{name: getattr(functions, name) for name in ("Max", "Min", "CeilToInt", "FloorToInt", "IntTrueDiv")},
+    **{"floor": sympy.floor, "ceiling": sympy.ceiling},
+}
+_OPERATORS: dict[type[ast.AST], Callable[..., sympy.Expr]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: functions.FloorDiv,
+    ast.USub: lambda a: -a,
+}
+_LONGEST, _LARGEST_POWER = 1000, 8  # characters of an expression; of batch**2
 
 
 class _SizeText:
@@ -169,17 +202,38 @@ class _SizeText:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self.name_of = {s: sympy.Symbol(name, integer=True, positive=True) for name, s in sizes.symbols.items()}
-        self.symbol_of = {name: symbol for symbol, name in self.name_of.items()}
+        self.symbols = {str(s): s for s in (*sizes.workload_of, *sizes.row_counts)} | sizes.symbols
 
     def encode(self, size: int) -> int | str:
         return size if self.sizes.is_static(size) else str(self.sizes.expr(size).xreplace(self.name_of))
 
     def decode(self, size: int | str) -> int:
-        if isinstance(size, int):
+        if type(size) is int:
             return size
-        known = {str(s): s for s in (*self.symbol_of, *self.name_of)}
-        expr = sympy.sympify(size, locals=known).xreplace(self.symbol_of)
-        return self.sizes.of_expr(expr)
+        if not isinstance(size, str) or len(size) > _LONGEST:
+            raise ValueError(f"{str(size)[:80]!r} is no size")
+        return self.sizes.of_expr(self._expr(ast.parse(size.strip(), mode="eval").body))
+
+    def _expr(self, node: ast.expr) -> sympy.Expr:
+        """Sums, products, powers and quotients of integers, names and `_CALLS`; raises ValueError for anything else."""
+        match node:
+            case ast.Constant(value=value) if type(value) is int:
+                return sympy.Integer(value)
+            case ast.Name(id=name):
+                return self.symbols.setdefault(name, sympy.Symbol(name, integer=True, positive=True))
+            case ast.UnaryOp(op=op, operand=value) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](self._expr(value))
+            case ast.BinOp(
+                op=ast.Pow(),
+                left=ast.Name() | ast.Call() | ast.BinOp(op=ast.Add() | ast.Sub() | ast.FloorDiv()) as base,
+            ):
+                if isinstance(node.right, ast.Constant) and node.right.value in range(2, _LARGEST_POWER + 1):
+                    return self._expr(base) ** node.right.value
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](self._expr(left), self._expr(right))
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
+                return _CALLS[name](*map(self._expr, args))
+        raise ValueError(f"{ast.unparse(node)[:80]!r} is no size")
 
 
 def _encode(p: Placement, text: _SizeText) -> list[Any]:

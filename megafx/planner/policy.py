@@ -11,13 +11,16 @@ parallelism, weights gathered at every use. The default policy forbids them:
     router       a weight whose result is ranked (topk, sort, argmax, the indices of max) along the weight's own dim is
                  whole: every rank needs every score, and a gather a layer costs more than the few columns of a router save
 
-`planner_policy="free"` lifts them all.
+Where nothing is left, policies give way in the order of `YIELDING`, only at the ops and weights that conflict, and the report
+says so. `planner_policy="free"` lifts them all.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from networkx.utils import UnionFind
@@ -25,7 +28,7 @@ from torch import fx
 
 from megafx.ir.facts import MATMUL
 from megafx.ir.nodes import op_name
-from megafx.ir.program import VAL, Program
+from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.placements.types import P, Placement
 from megafx.placements.views import dim_groups
 from megafx.planner.cost import cost_kind
@@ -37,6 +40,9 @@ NORMALISED = "a norm normalises over this dim, so the activation keeps it whole"
 SHARD_WEIGHTS = "a matmul weight is sharded where it can be"
 ROUTER = "a router: its scores are ranked (topk, sort, argmax) over this dim, which every rank needs whole"
 SEQUENCE_WANTED = "sequence_parallel=True: norms, dropouts and residuals run on a shard of the sequence"
+WEIGHTS_STAY = "a weight is neither gathered nor stored whole and used in slices"
+# The others only take strategies that shard something, so that computing on whole values is always left.
+YIELDING = (WEIGHTS_STAY, SHARD_WEIGHTS, SEQUENCE_WANTED, ROUTER)
 
 Place = tuple[fx.Node, int]  # a dim of a value
 
@@ -113,6 +119,29 @@ def _ranked_places(node: fx.Node, rule: OpRule) -> list[Place]:
     return [(source.node, d) for d, f in enumerate(source.factors) if f in rule.forbidden]
 
 
+class Yields:
+    """Which policies have given way, and where: at the same place of all layers that are alike."""
+
+    def __init__(self) -> None:
+        self._levels: dict[tuple[Any, ...], int] = {}  # how many of YIELDING
+
+    def holds(self, policy: str, node: fx.Node) -> bool:
+        return not self._levels or YIELDING.index(policy) >= self._levels.get(_kind(node), 0)
+
+    def further(self, nodes: Iterable[fx.Node]) -> bool:
+        """Let one more policy give way among these nodes; False where all have."""
+        kinds = {_kind(n) for n in nodes}
+        level = 1 + min((self._levels.get(k, 0) for k in kinds), default=len(YIELDING))
+        if level > len(YIELDING):
+            return False
+        self._levels |= {k: max(level, self._levels.get(k, 0)) for k in kinds}
+        return True
+
+
+def _kind(node: fx.Node) -> tuple[Any, ...]:
+    return re.sub(r"\d+", "*", f"{fqn_of(node)} {node.target}"), source_of(node)
+
+
 class Policy:
     """Says for each strategy whether it may be used, and if not, why."""
 
@@ -124,8 +153,13 @@ class Policy:
         *,
         sequence_parallel: bool | str,
         free: bool = False,
+        yields: Yields | None = None,
     ) -> None:
         self.program, self.free, self.sequence_parallel = program, free, sequence_parallel
+        self.yields = yields or Yields()
+        self.gave_way: dict[str, dict[fx.Node, None]] = {
+            policy: {} for policy in YIELDING
+        }  # where it would have said no
         self.weights = weight_values(program, active)
         # weight -> reasons for which strategies that shard it were taken away, in order
         self.kept_whole: dict[fx.Node, dict[str, None]] = defaultdict(dict)
@@ -207,8 +241,8 @@ class Policy:
                 kept = [s for s in left if s not in sharded]
                 for strategy in sharded if kept else ():
                     self._remember_whole(rule, strategy, ROUTER)
-                return prefer(left, kept, ROUTER, gone), {r: n for r, n in gone.items() if n}
-            left = prefer(left, sharded, SHARD_WEIGHTS, gone)
+                return self._prefer(node, left, kept, ROUTER, gone), {r: n for r, n in gone.items() if n}
+            left = self._prefer(node, left, sharded, SHARD_WEIGHTS, gone)
             if not sharded and (back := _column_parallel(strategies, reasons, weights)):
                 left, gone[NORMALISED] = [*left, *back], gone[NORMALISED] - len(back)
         return left, {reason: count for reason, count in gone.items() if count}
@@ -233,19 +267,34 @@ class Policy:
         """Norms on a shard of the sequence; the rest of the residual stream there too, or still partial."""
         on_shard = [s for s in left if self.shards_sequence(node, s)]
         if normalised_places(node, rule):
-            return prefer(left, on_shard, SEQUENCE_WANTED, gone)
+            return self._prefer(node, left, on_shard, SEQUENCE_WANTED, gone)
         # a value with a normalised dim is in the residual stream, not in a parallel region
         dims = range(getattr(node.meta[VAL], "ndim", 0))
         residual = node not in self.weights and any(self._class_of[node, d] in self._normalised for d in dims)
         if on_shard and residual:
-            return prefer(left, [*on_shard, *(s for s in left if s.out == P)], SEQUENCE_WANTED, gone)
+            on_shard += [s for s in left if s.out == P]
+            return self._prefer(node, left, on_shard, SEQUENCE_WANTED, gone)
         return left
+
+    def _prefer(
+        self, node: fx.Node, left: list[Strategy], wanted: list[Strategy], policy: str, gone: dict[str, int]
+    ) -> list[Strategy]:
+        """The wanted strategies where there are any, unless the policy gives way here; counts the others as removed for it."""
+        if not wanted or len(wanted) == len(left):
+            return left
+        if not self.yields.holds(policy, node):
+            self.gave_way[policy][node] = None
+            return left
+        gone[policy] += len(left) - len(wanted)
+        return wanted
+
+    def stays(self, node: fx.Node) -> bool:
+        """Whether this is a weight that is neither gathered nor cut where it is used."""
+        return not self.free and node in self.weights and self.yields.holds(WEIGHTS_STAY, node)
 
     def allows_transition(self, node: fx.Node, src: Placement, dst: Placement) -> bool:
         """Weights are neither gathered nor stored whole and used in slices."""
-        if self.free or node not in self.weights or src == dst:
-            return True
-        return not src.is_shard and not dst.is_shard
+        return src == dst or not (src.is_shard or dst.is_shard) or not self.stays(node)
 
 
 def _column_parallel(strategies: list[Strategy], reasons: list[str], weights: list[int]) -> list[Strategy]:
@@ -254,11 +303,3 @@ def _column_parallel(strategies: list[Strategy], reasons: list[str], weights: li
     found = [s for s, why in zip(strategies, reasons, strict=True) if why == NORMALISED and s.out.is_shard]
     sharded = [(s, {i for i, p in enumerate(s.ins) if p.is_shard}) for s in found]
     return [s for s, operands in sharded if operands and operands <= {*weights}]
-
-
-def prefer(left: list[Strategy], wanted: list[Strategy], reason: str, gone: dict[str, int]) -> list[Strategy]:
-    """The wanted strategies where there are any; counts the others as removed for `reason`."""
-    if not wanted or len(wanted) == len(left):
-        return left
-    gone[reason] += len(left) - len(wanted)
-    return wanted

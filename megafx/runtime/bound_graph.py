@@ -16,18 +16,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megafx.analysis.communication import schedule
 from megafx.analysis.tables import TableGuard
 from megafx.capture.caches import give_back
 from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs
 from megafx.config import Config
 from megafx.distributed import agreement
+from megafx.distributed.board import BACKWARD, FORWARD, Board, Entry, calls_differ, replicas_differ
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import Slot, shard_like
 from megafx.distributed.tensor import TPTensor, wrap
-from megafx.errors import UsageError
+from megafx.errors import LostRankError, UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Saved
+from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import Placement
 from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.held_gradients import HeldBack, HeldGradients
@@ -82,6 +85,7 @@ class ModelState:
     slots: dict[str, Slot] = field(default_factory=dict)
     held: HeldGradients = field(default_factory=HeldGradients)
     step: int = 0
+    boards: Boards | None = None  # once a call was made
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -115,16 +119,57 @@ class ModelState:
             agreement.check_finite(f"call {self.step - 1}: {what}", named, self.everyone)
 
 
-class BoundGraph:
-    """A compiled call, bound to the parameters and buffers of a model."""
+@dataclass
+class Boards:
+    """Where ranks compare what they are about to run. calls: of tensor-parallel ranks; replicas: of data-parallel ranks.
 
-    def __init__(self, state: ModelState, compiled: CompiledCall) -> None:
-        self.state, self.compiled = state, compiled
+    shared: how many forwards had collectives of data-parallel ranks. (Others, such as evaluation of a copy, are a rank's own.)
+    """
+
+    calls: Board | None
+    replicas: Board | None
+    shared: int = 0
+
+    def forward(self, graph: BoundGraph, call: Call, held: bool) -> None:
+        """Compare the graph with that of other replicas."""
+        if graph.schedule:
+            self.shared += 1
+            sizes = [n for _, x in call.tensors() for n in x.shape] if graph.equal_batches else []
+            self._replicas(FORWARD, self.shared, graph, held, sizes)
+
+    def backward(self, graph: BoundGraph, step: int, shared: int, held: bool) -> None:
+        """Of the step-th call and shared-th forward of replicas."""
+        if self.calls is not None:
+            found = self.calls.exchange(Entry(BACKWARD, step, graph.about, ()))
+            if found is not None:
+                raise calls_differ(found, ())
+        self._replicas(BACKWARD, shared, graph, held, ())
+
+    def _replicas(self, phase: int, number: int, graph: BoundGraph, held: bool, sizes: Sequence[int]) -> None:
+        if self.replicas is not None and graph.schedule:
+            text = f"no_sync holds gradients back\n{graph.schedule}" if held else graph.schedule
+            if (found := self.replicas.exchange(Entry(phase, number, text, sizes))) is not None:
+                raise replicas_differ(found)
+
+    def explain(self) -> None:
+        """Raise the difference that made a collective fail, where there is one."""
+        for board, says in ((self.calls, lambda found: calls_differ(found, ())), (self.replicas, replicas_differ)):
+            if board is not None and (found := board.look()) is not None:
+                raise says(found)
+
+
+class BoundGraph:
+    """A compiled call, bound to the parameters and buffers of a model. about: what ranks that make this call agree on."""
+
+    def __init__(self, state: ModelState, compiled: CompiledCall, about: str = "") -> None:
+        self.state, self.compiled, self.about = state, compiled, about
         self.executable = compiled.executable
         program = compiled.program
         batch = program.batch
         self.equal_batches = batch is not None and batch.equal
         self.one_mask = batch is not None and batch.whole
+        lines = [f"{what}: {', '.join(names)}" for what, names in schedule(program, DATA_AXES)] if batch else []
+        self.schedule = "\n".join([*lines, *(["one dropout mask for all: "] if self.one_mask else [])])
         self.tables = TableGuard(state.model, program.assumed)
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.outputs = [o for o in program.outputs if o.kind != "gradient"]
@@ -257,6 +302,8 @@ class _Step:
     def __init__(self, graph: BoundGraph, inputs: list[Any], call: Call) -> None:
         self.graph, self.inputs, self.call = graph, inputs, call
         self.outputs: list[Any] = []
+        boards = graph.state.boards
+        self.numbers = graph.state.step - 1, 0 if boards is None else boards.shared
 
 
 class _Run(torch.autograd.Function):
@@ -271,7 +318,7 @@ class _Run(torch.autograd.Function):
         step.outputs = graph.finish(outputs, step.call)
         graph.state.check_finite("the loss is", [(graph.outputs[i].name, step.outputs[i]) for i in graph.losses])
         results = tuple(step.outputs[i] for i in graph.compiled.differentiated)
-        ctx.graph = graph
+        ctx.graph, ctx.numbers = graph, step.numbers
         ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
         ctx.layouts = [o if isinstance(o, TPTensor) else None for o in results]
         ctx.set_materialize_grads(False)
@@ -287,9 +334,17 @@ class _Run(torch.autograd.Function):
         graph: BoundGraph = ctx.graph
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         given = [_local_tangent(x, layout) for x, layout in zip(tangents, ctx.layouts, strict=True)]
-        with stopping_with_others("backward"):
-            gradients = graph.backward(ctx.kept, given, retain)
-            graph.check_gradients(gradients)
+        boards = graph.state.boards
+        try:
+            with stopping_with_others("backward"):
+                if boards is not None:
+                    boards.backward(graph, *ctx.numbers, graph.state.held.now)
+                gradients = graph.backward(ctx.kept, given, retain)
+                graph.check_gradients(gradients)
+        except LostRankError:
+            if boards is not None:
+                boards.explain()
+            raise
         specs = ctx.specs
         return (None, *[g if s is None or g is None else wrap(g, s) for g, s in zip(gradients, specs, strict=True)])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,32 @@ class Call:
         paths, _ = pytree.tree_flatten_with_path((self.args, self.kwargs, self.loss_inputs))
         return [leaf_name(path) for path, _ in paths]
 
+    def numbers(self) -> list[int]:
+        """What ranks compare of each call besides its text: sizes, Python numbers, and values where they are on the CPU."""
+        found: list[int] = []
+        for value in self.leaves:
+            if isinstance(value, torch.Tensor):
+                found += value.shape
+                if type(value) is torch.Tensor and value.device.type == "cpu":
+                    few = value.detach().reshape(-1)[:COMPARED]
+                    found.append(zlib.crc32(few.view(torch.uint8).numpy()))
+            elif _is_number(value):
+                found.append(hash(value))
+        return found
+
+    def labels(self) -> list[str]:
+        """Names of these."""
+        found = []
+        for name, value in zip(self.names(), self.leaves, strict=True):
+            name = re.sub(r"^kwargs\[(.*?)\]", r"\1", name)
+            if isinstance(value, torch.Tensor):
+                found += [f"size {dim} of '{name}'" for dim in range(value.dim())]
+                if type(value) is torch.Tensor and value.device.type == "cpu":
+                    found.append(f"the hash of the values of '{name}'")
+            elif _is_number(value):
+                found.append(f"the hash of '{name}'")
+        return found
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """(name as the user wrote it, tensor): 'ids' rather than 'kwargs[ids]'. Without shards of caches."""
         pairs = zip(self.names(), self.leaves, strict=True)
@@ -87,6 +114,9 @@ class Normalizer:
             if not given.keys() & kwargs.keys():  # given twice: forward itself complains
                 args, kwargs = (), given | kwargs
         return args, {k: v for k, v in kwargs.items() if v is not None or k not in self.none_by_default}
+
+
+COMPARED = 512  # elements of an input, its first ones: a few microseconds
 
 
 def _is_number(value: Any) -> bool:
@@ -158,9 +188,9 @@ def autocast_state() -> Hashable:
     return tuple([tuple(context.values()) for context in ambient_autocast()])
 
 
-def module_state(modules: Sequence[nn.Module]) -> Hashable:
-    """train/eval of each module."""
-    return tuple([m.training for m in modules])
+def module_state(modules: Sequence[nn.Module], configs: Sequence[Any]) -> Hashable:
+    """train/eval of each module; whether transformers' configs ask for a cache."""
+    return tuple([m.training for m in modules]), tuple([vars(c).get("use_cache") for c in configs])
 
 
 def parameter_state(params: Sequence[torch.Tensor]) -> Hashable:

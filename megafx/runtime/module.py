@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import nn
 
 from megafx.distributed import agreement
@@ -83,9 +82,7 @@ def _wanted(main: bool, runtime: Runtime) -> bool:
     if group is None:
         return main
     meet(CALLER, group)
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, main, group=group)
-    return any(said)
+    return any(agreement.gather_objects(main, group))
 
 
 def no_upload(call: str) -> UsageError:

@@ -19,13 +19,15 @@ from torch import nn
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
+from megafx.capture.prepare import configs_of
 from megafx.config import Config
 from megafx.distributed import agreement
+from megafx.distributed.board import FORWARD, GRADIENTS, TRAINING, Entry, calls_differ, make_board
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import parameter_slots, place_joined, shard_over_data, shard_parameters
 from megafx.distributed.tensor import TPTensor
-from megafx.errors import CaptureError, UsageError
+from megafx.errors import CaptureError, LostRankError, UsageError
 from megafx.ir import dump
 from megafx.ir.program import Note, Program
 from megafx.ops.axes import AxisContext
@@ -35,7 +37,7 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.report import Report, fused, refresh_notes
-from megafx.runtime.bound_graph import BoundGraph, CompiledCall, ModelState
+from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.keys import Call, KeyMaker, Normalizer, module_state, parameter_state
 
@@ -75,6 +77,7 @@ class Runtime:
         self.keys = KeyMaker()
         self.normalizers: dict[str, Normalizer] = {}
         self.modules: list[nn.Module] = []
+        self.configs: list[Any] = []
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
         self.replacements = 0  # how often submodules were replaced
         self.unplaced: list[list[str]] = []
@@ -84,6 +87,7 @@ class Runtime:
     def parameters_changed(self) -> None:
         """Look up modules and parameters again (keys say whether a graph still fits)."""
         self.modules = list(self.model.modules())
+        self.configs = configs_of(self.model)
         self.state.slots = dict(parameter_slots(self.model))
         self.children = [(m._modules, k, c) for m in self.modules for k, c in m._modules.items()]
 
@@ -131,7 +135,7 @@ class Runtime:
         """What the root forward does."""
         if self.capturing:
             return self.original.forward(self.model, *args, **kwargs)
-        with stopping_with_others(f"the forward of call {self.state.step}"):
+        with self._with_others(f"the forward of call {self.state.step}"):
             return self._call(args, kwargs)
 
     def call_part(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,18 +147,40 @@ class Runtime:
                 module=part,
                 fix="call the whole model first, or pass example_inputs= to megafx.parallelize",
             )
-        with stopping_with_others(f"the forward of call {self.state.step}, of '{part}'"):
+        with self._with_others(f"the forward of call {self.state.step}, of '{part}'"):
             return self._call(args, kwargs, part)
+
+    @contextlib.contextmanager
+    def _with_others(self, what: str) -> Iterator[None]:
+        """Where a rank is lost because calls differ, that is said."""
+        try:
+            with stopping_with_others(what):
+                yield
+        except LostRankError:
+            if self.state.boards is not None:
+                self.state.boards.explain()
+            raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
         call = self._call_of(args, kwargs, part)
-        if self.mesh is not None and self._checks_inputs():
-            agreement.check_inputs(call.tensors(), str(self._describe(call)), self.state.step, self.group)
         graph = self._graph(call)
-        if graph.equal_batches and self._checks_inputs():
-            agreement.check_shapes(call.tensors(), self.state.step, self.meshes.batch)
+        assert self.state.boards is not None
+        self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1
         return graph.run(call)
+
+    def _compare(self, call: Call, graph: BoundGraph | None) -> None:
+        """Raise unless all tensor-parallel ranks are about to make this call. graph: that of it, where there is one."""
+        if self.state.boards is None:
+            device = self.state.device
+            self.state.boards = Boards(make_board(self.group, device), make_board(self.meshes.batch, device))
+        if (board := self.state.boards.calls) is not None:
+            about = self._describe(call) if graph is None else graph.about
+            found = board.exchange(Entry(FORWARD, self.state.step, about, call.numbers()))
+            if found is not None:
+                raise calls_differ(found, call.labels())
+        if self.mesh is not None and self._checks_inputs():
+            agreement.check_inputs(call.tensors(), self._describe(call), self.state.step, self.group)
 
     def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Call:
         loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None and not part else None
@@ -172,22 +198,26 @@ class Runtime:
     def _describe(self, call: Call) -> str:
         """What ranks have to agree on besides tensors: structure, Python values, mode."""
         values = [(n, v) for n, v in zip(call.names(), call.leaves, strict=True) if not isinstance(v, torch.Tensor)]
-        training = hashlib.blake2b(str(module_state(self.modules)).encode(), digest_size=8).hexdigest()
-        mode = f"grad mode {torch.is_grad_enabled()}, train/eval of modules {training}"
-        return f"{call.part}{call.names()}\n{values}\n{mode}"
+        training = hashlib.blake2b(str(module_state(self.modules, self.configs)).encode(), digest_size=8).hexdigest()
+        mode = f"{TRAINING}of {sum(m.training for m in self.modules)} of {len(self.modules)} modules ({training})"
+        return f"{call.part}{call.names()}\n{values}\n{GRADIENTS}{'on' if torch.is_grad_enabled() else 'off'}\n{mode}"
 
     def _graph(self, call: Call) -> BoundGraph:
         self._check_tree()
         present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
-        state = (self.replacements, module_state(self.modules), parameter_state(present))
+        state = (self.replacements, module_state(self.modules, self.configs), parameter_state(present))
         skeleton = self.keys.skeleton(call, state, grad)
+        compared = False
         while True:
             key, varying = self.keys.key(skeleton, call)
             graphs = self.graphs.setdefault(key, [])
-            for graph in graphs:
-                if graph.fits(call):
-                    return graph
+            known = next((graph for graph in graphs if graph.fits(call)), None)
+            if not compared:
+                self._compare(call, known)
+                compared = True
+            if known is not None:
+                return known
             try:
                 graph = self._compile(call, varying, present, grad)
             except CaptureError:
@@ -222,16 +252,19 @@ class Runtime:
         with self._capturing(grad):
             compiled = self.compile(call, is_training, capture, planner, self.settled)
         self.captures += 1
-        if self.mesh is not None:
-            # Each rank has its own device, and its own numbers of calls that stay eager (ops/eager_call.py).
-            code = re.sub(r"index=\d+|cuda:\d+|@\d+", "*", compiled.program.gm.code)
-            agreement.check_same("the graph", code, self.group)
+        self._check_graph("the graph", compiled.program)
         self._adopt(compiled.params)
         for note in compiled.program.notes:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
-        return BoundGraph(self.state, compiled)
+        return BoundGraph(self.state, compiled, self._describe(call))
+
+    def _check_graph(self, what: str, program: Program) -> None:
+        """Raise unless all tensor-parallel ranks have the same."""
+        # Each rank has its own device, and its own numbers of calls that stay eager (ops/eager_call.py).
+        code = re.sub(r"index=\d+|cuda:\d+|@\d+", "*", program.gm.code)
+        agreement.check_same(what, code, self.group)
 
     def _place_joined(self, groups: Sequence[list[str]]) -> None:
         """Put parameters that a graph reads as one tensor side by side; those without memory wait for `memory_given`."""
@@ -281,10 +314,16 @@ class Runtime:
         return {TENSOR_AXIS: AxisContext(self.rank, self.t, self.group.group_name), **self.meshes.axes}
 
     def _capture(self, call: Call, varying: frozenset[int], *, training: bool, grad: bool = True) -> Program:
-        """The call as it is, or with every module in training mode and with gradients (training).
+        """The call as it is, or with every module in training mode and with gradients (training). The same on all ranks.
 
         Graphs are captured on logical shapes. varying: positions of Python numbers that enter as 0-d tensors.
         """
+        with agreement.raising_together(self.group):
+            program = self._capture_alone(call, varying, training, grad)
+        self._check_graph("what the model computes", program)
+        return program
+
+    def _capture_alone(self, call: Call, varying: frozenset[int], training: bool, grad: bool) -> Program:
         model, names = self.model, call.names()
         modes = {m: m.training for m in model.modules()}
         tensors = [*model.parameters(), *(x for x in call.leaves if isinstance(x, torch.Tensor))]

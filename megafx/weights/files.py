@@ -14,6 +14,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ DTYPES = {dtype: name for name, dtype in NAMES.items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAPPED = 1 << 25  # bytes; benchmarks/load_memory.py measures what is held
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+NUMBERED = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")  # one of several files, which an index names
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -74,6 +77,7 @@ class SafetensorsFiles:
         wrong: list[str] = []
         for file, names in _files_of(self.path).items():
             try:
+                regular_size(file)
                 with safe_open(file, framework="pt") as opened:
                     present = list(opened.keys())
                     for name in present:
@@ -82,7 +86,7 @@ class SafetensorsFiles:
                         part = opened.get_slice(name)
                         self.entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
             except (OSError, SafetensorError) as error:
-                wrong.append(f"{file.name}: {error}")
+                wrong.append(f"{file.name}: {getattr(error, 'strerror', None) or error}")
                 continue
             if names is not None:
                 more, less = sorted({*present} - {*names}), sorted({*names} - {*present})
@@ -143,9 +147,14 @@ def _files_of(path: Path) -> Mapping[Path, list[str] | None]:
         raise CheckpointError(f"'{path}' is no safetensors file", fix=_PICKLE_FIX)
     if not path.is_dir():
         raise CheckpointError(f"there is no file or folder '{path}'", fix="give a folder of safetensors files")
-    if (path / INDEX).is_file():
+    if (path / SINGLE).exists():  # before an index, as transformers has it: one rename makes it the model
+        return {path / SINGLE: None}
+    if (path / INDEX).exists():
         return _indexed(path / INDEX)
-    found = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
+    found = sorted(path.glob("*.safetensors"))
+    if numbered := [f.name for f in found if NUMBERED.fullmatch(f.name)]:
+        problem = f"'{path}' has {len(numbered)} of several files ({', '.join(numbered[:3])}) and no {INDEX}"
+        raise CheckpointError(f"{problem}: a save that was not finished", fix="save again, or copy the index too")
     if found:
         return dict.fromkeys(found)
     pickles = sorted(f.name for pattern in PICKLES for f in path.glob(pattern))
@@ -165,15 +174,38 @@ _PICKLE_FIX = (
 
 
 def _indexed(index: Path) -> dict[Path, list[str]]:
+    fix = "copy the files again"
     try:
+        regular_size(index)
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        problem = f"'{index}' is no index of safetensors files: {error}"
-        raise CheckpointError(problem, fix="copy the files again") from error
+        outside = [file for file in places.values() if Path(file).is_absolute() or ".." in Path(file).parts]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problem = f"'{index}' is no index of safetensors files: {type(error).__name__}: {error}"
+        raise CheckpointError(problem, fix=fix) from error
+    if outside:
+        raise CheckpointError(f"'{index}' names files outside of its folder: {', '.join(outside[:3])}", fix=fix)
     found: dict[Path, list[str]] = {}
     for name, file in places.items():
         found.setdefault(index.parent / file, []).append(name)
     return found
+
+
+def regular_size(path: Path) -> int:
+    """Bytes of a file. Raises OSError where it may not be read, or is a device or a pipe, on which a reader could wait."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"'{path}' is no regular file")
+    with open(path, "rb"):  # safetensors says of a file without permission that it does not exist
+        return found.st_size
+
+
+def flush_folder(folder: Path) -> None:
+    """Names in a folder are on the disk only after this."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def listed(found: str, lines: Sequence[str], fix: str = "", kind: type[MegafxError] = CheckpointError) -> MegafxError:

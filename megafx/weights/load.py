@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from megafx.distributed import agreement
@@ -35,18 +36,24 @@ def load_safetensors(
     all tensors that are missing, unexpected, of another shape or kind, and files that are truncated; UsageError where the
     model is not planned yet. Collective over all ranks of the model. Pickles are never read.
     """
-    with agreement.raising_together(everyone_of(model)):
+    group = everyone_of(model)
+    with agreement.raising_together(group, CheckpointError):
         check_planned(model)
         files = SafetensorsFiles(path)
         tensors = stored_tensors(model)
         sources = find_sources(model, [name for t in tensors for name in t.names], files.entries)
         rest = Rest(model, factory, check_fit(tensors, sources, files))
-    given = give_memory(model, device=None if device is None else torch.device(device))
-    _read(stored_tensors(model), sources, files)
-    files.close()
-    rest.fill()
-    if given and (runtime := runtime_of(model)) is not None:
-        runtime.memory_given()
+    with agreement.raising_together(group, CheckpointError):
+        given = give_memory(model, device=None if device is None else torch.device(device))
+        try:
+            _read(stored_tensors(model), sources, files)
+        except (OSError, SafetensorError) as error:
+            found = f"'{files.path}' changed while it was read, and part of the model is filled: {error}"
+            raise CheckpointError(found, fix="load again, once nothing writes there") from error
+        files.close()
+        rest.fill()
+        if given and (runtime := runtime_of(model)) is not None:
+            runtime.memory_given()
     if sources.transforms is not None:
         model._weight_conversions = sources.transforms  # type: ignore[assignment]  # what transformers reverts when it saves
     return model

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import re
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megafx.distributed import agreement
-from megafx.distributed.failures import meet
+from megafx.distributed.failures import meet, only_rank_0
 from megafx.distributed.parameters import everyone_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.placements.slices import ShardSlice
 from megafx.weights import files as safetensors_writer
-from megafx.weights.files import INDEX, SINGLE
+from megafx.weights.files import INDEX, SINGLE, flush_folder
 from megafx.weights.names import Saving, find_savings
 from megafx.weights.state import Stored, stored_tensors
 
@@ -39,8 +40,9 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_shard_size: int
     `megafx.load_safetensors` reads. max_shard_size: bytes of a file, as a number or like "5GB"; a tensor is never split.
 
     Files are shared out to the ranks, which write them one after the other; a rank holds one whole tensor (or one group that
-    is split into files' tensors) at a time. The folder is one file system for all ranks. New files get their names when all of
-    them are complete, then files of an earlier save that are not replaced are removed.
+    is split into files' tensors) at a time. The folder is one file system for all ranks. A save that is killed leaves the
+    files of the earlier save as the model: new files are complete and flushed before one rename makes them the model, and the
+    earlier ones are removed after it. Where the usual names of several files are taken, new ones get others; the index says.
 
     Collective over all ranks of the model. Raises CheckpointError on every rank, where a file cannot be written.
     """
@@ -60,8 +62,10 @@ def save_whole(
     original_format: give tensors that transformers renamed or merged on loading their names and shapes back.
     """
     group = everyone_of(model)
+    if group is None:
+        only_rank_0(caller)
     meet(caller, group)
-    with agreement.raising_together(group):
+    with agreement.raising_together(group, CheckpointError):
         limit = bytes_of(max_shard_size)
         tensors = stored_tensors(model)
         if bare := [t.name for t in tensors if t.tensor.is_meta]:
@@ -70,7 +74,7 @@ def save_whole(
     if group is not None:
         agreement.check_same(f"the folder of {caller}", str(folder), group)
     write_files(folder, files, _gatherer(tensors, group), group, variant)
-    with agreement.raising_together(group):
+    with agreement.raising_together(group, CheckpointError):
         if group is None or dist.get_rank(group) == 0:
             save_config(model, folder, next((p.dtype for p in model.parameters()), None))
 
@@ -104,28 +108,35 @@ def write_files(folder: Path, files: Files, fetch: Fetch, group: dist.ProcessGro
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     with _writing(f"'{folder}' cannot be made", group):
         folder.mkdir(parents=True, exist_ok=True)
-    for number, (name, savings) in enumerate(files.items()):
-        # Wide dtypes first, so that every tensor is aligned (what the safetensors library does too).
-        ordered = sorted(savings, key=lambda s: -min(dtype.itemsize for _, dtype, _ in s.entries))
-        values = _values(ordered, fetch, number % ranks, rank)
-        with _writing(f"'{folder / name}' cannot be written", group, fix="nothing was replaced"):
-            try:
-                if number % ranks == rank:
-                    entries = [entry for saving in ordered for entry in saving.entries]
-                    safetensors_writer.write(_partial(folder, name), entries, values, {"format": "pt"})
-            except (OSError, MegafxError):
-                deque(values, 0)  # the other ranks are sending
-                raise
-            deque(values, 0)  # sends what another rank writes
-    with _writing(f"files of '{folder}' cannot be replaced", group):
-        if rank == 0:
-            _finish(folder, files, variant)
+    token = agreement.broadcast_object(secrets.token_hex(4), group)
+    partial = {name: folder / f".{name}.{token}.partial" for name in files}
+    try:
+        for number, (name, savings) in enumerate(files.items()):
+            # Wide dtypes first, so that every tensor is aligned (what the safetensors library does too).
+            ordered = sorted(savings, key=lambda s: -min(dtype.itemsize for _, dtype, _ in s.entries))
+            values = _values(ordered, fetch, number % ranks, rank)
+            with _writing(f"'{folder / name}' cannot be written", group, fix="nothing was replaced"):
+                try:
+                    if number % ranks == rank:
+                        entries = [entry for saving in ordered for entry in saving.entries]
+                        safetensors_writer.write(partial[name], entries, values, {"format": "pt"})
+                except Exception:
+                    deque(values, 0)  # the other ranks are sending
+                    raise
+                deque(values, 0)  # sends what another rank writes
+        with _writing(f"files of '{folder}' cannot be replaced", group):
+            if rank == 0:
+                _finish(folder, files, partial, token, variant)
+    except BaseException:
+        for path in partial.values():  # they may have filled the disk
+            path.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
 def _writing(what: str, group: dist.ProcessGroup | None, fix: str = "") -> Iterator[None]:
     """Errors of writing, on every rank. Collective."""
-    with agreement.raising_together(group):
+    with agreement.raising_together(group, CheckpointError):
         try:
             yield
         except (OSError, MegafxError) as found:
@@ -142,27 +153,43 @@ def _values(savings: Sequence[Saving], fetch: Fetch, writer: int, rank: int) -> 
             yield from made
 
 
-def _partial(folder: Path, name: str) -> Path:
-    return folder / f".{name}.partial"
+def _finish(folder: Path, files: Files, partial: dict[str, Path], token: str, variant: str) -> None:
+    """Make the complete files the model, in one rename, and remove what earlier saves left.
 
-
-def _finish(folder: Path, files: Files, variant: str) -> None:
-    """Give the complete files their names, write the index, and remove what an earlier save left."""
-    ours = re.compile(rf"{re.escape(_stem(variant))}(-\d{{5}}-of-\d{{5}})?\.safetensors")
-    old = [f for f in folder.iterdir() if ours.fullmatch(f.name)]
-    listing = INDEX.replace(".json", f".{variant}.json") if variant else INDEX
-    (folder / listing).unlink(missing_ok=True)
-    for file in files:
-        os.replace(_partial(folder, file), folder / file)
-    for path in old:
-        if path.name not in files:
-            path.unlink()
+    A reader takes `model.safetensors`, else the files that the index names. So the last step is the rename of that file or,
+    with several files, the rename of the index and the removal of that file.
+    """
+    stem, listing = _stem(variant), INDEX.replace(".json", f".{variant}.json") if variant else INDEX
+    ours = re.compile(rf"{re.escape(stem)}(-[0-9a-f]{{8}})?(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    left = re.compile(rf"\.{re.escape(stem)}.*\.[0-9a-f]{{8}}\.partial")
+    present = [f for f in folder.iterdir() if ours.fullmatch(f.name) or left.fullmatch(f.name)]
+    single = folder / f"{stem}.safetensors"
+    taken = len(files) > 1 and any((folder / name).exists() for name in files)
+    final = {name: name.replace(stem, f"{stem}-{token}", 1) if taken else name for name in files}
+    for name, path in partial.items():
+        if len(files) > 1:
+            os.replace(path, folder / final[name])
+    flush_folder(folder)
     if len(files) > 1:
-        places = {name: file for file, savings in files.items() for s in savings for name, _, _ in s.entries}
+        places = {name: final[file] for file, savings in files.items() for s in savings for name, _, _ in s.entries}
         total = sum(s.nbytes for savings in files.values() for s in savings)
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        _partial(folder, listing).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        os.replace(_partial(folder, listing), folder / listing)
+        draft = folder / f".{listing}.{token}.partial"
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, folder / listing)
+        flush_folder(folder)
+        single.unlink(missing_ok=True)
+    else:
+        os.replace(partial[single.name], single)
+        flush_folder(folder)
+        (folder / listing).unlink(missing_ok=True)
+    flush_folder(folder)
+    for path in present:
+        if path.name not in final.values():
+            path.unlink(missing_ok=True)
 
 
 def _gatherer(tensors: Sequence[Stored], group: dist.ProcessGroup | None) -> Fetch:

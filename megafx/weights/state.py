@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafx.distributed.failures import meet
+from megafx.distributed.failures import meet, stopping_with_others
 from megafx.distributed.parameters import as_parameter, parameter_slots, runtime_of
 from megafx.distributed.tensor import TPTensor, local_of, slices_of, wrap
 from megafx.placements.slices import ShardSlice
@@ -141,14 +141,16 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             done[key] = full_tensor(value).detach()
         return done[key]
 
-    return {name: full(value) for name, value in model.state_dict().items()}
+    with stopping_with_others("megafx.full_state_dict"):
+        return {name: full(value) for name, value in model.state_dict().items()}
 
 
 @torch.no_grad()
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """FQN -> whole gradient in the original layout, on every rank, of each parameter that has one. Collective."""
     _meet("megafx.full_gradients", model)
-    return {n: full_tensor(p.grad).detach() for n, p in model.named_parameters() if p.grad is not None}
+    with stopping_with_others("megafx.full_gradients"):
+        return {n: full_tensor(p.grad).detach() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def _meet(what: str, model: nn.Module) -> None:

@@ -38,6 +38,7 @@ from megafx.ir.program import (
     located,
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
+from megafx.passes.backward.functional import functional
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOCAL, Phase.JOINT
@@ -85,7 +86,7 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
         return (*outputs, *gradients)
 
     with _tracing(program):
-        program.gm = make_fx(joint, tracing_mode="real")(*primals, *tangents)
+        program.gm = functional(make_fx(joint, tracing_mode="real")(*primals, *tangents), [*primals, *tangents])
     assert origins is not None
     _check_symbols(program, symbols, origins.fixing)
     program.inputs += [Input("tangent", program.outputs[i].name) for i in differentiated]
@@ -243,6 +244,11 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return source
     if node.target is aten.t.default and source.target is aten.t.default:
         return source.args[0]  # type: ignore[return-value]
+    if node.target is aten.copy.default:  # into memory of this form: a copy that changes nothing but the memory
+        value: Any = node.args[1].meta[VAL]  # type: ignore[union-attr]
+        alike = value.dtype == node.meta[VAL].dtype and value.device == node.meta[VAL].device
+        forms = ([*v.shape, *v.stride()] for v in (value, node.meta[VAL]))
+        return node.args[1] if alike and value.dim() == node.meta[VAL].dim() and all(map(_same_size, *forms)) else None  # type: ignore[return-value]
     if node.target in RESHAPES:
         a, b = node.meta[VAL], source.meta[VAL]
         if a.dim() == b.dim() and all(_same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True)):

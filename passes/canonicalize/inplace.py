@@ -21,7 +21,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from megafx.errors import CaptureError
-from megafx.ir.nodes import argument, aten_ops, op_name
+from megafx.ir.nodes import argument, aten_ops, op_name, writes
 from megafx.ir.program import VAL, Output, active_nodes, fake_args, inherit, located
 from megafx.passes.canonicalize.editor import BY, Editor, arguments, on, respell
 
@@ -60,15 +60,7 @@ def take_views_for_reshapes(editor: Editor) -> int:
 
 def functionalize(editor: Editor) -> int:
     """Rewrite every in-place op; no work where the graph has none."""
-    return _Functionalizer(editor).run() if any(map(_writes, editor.graph.nodes)) else 0
-
-
-def _writes(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
-    )
+    return _Functionalizer(editor).run() if any(map(writes, editor.graph.nodes)) else 0
 
 
 class _Functionalizer:
@@ -88,13 +80,13 @@ class _Functionalizer:
         self.active = active_nodes(editor.program)
 
     def run(self) -> int:
-        writes: list[fx.Node] = []
+        done: list[fx.Node] = []
         for node in list(self.editor.graph.nodes):
             if node.op == "output":
                 self._read_operands(node)
-            elif node.op == "call_function" and _writes(node):
+            elif node.op == "call_function" and writes(node):
                 self._write(node)
-                writes.append(node)
+                done.append(node)
             elif node.op == "call_function":
                 operand = self._viewed_operand(node)
                 self._read_operands(node)
@@ -102,9 +94,9 @@ class _Functionalizer:
                     self.parent[node] = operand
                     self.seen[node] = self.version.get(self._base(node), 0)
         self._output_mutations()
-        for node in reversed(writes):
+        for node in reversed(done):
             self.editor.graph.erase_node(node)
-        return len(writes)
+        return len(done)
 
     # -- names
 

@@ -2,6 +2,8 @@
 
 Before:  %l = cross_entropy_loss(%logits, %target, None, mean, -100, 0.0)
 After:   %c = cross_entropy(%logits, %target, -100, 0.0, False); %n = sum(ne(%target, -100)); %l = div(sum(%c), %n)
+
+Class weights w: the token's loss is times w[target], and a mean is over the sum of these.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
 
 @on("cross_entropy_loss")
 def cross_entropy_to_tokens(editor: Editor, node: fx.Node) -> bool:
-    """cross_entropy_loss -> a loss per token and its reduction: for 2-D logits and class indices, without class weights."""
+    """cross_entropy_loss -> a loss per token and its reduction: for 2-D logits and class indices."""
     return _rewrite(editor, node, argument(node, "self"), argument(node, "label_smoothing"))
 
 
@@ -41,7 +43,7 @@ def nll_of_log_softmax(editor: Editor, node: fx.Node) -> bool:
 def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -> bool:
     target, weight, reduction, ignore = arguments(node, "target", "weight", "reduction", "ignore_index")
     reasons = {
-        "class weights": weight is not None,
+        "class weights and label smoothing": weight is not None and smoothing != 0,
         "class probabilities as targets": target.meta[VAL].dtype.is_floating_point,
         "an ignore_index that is a size": not isinstance(ignore, int),
         f"logits of {logits.meta[VAL].dim()} dims": logits.meta[VAL].dim() != 2,
@@ -54,10 +56,15 @@ def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -
     emit = editor.at(node)
     dtype = node.meta[VAL].dtype
     loss = emit(torch.ops.megafx.cross_entropy.default, logits, target, ignore, float(smoothing), False)
+    counts = emit(aten.ne.Scalar, target, ignore) if weight is not None or reduction == _MEAN else None
+    if weight is not None:
+        index = emit(aten.mul.Tensor, target, counts)  # a class also where the target is ignored
+        counts = emit(aten.mul.Tensor, emit(aten.index_select.default, weight, 0, index), counts)
+        loss = emit(aten.mul.Tensor, loss, counts)
     if reduction != _NONE:
         loss = emit(aten.sum.default, loss)
     if reduction == _MEAN:
-        loss = emit(aten.div.Tensor, loss, emit(aten.sum.default, emit(aten.ne.Scalar, target, ignore)))
+        loss = emit(aten.div.Tensor, loss, emit(aten.sum.default, counts))
     if loss.meta[VAL].dtype != dtype:
         loss = emit(aten.to.dtype, loss, dtype)
     return replace(node, loss)

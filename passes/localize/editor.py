@@ -56,8 +56,8 @@ class Localizer:
 
         return emit
 
-    def mask_pads(self, node: fx.Node, value: fx.Node, placement: Placement, fill: float = 0) -> fx.Node:
-        """`value` (a shard) with `fill` in its pads, in front of `node`."""
+    def mask_pads(self, node: fx.Node, value: fx.Node, placement: Placement, fill: float | str = 0) -> fx.Node:
+        """`value` (a shard) with `fill` in its pads, in front of `node`; 'row': 1, 2, 3, ... along its last whole dim."""
         emit = self.before(node)
         device = value.meta[VAL].device
         ones = emit(aten.ones.default, [self.sizes(placement.cut.size)], dtype=torch.bool, device=device)
@@ -67,7 +67,15 @@ class Localizer:
             sizes: list[Any] = [1] * value.meta[VAL].ndim
             sizes[placement.dim] = self.sizes.local_size(placement.cut, self.t)
             mask = emit(aten.reshape.default, mask, sizes, placement=placement)
-        pad = emit(aten.scalar_tensor.default, fill, dtype=value.meta[VAL].dtype, device=device)
+        if fill == "row":
+            last = max(d for d in range(value.meta[VAL].ndim) if d != placement.dim)
+            length: Any = self.sizes(self.program.sizes.shape(value.meta[VAL])[last])
+            pad = emit(aten.arange.default, length, dtype=value.meta[VAL].dtype, device=device)
+            pad = emit(aten.add.Tensor, pad, 1)
+            trailing = value.meta[VAL].ndim - 1 - last
+            pad = emit(aten.reshape.default, pad, [length, *[1] * trailing]) if trailing else pad
+        else:
+            pad = emit(aten.scalar_tensor.default, fill, dtype=value.meta[VAL].dtype, device=device)
         return emit(aten.where.self, mask, value, pad, placement=placement)
 
 

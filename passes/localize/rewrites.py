@@ -43,15 +43,26 @@ POLES = {
 }
 
 
+SMALL_EPS = 1e-12  # norms with less of an eps divide by nothing else: 1 / sqrt(eps) is cubed in fp32 gradients
+
+
 def keep_pads_off_poles(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
-    """Fill the pads of the operand that `POLES` names. A power with a whole exponent from 1 on has no pole."""
+    """Fill the pads of the operand that `POLES` names, and those of a norm without an eps with rows 1, 2, 3, ...
+
+    A power with a whole exponent from 1 on has no pole.
+    """
     name, power = str(node.target), node.args[1] if node.target is aten.pow.Tensor_Scalar else None
-    if name not in POLES or (power is not None and power >= 1 and float(power).is_integer()):  # type: ignore[operator,arg-type]
+    eps = argument(node, "eps") if "norm" in name else None
+    bare = isinstance(eps, (int, float)) and eps < SMALL_EPS
+    if power is not None and power >= 1 and float(power).is_integer():  # type: ignore[operator,arg-type]
         return
-    at, fill = POLES[name]
+    at, fill = POLES.get(name, (-1, 0.0))
     for operand, placement in zip(local.rules[node].operands, choice.ins, strict=True):
-        if operand.path[0] == at and placement.is_shard and placement.cut.padded(local.t):
+        padded = placement.is_shard and placement.cut.padded(local.t)
+        if padded and operand.path[0] == at:
             set_at(node, operand.path, local.mask_pads(node, get_at(node, operand.path), placement, fill))
+        elif padded and bare and len(operand.factors) > 1:
+            set_at(node, operand.path, local.mask_pads(node, get_at(node, operand.path), placement, "row"))
 
 
 # -- sizes in arguments

@@ -3,6 +3,7 @@
 Before:  %y = f(%x), %v = view(%y), %dx = g(%v, %tangent)        # one graph
 After:   forward(%x) -> (%y, saved %y);  backward(%y, %tangent): %v = view(%y), %dx = g(%v, %tangent)
 Legal because: backward gets the same values, kept, given again (inputs), or computed again by ops without side effects.
+Collectives whose result only other ranks read (`drop_expert_values`) stay: all ranks call the same ones.
 
 Kept is what eager keeps, less what costs nothing to have again:
 
@@ -30,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from megafx.analysis.communication import is_region_gather, is_start, start_earlier
+from megafx.analysis.communication import is_region_gather, is_start, is_wait, start_earlier
 from megafx.analysis.lazy import only_for_lazy
 from megafx.ir.nodes import in_backward, shows_operand, storage_of
 from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Partition, Phase, Program, Saved, ancestors, fqn_of, source_of
@@ -76,10 +77,13 @@ def cut(program: Program) -> Partition:
     gathered = {k: (n.args[1], n.args[2]) for k, n in enumerate(joined) if is_region_gather(n)}
     inputs += joined
     index |= {n: i for i, n in enumerate(inputs)}
+    unread = [n for n in program.graph.nodes if is_wait(n) and not n.users]
+    ahead = [n for n in unread if not in_backward(n)]
     if not gradients:
-        return Partition(_module(program, _extract(program, inputs, outputs)), None, (), joins=joins, gathered=gathered)
+        graph = _extract(program, inputs, outputs, ahead)
+        return Partition(_module(program, graph), None, (), joins=joins, gathered=gathered)
     backward = _Backward(program, tangents, in_backward)
-    backward.build(gradients)
+    backward.build(gradients, [n for n in unread if in_backward(n)])
     saved = _in_order(program, backward.saved)
     gm = _module(program, backward.finish(saved))
     gm.graph.set_codegen(Boxed())
@@ -87,7 +91,7 @@ def cut(program: Program) -> Partition:
     lazy_graph, saved_for_lazy, lazy = _lazy_graph(program, outputs)
     present = [None if i in lazy else n for i, n in enumerate(outputs)]
     values = [n for n in (*saved, *saved_for_lazy) if _kind(n) != "input"]
-    forward = _module(program, _extract(program, inputs, [*present, *values]))
+    forward = _module(program, _extract(program, inputs, [*present, *values], ahead))
     shared = {storage_of(n) for n in (*present, *saved_for_lazy) if isinstance(n, fx.Node)}
     described = [tuple(_describe(program, n, index, shared) for n in each) for each in (saved, saved_for_lazy)]
     return Partition(forward, gm, described[0], lazy_graph, described[1], lazy, joins, gathered, gm)
@@ -106,7 +110,7 @@ def _lazy_graph(program: Program, outputs: list[Any]) -> tuple[fx.GraphModule | 
         return None, [], ()
     own = set(only_for_lazy(program))
     part = _Backward(program, [], lambda n: n in own or _is_gathered(n))
-    part.build([outputs[i] for i in lazy])
+    part.build([outputs[i] for i in lazy], [])
     saved = _in_order(program, part.saved)
     return _module(program, part.finish(saved)), saved, lazy
 
@@ -175,9 +179,9 @@ class _Backward:
         self.parameters = {n for n, i in program.input_nodes() if i.kind == "param"}
         self.parameters |= {n for n in program.graph.nodes if _is_join(n)}
 
-    def build(self, gradients: list[Any]) -> None:
+    def build(self, gradients: list[Any], unread: list[fx.Node]) -> None:
         self.gradients = gradients
-        needed = ancestors(gradients, stop=lambda n: not self.own(n))
+        needed = ancestors([*gradients, *unread], stop=lambda n: not self.own(n))
         for node in self.program.graph.nodes:
             if node in needed and self.own(node):
                 self._place(node)
@@ -213,9 +217,9 @@ class _Backward:
         return graph
 
 
-def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any]) -> fx.Graph:
-    """The part of the graph that computes `outputs`, with all of `inputs` as placeholders."""
-    needed, graph = ancestors(outputs, stop={*inputs}.__contains__), fx.Graph()
+def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any], unread: list[fx.Node]) -> fx.Graph:
+    """The part of the graph that computes `outputs` and what is unread, with all of `inputs` as placeholders."""
+    needed, graph = ancestors([*outputs, *unread], stop={*inputs}.__contains__), fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         new[node] = graph.node_copy(node) if node.op == "placeholder" else graph.placeholder(node.name)

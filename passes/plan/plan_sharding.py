@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from megafx.placements.types import I, P, R, owned
 from megafx.planner.context import Planner, accepted_outputs, price_workload
 from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
-from megafx.planner.policy import Policy, normalised_places
+from megafx.planner.policy import WEIGHTS_STAY, Policy, Yields, normalised_places
 from megafx.planner.problem import Problem, alternatives, removals, shard_candidates, storage
 from megafx.planner.solver import LARGEST, InfeasibleError, Solution, TooWideError, solve
 from megafx.rules.candidates import find_candidates, strategies
@@ -63,9 +64,7 @@ def ask(program: Program, planner: Planner) -> tuple[set[fx.Node], list[fx.Node]
 
 
 def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list[fx.Node]) -> Plan:
-    problem, overrides = make_problem(program, planner, active, order)
-    plan, solution = _optimum(problem)
-    overrides.check_used()
+    problem, plan, solution = _optimum(program, planner, active, order)
     plan.hardware = planner.hardware.name
     plan.cost_us = solution.cost * 1e6
     plan.sequence_parallel = any(
@@ -81,6 +80,7 @@ def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list
         "solver_seconds": solution.seconds,
     }
     _say_what_is_replicated(program, planner, problem, plan)
+    _say_what_gave_way(program, problem.policy, plan)
     if planner.config.sequence_parallel is True and planner.t > 1 and planner.config.planner_policy != "free":
         _say_where_the_sequence_is_whole(program, problem, solution)
     planner.weights = problem.policy.weights
@@ -92,14 +92,22 @@ def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list
 
 
 def make_problem(
-    program: Program, planner: Planner, active: set[fx.Node], order: list[fx.Node], *, free: bool | None = None
+    program: Program,
+    planner: Planner,
+    active: set[fx.Node],
+    order: list[fx.Node],
+    *,
+    free: bool | None = None,
+    styles: Mapping[str, str] | None = None,
+    yields: Yields | None = None,
 ) -> tuple[Problem, Overrides]:
-    """Domains after policies and overrides, and the cost tables."""
+    """Domains after policies and overrides, and the cost tables. styles: by default those of the config."""
     config = planner.config
     free = config.planner_policy == "free" if free is None else free
-    policy = Policy(program, planner.rules, active, sequence_parallel=config.sequence_parallel, free=free)
+    sequence_parallel = config.sequence_parallel
+    policy = Policy(program, planner.rules, active, sequence_parallel=sequence_parallel, free=free, yields=yields)
     candidates = find_candidates(planner.rules, [n for n in order if n.op == "placeholder"], program.sizes, planner.t)
-    overrides = Overrides(program, config.overrides, policy.weights, planner.t)
+    overrides = Overrides(program, config.overrides if styles is None else styles, policy.weights, planner.t)
     domains: dict[fx.Node, list[Strategy]] = {}
     taken: list[Any] = []
     whose = {n.args[0]: n.args[1] for n in program.graph.find_nodes(op="call_function", target=OWNER_PARAMETER)}
@@ -167,15 +175,40 @@ def _strategies(rule: OpRule, candidates: Any, program: Program, planner: Planne
     return strategies(rule, candidates, planner.t)
 
 
-def _optimum(problem: Problem) -> tuple[Plan, Solution]:
+def _optimum(
+    program: Program, planner: Planner, active: set[fx.Node], order: list[fx.Node]
+) -> tuple[Problem, Plan, Solution]:
+    """The cheapest plan. Where the policies alone leave none, they give way; what overrides ask for beside them is refused."""
+    yields, asked = Yields(), planner.config.overrides
+    conflict: InfeasibleError | None = None
+    turns = [asked, {}, asked] if asked else [{}]  # after a conflict: is there a plan without the overrides?
+    while turns:
+        problem, overrides = make_problem(program, planner, active, order, styles=turns[0], yields=yields)
+        try:
+            solution = _solution(problem)
+        except InfeasibleError as error:
+            conflict = error
+            among = [v[1] for v in error.variables if isinstance(v, tuple)]
+            if turns[0] or problem.policy.free or not yields.further(among):
+                del turns[0]
+            continue
+        if turns[0] == asked:
+            overrides.check_used()
+            plan = problem.plan_of(solution.assignment)
+            plan.removals = problem.removed
+            return problem, plan, solution
+        del turns[0]
+    assert conflict is not None
+    names = ", ".join(sorted({v[1].name for v in conflict.variables if isinstance(v, tuple)}))
+    raise PlanError(
+        f"no plan satisfies every policy and override: the conflict is among {names}",
+        fix="lift an override on these, or use Config(planner_policy='free')",
+    ) from conflict
+
+
+def _solution(problem: Problem) -> Solution:
     try:
-        solution = solve(problem.sizes_of_domains, problem.tables)
-    except InfeasibleError as error:
-        names = ", ".join(sorted({v[1].name for v in error.variables if isinstance(v, tuple)}))
-        raise PlanError(
-            f"no plan satisfies every policy and override: the conflict is among {names}",
-            fix="lift an override on these, or use Config(planner_policy='free')",
-        ) from error
+        return solve(problem.sizes_of_domains, problem.tables)
     except TooWideError as error:
         node = next(v[1] for v in error.variables if isinstance(v, tuple))
         raise PlanError(
@@ -185,9 +218,6 @@ def _optimum(problem: Problem) -> tuple[Plan, Solution]:
             f'Config(eager_modules=["{fqn_of(node)}"]); or write it with fewer steps (a loop over a sequence has many)',
             **located(node),
         ) from error
-    plan = problem.plan_of(solution.assignment)
-    plan.removals = problem.removed
-    return plan, solution
 
 
 def _say_what_is_replicated(program: Program, planner: Planner, problem: Problem, plan: Plan) -> None:
@@ -202,6 +232,21 @@ def _say_what_is_replicated(program: Program, planner: Planner, problem: Problem
     for node, spec in program.input_nodes():
         if spec.kind == "param" and not plan.params[spec.name].is_shard:
             plan.replicated[spec.name] = _why_whole(node, problem, plan)
+
+
+def _say_what_gave_way(program: Program, policy: Policy, plan: Plan) -> None:
+    """One note for each policy that does not hold everywhere, since nothing would have been left."""
+    for node in () if policy.free else program.graph.nodes:
+        moved = [c for c in plan.transitions.get(node.name, ()) if c.src.is_shard or c.dst.is_shard]
+        if moved and node in policy.weights:
+            policy.gave_way[WEIGHTS_STAY][node] = None
+    for text, nodes in policy.gave_way.items():
+        if nodes:
+            first = next(iter(nodes))
+            spec = dict(program.input_nodes()).get(first)
+            name = str(first.target) if spec is None else spec.name
+            others = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+            program.note("policy", f"{text}: not so at {name}{others}, where no plan would be left", first)
 
 
 def _say_where_the_sequence_is_whole(program: Program, problem: Problem, solution: Solution) -> None:

@@ -84,6 +84,26 @@ def test_error_in_the_model_itself(capfd: Any) -> None:
     assert f"in module 'block' at FILE:{_line(fn)} `return x @ m.lin.weight[:, :3].T`" in text_of
 
 
+def test_error_inputs_of_another_dtype() -> None:
+    """Eager mode ends there as well, fakes go on. Under autocast it is no error."""
+    model = Lambda(lambda m, x: m.lin(x)).bfloat16()
+    with pytest.raises(CaptureError) as caught:
+        capture_call(model, *_x(2, 6))
+    assert "aten.linear.default of different dtypes (float32, bfloat16, bfloat16)" in str(caught.value)
+    assert "functions.py" in str(caught.value) and "`x.to(dtype)`" in str(caught.value)
+    with torch.autocast("cpu"):
+        capture_call(model, *_x(2, 6))
+
+
+def test_error_vmap(capfd: Any) -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: (row * row).sum())(m.lin(x))
+
+    text_of = _error(fn, capfd)
+    assert text_of.startswith("torch.vmap inside of the model\n  in module 'block' at ")
+    assert text_of.endswith(f"  fix: write the function for all rows at once (broadcasting, einsum){WAY_OUT}")
+
+
 def test_error_random_op(capfd: Any) -> None:
     text_of = _error(lambda m, x: F.alpha_dropout(x, 0.1, True), capfd)
     assert text_of.startswith(

@@ -1,11 +1,13 @@
 """Covers: capture/huggingface.py. Which masks are told apart, that none is made, and that numbers and registries are
 as before."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
+import megafx
 from megafx.capture.export import capture_call
 from megafx.ir.interpret import run_program
 from megafx.ir.nodes import draw_of, is_draw
@@ -118,15 +120,64 @@ def test_t5_keeps_one_bias_for_the_batch() -> None:
 
 def test_a_users_own_positions_and_masks_stay() -> None:
     """Packed sequences by position_ids; a 4-D mask: both as transformers computes them."""
-    model, inputs = _model("LlamaForCausalLM", GROUPED), _inputs(2, 16, False)
-    packed = torch.cat([torch.arange(9), torch.arange(7)])[None].expand(2, 16).contiguous()
+    model, inputs = _model("LlamaForCausalLM", GROUPED), _inputs(2, 16, False) | {"use_cache": False}
     square = (torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(16).bool()
-    for extra in ({"position_ids": packed}, {"attention_mask": square}):
+    for extra in ({"position_ids": _packed()}, {"attention_mask": square}):
         program = capture_call(model, (), inputs | extra)
         canonicalize_program(program)
         assert all(n.target is torch.ops.aten.scaled_dot_product_attention.default for n in _attentions(program))
-        found, wanted = run_program(program, model, (), inputs | extra), model(**inputs, **extra, use_cache=False)
+        found, wanted = run_program(program, model, (), inputs | extra), model(**inputs, **extra)
         torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-7, atol=1e-9)
+
+
+def _packed() -> torch.Tensor:
+    return torch.cat([torch.arange(9), torch.arange(7)])[None].expand(2, 16).contiguous()
+
+
+@pytest.mark.parametrize("how", ["default", "argument", "config", "checkpointing", "wrapped"])
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_packed_positions_with_and_without_a_cache(kind: str, how: str) -> None:
+    """transformers separates packed sequences only where it makes no cache, and by default it makes one."""
+    model = _model(kind, GROUPED if "Llama" in kind else GPT2)
+    inputs = _inputs(2, 16, False) | {"position_ids": _packed()}
+    if how == "argument":
+        inputs["use_cache"] = False
+    if how == "config":
+        model.config.use_cache = False
+    if how == "checkpointing":
+        model.train().gradient_checkpointing_enable()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model.config.attn_pdrop = 0.0
+    called = _Wrapped(model) if how == "wrapped" else model
+    program = capture_call(called, (), inputs)
+    canonicalize_program(program)
+    found, wanted = run_program(program, called, (), inputs), called(**inputs)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-6, atol=0)  # the loss is in fp32
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-7, atol=1e-9)
+    notes = [n for n in program.notes if "packed" in n.message]
+    assert len(notes) == (how in ("default", "wrapped"))
+    assert model.config.use_cache is (how != "config")
+
+
+class _Wrapped(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+def test_a_graph_serves_no_other_use_cache() -> None:
+    model = _model("LlamaForCausalLM", GROUPED)
+    inputs = _inputs(2, 16, False) | {"position_ids": _packed()}
+    ours = megafx.parallelize(copy.deepcopy(model), megafx.Config(tensor_model_parallel_size=1, compile=False))
+    for use_cache in (True, False, True):
+        ours.config.use_cache = model.config.use_cache = use_cache
+        torch.testing.assert_close(ours(**inputs).loss, model(**inputs).loss, rtol=1e-6, atol=0)
+    assert megafx.verify(model, megafx.Config(tensor_model_parallel_size=2), example_inputs=inputs)
 
 
 def test_dropout_is_drawn_by_the_seed() -> None:

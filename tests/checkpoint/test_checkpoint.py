@@ -8,6 +8,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import nn
 import megafx
 from megafx.checkpoint import folder as checkpoint_folder
 from megafx.checkpoint.state import decode, encode
+from megafx.checkpoint.storage import FolderReader
 from megafx.errors import CheckpointError, UsageError
 from megafx.weights import files as safetensors_writer
 
@@ -46,6 +49,10 @@ def trained(seed: int = 0, steps: int = 2, **options) -> tuple[Net, torch.optim.
         model(torch.randint(0, 19, (6,))).square().mean().backward()
         optimizer.step()
     return model, optimizer
+
+
+def listed(root: Path) -> list[str]:
+    return sorted(name for name in os.listdir(root) if name != checkpoint_folder.OWNER)
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -249,11 +256,129 @@ def test_keep_and_saving_a_step_again(tmp_path: Path) -> None:
     model, optimizer = trained()
     for step in (1, 2, 3, 4):
         megafx.save_checkpoint(tmp_path, model, optimizer, step=step, keep=2)
-    assert sorted(os.listdir(tmp_path)) == ["step_00000003", "step_00000004"]
+    assert listed(tmp_path) == ["step_00000003", "step_00000004"]
     other, theirs = trained(seed=3)
     path = megafx.save_checkpoint(tmp_path, other, theirs, step=4)
-    assert path.name == "step_00000004-1" and sorted(os.listdir(tmp_path)) == ["step_00000003", "step_00000004-1"]
+    assert path.name == "step_00000004-1" and listed(tmp_path) == ["step_00000003", "step_00000004-1"]
     assert megafx.load_checkpoint(tmp_path, model, optimizer).path == path and same(model, other)
+
+
+def test_going_back_is_gone_on_with(tmp_path: Path) -> None:
+    """A load of an older step, by name: what is saved then is newer than all that the run had before."""
+    for step in (10, 20, 30):
+        megafx.save_checkpoint(tmp_path, filled(step), step=step)
+    model = filled(0)
+    assert megafx.load_checkpoint(tmp_path / "step_00000010", model).step == 10
+    for step in (15, 18):
+        megafx.save_checkpoint(tmp_path, filled(step), step=step, keep=3)
+    assert listed(tmp_path) == ["step_00000015-1", "step_00000018-1", "step_00000030"]
+    assert megafx.load_checkpoint(tmp_path, model).step == 18 and same(model, filled(18))
+    assert megafx.save_checkpoint(tmp_path, model, step=12, keep=1).name == "step_00000012-2"
+    assert listed(tmp_path) == ["step_00000012-2"]
+
+
+def filled(value: float) -> Net:
+    model = Net()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(value)
+    return model
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = megafx.save_checkpoint(tmp_path / "run", Net(), step=1)
+    for wrong in ({"step": 10**200}, {"step": -1}, {"step": True}, {"step": 1.0}, {"step": 2, "keep": 1.5}):
+        with pytest.raises(UsageError, match="step is an int of 0 to"):
+            megafx.save_checkpoint(tmp_path / "run", Net(), **wrong)
+    for keep in (0, "2", True):
+        with pytest.raises(UsageError, match="keep an int of at least 1 or None"):
+            megafx.save_checkpoint(tmp_path / "run", Net(), step=2, keep=keep)
+    monkeypatch.chdir(path)
+    for inside in (path, tmp_path / "step_00000007", "."):
+        with pytest.raises(UsageError, match="is a checkpoint itself"):
+            megafx.save_checkpoint(inside, Net(), step=2)
+    assert listed(tmp_path / "run") == ["step_00000001"] and listed(tmp_path) == ["run"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"):
+        megafx.load_checkpoint(tmp_path / "file", Net(), missing_ok=True)
+
+
+def test_links_among_the_steps(tmp_path: Path) -> None:
+    """A link that is pruned goes; what it points to stays; a link in the way of a save does not stop it."""
+    elsewhere = megafx.save_checkpoint(tmp_path / "other", Net(), step=1)
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "step_00000001").symlink_to(elsewhere)
+    (root / ".step_00000002.partial").symlink_to(tmp_path)
+    assert megafx.load_checkpoint(root, Net()).step == 1
+    megafx.save_checkpoint(root, Net(), step=2, keep=1)
+    assert listed(root) == ["step_00000002"] and elsewhere.is_dir() and (tmp_path / "other").is_dir()
+
+
+def test_another_job_takes_the_folder_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last that came saves; the other is refused, removes nothing, and can take over by a load."""
+
+    def other_job(step: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_folder, "_me", lambda process: {"host": "h2", "process": 77, "id": "b"})
+            patch.setattr(checkpoint_folder, "_claimed", {})
+            megafx.save_checkpoint(tmp_path, filled(step), step=step)
+
+    megafx.save_checkpoint(tmp_path, filled(1), step=1)
+    other_job(2)
+    with pytest.raises(CheckpointError, match="has been taken over: process 77 on h2 saves there now"):
+        megafx.save_checkpoint(tmp_path, filled(3), step=3, keep=1)
+    assert listed(tmp_path) == ["step_00000001", "step_00000002"]
+    model = Net()
+    megafx.load_checkpoint(tmp_path, model)
+    assert same(model, filled(2))
+    megafx.save_checkpoint(tmp_path, filled(3), step=3, keep=1)
+    assert listed(tmp_path) == ["step_00000003"]
+
+
+def test_a_folder_that_is_taken_over_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the new owner's is removed, and the text says who it is."""
+    write = safetensors_writer.write
+
+    def slow(path, *rest):
+        written = write(path, *rest)
+        (tmp_path / checkpoint_folder.OWNER).write_text('{"host": "h2", "process": 77, "id": "b"}')
+        return written
+
+    megafx.save_checkpoint(tmp_path, filled(1), step=1)
+    monkeypatch.setattr(safetensors_writer, "write", slow)
+    with pytest.raises(CheckpointError, match="process 77 on h2 saves there now"):
+        megafx.save_checkpoint(tmp_path, filled(2), step=2, keep=1)
+    assert listed(tmp_path) == ["step_00000001"]
+
+
+def test_a_checkpoint_that_goes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer with keep=1 removes it: the load takes the newer one; a failure changes nothing."""
+    for step in (1, 2):
+        megafx.save_checkpoint(tmp_path / str(step), filled(step), step=step)
+    (tmp_path / "run").mkdir()
+    os.rename(tmp_path / "1" / "step_00000001", tmp_path / "run" / "step_00000001")
+    read, reads = FolderReader.read_data, []
+
+    def goes(self, *rest):
+        if not reads:
+            os.rename(tmp_path / "2" / "step_00000002", tmp_path / "run" / "step_00000002")
+            shutil.rmtree(self.folder)
+        reads.append(self.folder.name)
+        return read(self, *rest)
+
+    monkeypatch.setattr(FolderReader, "read_data", goes)
+    model = filled(9)
+    assert megafx.load_checkpoint(tmp_path / "run", model).step == 2 and same(model, filled(2))
+    assert reads == ["step_00000001", "step_00000002"]
+    reads.clear()
+    monkeypatch.setattr(FolderReader, "read_data", lambda self, *rest: shutil.rmtree(self.folder) or read(self, *rest))
+    model = filled(9)
+    with pytest.raises(CheckpointError, match="step_00000002 could not be loaded: .*No such file"):
+        megafx.load_checkpoint(tmp_path / "run" / "step_00000002", model)
+    assert same(model, filled(9))
 
 
 class Crash(BaseException):
@@ -282,6 +407,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[str]:
         (os, "mkdir"),
         (os, "rmdir"),
         (os, "unlink"),
+        (os, "replace"),
         (shutil, "rmtree"),
     ):
         monkeypatch.setattr(module, name, wrap(name, getattr(module, name)))
@@ -313,7 +439,7 @@ def test_a_crash_anywhere_in_a_save_loses_no_checkpoint(tmp_path: Path) -> None:
         assert same(loaded, first) or same(loaded, second)
         seen.add(same(loaded, second))
         megafx.save_checkpoint(root, second, step=4)  # and the next save finds nothing in its way
-        assert not [p for p in os.listdir(root) if p.startswith(".")]
+        assert not [p for p in os.listdir(root) if p.startswith(".step")]
         at += 1
     assert seen == {False, True} and at > 20, "the crashes were before and after the rename"
 
@@ -399,9 +525,36 @@ def test_an_asynchronous_save_that_failed_is_raised_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_folder, "commit", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         megafx.save_checkpoint(tmp_path, model, optimizer, step=1, asynchronous=True)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(CheckpointError, match=f"step 1 could not be saved in '{tmp_path}': OSError: disk full"):
             megafx.save_checkpoint(tmp_path, model, optimizer, step=2)
     assert megafx.save_checkpoint(tmp_path, model, optimizer, step=2).name == "step_00000002"
+
+
+def test_a_background_save_goes_where_its_call_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    put = safetensors_writer._put
+    monkeypatch.setattr(safetensors_writer, "_put", lambda *args: go.wait(20) and put(*args))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    saving = megafx.save_checkpoint("run", Net(), step=1, asynchronous=True)
+    monkeypatch.chdir(tmp_path / "other")
+    go.set()
+    assert saving.result(20) == tmp_path / "run" / "step_00000001"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ending, code", [("", 1), ("sys.exit(0)", 1), ("print(saving.exception())", 0)])
+def test_a_background_save_that_failed_is_told_at_the_end(ending: str, code: int, tmp_path: Path) -> None:
+    """Unless somebody asked for its result."""
+    script = f"""
+import sys, torch, megafx
+saving = megafx.save_checkpoint("/proc/none", torch.nn.Linear(2, 2), step=5, asynchronous=True)
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == code, done
+    told = "megafx: the checkpoint of step 5 was not saved" in done.stderr and "/proc/none" in done.stderr
+    assert told == (code == 1)
 
 
 # -- pickles (tests/checkpoint/test_torch_format.py reads those of torch)

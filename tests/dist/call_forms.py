@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import copy
 import io
 from typing import Any
@@ -133,6 +135,7 @@ def frozen_parameters() -> str:
 
 
 @check(2)
+@mock.patch("megafx.runtime.keys.COMPARED", 0)  # values that lie on a GPU: their hashes are compared now and then
 def other_inputs_on_one_rank_are_refused() -> str:
     pair = Pair("nanogpt", example=True, check_inputs_every=5).parallelize()
     inputs = pair.inputs(2, 16)
@@ -140,9 +143,9 @@ def other_inputs_on_one_rank_are_refused() -> str:
     text = "input targets is not the same on all tensor-parallel ranks .rank 1 against rank 0"
     raises(AgreementError, text, lambda: pair.model(**mine))
     shorter = {k: v[:, : 16 - dist.get_rank()] for k, v in inputs.items()}
-    raises(AgreementError, "rank 1 and rank 0 differ in the call of step", lambda: pair.model(**shorter))
+    raises(AgreementError, "size 1 of 'idx' is", lambda: pair.model(**shorter))
     with torch.set_grad_enabled(dist.get_rank() == 0):
-        raises(AgreementError, "differ in the call of step 0: .*grad mode", lambda: pair.model(**inputs))
+        raises(AgreementError, "call 0: .* in different modes", lambda: pair.model(**inputs))
     other = forms_of(seed=0)
     if dist.get_rank() == 1:
         other.up = nn.Linear(6, 10)

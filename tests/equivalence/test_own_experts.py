@@ -1,7 +1,7 @@
 """Experts that are modules of a list and one rank's each (expert parallelism), at fp64 against eager.
 
 Covers: passes/experts/own_experts.py, passes/experts/drop_expert_values.py, analysis/experts.py, ops/owners.py. Every case runs
-twice: the graph of all ranks, in which each computes all experts, and each rank's own graph, in which the others' are left out.
+each rank's own graph, in which the others' experts are left out.
 dist/test_owned_experts.py has one on real ranks.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import index_dispatch as moe
 import pytest
 import torch
-from bound_ranks import bound_programs, run_bound
 from calls import captured, compiled, eager, simulated, wanted_gradients
 from harness import errors
 from index_dispatch import collectives, tokens
+from lowered import bound
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -55,12 +55,11 @@ def assert_as_eager(model: nn.Module, program: Program, made: Compiled, x: Tenso
     """-> parameters whose gradient eager leaves None; ours are zero there."""
     names = [made.program.outputs[i].name for i in made.differentiated]
     wanted, tangents = eager(model, program, {"x": x}, names)
-    for run in (simulated, run_bound):
-        found = run(made, model, {"x": x}, tangents)
-        off = errors(found, wanted)
-        assert {"output loss", "output hidden"} <= off.keys() and len(off) > 4
-        worst = max(off, key=lambda name: off[name])
-        assert off[worst] <= RTOL, f"{run.__name__}: {worst} is off by {off[worst]:.1e}"
+    found = simulated(made, model, {"x": x}, tangents)
+    off = errors(found, wanted)
+    assert {"output loss", "output hidden"} <= off.keys() and len(off) > 4
+    worst = max(off, key=lambda name: off[name])
+    assert off[worst] <= RTOL, f"{worst} is off by {off[worst]:.1e}"
     none = found.gradients.keys() - wanted.gradients.keys()
     assert all(not found.gradients[n].any() for n in none)  # type: ignore[union-attr]
     return none
@@ -139,7 +138,8 @@ def test_a_rank_computes_its_own_experts_only(five: None) -> None:
     _, made = made_for(model, 3, sequence_parallel=False)
     experts = [{"0", "1"}, {"2", "3"}, {"4"}]
     assert len(targets(made.program, ops.rows.default)) == 5
-    for rank, program in enumerate(bound_programs(made)):
+    for rank in range(3):
+        program = bound(made.program, {"tp": AxisContext(rank, 3, "tp")})
         assert len(targets(program, ops.rows.default)) == len(experts[rank])
         computed = [n for n in program.graph.nodes if n.op == "call_function" and not is_zeros(n)]
         modules = {n.meta.get("fqn") or "" for n in computed}
@@ -302,9 +302,8 @@ def test_dropout_inside_of_experts() -> None:
     call = {"x": tokens(3, 5)}
     wanted = simulated(one, model, call, {})
     assert errors(wanted, eager(model.eval(), program, call, [])[0])["output loss"] > 1e-3, "nothing was dropped"
-    for run in (simulated, run_bound):
-        off = errors(run(made, model, call, {}), wanted)
-        assert max(off.values()) <= RTOL, off
+    off = errors(simulated(made, model, call, {}), wanted)
+    assert max(off.values()) <= RTOL, off
 
 
 # -- plans, and what is refused
@@ -361,10 +360,9 @@ def test_a_graph_of_one_expert_and_one_without_gradients() -> None:
         assert found.plan.params == fixed
         names = [found.program.outputs[i].name for i in found.differentiated]
         wanted, tangents = eager(later, program, call, names)
-        for run in (simulated, run_bound):
-            off = errors(run(found, later, call, tangents), wanted)
-            assert "output hidden" in off and len(off) == (4 if training else 2)
-            assert max(off.values()) <= RTOL, off
+        off = errors(simulated(found, later, call, tangents), wanted)
+        assert "output hidden" in off and len(off) == (4 if training else 2)
+        assert max(off.values()) <= RTOL, off
 
 
 class Chained(moe.Mixture):

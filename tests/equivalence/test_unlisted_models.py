@@ -4,7 +4,7 @@ Covers: sizes.py (ranges with a step), passes/canonicalize/names.py and passes/c
 that eager decides),
 passes/canonicalize/editor.py (sizes that depend on data), rules/families_math.py (convolutions without bias),
 capture/prepare.py,
-passes/canonicalize/inplace.py (shapes that change in place).
+passes/canonicalize/inplace.py (shapes that change in place), planner/policy.py (policies that give way).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import megafx
 from megafx.capture.export import capture_call
@@ -172,3 +173,35 @@ def test_converting_a_module_in_forward_is_refused() -> None:
     assert 'model.get_submodule("0.classifier").to(torch.float32)' in str(caught.value)
     source: Any = caught.value.source
     assert "self.classifier.to(self.dtype)" in source.code
+
+
+class OneTable(nn.Module):
+    """An embedding of which only some rows are the head ("rows"), or whose rows are two more linears ("split")."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table, self.norm = kind, nn.Embedding(24, 12), nn.LayerNorm(12)
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        first, second = self.table.weight.split([12, 12])
+        if self.kind == "split":
+            x = x + F.linear(F.gelu(F.linear(self.norm(x), first)), second)
+        head = self.table.weight[:20] if self.kind == "rows" else self.table.weight
+        return F.cross_entropy(F.linear(self.norm(x), head).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["rows", "split"])
+def test_a_table_of_which_only_rows_are_a_linear(kind: str, t: int, sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    model, ids = OneTable(kind).double(), torch.randint(0, 20, (3, 5))
+    config = megafx.Config(tensor_model_parallel_size=t, sequence_parallel=sequence_parallel)
+    found = megafx.verify(model, config, example_inputs=(ids, ids), tolerance=1e-10)
+    assert found.ok, str(found)
+    if t == 2 and not sequence_parallel:
+        plan = megafx.plan(model, config, example_inputs=(ids, ids))
+        assert sum("neither gathered nor stored whole" in str(n) for n in megafx.explain(plan).notes) == 1

@@ -1,18 +1,24 @@
 """Covers: what every fused op has to do as an operator, whatever it computes: gradients, strides, empty batches, tracing with
 symbolic sizes, torch's checks of operators, sharding rules. On the GPU where there is one."""
 
+import logging
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from functorch.compile import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megafx.kernels.attention.attention as attention
+import megafx.kernels.dropout.dropout as dropout
 import megafx.kernels.experts.grouped_mlp
 import megafx.kernels.experts.grouped_mm
 import megafx.kernels.loss.vocab_linear_cross_entropy  # noqa: F401  registers the ops
 from megafx.checks.rules import check_rules
 from megafx.ir.facts import declared
+from megafx.kernels.common import op
 
 ops = torch.ops.megafx
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -226,6 +232,38 @@ def test_one_graph_for_every_batch(name):
     larger = [torch.randn(s, device=DEVICE, requires_grad=True) for s in OPS[name][0](B + 1)]
     for ours, wanted in zip(graph(*larger), step(*larger), strict=True):
         torch.testing.assert_close(ours, wanted)
+
+
+class Traced(Exception):
+    """The graph is there. On a CPU it cannot run."""
+
+
+def stop(graph, inputs):
+    raise Traced
+
+
+@pytest.mark.timeout(60)  # sympy takes minutes where the size of a block is an expression
+@pytest.mark.parametrize("name", OPS)
+def test_launchers_are_traced_with_symbolic_sizes(name, monkeypatch):
+    """As torch.compile traces them."""
+    pytest.importorskip("triton")
+    calls = calls_of(name)[2]
+    for module in (op, attention, dropout):
+        monkeypatch.setattr(module, "runs_triton", lambda x: x.dtype != torch.float64)
+    monkeypatch.setattr(
+        logging.root.manager, "disable", logging.CRITICAL
+    )  # torch finds no driver, and says so at length
+    for func, args, kwargs in calls:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = {i: x.detach() for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+
+        def call(*given, func=func, leaves=leaves, spec=spec, where=tuple(tensors)):
+            own = dict(zip(where, given, strict=True))
+            args, kwargs = pytree.tree_unflatten([own.get(i, x) for i, x in enumerate(leaves)], spec)
+            return func(*args, **kwargs)
+
+        with pytest.raises(Traced):
+            aot_function(call, fw_compiler=stop, dynamic=True)(*tensors.values())
 
 
 @pytest.mark.parametrize("name", OPS)

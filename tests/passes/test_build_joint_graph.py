@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from local_programs import local_program
+from lowered import executable_of
 from torch import nn
 from torch.nn import functional as F
 
 from megafx.errors import MegafxError
+from megafx.ir.nodes import writes
 from megafx.ir.program import FQN, MADE_BY, PHASE, VAL, Phase, Program
 from megafx.passes.backward.build_joint_graph import differentiate
 
@@ -211,3 +213,56 @@ def test_custom_ops_stay_whole() -> None:
     program = local_program(lambda w: (scaled(w).sum(),), {"w": parameter(3)})
     differentiate(program, [0], [0])
     assert targets(program) == ["megafx_test.scaled.default", "aten.sum.default"]
+
+
+WRITERS = {
+    "circular": lambda x: F.pad(x[None], (2, 1), mode="circular")[0],  # an empty tensor, then copies into its slices
+    "as_strided": lambda x: x.as_strided((4, 3), (6, 2)),  # its gradient is written through a view of zeros
+    "overlapping": lambda x: x.as_strided((4, 5), (6, 1)) + x.as_strided((4, 5), (2, 1)),
+    "qr": lambda x: torch.cat([*torch.linalg.qr(x)], 1),  # of more columns than rows
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_writes_become_values_that_survive_the_cut(name: str) -> None:
+    """`partition` follows what nodes read: a write that stays would be lost."""
+    function = WRITERS[name]
+    inputs: dict[str, Any] = {"w": parameter(6, 5), "x": torch.randn(4, 5, dtype=torch.float64)}
+    program = local_program(lambda w, x: (function(F.linear(x, w)).square().sum(),), inputs)
+    differentiate(program, [0], [0])
+    assert not any(map(writes, program.graph.nodes))
+    assert all(MADE_BY in n.meta for n in program.graph.nodes if n.op == "call_function")
+    wanted = torch.autograd.grad(function(F.linear(inputs["x"], inputs["w"])).square().sum(), inputs["w"])
+    executable = executable_of(program)
+    (loss,), kept = executable.forward([inputs["w"].detach(), inputs["x"]])
+    assert kept is not None
+    (gradient,) = executable.backward(kept, [torch.ones_like(loss)])
+    assert gradient is not None
+    torch.testing.assert_close(gradient, *wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_write_without_functional_form_is_refused() -> None:
+    @torch.library.custom_op("testing::scale_into", mutates_args=("out",))
+    def scale_into(out: torch.Tensor, x: torch.Tensor) -> None:
+        out.copy_(2 * x)
+
+    scale_into.register_fake(lambda out, x: None)
+
+    class Writing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            out = torch.empty_like(g)
+            scale_into(out, g)
+            return out
+
+    program = local_program(lambda w: (w.exp().sum(),), {"w": parameter(6)})
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.exp.default:
+            node.target = Writing.apply
+    with pytest.raises(MegafxError, match="scale_into.* writes into memory") as caught:
+        differentiate(program, [0], [0])
+    assert caught.value.fix

@@ -368,6 +368,31 @@ def test_pads_stay_off_poles(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert_same(*_through_a_pole(name), 2)
 
 
+def _through_a_norm(name: str, eps: float = 0.0) -> tuple[Program, Program]:
+    """Three rows on two ranks, whose pads have neither a variance nor a mean square."""
+    norm = {
+        "layer_norm": lambda y, w: aten.layer_norm(y, [4], w, None, eps),
+        "rms_norm": lambda y, w: aten.rms_norm(y, [4], w, eps),
+        "megafx": lambda y, w: mfx.rms_norm(y, w, eps, 0.0),
+        "group_norm": lambda y, w: aten.group_norm(y, 2, w, None, eps),
+    }[name]
+    placed = {"linear": "S0, R -> S0", "linear_1": "S0, R -> S0"}
+    return small_plans.local(
+        lambda x, w, g: aten.linear(norm(aten.linear(x, w), g), w),
+        placed, x="f64[t=3 k=4]", w="param f64[n=4 k=4]", g="param f64[k=4]",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "megafx", "group_norm"])
+def test_pads_of_a_norm_without_an_eps_are_no_zeros(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same(*_through_a_norm(name), 2)
+    _, after = _through_a_norm(name, 1e-6)
+    assert not [n for n in after.graph.nodes if n.target is aten.where.self], "with an eps nothing is filled"
+    monkeypatch.setattr("megafx.passes.localize.rewrites.SMALL_EPS", -1.0)
+    with pytest.raises((AssertionError, PlacementError)):
+        assert_same(*_through_a_norm(name), 2)
+
+
 def test_powers_without_a_pole_are_left_alone() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return aten.pow(aten.linear(x, w), 2)

@@ -10,7 +10,7 @@ from lowered import parts_of
 from torch import nn
 from torch.nn import functional as F
 
-from megafx.ir.program import FQN, RECOMPUTE, Partition, Program
+from megafx.ir.program import FQN, PHASE, RECOMPUTE, Partition, Program
 from megafx.passes.backward.build_joint_graph import differentiate
 
 
@@ -150,3 +150,16 @@ def test_program_without_gradients_has_a_forward_only() -> None:
     program = local_program(mlp, {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(2, 3, 4)})
     parts = parts_of(program)
     assert parts.backward is None and parts.saved == ()
+
+
+def test_collectives_that_nobody_reads_stay() -> None:
+    """They are for other ranks: one that left them out would meet the others at its next collective."""
+    program = joint(mlp, {"w": parameter(6, 4), "v": parameter(4, 6), "x": torch.randn(2, 3, 4)})
+    for source, phase in ((program.results()[0], None), (program.results()[-1], "backward")):
+        with program.graph.inserting_before(program.output_node()):
+            start = program.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (source, "sum", "tp"))
+            done = program.graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,))
+        for node in (start, done):
+            node.meta = {**source.meta, PHASE: phase}
+    parts = parts_of(program)
+    assert "wait_tensor" in ops(parts.forward) and "wait_tensor" in ops(parts.backward)

@@ -24,6 +24,7 @@ from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.types import I, Layout, S
 from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
+from megafx.planner.policy import WEIGHTS_STAY
 from megafx.report import Report, describe
 
 T = 8
@@ -205,11 +206,22 @@ def test_fixed_storage_is_kept() -> None:
     sharded = _plan("llama", False).params
     up, norm = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
     planner.fixed = {up: S(1, Layout.contiguous(4096, T)), norm: I}
-    with pytest.raises(PlanError, match="no plan satisfies every policy"):
-        plan_sharding(program, planner)  # a weight cut on the hidden dim, which a norm keeps whole
+    plan_sharding(program, planner)  # a weight cut on the hidden dim, which a norm keeps whole
+    assert planner.solved.params[up] == planner.fixed[up]
+    assert [n.message for n in program.notes if n.topic == "policy"] == [
+        f"{WEIGHTS_STAY}: not so at {up}, where no plan would be left"
+    ]
     planner.fixed = {name: p for name, p in sharded.items() if "layers.0" in name}
     plan_sharding(program, planner)
     assert planner.solved.params == sharded
+
+
+def test_where_every_policy_has_given_way_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megafx.planner.policy.YIELDING", ())
+    program, planner = real_sizes.program("llama").copy(), real_sizes.planner_of("llama", T, sequence_parallel=False)
+    planner.fixed = {"model.layers.0.mlp.up_proj.weight": S(1, Layout.contiguous(4096, T))}
+    with pytest.raises(PlanError, match="no plan satisfies every policy and override: the conflict is among"):
+        plan_sharding(program, planner)
 
 
 def test_free_policy_is_never_dearer() -> None:

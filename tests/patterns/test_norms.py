@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 
 from megafx.patterns.bias_dropout_add import BiasDropoutAdd, LinearBiasDropoutAdd
-from megafx.patterns.norms import SQUARES, AddNorm, DropoutAddNorm, LayerNorm, LinearAddNorm, RMSNorm, WrittenRMSNorm
+from megafx.patterns.norms import (
+    SQUARES,
+    AddNorm,
+    DropoutAddNorm,
+    LayerNorm,
+    LinearAddNorm,
+    RMSNorm,
+    StandardDeviationNorm,
+    WrittenLayerNorm,
+    WrittenRMSNorm,
+)  # fmt: skip
 from megafx.testing import assert_same, expect, fuse_with
 
 NORMS = [LayerNorm, RMSNorm, WrittenRMSNorm]
@@ -75,6 +85,33 @@ def test_written_rms_norms(dtype, form):
         assert f"1e-06, {float(scale == 'unit')}" in fused.text
         if dtype == "f32":
             assert_same(fused.before, fused.program)
+
+
+@pytest.mark.parametrize("variance", ["var", "pow", "product", "pow again", "square again"])
+def test_written_layer_norms(variance):
+    forms = itertools.product(("all", "none"), ("rsqrt", "sqrt"), ("late", "wide", "none"), (True, False))
+    for dtype, (upcast, root, affine, biased) in itertools.product(("f32", "bf16"), forms):
+        if root == "sqrt" or not biased if dtype == "bf16" else upcast == "all" or affine == "wide":
+            continue  # seen in the other dtype
+
+        def written(x, w, c, how=(upcast, root, affine), biased=biased):
+            vectors = (None, None) if how[2] == "none" else (w, c if biased else None)
+            more = {"variance": variance, "upcast": how[0], "root": how[1], "affine": how[2]}
+            return WrittenLayerNorm.match(x, *vectors, eps=1e-5, **more) + 0 * (w + c)
+
+        values = {name: text.replace("f32", dtype) for name, text in {**ROWS, "c": "param f32[h=6]"}.items()}
+        fused = fuse_with([WrittenLayerNorm, WrittenRMSNorm], written, **values)
+        assert fused.counts == {"written_layer_norm": 1}, (upcast, root, affine, fused.text)
+        if dtype == "f32":
+            assert_same(fused.before, fused.program)
+
+
+def test_a_norm_by_the_standard_deviation_stays_and_is_told():
+    def annotated(x, w, c):
+        return w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + c
+
+    fused = fuse_with([*NORMS, WrittenLayerNorm, StandardDeviationNorm], annotated, **ROWS, c="param f32[h=6]")
+    assert not fused.counts and any("not LayerNorm's root" in str(note) for note in fused.program.notes)
 
 
 def test_squares_are_squares():

@@ -9,6 +9,7 @@ import pytest
 import small_plans
 import sympy
 import torch
+from torch.utils._sympy import functions
 
 from megafx.errors import PlanError
 from megafx.ir.program import Program
@@ -17,7 +18,7 @@ from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.planner.context import Planner
-from megafx.planner.plan import OpChoice, Plan, Removal, Transition
+from megafx.planner.plan import OpChoice, Plan, Removal, Transition, _SizeText
 from megafx.testing import assert_same
 
 
@@ -160,6 +161,67 @@ def _saved() -> tuple[Program, Planner, Plan]:
     program, planner = small_plans.planned(lambda x, w: fn(x, w), {}, **values)
     planner.plan, planner.given = None, Plan.from_json(found.solved.to_json())
     return program, planner, planner.given
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "__import__('pathlib').Path('ran').touch() or 8",
+        "().__class__.__base__.__subclasses__()",
+        "[open('ran', 'w') for _ in 'x']",
+        "batch.__class__",
+        "(lambda: 8)()",
+        "Max(*[8])",
+        "9**9**9**9",
+        "((seq**8)**8)**8",
+        "'8'",
+        "8.5",
+        "8 if 1 else 9",
+        "(" * 400 + "8" + ")" * 400,
+        "seq//0",
+        "",
+        None,
+        [8],
+        True,
+    ],
+)
+def test_sizes_of_a_file_are_not_run(size: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = json.loads(_plan().to_json())
+    data["params"]["qkv.weight"][1] = size
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=r"plan.json': this is no plan: "):
+        Plan.load(tmp_path / "plan.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", '{"format": 1}', "{" * 5000, '{"format": 1, "workload": 3}', "\x80"]
+)
+def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(PlanError, match=r"plan.json': "):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_every_form_of_a_size_is_read_back() -> None:
+    """Quotients are torch's, as in the graph: `sympy.floor` would be another size."""
+    sizes = _sizes("batch", "seq")
+    batch, seq = sizes.symbols["batch"], sizes.symbols["seq"]
+    other = sympy.Symbol("s77", integer=True, positive=True)
+    for expr in (
+        functions.FloorDiv(seq + 1, 2) ** 2,
+        functions.CeilDiv(seq, 3) * batch,
+        functions.Mod(seq, 4),
+        functions.Max(seq, 7),
+        functions.ModularIndexing(seq, 2, 3),
+        functions.PythonMod(batch, 2),
+        (seq - 1) ** 2 * batch,
+        other * 5 - seq,
+        seq / 2,
+    ):
+        text = _SizeText(sizes)
+        assert text.decode(text.encode(sizes.of_expr(expr))) == sizes.of_expr(expr), expr
 
 
 def test_a_loaded_plan_is_applied() -> None:

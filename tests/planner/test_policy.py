@@ -21,8 +21,10 @@ from megafx.planner.policy import (
     SEQUENCE,
     SEQUENCE_WANTED,
     SHARD_WEIGHTS,
+    WEIGHTS_STAY,
+    YIELDING,
     Policy,
-    prefer,
+    Yields,
     weight_values,
 )
 from megafx.rules.candidates import find_candidates, strategies
@@ -234,8 +236,30 @@ def test_why_a_weight_stays_whole_is_remembered() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "taken"), [([1], 2), ([], 0), ([1, 2, 3], 0)])
-def test_prefer(wanted: list[Any], taken: int) -> None:
+def test_what_is_preferred_where_there_is_any(wanted: list[Any], taken: int) -> None:
+    case = Case(_block, **BLOCK)
     every: list[Any] = [1, 2, 3]
     gone: dict[str, int] = defaultdict(int)
-    assert prefer(every, wanted, "why", gone) == (wanted or every)
-    assert dict(gone) == ({"why": taken} if taken else {})
+    assert case.policy._prefer(case.node("linear"), every, wanted, SHARD_WEIGHTS, gone) == (wanted or every)
+    assert dict(gone) == ({SHARD_WEIGHTS: taken} if taken else {})
+
+
+def test_policies_give_way_in_order_and_where_they_conflict_only() -> None:
+    def layers(x: Any, w0: Any, w1: Any, other: Any) -> Any:
+        return aten.linear(aten.linear(aten.linear(x, w0), w1), other)
+
+    case = Case(layers, x="f32[t=4 k=8]", **{name: "param f32[n=8 k=8]" for name in ("w0", "w1", "other")})
+    before = case.left("linear")[0]
+    yields, shard = Yields(), S(0, Layout.contiguous(8, T))
+    case.policy.yields = yields
+    for given in range(len(YIELDING)):
+        held = [yields.holds(policy, case.node("w0")) for policy in YIELDING]
+        assert held == [False] * given + [True] * (len(YIELDING) - given)
+        assert yields.further([case.node("w0"), case.node("linear")])
+    assert not yields.further([case.node("w0")])
+    assert not yields.holds(WEIGHTS_STAY, case.node("w1")), "what differs by a number alone is alike"
+    assert yields.holds(WEIGHTS_STAY, case.node("other"))
+    assert case.policy.allows_transition(case.node("w0"), shard, R)
+    assert not case.policy.allows_transition(case.node("other"), shard, R)
+    assert case.left("linear")[0] > before, "a matmul weight need not be sharded"
+    assert list(case.policy.gave_way[SHARD_WEIGHTS]) == [case.node("linear")]

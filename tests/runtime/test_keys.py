@@ -11,7 +11,7 @@ from megafx.runtime.keys import Call, KeyMaker, Normalizer, autocast_state, modu
 
 def key_of(maker: KeyMaker, *args, grad=True, state=None, **kwargs):
     call = Call.of(args, kwargs)
-    state = (module_state([]), parameter_state([])) if state is None else state
+    state = (module_state([], []), parameter_state([])) if state is None else state
     return maker.key(maker.skeleton(call, state, grad), call)
 
 
@@ -59,7 +59,7 @@ def test_state_of_modules_and_parameters_is_in_the_key():
 
     def key():
         return key_of(
-            maker, IDS, state=(module_state(list(model.modules())), parameter_state(list(model.parameters())))
+            maker, IDS, state=(module_state(list(model.modules()), []), parameter_state(list(model.parameters())))
         )
 
     keys = [key()]

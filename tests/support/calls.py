@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_with_path
 
 from megafx.capture.export import capture_call
-from megafx.checks.simulate import Logical, run_logical
+from megafx.checks.simulate import Logical
+from megafx.compiler.all_ranks import run_ranks
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.ir.call_spec import leaf_name
@@ -57,7 +58,7 @@ def compiled(program: Program, t: int, wanted: Names, promoted: bool = True, **c
 def simulated(made: Compiled, model: nn.Module, call: Mapping[str, Any], tangents: Mapping[str, Tensor]) -> Logical:
     """Outputs and gradients of all ranks together. tangents: by name of output; 1 where there is none."""
     values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in values_of(made.program, model, call).items()}
-    return run_logical(made.program, {**values, **tangents}, made.plan.params, made.plan.t)
+    return run_ranks(made, {**values, **tangents})
 
 
 def eager(

@@ -13,10 +13,12 @@ from torch import Tensor
 
 
 class Compiled:
-    """In place of a compiled kernel. key: what Triton specialised it for."""
+    """In place of a compiled kernel. key: what Triton specialised it for; pointers: whether a parameter is an address."""
 
-    def __init__(self, key: Any, log: list[tuple[Compiled, tuple[int, ...], tuple[Any, ...]]]) -> None:
-        self.key, self.log = key, log
+    def __init__(
+        self, key: Any, pointers: list[bool], log: list[tuple[Compiled, tuple[int, ...], tuple[Any, ...]]]
+    ) -> None:
+        self.key, self.pointers, self.log = key, pointers, log
         self.function, self.packed_metadata = object(), object()
 
     def launch_metadata(self, *args: Any) -> None:
@@ -59,9 +61,9 @@ def fake_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     log: list[Any] = []
     kernels: list[Any] = []
 
-    def compile_nothing(self: Any, key: Any, signature: Any, device: int, *rest: Any) -> Compiled:
+    def compile_nothing(self: Any, key: Any, signature: dict[str, str], device: int, *rest: Any) -> Compiled:
         kernels.append(self)
-        compiled = Compiled((self.__name__, key), log)
+        compiled = Compiled((self.__name__, key), [kind.startswith("*") for kind in signature.values()], log)
         self.device_caches[device][0][key] = compiled
         return compiled
 
@@ -97,11 +99,11 @@ def seen(launch: Any, operands: list[Tensor], results: list[Tensor]) -> Any:
         return "temporary"
 
     shown = []
-    for value in values:
+    for value, is_pointer in zip(values, compiled.pointers, strict=True):
         if hasattr(value, "block_shape"):
             kept = {k: v for k, v in vars(value).items() if k != "base"}
             shown.append((place(value.base.data_ptr()), SimpleNamespace(**kept)))
-        elif isinstance(value, Tensor) or (isinstance(value, int) and value > 2**44):
+        elif is_pointer:
             shown.append(place(value.data_ptr() if isinstance(value, Tensor) else value))
         else:
             shown.append((type(value), value))

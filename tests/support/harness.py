@@ -15,7 +15,8 @@ import zoo
 from torch import fx, nn
 
 from megafx.capture.export import capture_call
-from megafx.checks.simulate import Logical, relative_errors, run_logical
+from megafx.checks.simulate import Logical, relative_errors
+from megafx.compiler.all_ranks import run_ranks
 from megafx.compiler.pipeline import Compiled, compile_program, plan_only
 from megafx.config import Config
 from megafx.ir.interpret import bind_inputs, input_values
@@ -89,7 +90,7 @@ class Case:
         return self.run_values(compiled, self.values(compiled.program, inputs))
 
     def run_values(self, compiled: Compiled, values: Mapping[str, Any]) -> Logical:
-        return run_logical(compiled.program, values, compiled.plan.params, compiled.plan.t)
+        return run_ranks(compiled, values)
 
     def values(self, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return values_of(program, self.model, inputs)

@@ -23,7 +23,7 @@ from megafx.kernels.attention.attention_reference import Inputs, empty_results, 
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import draws, factor_of
 from megafx.kernels.common.op import as_bytes, launch
-from megafx.kernels.common.tiles_triton import LOG2E
+from megafx.kernels.common.tiles_triton import LOG2E, power_of_2
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 ABSORBED: tl.constexpr = tl.constexpr(-8192.0)
@@ -305,7 +305,7 @@ class Prepared:
 
 
 def _power(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    return max(16, power_of_2(n))
 
 
 def takes_descriptors(*tensors: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megafx.kernels.attention.rope import Tables, check_rope, rope_reference
 from megafx.kernels.common.op import launch
+from megafx.kernels.common.tiles_triton import power_of_2
 
 TILE = 2048  # pairs a step of a program
 
@@ -178,8 +179,8 @@ def _run(xs: list[Tensor], tables: Tables, back: bool = False) -> list[Tensor]:
     positions = q.shape[a] * q.shape[b]
     if positions == 0 or q.shape[heads] == 0:
         return outs
-    block = triton.next_power_of_2(max(1, half))
-    tiles = [min(triton.next_power_of_2(x.shape[heads]), max(1, TILE // block)) for x in (q, k)]
+    block = power_of_2(max(1, half))
+    tiles = [min(power_of_2(x.shape[heads]), max(1, TILE // block)) for x in (q, k)]
     together = len(xs) == 2 and all(n >= x.shape[heads] for n, x in zip(tiles, (q, k), strict=True))
 
     def strides(x: Tensor) -> tuple[int, int, int]:
@@ -194,7 +195,7 @@ def _run(xs: list[Tensor], tables: Tables, back: bool = False) -> list[Tensor]:
         q.shape[heads], *strides(q), *strides(made[0]), k.shape[heads], *strides(k), *strides(made[-1]),
         table(cos, a), table(cos, b), table(sin, a), table(sin, b),
         TWO=len(xs) == 2, TOGETHER=together, BACK=back, INTERLEAVED=tables.interleaved, PER_PAIR=tables.per_pair,
-        Q_HEADS=tiles[0], K_HEADS=tiles[1], HALF=block, REST=triton.next_power_of_2(rest) if rest else 0,
+        Q_HEADS=tiles[0], K_HEADS=tiles[1], HALF=block, REST=power_of_2(rest) if rest else 0,
         num_warps=max(4 if rest else 1, min(8, max(tiles) * block // 512)),
     )  # fmt: skip
     return outs

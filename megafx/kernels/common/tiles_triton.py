@@ -32,6 +32,12 @@ def cdiv(a: Any, b: int) -> Any:
     return (a + b - 1) // b
 
 
+def power_of_2(n: int | torch.SymInt) -> int:
+    """The least that is at least n, as a number: a kernel is compiled for it. Of a symbol, triton's would be an expression that
+    sympy works on for minutes."""
+    return int(triton.next_power_of_2(int(n)))
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -22,6 +22,7 @@ from megafx.kernels.common import philox
 from megafx.kernels.common.draw import Draw, Run, check_draw, draws, factor_of, runs_here
 from megafx.kernels.common.op import launch, new_like
 from megafx.kernels.common.philox_triton import keep_tile, key_of
+from megafx.kernels.common.tiles_triton import power_of_2
 from megafx.kernels.dropout import bias_dropout_add as reference
 from megafx.kernels.dropout.bias_dropout_add import check_sum
 
@@ -195,7 +196,7 @@ def _grid(run: Run, W: int, inner: int, H: int) -> Grid:
 def columns_of_tile(W: int) -> int:
     """Columns of a tile: as few as possible outside of W, then as many as possible."""
     if W <= 128:
-        return max(8, triton.next_power_of_2(W))
+        return max(8, power_of_2(W))
     return min((1024, 512, 256, 128), key=lambda c: (-(-W // c) * c * (1 + 32 / c), -c))
 
 

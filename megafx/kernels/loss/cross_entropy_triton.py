@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.common.op import launch, new_like
-from megafx.kernels.common.tiles_triton import exp
+from megafx.kernels.common.tiles_triton import exp, power_of_2
 from megafx.kernels.loss.cross_entropy_reference import Loss, local_stats, plain_gradient
 from megafx.placements.types import Piece
 
@@ -231,7 +231,7 @@ def statistics_config(rows: int, columns: int) -> dict[str, int]:
         return {"DEEP": deep, "WIDE": 4 * wide, "num_warps": 16}
     if columns >= deep * wide:
         return {"DEEP": deep, "WIDE": wide, "num_warps": 4}
-    wide = max(32, min(wide, triton.next_power_of_2(max(columns, 1)) // 4))
+    wide = max(32, min(wide, power_of_2(max(columns, 1)) // 4))
     return {"DEEP": 4, "WIDE": wide, "num_warps": max(1, wide // 256)}
 
 
@@ -306,7 +306,7 @@ def gradient(
         out[:, piece.local_start + piece.length :].zero_()
     if rows and piece.length:
         same = logits.stride(0) % 8 == out.stride(0) % 8
-        tile = min(GRADIENT_TILE, max(128, triton.next_power_of_2(piece.length)))
+        tile = min(GRADIENT_TILE, max(128, power_of_2(piece.length)))
         tiles = triton.cdiv(piece.length, tile)
         launch(
             _gradient, (rows * tiles,), logits,

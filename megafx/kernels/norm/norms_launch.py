@@ -16,6 +16,7 @@ from torch import Tensor
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import Draw, draws, factor_of
 from megafx.kernels.common.op import launch, new_like
+from megafx.kernels.common.tiles_triton import power_of_2
 from megafx.kernels.dropout.bias_dropout_add_triton import column_sums
 from megafx.kernels.norm.norms import Norm, check_norm, vector_like
 from megafx.kernels.norm.norms_triton import norm_backward, norm_forward
@@ -42,7 +43,7 @@ FORWARD_COLUMNS = {1024: 512, 4096: 2048, 12288: 2048}
 def columns_of_part(H: int) -> int:
     """The power of two from 256 to 4096 that leaves the fewest columns of at most 8 parts empty; of these, about 4 parts."""
     if H <= 256:
-        return triton.next_power_of_2(H)
+        return power_of_2(H)
     if H in FORWARD_COLUMNS:
         return FORWARD_COLUMNS[H]
 
@@ -81,7 +82,7 @@ def backward_shape(H: int, rms: bool, add: bool) -> Shape:
         if add and own % 512 == 0:
             return Shape(4, own // 512, 512, 8)
         return Shape(2, 1, 2048, 4, programs=264, stages=3 if add or own % 512 == 0 else 4)
-    C = min(256, triton.next_power_of_2(own))
+    C = min(256, power_of_2(own))
     return Shape(4, triton.cdiv(own, C), C, 4, programs=264, stages=4 if own <= 768 else 3)
 
 
@@ -129,7 +130,7 @@ def run_forward(
     y = new_like(h)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     mean = None if norm.rms else torch.empty_like(rstd)
-    H = x.shape[-1]
+    H = int(x.shape[-1])  # a kernel is compiled for it
     rows = rstd.numel()
     if rows == 0 or H == 0:
         return h, y, mean, rstd
@@ -154,7 +155,7 @@ def run_backward(
 ) -> None:  # fmt: skip
     """outputs: dx, dbranch, dweight, dnorm_bias, dbias to be filled; empty ones are left out."""
     dx, dbranch, *vectors = outputs
-    H = x.shape[-1]
+    H = int(x.shape[-1])  # a kernel is compiled for it
     rows = rstd.numel()
     sums = [v for v in vectors if v.numel()]
     if rows == 0 or H == 0:

@@ -1,0 +1,309 @@
+"""Ranks tell each other every call that they are about to make, and stop before collectives of different calls meet.
+
+Before the first collective of a forward or a backward a rank posts an `Entry`, and compares those of the other ranks with its
+own as they come. Whoever comes second sees the difference before it communicates. Where collectives are gloo's, which ends the
+process when sizes differ, a rank waits for the others (its first collective would wait for them too), so that all of them
+see it.
+
+Ranks of one host post to memory that they share, which takes a few microseconds (benchmarks/host_overhead.py). Ranks of several
+hosts send their entries over a gloo group of their own, which takes tens of microseconds beside the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import mmap
+import os
+import struct
+import tempfile
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megafx.distributed.agreement import OTHER_BATCHES, SAME_BATCH, broadcast_object, gather_objects
+from megafx.distributed.failures import timeout_of
+from megafx.errors import AgreementError
+
+FORWARD, BACKWARD = 0, 1
+GRADIENTS, TRAINING = "gradients ", "training mode "  # how lines of a call's text begin
+RECORDS, NUMBERS, TEXT = 64, 25, 1 << 20  # entries that a rank keeps, numbers of an entry, bytes of a rank's texts
+_HEAD = struct.Struct("<q")  # number of the entry, written last: it says that the rest is there
+_BODY = struct.Struct(f"<{6 + NUMBERS}q")  # place and length of the text; phase, step, crc and count; numbers
+_SIZE, _PLACES, _ZEROS = _HEAD.size + _BODY.size, _HEAD.size + 16, (0,) * NUMBERS  # what comes after places is compared
+_LOOK = 0.1  # seconds between looks whether the ranks that are waited for are still there
+
+
+class Entry(NamedTuple):
+    """What a rank is about to run: the `step`-th call's forward or backward. text: what it is; numbers: sizes and values."""
+
+    phase: int
+    step: int
+    text: str
+    numbers: Sequence[int]
+
+    def body(self, at: int, length: int, crc: int) -> bytes:
+        """at, length: where the text is. crc: of the text."""
+        few = self.numbers
+        if len(few) > NUMBERS:
+            few = (*few[: NUMBERS - 1], hash(tuple(few[NUMBERS - 1 :])))
+        return _BODY.pack(at, length, self.phase, self.step, crc, len(self.numbers), *few, *_ZEROS[len(few) :])
+
+
+class Difference(NamedTuple):
+    """Two ranks of a group that are about to run different things. The first is the lower one."""
+
+    ranks: tuple[int, int]
+    entries: tuple[Entry, Entry]
+
+
+class Board:
+    """Of the ranks of one group, which all make it. Its ranks exchange the same number of entries, in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup, waits: bool) -> None:
+        self.me, self.ranks, self.waits = dist.get_rank(group), dist.get_world_size(group), waits
+        self.number = 0
+        self.own: deque[Entry] = deque(maxlen=RECORDS)
+
+    def exchange(self, entry: Entry) -> Difference | None:
+        """Post what this rank is about to run; a difference to what another rank runs, where one is known by now."""
+        raise NotImplementedError
+
+    def look(self) -> Difference | None:
+        """A difference that is known by now, in what was posted."""
+        return None
+
+    def _between(self, rank: int, theirs: Entry, number: int) -> Difference:
+        mine = self.own[number - self.number - 1]
+        first, second = ((self.me, mine), (rank, theirs)) if self.me < rank else ((rank, theirs), (self.me, mine))
+        return Difference((first[0], second[0]), (first[1], second[1]))
+
+
+def make_board(group: dist.ProcessGroup | None, device: torch.device) -> Board | None:
+    """None where there is nobody to compare with. device: of the model. Collective over the group."""
+    if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return None
+    file, waits = _shared(group), device.type == "cpu"
+    return _Messages(group, waits) if file is None else _Shared(group, waits, file)
+
+
+def _shared(group: dist.ProcessGroup) -> io.FileIO | None:
+    """A file that all ranks of the group have, with a lock of each on a byte; None where they are on several hosts."""
+    path, mark, file = "", os.urandom(16), None
+    if dist.get_rank(group) == 0:
+        with contextlib.suppress(OSError):
+            handle, path = tempfile.mkstemp(prefix="megafx-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+            size = dist.get_world_size(group) * (RECORDS * _SIZE + TEXT)
+            os.ftruncate(handle, size + len(mark))
+            os.pwrite(handle, mark, size)
+            os.close(handle)
+    path, mark = broadcast_object((path, mark), group)
+    with contextlib.suppress(OSError):
+        file = io.FileIO(path, "r+")
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))  # held until this process ends
+        file.seek(-len(mark), os.SEEK_END)
+    everywhere = all(gather_objects(file is not None and file.read() == mark, group))
+    if dist.get_rank(group) == 0:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # the memory goes with the last rank that has it
+    return file if everywhere else None
+
+
+class _Shared(Board):
+    """Memory of RECORDS places, each with an entry of every rank, and of a row of texts for every rank.
+
+    Ranks that make the same calls write the same bytes, texts at the same places of their rows, so that one comparison tells.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, waits: bool, file: io.FileIO) -> None:
+        super().__init__(group, waits)
+        self.file, self.memory, self.timeout = file, mmap.mmap(file.fileno(), 0), timeout_of(group).total_seconds()
+        self.texts: dict[str, tuple[int, int, int]] = {}
+        self.end = 0
+        self.open: dict[
+            int, bytes
+        ] = {}  # number -> this rank's bytes, of entries that are not compared with all ranks yet
+
+    def exchange(self, entry: Entry) -> Difference | None:
+        self.number += 1
+        self.own.append(entry)
+        body = entry.body(*(self.texts.get(entry.text) or self._write(entry.text)))
+        record = _HEAD.pack(self.number) + body
+        at = self._at(self.me, self.number)
+        self.memory[at + _HEAD.size : at + _SIZE] = body
+        self.memory[at : at + _HEAD.size] = record[: _HEAD.size]
+        self.open[self.number] = record
+        if self.waits:
+            self._wait(record)
+        return self.look()
+
+    def look(self) -> Difference | None:
+        for number, mine in [*self.open.items()]:
+            at = self._at(0, number)
+            if self.memory[at : at + self.ranks * _SIZE] == mine * self.ranks or number <= self.number - RECORDS:
+                del self.open[number]
+            elif (found := self._difference(number, mine)) is not None:
+                del self.open[number]
+                return found
+            elif all(self._arrived(rank, number) for rank in range(self.ranks)):
+                del self.open[number]
+        return None
+
+    def _write(self, text: str) -> tuple[int, int, int]:
+        whole = text.encode()
+        data, at = whole[: TEXT - self.end], self._row(self.me) + self.end
+        self.memory[at : at + len(data)] = data
+        self.texts[text] = self.end, len(data), zlib.crc32(whole)
+        self.end += len(data)
+        return self.texts[text]
+
+    def _row(self, rank: int) -> int:
+        return RECORDS * self.ranks * _SIZE + rank * TEXT
+
+    def _at(self, rank: int, number: int) -> int:
+        return (number % RECORDS * self.ranks + rank) * _SIZE
+
+    def _arrived(self, rank: int, number: int) -> bool:
+        return bool(_HEAD.unpack_from(self.memory, self._at(rank, number))[0] >= number)
+
+    def _wait(self, record: bytes) -> None:
+        """Until all ranks have come. Raises RuntimeError where one has ended, or does not come within the timeout."""
+        at, begin, looked, pause = self._at(0, self.number), time.monotonic(), 0.0, 0.0
+        while self.memory[at : at + self.ranks * _SIZE] != record * self.ranks:
+            missing = [r for r in range(self.ranks) if not self._arrived(r, self.number)]
+            if not missing:
+                return
+            waited = time.monotonic() - begin
+            if waited > self.timeout:
+                raise RuntimeError(f"timed out: rank {missing[0]} of the group made no call for {waited:.0f} s")
+            if waited > looked + _LOOK:
+                looked = waited
+                if any(map(self._is_gone, missing)) and not all(self._arrived(r, self.number) for r in missing):
+                    raise RuntimeError(f"connection closed: rank {missing[0]} of the group is gone")
+            time.sleep(pause)
+            pause = min(pause + 1e-6, 1e-3)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether the lock that a process holds as long as it lives is free."""
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return False
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
+        return True
+
+    def _difference(self, number: int, mine: bytes) -> Difference | None:
+        """To a rank that has come to this number, and not gone on far since."""
+        for rank in range(self.ranks):
+            at = self._at(rank, number)
+            for pause in (0.0, 0.001, 0.1):  # a processor may show the number before the rest
+                if self.memory[at : at + _HEAD.size] != mine[: _HEAD.size]:
+                    break  # it has not come, or gone on since
+                if self.memory[at + _PLACES : at + _SIZE] == mine[_PLACES:]:
+                    break
+                time.sleep(pause)
+            else:
+                place, length, phase, step, _, count, *numbers = _BODY.unpack_from(self.memory, at + _HEAD.size)
+                text = self.memory[self._row(rank) + place : self._row(rank) + place + length].decode(errors="replace")
+                return self._between(rank, Entry(phase, step, text, numbers[:count]), number)
+        return None
+
+
+class _Messages(Board):
+    """One all-gather an entry, over gloo; the last one is compared before the next is sent, so none is passed over."""
+
+    def __init__(self, group: dist.ProcessGroup, waits: bool) -> None:
+        super().__init__(group, waits)
+        ranks = dist.get_process_group_ranks(group)
+        self.side = dist.new_group(ranks, backend="gloo", timeout=timeout_of(group), use_local_synchronization=True)
+        self.under_way: tuple[Any, list[torch.Tensor]] | None = None
+
+    def exchange(self, entry: Entry) -> Difference | None:
+        if (found := self._finish()) is not None:
+            return found
+        self.number += 1
+        self.own.append(entry)
+        body = entry.body(0, 0, zlib.crc32(entry.text.encode()))
+        mine = torch.frombuffer(bytearray(body), dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self.under_way = dist.all_gather(rows, mine, group=self.side, async_op=True), rows
+        return self._finish() if self.waits else None
+
+    def _finish(self) -> Difference | None:
+        if self.under_way is None:
+            return None
+        (work, rows), self.under_way = self.under_way, None
+        work.wait()
+        if all(torch.equal(row, rows[0]) for row in rows):
+            return None
+        entries = gather_objects(self.own[-1], self.side)  # all ranks come here
+        other = next(r for r, row in enumerate(rows) if not torch.equal(row, rows[self.me]))
+        return self._between(other, entries[other], self.number)
+
+
+# -- what is said
+
+
+def calls_differ(difference: Difference, labels: Sequence[str]) -> AgreementError:
+    """Of tensor-parallel ranks. labels: of the entries' numbers, where both are of one kind of call."""
+    (i, j), (a, b) = difference
+    if (a.phase, a.step) != (b.phase, b.step):
+        where = [f"the {('forward', 'backward')[e.phase]} of call {e.step}" for e in (a, b)]
+        return AgreementError(
+            f"tensor-parallel ranks make different calls: rank {i} comes to {where[0]}, rank {j} to {where[1]}",
+            fix="make the same calls on every rank: none may leave out a batch or a backward, or call the model alone "
+            "(evaluation or generation under `if rank == 0:`)",
+        )
+    start = f"call {a.step}: tensor-parallel ranks"
+    if a.text != b.text:
+        pairs = zip(a.text.splitlines(), b.text.splitlines(), strict=False)
+        x, y = next(((x, y) for x, y in pairs if x != y), ("a call", "another one"))
+        which = f"{x[:200]} on rank {i}, {y[:200]} on rank {j}"
+        if x.startswith((GRADIENTS, TRAINING)):
+            found = (
+                f"{start} are in different modes, as after model.eval() or torch.no_grad() on one rank alone: {which}"
+            )
+            return AgreementError(found, fix="evaluate on every rank of the group, outside of `if rank == 0:`")
+        return AgreementError(f"{start} make different calls: {which}", fix="make the same call on every rank")
+    k = next((k for k, (x, y) in enumerate(zip(a.numbers, b.numbers, strict=False)) if x != y), 0)
+    what = labels[k] if k < len(labels) else "an input"
+    return AgreementError(
+        f"{start} {OTHER_BATCHES}: {what} is {a.numbers[k]} on rank {i}, {b.numbers[k]} on rank {j}", fix=SAME_BATCH
+    )
+
+
+def replicas_differ(difference: Difference) -> AgreementError:
+    """Of data-parallel ranks."""
+    (i, j), (a, b) = difference
+    if a.text == b.text and a.numbers != b.numbers:
+        return AgreementError(
+            f"data-parallel ranks {i} and {j} differ in the shapes of their batches: sizes {[*a.numbers]} and {[*b.numbers]}",
+            fix="give each the same number of rows and pad them to the same length: this model averages over its batch, or "
+            "drops out by place in it; or use Config(data_parallel_loss='average')",
+        )
+    if a.text == b.text:
+        found, _, fix = str(calls_differ(difference, ())).partition("\n  fix: ")
+        return AgreementError(found.replace("tensor-parallel", "data-parallel"), fix=fix)
+    lines = [e.text.splitlines() for e in (a, b)]
+    names = [{name for line in part for name in line.partition(": ")[2].split(", ") if name} for part in lines]
+    module, which = None, "another order of gradients, or other collectives"
+    for rank, mine, theirs in ((i, *names), (j, *names[::-1])):
+        if alone := sorted(mine - theirs):
+            module = alone[0].rpartition(".")[0]
+            which = f"'{alone[0]}' is used on data-parallel rank {rank}, and not on rank {i + j - rank}"
+            break
+    else:
+        pairs = ((x, y) for x, y in zip(*lines, strict=False) if x != y)
+        which = next((f"'{x[:200]}' on rank {i}, '{y[:200]}' on rank {j}" for x, y in pairs), which)
+    return AgreementError(
+        f"data-parallel ranks run different graphs, whose gradients cannot be summed: {which}",
+        module=module,
+        fix="take the same branch on all of them in a step, and no_sync on all or none; or compute both branches and choose "
+        "with torch.where(flag, a, b), where flag is a tensor that is passed to the model",
+    )

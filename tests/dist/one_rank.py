@@ -1,0 +1,296 @@
+"""What one rank alone does, or does otherwise, ends all ranks at once, with its text. On real gloo ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from ranks import check, raises
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import megafx
+from megafx.checkpoint.state import decode
+from megafx.errors import AgreementError, CaptureError, CheckpointError, LostRankError, UsageError
+
+
+class Net(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.p = nn.Linear(6, 14), nn.Linear(14, 6), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + F.dropout(self.down(self.up(x).relu()), self.p, self.training)).square().mean()
+
+
+def net(model: type[nn.Module] = Net, *arguments: Any, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = megafx.Config(**{"tensor_model_parallel_size": 2, **options})
+    return megafx.parallelize(model(*arguments).double(), config)
+
+
+def x(rows: int = 3, seed: int = 1) -> Tensor:
+    return torch.randn(rows, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Well within the group's timeout, which is 120 s."""
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < 20
+
+
+@check(2, seed=0)
+def ranks_have_one_config() -> None:
+    rank = dist.get_rank()
+    for name, values in {
+        "check_for_nan_in_loss_and_grad": (True, False),
+        "check_inputs_every": (1, 0),
+        "tensor_model_parallel_size": (2, 3),
+        "norm_fusion": (True, False),
+    }.items():
+        with at_once():
+            text = rf"rank 1 and rank 0 differ in the Config: 'Config.{name} = {values[0]}' on rank 0, .*{values[1]}' there"
+            raises(AgreementError, text, lambda name=name, values=values: net(**{name: values[rank]}))
+    copies = ({"data_parallel": "ddp"}, {"data_parallel": "zero1"})[rank]
+    options = {"tensor_model_parallel_size": 1, "data_parallel_size": 2, **copies}
+    raises(AgreementError, "'Config.data_parallel = 'ddp'' on rank 0", lambda: net(**options))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    config = megafx.Config(merge_linears=bool(rank))
+    raises(AgreementError, "Config.merge_linears", lambda: megafx.parallelize(Net(), config, mesh=mesh))
+    with mock.patch.object(torch, "__version__", f"2.{rank}"):
+        raises(AgreementError, "differ in the Config: 'torch = '2.0'' on rank 0", net)
+
+
+@check(2, seed=0)
+def ranks_compute_the_same() -> None:
+    """A dropout of another p, and a line that one rank alone cannot run: said where capture is, before ranks plan together."""
+    rank = dist.get_rank()
+
+    class Fails(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if rank == 1:
+                raise OSError("no such table")
+            return super().forward(x)
+
+    with at_once():
+        text = "differ in what the model computes: .*aten.dropout.default.* on rank 0"
+        raises(AgreementError, text, lambda: net(Net, 0.1 + rank / 10)(x()))
+        raises(CaptureError, "no such table", lambda: net(Fails)(x()))
+
+
+class Refuses:
+    """State that cannot be saved, or not be loaded, on rank 1."""
+
+    def __init__(self, on: str) -> None:
+        self.on = on
+
+    def state_dict(self) -> dict[str, int]:
+        return self._do("state_dict")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._do("load_state_dict")
+
+    def _do(self, what: str) -> dict[str, int]:
+        if what == self.on and dist.get_rank() == 1:
+            raise ZeroDivisionError(f"no {what}")
+        return {"a": 1}
+
+
+@check(2, seed=0)
+def an_error_of_one_rank_in_a_checkpoint(folder: Path) -> None:
+    rank, model = dist.get_rank(), net()
+    model(x()).backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    good = megafx.save_checkpoint(folder / "good", model, optimizer, step=1, extra={"run": Refuses(""), "x": 1.5})
+
+    def save(step: int = 2, extra: Any = None, **options: Any) -> Callable[[], Any]:
+        return lambda: megafx.save_checkpoint(folder / "bad", model, optimizer, step=step, extra=extra, **options)
+
+    def load(what: Any = optimizer, extra: Any = None) -> Callable[[], Any]:
+        return lambda: megafx.load_checkpoint(folder / "good", model, what, extra=extra)
+
+    with at_once():
+        raises(CheckpointError, "ZeroDivisionError: no state_dict", save(extra={"run": Refuses("state_dict")}))
+        raises(CheckpointError, "extra.run", save(extra={"run": object() if rank else None}))
+        raises(UsageError, "keep=0", save(keep=1 - rank))
+        raises(AgreementError, "'step=2' on rank 0, 'step=3' there", save(step=2 + rank))
+        raises(AgreementError, "'keep=1' on rank 0, 'keep=2' there", save(keep=1 + rank))
+        raises(LostRankError, r"asynchronous=(True|False)\), rank", save(asynchronous=rank == 1))
+        raises(CheckpointError, "ZeroDivisionError: no load_state_dict", load(extra={"run": Refuses("load_state_dict")}))
+        raises(CheckpointError, "ZeroDivisionError: no state_dict", load(extra={"run": Refuses("state_dict")}))
+        raises(CheckpointError, "it has no extra 'other'", load(extra={"other": Refuses("")} if rank else None))
+        raises(CheckpointError, "does not fit", load([optimizer, optimizer] if rank else optimizer))
+        denied = PermissionError(f"permission denied: {folder}") if rank else None
+        for where in ("exists", "iterdir" if rank == 0 else "exists"):
+            with mock.patch.object(Path, where, side_effect=denied, autospec=True) if rank else contextlib.nullcontext():
+                raises(CheckpointError, "PermissionError: permission denied", load())
+        broken = "megafx.checkpoint.checkpoint.read_content"
+        with mock.patch(broken, side_effect=TypeError("a list")) if rank else contextlib.nullcontext():
+            raises(CheckpointError, "no valid checkpoint.*TypeError", load())
+        decoded = mock.patch("megafx.checkpoint.load.decode", side_effect=lambda *a: 1 // (1 - rank) and decode(*a))
+        with decoded:
+            raises(CheckpointError, "ZeroDivisionError", load())
+    assert not (folder / "bad").exists()
+    assert megafx.load_checkpoint(folder / "good", model, optimizer, extra={"run": Refuses("")}).path == good
+    model(x()).backward()
+
+
+@check(2, seed=0)
+def an_error_of_one_rank_in_safetensors(folder: Path) -> None:
+    rank, model = dist.get_rank(), net()
+    model(x()).backward()
+    if rank == 0:
+        save_file({n: v.float() for n, v in Net().state_dict().items()}, folder / "model.safetensors")
+    dist.barrier()
+    for what in ("SafetensorsFiles", "_read", "give_memory"):
+        with mock.patch(f"megafx.weights.load.{what}", side_effect=OSError("worn out")) if rank else contextlib.nullcontext():
+            with at_once():
+                raises(CheckpointError, "OSError: worn out", lambda: megafx.load_safetensors(model, folder))
+    for what in ("find_savings", "save_config", "_finish"):
+        rank_0 = what == "_finish"  # it is rank 0's alone
+        stops = mock.patch(f"megafx.weights.save.{what}", side_effect=ValueError("worn out"))
+        with stops if rank == (0 if rank_0 else 1) else contextlib.nullcontext(), at_once():
+            if what == "save_config":  # likewise: rank 1 never calls it
+                megafx.save_pretrained(model, folder / what)
+                continue
+            raises(CheckpointError, "ValueError: worn out", lambda w=what: megafx.save_pretrained(model, folder / w))
+    megafx.load_safetensors(model, folder)
+    model(x()).backward()
+
+
+class Tasks(Net):
+    """Two heads of one shape; a call takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, task: str = "", mask: Tensor | None = None) -> Tensor:
+        if task:
+            x = x + torch.tanh((self.extra if task == "a" else self.other)(x))
+        if mask is not None:
+            x = x * mask[..., None]
+        return super().forward(x)
+
+
+@check(2, seed=0)
+def calls_that_go_apart_late() -> None:
+    """Beyond the calls whose inputs are hashed. Both ranks raise before anything is sent, so the next call is right again."""
+    rank, model = dist.get_rank(), net(Tasks, check_inputs_every=0)
+    for step in range(4):
+        model(x(seed=step)).backward()
+
+    def in_mode(training: bool, grad: bool) -> None:
+        model.train(training)
+        with torch.set_grad_enabled(grad):
+            model(x())
+
+    def alone(first: bool) -> None:
+        loss = model(x())
+        model(x()) if first else loss.backward()
+
+    for text, call in {
+        f"call 4: .* DistributedSampler .* size 0 of 'x' is 3 on rank 0, 4 on rank 1": lambda: model(x(3 + rank)),
+        "hash of the values of 'x'": lambda: model(x(seed=rank)),
+        "different modes, as after model.eval": lambda: in_mode(rank == 1, True),
+        "gradients on on rank 0, gradients off on rank 1": lambda: in_mode(True, rank == 0),
+        "kwargs.task.*'a'.* on rank 0, .*'b'.* on rank 1": lambda: model(x(), task="ab"[rank]),
+        "rank 0 comes to the forward of call 5, rank 1 to the backward of call 4": lambda: alone(rank == 0),
+    }.items():
+        with at_once():
+            raises(AgreementError, text, call)
+        model.train()
+        if "comes to" not in text:
+            assert model(x()).isfinite()
+            model.megafx.state.step = 4
+    model = net(Tasks, check_inputs_every=0)
+    with mock.patch("megafx.distributed.board._shared", side_effect=lambda group: None):  # as on several hosts
+        for step in range(3):
+            model(x(seed=step)).backward()
+    raises(AgreementError, "call 3: .* size 0 of 'x' is 3 on rank 0, 4 on rank 1", lambda: model(x(3 + rank)))
+    model(x()).backward()
+
+
+@check(2, seed=0)
+def replicas_whose_graphs_differ() -> None:
+    """Their gradients would be summed by place, which mixes them up. Other lengths, and a mask on one, are fine."""
+    rank = dist.get_rank()
+    for form in ("ddp", "zero1", "fsdp"):
+        options = {"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel_loss": "average"}
+        model = net(Tasks, data_parallel=form, **options)
+        for step in range(2):
+            model(x(3 + 2 * rank, step)).backward()
+        model(x(), mask=torch.ones(3, 4).double() if rank else None).backward()
+        model(x(), task="a").backward()
+        with at_once():
+            text = "(?s)'extra.bias' is used on data-parallel rank 0, and not on rank 1.*in module 'extra'.*torch.where"
+            raises(AgreementError, text, lambda m=model: m(x(), task="ab"[rank]))
+            raises(AgreementError, "used on data-parallel rank 1, and not", lambda m=model: m(x(), task="a" * rank))
+            with model.no_sync() if rank else contextlib.nullcontext():
+                raises(AgreementError, "no_sync on all or none", lambda m=model: m(x()))
+        model(x()).backward()
+        with torch.no_grad():
+            model(x())
+
+
+class Attends(nn.Module):
+    """Fused queries, keys and values of 3 heads, and a width of 19: parameters are cut in blocks, unevenly, and on either dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up, self.down = nn.Linear(6, 27), nn.Linear(9, 19), nn.Linear(19, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = [y.unflatten(-1, (3, 3)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)]
+        heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return self.down(self.up(heads).relu()).square().mean()
+
+
+READINGS: dict[str, Callable[[Tensor], float]] = {
+    "isfinite.all": lambda p: bool(torch.isfinite(p).all()),
+    "isnan.any": lambda p: torch.isnan(p).any().item(),
+    "not all": lambda p: bool(p.isfinite().all().logical_not()),
+    "all are not 0": lambda p: bool((p != 0).all()),  # pads are
+    "of several": lambda p: bool(torch.stack([torch.isfinite(p).all(), torch.isnan(p).any()]).any()),
+    "count": lambda p: int(torch.isnan(p).sum()),
+    "sum": lambda p: float(p.nan_to_num().sum()),
+    "mean": lambda p: float(p.nan_to_num().mean()),
+    "norm": lambda p: float(p.nan_to_num().norm()),
+    "equal": lambda p: torch.equal(p, p),
+    "equal sums": lambda p: torch.equal(p.nan_to_num(), p.nan_to_num() + 0),
+    "allclose": lambda p: torch.allclose(p, p),
+    "allclose with NaN": lambda p: torch.allclose(p, p, equal_nan=True),
+}
+
+
+@check(2, seed=0)
+def numbers_read_off_shards_are_those_of_the_whole() -> None:
+    """On all ranks, whichever of them has the NaN: a branch on one sends all ranks the same way."""
+    model = net(Attends)
+    model(x()).backward()
+    whole = megafx.full_state_dict(model)
+    kinds = {str(p.placements[0]) for p in model.parameters()}
+    assert {"LayoutShard(S0/3*(3x3))", "LayoutShard(S0)", "LayoutShard(S1)"} <= kinds, kinds
+    for place in ((), (0,), (-1,)):
+        broken = {name: value.clone() for name, value in whole.items()}
+        for value in broken.values() if place else ():
+            value.view(-1)[place] = float("nan")
+        model.load_state_dict(broken)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                for what, read in READINGS.items():
+                    found, wanted = read(p), read(broken[name])
+                    assert abs(found - wanted) <= 1e-12 * abs(wanted), f"{what} of {name}: {found}, not {wanted}"
+    model.load_state_dict(whole)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    wanted = nn.utils.get_total_norm([*megafx.full_gradients(model).values()])
+    assert abs(float(norm) - float(wanted)) <= 1e-12 * float(wanted) and bool(norm.isfinite())
