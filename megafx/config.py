@@ -177,7 +177,7 @@ class Config:
 
     @staticmethod
     def from_yaml(path: str | Path) -> Config:
-        """A YAML mapping of field names to values."""
+        """A YAML mapping of field names to values. Functions that `passes` names are imported and called: read your own."""
         import yaml
 
         values = yaml.safe_load(Path(path).read_text())

@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import logging
-import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +30,8 @@ from megafx.capture.dims import NamedDims, max_length, name_dims, plain_lists, s
 from megafx.capture.errors import translate, unsupported_leaf
 from megafx.capture.expert_loops import ExpertLoops
 from megafx.capture.huggingface import part_group, sequence_group
-from megafx.capture.prepare import fake_like, prepared, target_device, without_hooks
-from megafx.capture.program import ROOT, drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
+from megafx.capture.prepare import alone, fake_like, prepared, target_device, without_hooks
+from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
 from megafx.ir.program import VAL, Note, Phase, Program
@@ -91,6 +87,12 @@ def capture_call(
             dims = name_dims(tensors, max_length(module) or max_length(model), group_of, growing_dims(tree))
         return _Capture(root, leaves, in_spec, dims, where, stand_ins or {}, varying, eager, part).run()
 
+    with alone():
+        return _both_ways(captured, varying)
+
+
+def _both_ways(captured: Callable[[frozenset[str]], Program], varying: frozenset[str]) -> Program:
+    """With the numbers `varying` as tensors, where these mean the same to the model."""
     baked = captured(frozenset())
     if not varying:
         return baked
@@ -251,7 +253,6 @@ class _Capture:
         with (
             _without_ambient_modes(),
             prepared(self.root.model, fake_mode, self.device, self.stand_ins, notes.append, self.eager, told),
-            _quiet(notes.append),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)
             exported = torch.export.export(
@@ -379,27 +380,3 @@ def _without_ambient_modes() -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         yield
-
-
-@contextlib.contextmanager
-def _quiet(note: Callable[[str], None]) -> Iterator[None]:
-    """Keeps the partial graphs that export prints and logs off the terminal; warnings that the user needs become notes."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            yield
-    finally:
-        logging.disable(disabled)
-    for warning in caught:
-        found = re.match(r"The tensor attributes? (.*?) (?:was|were) assigned during export", str(warning.message))
-        if found:
-            names = found.group(1).replace(f"self.{ROOT}.", "")
-            note(
-                f"forward stores a tensor in {names}: a captured graph does not (register it as a buffer, or return it)"
-            )

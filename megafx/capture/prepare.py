@@ -3,8 +3,8 @@
     with prepared(model, fake_mode, device, ...): export(...)
 
 The model's parameters become fakes, caches and checkpointing are switched off, and some functions of torch and transformers
-are replaced. What is replaced, and why, is the table of `replacements`: nothing of it is active outside of a capture, nor
-while another thread captures.
+are replaced. What is replaced, and why, is the table of `replacements`: nothing of it is active outside of a capture, nor in
+another thread. One thread captures at a time.
 
 Two replacements are not of a capture and stand elsewhere: `torch.utils.swap_tensors` while constructors run whose initial
 values are recorded (weights/constructor_log.py), and DTensor's `_custom_op_handlers`, for good, so that operations on sharded
@@ -16,9 +16,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
+import re
+import sys
 import threading
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +37,7 @@ from megafx.capture.checks import passing_checks
 from megafx.capture.functions import KEPT, apply_of_capture, checkpointing_of_capture
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
+from megafx.capture.program import ROOT
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line
@@ -42,8 +47,26 @@ Note = Callable[[str], None]
 
 # Attention implementations of transformers that export can trace; the others call kernels that have no fake.
 _TRACEABLE_ATTENTION = ("eager", "sdpa")
-_LOCK = threading.RLock()  # what is replaced is replaced for the whole process: one capture at a time
+# One thread traces at a time, models and patterns: what is replaced is seen by all, and torch has one stack of modes for all
+# threads below autograd (torch._ops._ModeStackStateForPreDispatch).
+_LOCK: Any = threading.RLock()
 _ABSENT = object()
+
+
+def alone() -> contextlib.AbstractContextManager[Any]:
+    """Within, no other thread captures or compiles. What waits for other ranks in it has to be in `released`."""
+    return _LOCK
+
+
+@contextlib.contextmanager
+def released() -> Iterator[None]:
+    """Others may compile within: another rank may have begun with another thread's model."""
+    held = _LOCK._release_save() if _LOCK._is_owned() else None
+    try:
+        yield
+    finally:
+        if held is not None:
+            _LOCK._acquire_restore(held)
 
 
 class Replacement(NamedTuple):
@@ -85,6 +108,11 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
     why = "export makes its own, whatever the inputs have; ours names the sizes that data decides"
     table += [Replacement(non_strict_utils, "ShapeEnv", lambda old: functools.partial(DataShapeEnv, asked), why)]
 
+    why = "partial graphs that export prints and logs stay off the terminal; warnings that the user needs become notes"
+    table += [Replacement(logging.Logger, "handle", lambda old: lambda *record: None, why)]
+    table += [Replacement(warnings, "warn", lambda old: functools.partial(_warning_as_note, note), why)]
+    table += [Replacement(sys, name, _Muted, why) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
+
     if is_hf_model(model):
         why = "masks that are causal, windows or padding are told to attention, not made"
         table += [Replacement(*found, why) for found in attention_replacements()]
@@ -101,18 +129,38 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
     return table
 
 
+def _here_alone(line: Replacement) -> Any:
+    """What is to stand there: what `line.new` makes, for this thread; for others what stood there before."""
+    old = line.owner.get(line.name) if isinstance(line.owner, dict) else getattr(line.owner, line.name)
+    new, thread = line.new(old), threading.get_ident()
+    if isinstance(line.owner, nn.Module) or not callable(old):
+        return new  # a module that is captured has fakes for parameters: it is of no use to other threads
+
+    def of_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        here = threading.get_ident() == thread
+        return (functools.partial(new.__func__, cls) if here else getattr(super(line.owner, cls), line.name))(
+            *args, **kwargs
+        )
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == thread else old)(*args, **kwargs)
+
+    return classmethod(of_class) if isinstance(new, classmethod) else plain
+
+
 @contextlib.contextmanager
 def replaced(table: Sequence[Replacement]) -> Iterator[None]:
-    """Within, the table holds; afterwards, also where an exception passes, the very objects of before are back."""
+    """Within, the table holds in this thread; afterwards, also after an exception, the very objects of before are back."""
     done: list[tuple[Replacement, Any]] = []
     with _LOCK:
         try:
             for line in table:
                 before = line.now()
+                new = _here_alone(line)
                 if isinstance(line.owner, dict):
-                    line.owner[line.name] = line.new(line.owner.get(line.name))
+                    line.owner[line.name] = new
                 else:
-                    setattr(line.owner, line.name, line.new(getattr(line.owner, line.name)))
+                    setattr(line.owner, line.name, new)
                 done.append((line, before))
             yield
         finally:
@@ -123,6 +171,31 @@ def replaced(table: Sequence[Replacement]) -> Iterator[None]:
                     delattr(line.owner, line.name)
                 else:
                     setattr(line.owner, line.name, before)
+
+
+class _Muted:
+    """A stream that takes nothing from the thread that made it, and passes on what others write."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _warning_as_note(note: Note, message: Any, *_: Any, **__: Any) -> None:
+    """A `warnings.warn` that tells what the user needs to know."""
+    found = re.match(r"The tensor attributes? (.*?) (?:was|were) assigned during export", str(message))
+    if found:
+        names = found.group(1).replace(f"self.{ROOT}.", "")
+        note(f"forward stores a tensor in {names}: a captured graph does not (register it as a buffer, or return it)")
 
 
 def _refusing_conversions(model: nn.Module) -> Callable[..., Any]:

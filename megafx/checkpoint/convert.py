@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -41,9 +42,12 @@ def convert(source: Path, target: Path, model: nn.Module | None = None, *, max_s
         raise UsageError(f"'{target}' is a checkpoint itself", fix="give another target folder")
     if not source.exists():
         raise CheckpointError(f"there is no file or folder '{source}'", fix="give a checkpoint or safetensors files")
-    if source.is_dir() and (checkpoint_folder.is_checkpoint(source) or checkpoint_folder.checkpoints(source)):
-        return _to_files(source, target, model, bytes_of(max_shard_size))
-    return _to_checkpoint(source, target, model)
+    try:
+        if source.is_dir() and (checkpoint_folder.is_checkpoint(source) or checkpoint_folder.checkpoints(source)):
+            return _to_files(source, target, model, bytes_of(max_shard_size))
+        return _to_checkpoint(source, target, model)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"'{source}' cannot be converted to '{target}': {error}") from error
 
 
 def _to_files(source: Path, target: Path, model: nn.Module | None, limit: int) -> Path:

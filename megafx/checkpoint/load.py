@@ -159,7 +159,7 @@ class Load:
         set_generators(states, device)
         for name, thing in self.extra.items():
             if isinstance(thing, Stateful) and name in values:
-                undo.callback(thing.load_state_dict, copy.deepcopy(thing.state_dict()))
+                undo.callback(_restore, thing, copy.deepcopy(thing.state_dict()))
                 thing.load_state_dict(values.pop(name))
         return values
 
@@ -176,6 +176,12 @@ class Load:
             else:
                 made[name] = torch.zeros(shape, dtype=dtype)
         return made
+
+
+def _restore(thing: Any, state: Any) -> None:
+    """Give a user's object its state back; one that refuses this too is told of by its first error."""
+    with contextlib.suppress(Exception):
+        thing.load_state_dict(state)
 
 
 @torch.no_grad()

@@ -79,8 +79,23 @@ def _version(x: Any) -> int | None:
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+class _Packed:
+    """A kept tensor in the hands of the user's hooks (`torch.autograd.graph.saved_tensors_hooks`)."""
+
+    def __init__(self, value: torch.Tensor, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        self.size, self.stride, self.unpack = value.size(), value.stride(), unpack
+        self.packed = pack(value)
+
+    def value(self) -> torch.Tensor:
+        found: torch.Tensor = self.unpack(self.packed)
+        if found.stride() == self.stride:
+            return found
+        return found.new_empty_strided(self.size, self.stride).copy_(found)  # graphs were traced on these strides
+
+
 class Kept:
-    """What one forward call hands to its backward. values: `Partition.saved` in order, emptied by backward."""
+    """What one forward call hands to its backward. values: `Partition.saved` in order, first `inputs` of the program, then what
+    forward made; emptied by backward."""
 
     def __init__(
         self,
@@ -88,11 +103,20 @@ class Kept:
         versions: list[tuple[int, int]],
         parts: list[tuple[torch.Tensor, int, Saved]],
         tangents: list[torch.Tensor],
+        inputs: int,
     ) -> None:
-        self.values = values
+        self.values, self.inputs = values, inputs
         self.versions = versions  # (position in values, version) of memory that the user can reach and change
         self.parts = parts  # DTensors of kept local tensors: (DTensor, version, what was kept)
         self.like = [(t.shape, t.dtype, t.device) for t in tangents]
+        self.packed = False
+
+    def pack(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        """Give what forward made to these hooks. What they return is theirs: it may change without an error."""
+        self.packed = True
+        self.versions = [(i, version) for i, version in self.versions if i < self.inputs]
+        made = self.values[self.inputs :]
+        self.values[self.inputs :] = [_Packed(x, pack, unpack) if isinstance(x, torch.Tensor) else x for x in made]
 
     def watch(self, parameter: torch.Tensor, saved: Saved) -> None:
         """Backward refuses to run once it has changed. (A change of a DTensor does not count as one of its local tensor.)"""
@@ -172,7 +196,7 @@ class Executable:
         values = [*(inputs[i] for i in self._given), *results[self.outputs : last]]
         versions = [(i, values[i]._version) for i in self._watched if not values[i].is_inference()]
         parts = [(inputs[k], inputs[k]._version, s) for k, s in self._watched_parts if not inputs[k].is_inference()]
-        return outputs, Kept(values, versions, parts, [outputs[i] for i in self.differentiated])
+        return outputs, Kept(values, versions, parts, [outputs[i] for i in self.differentiated], len(self._given))
 
     def _postpone(self, outputs: list[Any], inputs: list[Any], values: list[Any]) -> None:
         parts = self.parts
@@ -213,11 +237,12 @@ class Executable:
                 source=saved.source,
             )
         seeds = [_tangent(t, like) for t, like in zip(tangents, kept.like, strict=True)]
-        arguments = [*kept.values, *seeds, *pending]
+        values = [x.value() if isinstance(x, _Packed) else x for x in kept.values]
+        arguments = [*values, *seeds, *pending]
         if not retain:
             kept.values = []
-        del seeds
-        run = self._backward if retain else self._last_backward  # the last one may overwrite what was kept
+        del seeds, values
+        run = self._backward if retain or kept.packed else self._last_backward  # the last may overwrite what was kept
         assert run is not None
         with self._running():
             return list(run(arguments))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megafx.analysis.communication import Communication, collective_nodes, communication
+from megafx.capture.prepare import alone
 from megafx.checks import types
 from megafx.checks.numbers import NumberCheck
 from megafx.compiler.executable import Executable
@@ -173,7 +174,8 @@ class Compiled:
         program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
         runner, passes = _runner(planner, "before_reduction"), passes_of(planner, "communication")
         first = [p.name for p in passes].index(data_parallel.__name__)
-        runner.run(program, passes[first:])
+        with alone():
+            runner.run(program, passes[first:])
         return _executable(program, planner, runner), [i.name for i in program.inputs if i.kind == "pending"]
 
     def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
@@ -211,10 +213,11 @@ def passes_of(planner: Planner, *stages: str) -> list[Pass]:
 
 def _run(program: Program, planner: Planner, *stages: str) -> Runner:
     """Under MEGAFX_CHECK=2 each pass is followed by a comparison of numbers."""
-    runner = _runner(planner, "capture")
-    numbers = NumberCheck(planner.t, planner.data) if runner.settings.check >= 2 else None
-    runner.run(program, passes_of(planner, *stages), numbers)
-    return runner
+    with alone():
+        runner = _runner(planner, "capture")
+        numbers = NumberCheck(planner.t, planner.data) if runner.settings.check >= 2 else None
+        runner.run(program, passes_of(planner, *stages), numbers)
+        return runner
 
 
 def _runner(planner: Planner, start: str, settings: Debug | None = None) -> Runner:
@@ -226,7 +229,8 @@ def _runner(planner: Planner, start: str, settings: Debug | None = None) -> Runn
 def _executable(
     program: Program, planner: Planner, runner: Runner, gathered: GatheredParameters | None = None
 ) -> Executable:
-    runner.run(program, passes_of(planner, "rank"))
+    with alone():
+        runner.run(program, passes_of(planner, "rank"))
     axes = planner.axes
     made = Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes), gathered)
     return made.compiled() if planner.config.compile else made

@@ -98,12 +98,23 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
         return None
     kind = device.type if device.type != "meta" else "cuda" if torch.cuda.is_available() else "cpu"
     if d == 1:
-        return init_device_mesh(kind, (t,), mesh_dim_names=(TENSOR_AXIS,))
+        return _mesh(kind, (t,), (TENSOR_AXIS,))
     shard = config.data_parallel_shard_size
     if config.data_parallel == DDP or shard in (None, d):
-        return init_device_mesh(kind, (d, t), mesh_dim_names=(BATCH_AXIS, TENSOR_AXIS))
+        return _mesh(kind, (d, t), (BATCH_AXIS, TENSOR_AXIS))
     assert shard is not None
-    return init_device_mesh(kind, (d // shard, shard, t), mesh_dim_names=(REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS))
+    return _mesh(kind, (d // shard, shard, t), (REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS))
+
+
+_made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
+
+
+def _mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One mesh of a form for all models: process groups are never given back, and each holds files and threads."""
+    world = dist.group.WORLD
+    if (kind, sizes, names) not in _made or _made[kind, sizes, names][0] is not world:
+        _made[kind, sizes, names] = world, init_device_mesh(kind, sizes, mesh_dim_names=names)
+    return _made[kind, sizes, names][1]
 
 
 def tensor_mesh(mesh: DeviceMesh, size: int | None = None) -> DeviceMesh:

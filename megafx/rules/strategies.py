@@ -25,7 +25,7 @@ from torch import fx
 import megafx.rules.families_dims
 import megafx.rules.families_math  # noqa: F401  registers its families, as does the line above
 from megafx.ir.facts import QUERY_HEADS, Localized, declare, facts_of
-from megafx.ir.nodes import is_zero
+from megafx.ir.nodes import MASKS, is_zero
 from megafx.ir.program import VAL, Program
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import I, Layout, P, Placement, R, S
@@ -187,7 +187,7 @@ def template_of_node(
             val = a.meta.get(VAL)
             if isinstance(val, torch.Tensor):
                 tensors.append((path, a))
-                return Arg(sizes.shape(val), a in active, cuts.get(a, -1), is_zero(a))
+                return Arg(sizes.shape(val), a in active, cuts.get(a, -1), is_zero(a), val.dtype in MASKS)
             return sizes.of(val) if isinstance(val, (int, torch.SymInt)) else "symbolic"
         if isinstance(a, (list, tuple)):
             return tuple(read(x, (*path, i)) for i, x in enumerate(a))

@@ -14,6 +14,7 @@ import sympy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.distributed.tensor import DTensor
 
 from megafx.analysis.communication import schedule
@@ -314,6 +315,8 @@ class _Run(torch.autograd.Function):
         graph = step.graph
         outputs, ctx.kept = graph.executable.forward(step.inputs)
         graph.watch_parameters(ctx.kept)
+        if (hooks := _top_saved_tensors_default_hooks(False)) is not None:
+            ctx.kept.pack(*hooks)
         step.inputs = []
         step.outputs = graph.finish(outputs, step.call)
         graph.state.check_finite("the loss is", [(graph.outputs[i].name, step.outputs[i]) for i in graph.losses])

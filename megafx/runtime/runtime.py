@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _autograd as autograd
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
-from megafx.capture.prepare import configs_of
+from megafx.capture.prepare import configs_of, released
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.board import FORWARD, GRADIENTS, TRAINING, Entry, calls_differ, make_board
@@ -305,7 +306,8 @@ class Runtime:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""
         if self.mesh is None:
             return plan
-        text = agreement.broadcast_object(plan.to_json() if self.rank == 0 else None, self.group)
+        with released():  # ranks may have begun with models of other threads
+            text = agreement.broadcast_object(plan.to_json() if self.rank == 0 else None, self.group)
         return Plan.from_json(text, plan.sizes)
 
     def _axes(self) -> dict[str, AxisContext] | None:
@@ -354,13 +356,19 @@ class Runtime:
 
     @contextlib.contextmanager
     def _capturing(self, grad: bool) -> Iterator[None]:
-        """The model is the user's own within: its forward, its hooks."""
+        """The model is the user's own within: its forward, its hooks. Hooks on what autograd saves are the run's alone."""
         self.capturing = True
+        saving = []
+        while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
+            saving.append(hooks)
+            autograd._pop_saved_tensors_default_hooks()
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
                 yield
         finally:
             self.capturing = False
+            for pair in reversed(saving):
+                autograd._push_saved_tensors_default_hooks(*pair)
 
     def _adopt(self, params: Mapping[str, Placement]) -> None:
         """Settle how parameters are stored, once."""

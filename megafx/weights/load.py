@@ -48,7 +48,8 @@ def load_safetensors(
         try:
             _read(stored_tensors(model), sources, files)
         except (OSError, SafetensorError) as error:
-            found = f"'{files.path}' changed while it was read, and part of the model is filled: {error}"
+            text = f"{type(error).__name__}: {error}"
+            found = f"'{files.path}' could not be read to its end, and part of the model is filled: {text}"
             raise CheckpointError(found, fix="load again, once nothing writes there") from error
         files.close()
         rest.fill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import megafx
 from megafx.capture import prepare
 from megafx.capture.export import capture_call
 from megafx.capture.layerdrop import LayerDraws
@@ -46,8 +50,8 @@ def table(model: nn.Module, eager: tuple[str, ...] = ()) -> list[Replacement]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], int]] = {
-    "dropping": (lambda: Dropping().train(), ("head", "layers.0"), 9),  # a layer is left eager and dropped as well
-    "hugging face": (gpt2, (), 10),
+    "dropping": (lambda: Dropping().train(), ("head", "layers.0"), 13),  # a layer is left eager and dropped as well
+    "hugging face": (gpt2, (), 14),
 }
 
 
@@ -109,3 +113,114 @@ def test_one_thread_captures_at_a_time() -> None:
         other.join()
     assert free == [False] and prepare._LOCK.acquire(blocking=False)
     prepare._LOCK.release()
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.append(call()))
+    other.start()
+    other.join()
+    return found[0]
+
+
+def test_other_threads_find_what_was_there_before(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Owner:
+        @classmethod
+        def named(cls) -> str:
+            return f"{cls.__name__} as before"
+
+        def plain(self) -> str:
+            return "as before"
+
+    class Derived(Owner):
+        pass
+
+    lines = [
+        Replacement(Owner, "plain", lambda old: lambda self: "replaced", ""),
+        Replacement(Derived, "named", lambda old: classmethod(lambda cls: f"{cls.__name__} replaced"), ""),
+    ]
+    with replaced(lines):
+        assert (Derived().plain(), Derived.named()) == ("replaced", "Derived replaced")
+        assert in_a_thread(lambda: (Derived().plain(), Derived.named())) == ("as before", "Derived as before")
+    logger = logging.getLogger("a test's own")
+    with replaced(table(nn.Linear(2, 2))):
+        print("of this thread")
+        logger.warning("of this thread")
+        in_a_thread(lambda: (print("of another"), logger.warning("logged by another")))
+    print("afterwards")
+    assert capfd.readouterr().out == "of another\nafterwards\n" and caplog.messages == ["logged by another"]
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Squares(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + Squared.apply(self.linear(self.norm(x)).tanh())).square().mean()
+
+
+def test_two_threads_parallelize_beside_a_third_that_trains() -> None:
+    """Eager code with Functions and checkpointing goes on, and each thread gets its model's own gradients."""
+    done, errors, steps = threading.Event(), list[BaseException](), [0]
+    streams = sys.stdout, sys.stderr, logging.root.manager.disable, nn.Module._apply, torch.autograd.Function.apply
+
+    def guarded(call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            try:
+                call(*args)
+            except BaseException as error:
+                errors.append(error)
+
+        return run
+
+    @guarded
+    def train() -> None:
+        linear = nn.Linear(6, 6)
+        while not done.is_set() or not steps[0]:
+            x = torch.randn(4, 6, requires_grad=True)
+            run = lambda x: Squared.apply(linear(x)).relu()  # noqa: E731
+            checkpoint(run, x, use_reentrant=bool(steps[0] % 2)).sum().backward()
+            wanted = torch.autograd.grad((linear(x) ** 2).sum(), x)[0]
+            torch.testing.assert_close(x.grad, wanted)
+            linear.to(torch.float32)
+            steps[0] += 1
+
+    @guarded
+    def parallelize(width: int) -> None:
+        plain, model = (Squares(width).double() for _ in range(2))
+        model.load_state_dict(plain.state_dict())
+        megafx.parallelize(model)
+        x = torch.randn(3, 5, width, dtype=torch.float64)
+        model(x).backward(), plain(x).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+    threads = [threading.Thread(target=train), *(threading.Thread(target=parallelize, args=(n,)) for n in (4, 6))]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join()
+    done.set()
+    threads[0].join()
+    assert not errors, errors
+    assert streams == (
+        sys.stdout,
+        sys.stderr,
+        logging.root.manager.disable,
+        nn.Module._apply,
+        torch.autograd.Function.apply,
+    )

@@ -54,6 +54,12 @@ def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
     assert attacks.jobs(8, tmp_path)["valid"] > 0
 
 
+@pytest.mark.dist
+@pytest.mark.usefixtures("_one_thread")
+def test_a_reader_beside_a_trainer(tmp_path: Path) -> None:
+    assert attacks.reader(tmp_path / "reader", 1.5)["loads"] > 0
+
+
 def test_boxes_that_are_no_partition_are_found() -> None:
     halves = [((0, 0), (2, 4)), ((2, 0), (2, 4))]
     assert uncovered((4, 4), halves) is None

@@ -21,7 +21,7 @@ from torch import nn
 
 import megafx
 from megafx.checkpoint import folder as checkpoint_folder
-from megafx.checkpoint.state import decode, encode
+from megafx.checkpoint.state import decode, encode, generators_of
 from megafx.checkpoint.storage import FolderReader
 from megafx.errors import CheckpointError, UsageError
 from megafx.weights import files as safetensors_writer
@@ -315,6 +315,18 @@ def test_links_among_the_steps(tmp_path: Path) -> None:
     assert megafx.load_checkpoint(root, Net()).step == 1
     megafx.save_checkpoint(root, Net(), step=2, keep=1)
     assert listed(root) == ["step_00000002"] and elsewhere.is_dir() and (tmp_path / "other").is_dir()
+
+
+def test_generators_of_other_numbers_of_replicas() -> None:
+    """Each goes on with its own; where there are more or fewer, all but the first draw apart, as rank 0's state says."""
+    cpu = torch.device("cpu")
+    states = [torch.Generator().manual_seed(i).get_state() for i in range(3)]
+    saved = {"cpu": states[0], "replicas": [{"cpu": s} for s in states[1:]]}
+    assert all(torch.equal(generators_of(saved, i, 3, cpu)["cpu"], states[i]) for i in range(3))
+    more = [generators_of(saved, i, 4, cpu)["cpu"] for i in range(4)]
+    assert torch.equal(more[0], states[0]) and len({bytes(x.numpy()) for x in more}) == 4
+    assert all(torch.equal(generators_of(saved, i, 4, cpu)["cpu"], more[i]) for i in range(4))
+    assert all(torch.equal(generators_of({"cpu": states[0]}, i, 2, cpu)["cpu"], states[0]) for i in range(2))
 
 
 def test_another_job_takes_the_folder_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

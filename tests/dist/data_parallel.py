@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,59 @@ def a_checkpoint_of_optimizer_shards_goes_elsewhere(folder: Path) -> None:
         megafx.load_checkpoint(folder, *alone)
         torch.testing.assert_close(bits(*alone), wanted, rtol=0, atol=0)
     dist.barrier()
+
+
+@check(2)
+def each_replica_goes_on_with_its_own_masks(folder: Path) -> None:
+    """data_parallel_loss="average": ranks draw apart, and each does so as if the run had not stopped."""
+    start, (ids, labels) = Model(0.3).double(), batch(0, 2)
+    options = {"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel_loss": "average"}
+    model, other = (parallel(copy.deepcopy(start), **options) for _ in range(2))
+    call = (mine(ids, 2, 1), mine(labels, 2, 1))
+    model(*call), other(*call)
+    megafx.save_checkpoint(folder, model, step=1)
+    wanted = [model(*call).item() for _ in range(2)]
+    torch.manual_seed(7)  # the same on both ranks
+    megafx.load_checkpoint(folder, other)
+    found = [other(*call).item() for _ in range(2)]
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, torch.get_rng_state())
+    assert found == wanted and not torch.equal(*states)
+
+
+@check(2)
+def a_model_of_one_rank_is_saved_by_rank_0_alone(folder: Path) -> None:
+    """Several ranks would write the same files."""
+    model = nn.Linear(2, 2)
+    for save in (
+        lambda: megafx.save_checkpoint(folder, model, step=1),
+        lambda: megafx.save_pretrained(model, folder / "hf"),
+    ):
+        if dist.get_rank() == 0:
+            save()
+        else:
+            with pytest.raises(UsageError, match="on rank 1 for a model that is not parallelized"):
+                save()
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == [".owner.json", "hf", "step_00000001"]
+    megafx.load_checkpoint(folder, model)
+
+
+@check(2)
+def models_share_their_groups() -> str:
+    """A model that is dropped leaves no files and no threads."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    counts = []
+    for _ in range(3):
+        model = parallel(Model().double(), tensor_model_parallel_size=1, data_parallel_size=2)
+        ids, labels = batch(0, 2)
+        model(mine(ids, 2, 1), mine(labels, 2, 1)).backward()
+        counts.append(held())
+    assert counts[1] == counts[2], counts
+    return f"{counts} files and threads"
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

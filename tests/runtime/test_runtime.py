@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megafx.api import parallelize
 from megafx.config import Config
@@ -296,3 +298,65 @@ def test_a_meta_model_can_be_filled_after_planning():
     model = parallelize(model, ONE, example_inputs=(IDS, LABELS))
     model.load_state_dict(reference.state_dict(), assign=True)
     torch.testing.assert_close(model(IDS, LABELS).loss, reference(IDS, LABELS).loss)
+
+
+class Wide(nn.Module):
+    """Dropout, and a value that is kept transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 14), nn.Linear(14, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        y = torch.nn.functional.gelu(self.up(self.norm(x)).transpose(0, 1))
+        return (x + torch.nn.functional.dropout(self.down(y).transpose(0, 1), 0.3, self.training)).square().mean()
+
+
+def test_hooks_on_saved_tensors_are_called():
+    """In the first call too, whose tracing they do not see; with `save_on_cpu`, and with checkpointing of the whole model."""
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    torch.manual_seed(0)
+    first = Wide().double()
+
+    def gradients(model, around, run=None, retain=False):
+        model.zero_grad()
+        torch.manual_seed(5)
+        with around:
+            loss = (run or model)(x)
+        if retain:
+            loss.backward(retain_graph=True)
+            model.zero_grad()
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    wanted = gradients(parallelize(copy.deepcopy(first)), contextlib.nullcontext())
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(type(tensor))
+        return tensor.numpy(force=True)
+
+    def unpack(array):
+        unpacked.append(array.shape)
+        return torch.from_numpy(array.copy())  # contiguous, whatever it was
+
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    model = parallelize(copy.deepcopy(first))
+    for calls in (1, 2):
+        for mine, theirs in zip(gradients(model, hooks(pack, unpack)), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        assert packed == [torch.Tensor] * len(packed) and len(packed) == len(unpacked) > 3 * calls
+    before = len(packed)
+    gradients(model, hooks(pack, unpack), retain=True)
+    assert len(unpacked) - before == 2 * (len(packed) - before) > 0
+    for fresh in (parallelize(copy.deepcopy(first)), model):
+        again = lambda x, fresh=fresh: checkpoint(fresh, x, use_reentrant=False)  # noqa: E731
+        for found in (
+            gradients(fresh, torch.autograd.graph.save_on_cpu()),
+            gradients(fresh, contextlib.nullcontext(), again),
+        ):
+            for mine, theirs in zip(found, wanted, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    step = model.megafx.state.step
+    gradients(model, contextlib.nullcontext(), again)
+    assert model.megafx.state.step == step + 2, "backward computes the checkpointed call again"

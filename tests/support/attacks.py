@@ -164,6 +164,27 @@ def jobs(count: int, root: Path, seed: int = 0) -> Counter[str]:
     return results
 
 
+def reader(root: Path, seconds: float) -> Counter[str]:
+    """Loads while a trainer saves as fast as it can with keep=1: each is whole, or raises and changes nothing."""
+    root.mkdir()
+    counter = iter(range(1, MANY))
+    process = forked(lambda: job(0, root / "run", root / "job", counter.__next__))
+    results, model, end = Counter[str](), Weights(-1), time.monotonic() + seconds
+    while time.monotonic() < end:
+        before = model.value()
+        try:
+            with limited():
+                loaded = megafx.load_checkpoint(root / "run", model, missing_ok=True)
+            assert loaded is None or model.value() == loaded.step
+            results["loads"] += loaded is not None
+        except CheckpointError:
+            assert model.value() == before
+            results["refused"] += 1
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return results
+
+
 # -- hostile files
 
 
@@ -215,16 +236,22 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0, help="of save_pretrained")
     parser.add_argument("--jobs", type=int, default=0, help="trials of two jobs in one folder, with keep=1")
     parser.add_argument("--files", action="store_true", help="all hostile files")
+    parser.add_argument("--reader", type=float, default=0, help="seconds of loads beside saves with keep=1")
     options = parser.parse_args()
     torch.set_num_threads(1)  # threads do not survive a fork
+    warnings.filterwarnings("ignore", "torch.distributed is")
     with tempfile.TemporaryDirectory() as made:
         root = Path(made)
         os.chdir(root)
-        print(
-            f"{options.kills} kills of save_pretrained: {dict(kills(options.kills, root / 'kills'))}, mixed or lost 0"
-        )
         (root / "jobs").mkdir()
-        print(f"{options.jobs} trials of two jobs: {dict(jobs(options.jobs, root / 'jobs'))}")
+        if options.kills:
+            print(
+                f"{options.kills} kills of save_pretrained: {dict(kills(options.kills, root / 'kills'))}, mixed 0, lost 0"
+            )
+        if options.jobs:
+            print(f"{options.jobs} trials of two jobs: {dict(jobs(options.jobs, root / 'jobs'))}, lost 0")
+        if options.reader:
+            print(f"loads beside saves: {dict(reader(root / 'reader', options.reader))}, half-loaded 0")
         kinds = {
             "safetensors": (WEIGHTS, weights),
             "metadata.json": (METADATA, metadata),
