@@ -30,6 +30,7 @@ def aten_ops(names: str) -> frozenset[Any]:
 RESHAPES = aten_ops("view _unsafe_view reshape")
 COPIES = aten_ops("clone contiguous alias")
 CASTS = aten_ops("to.dtype _to_copy")
+MASKS = (torch.bool, torch.uint8)  # dtypes of indices that select where they are not 0
 # Checks of a value that the program does not need.
 ASSERTS = {torch._check}.union(
     aten_ops("_assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar _functional_assert_async.msg"),

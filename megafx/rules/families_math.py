@@ -104,7 +104,7 @@ def _index(call: OpCall) -> RuleText | None:
     """x[:, ids, :]: the indexed dims stay whole, the dims of the ids are dims of the result."""
     shape, indices = call.get("self").shape, call.get("indices")
     at = [i for i, a in enumerate(indices) if isinstance(a, Arg)]
-    if not at or at != list(range(at[0], at[-1] + 1)):
+    if not at or at != list(range(at[0], at[-1] + 1)) or any(indices[i].mask for i in at):
         return None
     width = len(call.results[0]) - (len(shape) - len(at))
     ids = [f"i{width - k}" for k in range(width)]
@@ -151,7 +151,7 @@ def _index_put(call: OpCall) -> RuleText | None:
     """x[:, ids] += values: dims that are not indexed may be sharded."""
     shape, indices, values = call.get("self").shape, call.get("indices"), call.get("values")
     at = [i for i, a in enumerate(indices) if isinstance(a, Arg)]
-    if not at or at != list(range(at[0], at[-1] + 1)):
+    if not at or at != list(range(at[0], at[-1] + 1)) or any(indices[i].mask for i in at):
         return None
     width = max(len(indices[i].shape) for i in at)
     whole = "" if call.get("accumulate") else "!"  # sums may be split over the index

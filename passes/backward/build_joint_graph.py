@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,12 +24,13 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from megafx.errors import MegafxError
-from megafx.ir.nodes import ASSERTS, BACKWARD, RESHAPES, in_backward, own_gradients
+from megafx.ir.nodes import ASSERTS, BACKWARD, RESHAPES, argument, aten_ops, in_backward, own_gradients, shows_operand
 from megafx.ir.program import (
     MADE_BY,
     PHASE,
     PLACEMENT,
     VAL,
+    Builder,
     Input,
     Output,
     Phase,
@@ -93,6 +95,7 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
     program.outputs += [Output("gradient", program.inputs[i].name) for i in wrt]
     _drop_noise(program)
     _reroot_sizes(program)
+    _free_of_strides(program)
     own_gradients(program, NAME)
     program.graph.eliminate_dead_code()
     _finish_meta(program)
@@ -232,6 +235,10 @@ def _drop_noise(program: Program) -> None:
     for node in list(program.graph.nodes):
         if node.target in ASSERTS:  # of composite ops that are traced anew, such as one_hot
             program.graph.erase_node(node)
+        elif node.target is aten._linalg_check_errors.default:
+            what = f"{node.args[1]} raises no error for a matrix that it cannot take: what it gives then means nothing"
+            program.note("unchecked", what, node)
+            program.graph.erase_node(node)
         elif node.op == "call_function" and (source := _same_as(node)) is not None:
             node.replace_all_uses_with(source)
 
@@ -278,6 +285,49 @@ def _reroot_sizes(program: Program) -> None:
 
 def _replaced(arguments: Any, old: fx.Node, new: int | fx.Node) -> Any:
     return fx.map_arg(arguments, lambda a: new if a is old else a)
+
+
+# Ops whose result lies in memory as it was traced, whatever the operands are like; and where operands lie as they were traced.
+_LAYS_OUT = aten_ops("mm bmm addmm baddbmm embedding embedding_dense_backward full new_zeros zeros arange")
+_OWN_FORMS = ("megafx.", "scaled_dot_product")
+_FOLLOWS = aten_ops(
+    "add.Tensor sub.Tensor mul.Tensor div.Tensor mul.Scalar add.Scalar neg exp rsqrt sqrt pow.Tensor_Scalar _to_copy clone "
+    "relu sigmoid tanh gelu silu sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward where.self "
+    "ge.Scalar lt.Scalar eq.Scalar ne.Scalar"
+)
+_NEEDS_ROWS = {torch.ops.megafx.transition.default, aten.view_as_complex.default}
+
+
+def _free_of_strides(program: Program) -> None:
+    """Where kernels may lay a result out other than traced, views of it are reshapes, and what needs it contiguous makes it so.
+
+    Fake tensors follow formulas of their own: elu_backward and _log_softmax of transposed heads differ from those on a CPU.
+    """
+    unsure: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function" or argument(node, "memory_format") is torch.contiguous_format:
+            continue
+        operands = [n for n in node.all_input_nodes if not isinstance(n.meta.get(VAL), (int, torch.SymInt))]
+        loose = [n for n in operands if n in unsure]
+        if node.target in _NEEDS_ROWS and loose:
+            rows = Builder(program, node, node, NAME)(aten.contiguous.default, loose[0])
+            rows.meta |= {k: loose[0].meta[k] for k in (PHASE, PLACEMENT) if k in loose[0].meta}
+            node.replace_input_with(loose[0], rows)
+        elif shows_operand(node) or node.target is operator.getitem:
+            unsure.update([node] if loose else [])
+            if loose and node.target in RESHAPES:
+                node.target = aten.reshape.default
+        elif node.target not in _LAYS_OUT and not any(name in str(node.target) for name in _OWN_FORMS):
+            rows_only = all(n.meta[VAL].is_contiguous() for n in operands if isinstance(n.meta.get(VAL), torch.Tensor))
+            if loose or not (rows_only or node.target in _FOLLOWS):
+                unsure.add(node)
+    output, results = program.output_node(), list(program.results())
+    for i, spec in enumerate(program.outputs):
+        if spec.kind == "gradient" and results[i] in unsure:
+            build = Builder(program, output, results[i], NAME)
+            results[i] = build(aten.contiguous.default, results[i])
+            results[i].meta[PHASE] = BACKWARD
+    output.args = (tuple(results),)
 
 
 def _finish_meta(program: Program) -> None:

@@ -41,11 +41,14 @@ VIEWS: tuple[Step, ...] = (
     inplace.write_out_running_statistics,
 )
 VALUES: tuple[Step, ...] = (
+    views.copies_of_views,
+    views.memory_as_values,
     names.one_spelling_of_casts,
     names.one_spelling_of_padding,
     names.erase_identity,
     names.erase_empty_operands,
     names.like_to_full,
+    names.put_where_a_mask_says,
     names.dtype_of_the_capture,
     random.attention_dropout,
     random.uniform_from_bits,

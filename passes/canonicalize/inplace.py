@@ -13,6 +13,7 @@ Legal because: in training the batch's own statistics normalise the result.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -112,18 +113,18 @@ class _Functionalizer:
 
     def _viewed_operand(self, node: fx.Node) -> fx.Node | None:
         """The tensor whose memory the node's result shows: found by running an op that may return a view."""
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
+        call: Any = node.args[0] if node.target is operator.getitem else node
+        target = call.target
+        if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get(VAL), torch.Tensor):
             return None
-        if not any(r.alias_info is not None for r in target._schema.returns) and target is not aten.type_as.default:
-            return None
-        source = node.args[0].meta.get(VAL)
-        if not isinstance(source, torch.Tensor) or not isinstance(node.meta.get(VAL), torch.Tensor):
+        if not any(r.alias_info is not None for r in target._schema.returns) and not _is_composite(target):
             return None
         with self.editor.program.fake_mode, torch.no_grad(), enable_python_dispatcher():
-            result = target(*fake_args(node.args), **fake_args(node.kwargs))
-        shares = result.untyped_storage()._cdata == source.untyped_storage()._cdata
-        return self._name(node.args[0]) if shares else None
+            result = target(*fake_args(call.args), **fake_args(call.kwargs))
+        memory = (result if call is node else result[node.args[1]]).untyped_storage()._cdata
+        operands = [n for n in call.all_input_nodes if isinstance(n.meta.get(VAL), torch.Tensor)]
+        shown = (n for n in operands if n.meta[VAL].untyped_storage()._cdata == memory)
+        return next(map(self._name, shown), None)
 
     # -- reads
 
@@ -137,6 +138,10 @@ class _Functionalizer:
         version = self.version.get(self._base(node), 0)
         if node in self.parent and self.seen.get(node, 0) != version:
             operand = self._read(self.parent[node], where)
+            if node.target is operator.getitem or not isinstance(node.args[0], fx.Node):
+                raise _refuse(
+                    where, f"{where.target} reads a view made by {op_name(node)}, whose memory was written since"
+                )
             again = self.editor.at(where)(node.target, operand, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
             self.current[node], self.seen[node] = inherit(again, node, BY), version
         return self.current.get(node, node)
@@ -215,6 +220,11 @@ class _Functionalizer:
                 values.append(self.current[node])
                 program.outputs.append(Output("mutation", spec.name))
         output.args = (tuple(values),)
+
+
+def _is_composite(target: torch._ops.OpOverload) -> bool:
+    """Whether the op is made of others: it may return a view and not say so in its schema, as type_as and einsum do."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
 def functional_form(node: fx.Node) -> Callable[..., Any]:

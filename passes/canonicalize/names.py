@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.ir.nodes import ASSERTS, COPIES, argument, aten_ops
+from megafx.ir.nodes import ASSERTS, COPIES, MASKS, argument, aten_ops
 from megafx.ir.program import VAL
 from megafx.kernels.experts import grouped_mm as _defines_the_op  # noqa: F401
 from megafx.passes.canonicalize.editor import Editor, is_tensor, on, replace, respell
 
 aten = torch.ops.aten
 # They look at how operands lie in memory.
-_READ_STRIDES = aten_ops("view_as_complex view_as_real view.dtype as_strided")
+_READ_STRIDES = aten_ops("view_as_complex view_as_real view.dtype as_strided as_strided_copy as_strided_scatter")
 _NUMBERS = aten_ops("item _local_scalar_dense")  # read from tensors
 
 
@@ -77,6 +77,8 @@ def erase_identity(editor: Editor, node: fx.Node) -> bool:
         return False
     if node.target is aten.slice.Tensor and argument(node, "step") not in (None, 1):
         return False
+    if (source.is_conj(), source.is_neg()) != (value.is_conj(), value.is_neg()):
+        return False  # conj and neg are marks on a tensor, which these ops carry out
     if node.target in COPIES and any(u.target in _READ_STRIDES for u in node.users):
         return False
     return replace(node, node.args[0])
@@ -171,15 +173,41 @@ def one_name(editor: Editor, node: fx.Node) -> bool:
 # -- new tensors
 
 
-@on("zeros_like ones_like full_like")
+@on("zeros_like ones_like full_like empty_like empty.memory_format new_empty")
 def like_to_full(editor: Editor, node: fx.Node) -> bool:
-    """zeros_like, ones_like and full_like -> full."""
+    """zeros_like, ones_like, full_like -> full. What is empty may hold anything: zeros, the same on every rank."""
     value = node.meta[VAL]
     if value.layout != torch.strided:
         return False
     number = argument(node, "fill_value", int(node.target is aten.ones_like.default))
     options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     return respell(node, aten.full.default, (editor.shape(value), number), options)
+
+
+@on("index_put _unsafe_index_put")
+def put_where_a_mask_says(editor: Editor, node: fx.Node) -> bool:
+    """`x[mask] = v`, where v has no size of the rows that the mask selects -> where(mask, v, x)."""
+    x, indices, values, accumulate = (argument(node, n) for n in ("self", "indices", "values", "accumulate"))
+    at = [i for i, a in enumerate(indices) if a is not None]
+    mask = indices[at[0]] if at else None
+    if len(at) != 1 or mask.meta[VAL].dtype not in MASKS:
+        return False
+    rest = x.meta[VAL].dim() - at[0] - mask.meta[VAL].dim()
+    emit, sizes = editor.at(node), values.meta[VAL].shape
+    if len(sizes) > rest:
+        if len(sizes) != rest + 1 or not editor.same(sizes[0], 1):
+            return False
+        values = emit(aten.select.int, values, 0, 0)
+    if mask.meta[VAL].dtype != torch.bool:
+        mask = emit(aten.ne.Scalar, mask, 0)
+    for _ in range(rest):
+        mask = emit(aten.unsqueeze.default, mask, -1)
+    if not accumulate:
+        return respell(node, aten.where.self, (mask, values, x))
+    zero = emit(
+        aten.full.default, [], 0, dtype=values.meta[VAL].dtype, device=values.meta[VAL].device, pin_memory=False
+    )
+    return respell(node, aten.add.Tensor, (x, emit(aten.where.self, mask, values, zero)))
 
 
 _MADE = frozenset({aten.full, aten.zeros, aten.ones, aten.arange, aten.linspace, aten.scalar_tensor, aten.eye})

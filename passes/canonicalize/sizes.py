@@ -13,7 +13,7 @@ After:   %n = rows(%mask, 'u0')                           # [s9 1]
          %r = rows(%m, 'u1'); %c = select(%r, 1, 0); %y = index(%x, [%c])
          %w[i] = select(%r, 1, i)
 Legal because: that is how these ops are defined. A write to rows that a mask selects (`y[mask] = rows`) becomes one to their
-indices in the same way. Where one number is written it stays as it is, since nothing has the size of the rows.
+indices in the same way. What is written without having the size of the rows is chosen with `where` (names.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 import megafx.kernels.nonzero  # noqa: F401  registers the op
 from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.data_sizes import DataShapeEnv, same_rows
-from megafx.ir.nodes import argument, aten_ops
+from megafx.ir.nodes import MASKS, argument, aten_ops
 from megafx.ir.program import VAL, fqn_of, recompute_val, source_of
 from megafx.ir.sizes import RowCount, row_sources
 from megafx.passes.canonicalize.editor import Editor, replace, respell
@@ -43,7 +43,6 @@ _NUMBERS = aten_ops("item _local_scalar_dense")  # refused later
 _PARTS = aten_ops("where nonzero_numpy")
 _WHOLES = aten_ops("nonzero argwhere")
 _WRITES = aten_ops("index_put index_put_")
-_MASKS = (torch.bool, torch.uint8)
 
 
 def name_rows_of_data(editor: Editor) -> int:
@@ -128,14 +127,14 @@ class _Selecting:
 
     def _has_mask(self, node: fx.Node) -> bool:
         indices: Any = node.args[1]
-        return any(a is not None and a.meta[VAL].dtype in _MASKS for a in indices)
+        return any(a is not None and a.meta[VAL].dtype in MASKS for a in indices)
 
     def _indices(self, node: fx.Node, size: Any) -> list[Any]:
         """The indices with a column of rows for each dim of each mask."""
         made: list[Any] = []
         indices: Any = node.args[1]
         for a in indices:
-            mask = a is not None and a.meta[VAL].dtype in _MASKS
+            mask = a is not None and a.meta[VAL].dtype in MASKS
             made += self._columns(node, a, size, range(a.meta[VAL].dim())) if mask else [a]
         return made
 
@@ -206,8 +205,18 @@ def root_sizes(editor: Editor) -> int:
 
 
 def refuse_numbers_from_data(editor: Editor) -> None:
-    """A Python number read from a tensor stops the device at each call, and a traced backward cannot compute with it."""
+    """A Python number read from a tensor stops the device at each call, and a traced backward cannot compute with it.
+
+    What selects by data and is no `rows` by now has a size that something fixed: it would be right for these data alone.
+    """
     for node in editor.graph.nodes:
+        if node.op == "call_function" and (node.target in _WHOLES or node.target is aten.masked_select.default):
+            raise CaptureError(
+                f"{node.target} selects by data, and what follows needs a fixed number of rows",
+                fix=or_leave_eager("compute with masks (torch.where) instead of selecting by data", fqn_of(node)),
+                module=fqn_of(node),
+                source=source_of(node),
+            )
         if node.op == "call_function" and node.target in _NUMBERS:
             raise CaptureError(
                 "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",

@@ -1,7 +1,11 @@
-"""One spelling for views: reshape, slice, select, transpose, permute, unsqueeze, expand, with explicit positive sizes."""
+"""One spelling for views: reshape, slice, select, transpose, permute, unsqueeze, expand, with explicit positive sizes.
+
+as_strided, which reads memory, becomes an index of the values that are in it.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -9,8 +13,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from megafx.ir.nodes import argument
-from megafx.ir.program import VAL
+from megafx.errors import CaptureError
+from megafx.ir.nodes import argument, aten_ops, op_name
+from megafx.ir.program import VAL, located
 from megafx.passes.canonicalize.editor import Editor, is_tensor, on, replace, respell
 
 aten = torch.ops.aten
@@ -93,16 +98,20 @@ def one_spelling_of_slice(editor: Editor, node: fx.Node) -> bool:
     return respell(node, aten.slice.Tensor, (node.args[0], dim, editor.arg(begin), editor.arg(begin + length)))
 
 
+_SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}  # the dims that they split
+
+
 @on(
     "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections tensor_split.indices unsafe_split.Tensor "
-    "unsafe_split_with_sizes unsafe_chunk unbind.int"
+    "unsafe_split_with_sizes unsafe_chunk unbind.int hsplit.int hsplit.array vsplit.int vsplit.array dsplit.int dsplit.array"
 )
 def split_to_slices(editor: Editor, node: fx.Node) -> bool:
-    """split, chunk, split_with_sizes, tensor_split, unbind with getitem -> one slice or select a used part."""
+    """split, chunk, tensor_split, hsplit, unbind and the like with getitem -> one slice or select a used part."""
     if any(u.target is not operator.getitem for u in node.users):
         return False
     source, parts = node.args[0], node.meta[VAL]
-    dim = (argument(node, "dim") or 0) % source.meta[VAL].dim()  # type: ignore[union-attr]
+    rank = source.meta[VAL].dim()  # type: ignore[union-attr]
+    dim = _SPLITS.get(op_name(node), argument(node, "dim") or 0) % rank if rank > 1 else 0
     for user in list(node.users):
         index: Any = user.args[1]
         index %= len(parts)
@@ -114,3 +123,72 @@ def split_to_slices(editor: Editor, node: fx.Node) -> bool:
         respell(user, aten.slice.Tensor, (source, dim, editor.arg(start), editor.arg(end)))
     editor.graph.erase_node(node)
     return True
+
+
+# -- memory as values
+
+_IN_MEMORY = aten_ops("slice.Tensor select.int transpose.int permute unsqueeze expand detach alias diagonal unfold")
+
+
+@on("as_strided as_strided_copy as_strided_scatter")
+def memory_as_values(editor: Editor, node: fx.Node) -> bool:
+    """as_strided -> the elements of the tensor that fills the memory, by their indices: ranks may lay it out differently."""
+    base = node.args[0]
+    size, stride = argument(node, "size"), argument(node, "stride")
+    offset = argument(node, "storage_offset")
+    offset = base.meta[VAL].storage_offset() if offset is None else offset  # type: ignore[union-attr]
+    order = _memory_order(editor, base)
+    while order is None and base.target in _IN_MEMORY:  # type: ignore[union-attr]
+        base = base.args[0]  # type: ignore[union-attr]
+        order = _memory_order(editor, base)
+    if order is None or (op_name(node) == "as_strided_scatter" and order != [*range(len(order))]):
+        raise CaptureError(
+            "as_strided reads the memory of a tensor that does not fill it densely from its start",
+            fix="index the tensor itself (slices, unfold), or call .contiguous() on it first",
+            **located(node),
+        )
+    if op_name(node) == "as_strided_scatter":
+        return False
+    emit, device = editor.at(node), node.meta[VAL].device
+    memory = emit(aten.permute.default, base, order) if order != sorted(order) else base
+    count = math.prod(base.meta[VAL].shape)  # type: ignore[union-attr]
+    memory = emit(aten.reshape.default, memory, [editor.arg(count)])
+    options = {"dtype": torch.int64, "device": device, "pin_memory": False}
+    index = emit(aten.full.default, [], offset, **options)
+    for n, step in zip(size, stride, strict=True):
+        along = emit(aten.mul.Tensor, emit(aten.arange.default, n, **options), step)
+        index = emit(aten.add.Tensor, emit(aten.unsqueeze.default, index, -1), along)
+    return respell(node, aten.index.Tensor, (memory, [index]))
+
+
+def _memory_order(editor: Editor, node: Any) -> list[int] | None:
+    """The dims of a tensor from the outermost in memory to the innermost; None where it does not fill its memory."""
+    value, order, step = node.meta[VAL], [], 1
+    if not editor.same(value.storage_offset(), 0):
+        return None
+    left = list(range(value.dim()))
+    while left:
+        dim = next((d for d in reversed(left) if editor.same(value.shape[d], 1)), None)
+        if dim is None:
+            dim = next((d for d in reversed(left) if editor.same(value.stride(d), step)), None)
+        if dim is None:
+            return None
+        left.remove(dim)
+        order.insert(0, dim)
+        step = step * value.shape[dim]
+    return order
+
+
+@on(
+    "view_copy expand_copy permute_copy t_copy transpose_copy.int select_copy.int slice_copy.Tensor squeeze_copy "
+    "squeeze_copy.dim squeeze_copy.dims unsqueeze_copy unbind_copy.int split_copy.Tensor split_with_sizes_copy"
+)
+def copies_of_views(editor: Editor, node: fx.Node) -> bool:
+    """A view that is copied: nothing is written any more."""
+    name = op_name(node).removesuffix("_copy")
+    node.target = getattr(getattr(aten, name), node.target._overloadname)  # type: ignore[union-attr]
+    spellings = (
+        one_spelling_of_reshape, one_spelling_of_expand, one_spelling_of_transpose, one_spelling_of_unsqueeze,
+        one_spelling_of_select, one_spelling_of_slice, split_to_slices,
+    )  # fmt: skip
+    return any(spelling(editor, node) for spelling in spellings) or True

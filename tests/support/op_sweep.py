@@ -72,7 +72,7 @@ class Between(nn.Module):
         return {"loss": sum((y.square().sum() for y in made), x.new_zeros(()))}
 
 
-def outcome(op: OpInfo, sample: SampleInput, t: int = 2) -> str:
+def outcome(op: OpInfo, sample: SampleInput, t: int = 2, limit: float = RTOL) -> str:
     torch.manual_seed(0)
     try:
         model = Between(op, sample)
@@ -92,9 +92,11 @@ def outcome(op: OpInfo, sample: SampleInput, t: int = 2) -> str:
     except MegafxError as error:
         assert error.fix, error
         return "refused"
+    if any(spec.kind == "seed" for spec in program.inputs + made.program.inputs):
+        return "skipped"  # eager draws other bits
     names = [made.program.outputs[i].name for i in made.differentiated]
     wanted, tangents = eager(model, program, model.call, names, promoted=False)
     off = errors(simulated(made, model, model.call, tangents), wanted)
     worst = max(off, key=lambda name: off[name])
-    assert off[worst] <= RTOL, f"{worst} is off by {off[worst]:.1e}"
+    assert off[worst] <= limit, f"{worst} is off by {off[worst]:.1e}"
     return "exact"
