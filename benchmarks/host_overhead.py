@@ -2,6 +2,7 @@
 
     python benchmarks/host_overhead.py [--params 291]
     python benchmarks/host_overhead.py --kernels        # host time of a call of each fused op; needs a CUDA device
+    python benchmarks/host_overhead.py --calls          # host time of telling other ranks of a call, twice a step
 
 A step is forward, backward and gradients in place, of graphs that compute nothing, so that what is left is the runtime: keys,
 inputs, autograd edges, wrapping of gradients. Budget: 10 us a parameter at 291 parameters (Llama-8B has 291).
@@ -10,10 +11,12 @@ inputs, autograd edges, wrapping of gradients. Budget: 10 us a parameter at 291 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from megafx.config import Config
+from megafx.distributed.board import BYTES, Entry, SharedBoard
 from megafx.distributed.mesh import Meshes
 from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
 from megafx.ir.program import Input, Output, Program
@@ -35,6 +39,7 @@ from megafx.passes.lower.call_directly import with_direct_calls
 from megafx.placements.types import I, Layout, Placement, S
 from megafx.planner.hardware import Hardware
 from megafx.runtime.bound_graph import CompiledCall
+from megafx.runtime.keys import Call
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
 
@@ -206,9 +211,44 @@ def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--params", type=int, default=291)
     parser.add_argument("--kernels", action="store_true", help="host time of a call of each fused op, instead")
+    parser.add_argument("--calls", action="store_true", help="host time of telling other ranks of a call, instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.calls:
+        return measure_calls()
     return measure_kernels() if options.kernels else measure_parameters(options.params)
+
+
+def _exchange(boards: list[SharedBoard], entry: Entry) -> None:
+    for board in boards:
+        board.exchange(entry)
+
+
+def measure_calls() -> dict[str, float]:
+    """Microseconds in which a rank tells the others of a call, and compares it with theirs (distributed/board.py)."""
+    entry = Entry(0, 7, "what ranks agree on besides sizes" * 20, [4, 512, 4, 512])
+    call, result = Call.of((), {name: torch.ones(4, 512, dtype=torch.int64) for name in ("ids", "labels")}), {}
+
+    def fastest(step: Callable[[], Any], count: int) -> float:
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(100):
+                step()
+            times.append((time.perf_counter() - start) / 100 / count * 1e6)
+        return min(times)
+
+    result["sizes and values of two inputs on the CPU"] = fastest(call.numbers, 1)
+    for ranks in (2, 8):
+        with tempfile.TemporaryFile(buffering=0) as file:
+            file.truncate(ranks * BYTES)
+            boards = [SharedBoard(rank, ranks, False, file, 1.0) for rank in range(ranks)]
+            result[f"an entry, {ranks} ranks one after another"] = fastest(
+                functools.partial(_exchange, boards, entry), ranks
+            )
+    for name, value in result.items():
+        print(f"{name:48s} {value:6.2f} us")
+    return result
 
 
 def measure_parameters(count: int) -> dict[str, float]:

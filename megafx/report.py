@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import fx
 
 from megafx.analysis.communication import Communication
-from megafx.ir.facts import MATMUL, facts_of
+from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
 from megafx.ops.owners import OWNER_PARAMETER
@@ -184,6 +184,7 @@ def describe(program: Program, planner: Planner) -> Report:
     for removal in plan.removals:
         removed[removal.reason] += removal.count
     _note_idle_ranks(program, plan.params, plan.t)
+    _note_shared_heads(program, planner, calls)
     if planner.fusions is not None:
         fusions = f"all but those that were slower as measured on {planner.fusions.device}"
     else:
@@ -232,6 +233,31 @@ def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) 
                 idle.setdefault(re.sub(r"\.\d+(?=\.)", ".*", fqn), text)
     notes = [Note("padding", text, fqn) for fqn, text in idle.items()]
     program.notes += [note for note in notes if note not in program.notes]
+
+
+def _note_shared_heads(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> None:
+    """Note where ranks share key-value heads: their query heads are shards, k and v are whole."""
+    t, found = planner.t, {}
+    for node in calls:
+        choice = planner.solved.ops[node.name]
+        if cost_kind(op_name(node)) != ATTENTION or not choice.out.is_shard or choice.ins[1].is_shard:
+            continue
+        if (heads := node.meta[VAL].shape[choice.out.dim]) != choice.out.cut.size or choice.out.dim != 1:
+            continue
+        kv_heads, local = planner.rules[node].operands[1].node.meta[VAL].shape[1], choice.out.cut.local_size(t)
+        ranges = [piece for rank in range(t) for piece in choice.out.cut.pieces(rank, t)]
+        group, served = heads // kv_heads, [0] * kv_heads
+        for start, _, count in ranges:
+            for head in range(start // group, (start + count - 1) // group + 1):
+                served[head] += 1
+        each = " to ".join(map(str, dict.fromkeys((min(served), max(served)))))
+        plural = "s" if kv_heads > 1 else ""
+        text = (
+            f"{kv_heads} key-value head{plural} on {t} ranks: k and v are gathered, and each head serves {each} ranks, which "
+            f"have {local} of the {heads} query heads"
+        )
+        found.setdefault(_INDEX.sub(".*", fqn_of(node)), text)
+    program.notes += [note for fqn, text in found.items() if (note := Note("heads", text, fqn)) not in program.notes]
 
 
 def refresh_notes(report: Report, notes: Iterable[Note]) -> None:

@@ -70,6 +70,22 @@ class NamedDims:
         self.constant |= constants
         return True
 
+    def hints_within_bounds(self) -> dict[str, int]:
+        """The sizes of the trace, as large as the bounds allow that are known now."""
+        taken: set[int] = set()
+        found = {}
+        for name, hint in self.hints.items():
+            found[name] = prime_up_to(min(hint, self.bounds.get(name, (None, None))[1] or hint), taken)
+            taken.add(found[name])
+        return found
+
+
+def prime_up_to(size: int, taken: set[int]) -> int:
+    """The greatest prime of at most `size` that is not taken; 2 where there is none."""
+    while size > 2 and (size in taken or not sympy.isprime(size)):
+        size -= 1
+    return size
+
 
 def max_length(model: Any) -> int | None:
     """The greatest sequence length that the model's config states, if it states one."""
@@ -165,10 +181,8 @@ def _choose_hints(dims: NamedDims, longest: int | None) -> None:
             hint = size if size >= SEQ_HINTS[0] else next(lengths, SEQ_HINTS[0])
             hint = min(hint, longest) if longest else hint
             dims.bounds[name] = (None, None)
-        while hint > 2 and (hint in taken or not sympy.isprime(hint)):
-            hint -= 1
-        taken.add(hint)
-        dims.hints[name] = hint
+        dims.hints[name] = prime_up_to(hint, taken)
+        taken.add(dims.hints[name])
 
 
 @dataclass(frozen=True)

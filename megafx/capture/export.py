@@ -207,7 +207,7 @@ class _Capture:
                 continue
             tried.append((sizes, mode))
             try:
-                exported = self._attempt_with_fixes(sizes, mode)
+                exported, sizes = self._attempt_with_fixes(sizes, mode)
             except MegafxError:
                 raise
             except Exception as error:
@@ -221,15 +221,23 @@ class _Capture:
         telling = [e for e in failures if not _violates_constraints(e)] or failures
         raise translate(telling[-1], self.root.model) from None
 
-    def _attempt_with_fixes(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
-        """Export; where it tells the bound of a dim (`assert t <= block_size`), or that it is a constant, once more so."""
+    def _attempt_with_fixes(self, sizes: dict[str, int], mode: str) -> tuple[ExportedProgram, dict[str, int]]:
+        """(export, the sizes of the trace). Where it tells the bound of a dim (`assert t <= block_size`, a table of positions),
+        or that it is a constant, once more so: with sizes near the bound, as a trace at 1 or 2 holds for these alone."""
         try:
-            return self._attempt(sizes, mode)
+            return self._attempt(sizes, mode), sizes
         except Exception as error:
             fixes = suggested_fixes(str(error)) if mode != "automatic" and _violates_constraints(error) else None
             if fixes is None or not self.dims.apply(fixes):
                 raise
-            return self._attempt(sizes, mode)
+        within = self.dims.hints_within_bounds()
+        if within != sizes:
+            exported = None
+            with contextlib.suppress(Exception):  # where these do not work, those of the call say why
+                exported = self._attempt(within, mode)
+            if exported is not None and self._serves(exported):
+                return exported, within
+        return self._attempt(sizes, mode), sizes
 
     def _serves(self, exported: ExportedProgram) -> bool:
         """Whether the conditions under which the trace holds are true for the call itself."""

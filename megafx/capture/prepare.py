@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.sym_node import SymNode
+from torch.nn.modules import transformer
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -107,6 +108,11 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
 
     why = "export makes its own, whatever the inputs have; ours names the sizes that data decides"
     table += [Replacement(non_strict_utils, "ShapeEnv", lambda old: functools.partial(DataShapeEnv, asked), why)]
+
+    if any(isinstance(m, (nn.TransformerEncoder, nn.TransformerDecoder)) for m in model.modules()):
+        why = "whether a mask is causal is asked of its values: attention takes the mask, and describe_masks reads what it is"
+        told: Callable[[Any], Any] = lambda old: lambda mask, is_causal=None, size=None: is_causal is True  # noqa: E731
+        table += [Replacement(transformer, "_detect_is_causal_mask", told, why)]
 
     why = "partial graphs that export prints and logs stay off the terminal; warnings that the user needs become notes"
     table += [Replacement(logging.Logger, "handle", lambda old: lambda *record: None, why)]

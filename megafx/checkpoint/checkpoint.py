@@ -106,7 +106,9 @@ def save_checkpoint(
         if asynchronous:
             state = copied(state)
     shapes = [f"{n} {tuple(x.shape)} {x.dtype}" for n, x in state.items() if not n.startswith(("rng.", "extra."))]
-    check_same("what is to be saved", "\n".join([str(folder), f"step={step}", f"keep={keep}", *shapes]), group)
+    options = [str(group) for optimizer in data["optimizers"] for group in optimizer["groups"]]  # learning rates
+    text = "\n".join([str(folder), f"step={step}", f"keep={keep}", *options, *shapes])
+    check_same("what is to be saved", text, group)
     writer = FolderWriter(folder, step, data, keep)
     if not asynchronous:
         return _write(state, writer, group)

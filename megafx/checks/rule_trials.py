@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 from megafx.checks.rule_samples import Sample
 from megafx.checks.simulate import simulate
 from megafx.errors import PlacementError
-from megafx.ir.facts import SampleTensor, facts_of
+from megafx.ir.facts import SampleTensor
 from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program
 from megafx.ir.sizes import Sizes
@@ -52,13 +52,19 @@ class Trial:
         namespace, name, overload = sample.op.split(".")
         self.target = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         form = str(CANONICAL.get(sample.op, sample.op))
-        self.rewritten = form in REWRITES or facts_of(sample.op).localize is not None
         given = tree_leaves((sample.args, sample.kwargs), is_leaf=_is_spec)
         self.specs: list[SampleTensor] = [a for a in given if _is_spec(a)]
         self.whole = [make_tensor(spec, self.generator) for spec in self.specs]
         leaves = [v.requires_grad_() if s.kind == "x" else v for s, v in zip(self.specs, self.whole, strict=True)]
         self.outputs = _tuple(self.run(leaves))
         self.rule = self._rule(own)
+        layouts = self.candidates.layouts_of(self.rule.node)
+        self.written_out = [
+            made
+            for f, layout in layouts
+            if self.rule.template.written_out(f) and (made := row(self.rule.template, f, layout, t))
+        ]
+        self.rewritten = form in REWRITES or bool(self.written_out)
         index = {n: i for i, n in enumerate(self.placeholders)}
         self.operands = [index[o.node] for o in self.rule.operands]
         differentiable = [isinstance(y, Tensor) and y.is_floating_point() and y.requires_grad for y in self.outputs]
@@ -285,6 +291,8 @@ class Trial:
         factor = next(
             (f for o, p in zip(operands, ins, strict=True) if p.is_shard for f in names(o.factors[p.dim])), ""
         )
+        if (ins, outs) in [(made.ins, (made.out,)) for made in self.written_out]:
+            factor = self.written_out[0].factor
         choice = OpChoice(ins, outs[0] or I, factor)
         planner: Any = SimpleNamespace(
             solved=SimpleNamespace(t=self.t, axis="tp", ops={node.name: choice}),

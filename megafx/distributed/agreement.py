@@ -183,8 +183,9 @@ def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: di
         dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
     if names := [name for (name, _), found in zip(named, bad.tolist(), strict=True) if found]:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        which = f": {', '.join(names[:5])}{more}" if any(names) else ""  # a loss that is the only output has no name
         raise NumericError(
-            f"{what} not finite: {', '.join(names[:5])}{more}",
+            f"{what} not finite{which}",
             fix="go on from an earlier checkpoint, with a smaller learning rate or without this batch; where a GradScaler "
             "scales the loss, leave the check off: it skips such steps",
         )

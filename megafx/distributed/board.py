@@ -5,8 +5,8 @@ own as they come. Whoever comes second sees the difference before it communicate
 process when sizes differ, a rank waits for the others (its first collective would wait for them too), so that all of them
 see it.
 
-Ranks of one host post to memory that they share, which takes a few microseconds (benchmarks/host_overhead.py). Ranks of several
-hosts send their entries over a gloo group of their own, which takes tens of microseconds beside the step.
+Ranks of one host post to memory that they share, which takes a few microseconds (benchmarks/host_overhead.py --calls). Ranks
+of several hosts send their entries over a gloo group of their own, which takes tens of microseconds beside the step.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ _SIZE, _PLACES, _ZEROS = _HEAD.size + _BODY.size, _HEAD.size + 16, (0,) * NUMBER
 _LOOK = 0.1  # seconds between looks whether the ranks that are waited for are still there
 
 
+BYTES = RECORDS * _SIZE + TEXT
+
+
 class Entry(NamedTuple):
     """What a rank is about to run: the `step`-th call's forward or backward. text: what it is; numbers: sizes and values."""
 
@@ -66,8 +69,9 @@ class Difference(NamedTuple):
 class Board:
     """Of the ranks of one group, which all make it. Its ranks exchange the same number of entries, in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup, waits: bool) -> None:
-        self.me, self.ranks, self.waits = dist.get_rank(group), dist.get_world_size(group), waits
+    def __init__(self, me: int, ranks: int, waits: bool) -> None:
+        """waits: for the other ranks, at each entry."""
+        self.me, self.ranks, self.waits = me, ranks, waits
         self.number = 0
         self.own: deque[Entry] = deque(maxlen=RECORDS)
 
@@ -90,7 +94,10 @@ def make_board(group: dist.ProcessGroup | None, device: torch.device) -> Board |
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return None
     file, waits = _shared(group), device.type == "cpu"
-    return _Messages(group, waits) if file is None else _Shared(group, waits, file)
+    if file is None:
+        return _Messages(group, waits)
+    seconds = timeout_of(group).total_seconds()
+    return SharedBoard(dist.get_rank(group), dist.get_world_size(group), waits, file, seconds)
 
 
 def _shared(group: dist.ProcessGroup) -> io.FileIO | None:
@@ -99,7 +106,7 @@ def _shared(group: dist.ProcessGroup) -> io.FileIO | None:
     if dist.get_rank(group) == 0:
         with contextlib.suppress(OSError):
             handle, path = tempfile.mkstemp(prefix="megafx-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-            size = dist.get_world_size(group) * (RECORDS * _SIZE + TEXT)
+            size = dist.get_world_size(group) * BYTES
             os.ftruncate(handle, size + len(mark))
             os.pwrite(handle, mark, size)
             os.close(handle)
@@ -115,15 +122,16 @@ def _shared(group: dist.ProcessGroup) -> io.FileIO | None:
     return file if everywhere else None
 
 
-class _Shared(Board):
+class SharedBoard(Board):
     """Memory of RECORDS places, each with an entry of every rank, and of a row of texts for every rank.
 
     Ranks that make the same calls write the same bytes, texts at the same places of their rows, so that one comparison tells.
     """
 
-    def __init__(self, group: dist.ProcessGroup, waits: bool, file: io.FileIO) -> None:
-        super().__init__(group, waits)
-        self.file, self.memory, self.timeout = file, mmap.mmap(file.fileno(), 0), timeout_of(group).total_seconds()
+    def __init__(self, me: int, ranks: int, waits: bool, file: io.FileIO, timeout: float) -> None:
+        """file: BYTES for each rank, at least. timeout: seconds for which others are waited for."""
+        super().__init__(me, ranks, waits)
+        self.file, self.memory, self.timeout = file, mmap.mmap(file.fileno(), 0), timeout
         self.texts: dict[str, tuple[int, int, int]] = {}
         self.end = 0
         self.open: dict[
@@ -146,13 +154,12 @@ class _Shared(Board):
     def look(self) -> Difference | None:
         for number, mine in [*self.open.items()]:
             at = self._at(0, number)
-            if self.memory[at : at + self.ranks * _SIZE] == mine * self.ranks or number <= self.number - RECORDS:
+            done = self.memory[at : at + self.ranks * _SIZE] == mine * self.ranks or number <= self.number - RECORDS
+            found, complete = (None, True) if done else self._difference(number, mine)
+            if complete or found is not None:
                 del self.open[number]
-            elif (found := self._difference(number, mine)) is not None:
-                del self.open[number]
+            if found is not None:
                 return found
-            elif all(self._arrived(rank, number) for rank in range(self.ranks)):
-                del self.open[number]
         return None
 
     def _write(self, text: str) -> tuple[int, int, int]:
@@ -198,12 +205,14 @@ class _Shared(Board):
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
         return True
 
-    def _difference(self, number: int, mine: bytes) -> Difference | None:
-        """To a rank that has come to this number, and not gone on far since."""
+    def _difference(self, number: int, mine: bytes) -> tuple[Difference | None, bool]:
+        """(difference to a rank that has come to this number, and not gone on far since; whether all ranks have come)"""
+        complete, first, head = True, self._at(0, number), mine[: _HEAD.size]
         for rank in range(self.ranks):
-            at = self._at(rank, number)
+            at = first + rank * _SIZE
             for pause in (0.0, 0.001, 0.1):  # a processor may show the number before the rest
-                if self.memory[at : at + _HEAD.size] != mine[: _HEAD.size]:
+                if self.memory[at : at + _HEAD.size] != head:
+                    complete = complete and self._arrived(rank, number)
                     break  # it has not come, or gone on since
                 if self.memory[at + _PLACES : at + _SIZE] == mine[_PLACES:]:
                     break
@@ -211,15 +220,15 @@ class _Shared(Board):
             else:
                 place, length, phase, step, _, count, *numbers = _BODY.unpack_from(self.memory, at + _HEAD.size)
                 text = self.memory[self._row(rank) + place : self._row(rank) + place + length].decode(errors="replace")
-                return self._between(rank, Entry(phase, step, text, numbers[:count]), number)
-        return None
+                return self._between(rank, Entry(phase, step, text, numbers[:count]), number), complete
+        return None, complete
 
 
 class _Messages(Board):
     """One all-gather an entry, over gloo; the last one is compared before the next is sent, so none is passed over."""
 
     def __init__(self, group: dist.ProcessGroup, waits: bool) -> None:
-        super().__init__(group, waits)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), waits)
         ranks = dist.get_process_group_ranks(group)
         self.side = dist.new_group(ranks, backend="gloo", timeout=timeout_of(group), use_local_synchronization=True)
         self.under_way: tuple[Any, list[torch.Tensor]] | None = None

@@ -28,11 +28,16 @@ Partials = tuple[tuple[tuple[int, ...], str], ...]  # (operands, 'P' or 'R' for 
 MATMUL, ATTENTION, FREE = "matmul", "attention", "free"
 
 
+QUERY_HEADS = "(n g)"  # the merged dim of g query heads for each of n key-value heads
+
+
 class Localized(NamedTuple):
     """How ranks compute an op of which one factor is sharded: not by the op on shards, but by others, collectives included.
 
-    gives: what the result then is, 'I' or 'P'. write(emit, node, layout, t, axis) -> the node of the result, where
-    emit(target, *args, placement=None) adds a node, and layout is the factor's, as ops take it. None: the pass knows how.
+    factor: a name, or a merged dim '(n g)' that is cut wherever its groups end; operands that have n alone then stay whole.
+    gives: what the result then is: 'I', 'P', or 'S' of that factor. write(emit, node, layout, t, axis) -> the node of the
+    result, where emit(target, *args, placement=None) adds a node, and layout is the factor's, as ops take it. None: the pass
+    knows how.
     """
 
     factor: str
@@ -52,7 +57,7 @@ class OpFacts:
     cost        MATMUL or ATTENTION, of which arithmetic counts; FREE: moves no memory; else each operand is read once
     terms       of a MATMUL, where the rule does not tell: shapes of its arguments -> terms summed for an element of the result
     types       'S1, R -> R': what ranks hold of the tensor operands, and of the results: R, P, V (it differs by rank).
-                S0, S1: cut by the argument `layout`; O: held by the rank `owner` alone; stats: what an op of the same
+                S0, S1, S-3: cut by the argument `layout`; O: held by the rank `owner` alone; stats: what an op of the same
                 operands made on each rank, and, as an operand, gathered
     experts     the factor of the rule that counts experts: sharding it gives each rank some of them
     inplace     (operand, op): with the arguments of this op, writes the result into that operand

@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -64,8 +65,16 @@ class Sizes:
         for base, power in sympy.factor(expr).as_powers_dict().items():
             if not (power.is_Integer and power > 0) or (base.is_number and not base.is_Integer):
                 return self._prime(expr)  # no product of integers: one atom
-            product *= (int(base) if base.is_Integer else self._prime(base)) ** int(power)
+            product *= (int(base) if base.is_Integer else self._atom(base)) ** int(power)
         return product
+
+    def _atom(self, expr: sympy.Expr) -> int:
+        """A quotient that comes out even, which torch's FloorDiv leaves as (s**2)//s; else a prime."""
+        if isinstance(expr, FloorDiv):
+            whole, by = map(self.of_expr, expr.args)
+            if by > 0 and whole % by == 0:
+                return whole // by
+        return self._prime(expr)
 
     def _prime(self, atom: sympy.Expr) -> int:
         if atom not in self._prime_of:

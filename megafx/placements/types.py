@@ -33,6 +33,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+SYMBOLIC_PADDING = 1e-6  # less than this is the padding of a symbolic count, a large prime: nobody knows it
+
 
 class Block(NamedTuple):
     """`count` units of `unit` consecutive elements; a unit is never cut."""
@@ -88,6 +90,11 @@ class Layout:
     def local_size(self, t: int) -> int:
         """Length of every rank's dim, padding included."""
         return self.rep * sum(-(-b.count // t) * b.unit for b in self.blocks)
+
+    def padding(self, t: int) -> float:
+        """Elements that the ranks hold together, for each element of the dim: 1 for an even cut, 4 for 2 units on 8 ranks."""
+        held = self.local_size(t) * t / self.size
+        return held if held > 1 + SYMBOLIC_PADDING else 1.0
 
     def padded(self, t: int) -> bool:
         """Whether some rank holds padding (a symbolic count, being prime, counts as padded)."""
@@ -215,9 +222,11 @@ TRANSITIONS: dict[tuple[str, str], Collectives] = {
 
 
 def collectives(src: Placement, dst: Placement) -> Collectives:
-    """The row for src -> dst; equal placements move nothing."""
+    """The row for src -> dst; equal placements move nothing, and another cut of the same dim gathers it."""
     if src == dst:
         return Collectives(LOCAL, LOCAL)
+    if src.is_shard and src.dim == dst.dim:
+        return Collectives(ALL_GATHER, ALL_GATHER)  # no equal parts to exchange (placements/moves.py)
     return TRANSITIONS[src.kind, dst.kind]
 
 

@@ -29,6 +29,7 @@ from itertools import pairwise
 from megafx.placements.types import Block, Layout
 
 Shape = tuple[int, ...]
+Way = Callable[[int], "Sequence[tuple[int, int]] | None"]  # size of an interval -> its blocks
 MAX_BLOCKS = 64  # cuts of a dim written out one by one; real fusions have 2 to 4
 
 
@@ -161,45 +162,38 @@ def local_offset(layout: Layout, position: int, t: int) -> int | None:
 def wholes_of_part(part: Layout, start: int, bounds: Sequence[int], t: int) -> list[Layout]:
     """Layouts of a dim that is cut at `bounds`, such that [start, start + part.size) has layout `part`.
 
-    Each other interval is cut like `part`: by whole periods of it; evenly where it is one even block. Where it is one uneven
-    block there are two ways: in the same units (the heads of a fused q|k|v), and in as many units (15 query heads as 5 groups
-    of 3, with 5 heads of k and v).
+    Each other interval is cut evenly (k and v that are gathered), or like `part`: by whole periods of it, or, where it is one
+    uneven block, in the same units (the heads of a fused q|k|v), and in as many units (15 query heads as 5 groups of 3, with 5
+    heads of k and v).
     """
-    ways: list[Callable[[int], int | None]] = [lambda size: 1]
-    if part.simple() and part.padded(t):
-        count, unit = part.blocks[0]
-        ways = [
-            lambda size: unit if size % unit == 0 else 1,
-            lambda size: size // count if size % count == 0 else None,
-        ]
+    period, (count, unit) = part.pattern_size, part.blocks[0]
+    ways: list[Way] = [lambda size: [(size, 1)]]
+    if not part.simple():
+        ways.append(lambda size: [*part.blocks] * (size // period) if size % period == 0 else None)
+    elif part.padded(t):
+        ways.append(lambda size: [(size // unit, unit)] if size % unit == 0 else None)
+        ways.append(lambda size: [(count, size // count)] if size % count == 0 else None)
     found = [_whole(part, start, bounds, t, way) for way in ways]
     return list(dict.fromkeys(layout for layout in found if layout is not None))
 
 
-def _whole(
-    part: Layout, start: int, bounds: Sequence[int], t: int, unit_of: Callable[[int], int | None]
-) -> Layout | None:
-    """unit_of: the unit of a block of this size, for a part that is one block."""
+def _whole(part: Layout, start: int, bounds: Sequence[int], t: int, way: Way) -> Layout | None:
+    """way: the blocks of an interval of this size; an interval that is as long as a part of one block is cut as that is."""
     end = start + part.size
     own = blocks_of(part)
     if own is None:
         return None
-    blocks: list[Block] = []
+    blocks: list[tuple[int, int]] = []
     placed = False
     for low, high in pairwise(bounds):
-        size = high - low
         if start <= low and high <= end:
             blocks += () if placed else own
             placed = True
-        elif part.simple() and size != part.size:
-            unit = unit_of(size)
-            if unit is None:
-                return None
-            blocks.append(Block(size // unit, unit))
-        elif size % part.pattern_size == 0:
-            blocks += part.blocks * (size // part.pattern_size)
-        else:
+            continue
+        cut = own if part.simple() and high - low == part.size else way(high - low)
+        if cut is None:
             return None
+        blocks += cut
         if len(blocks) > MAX_BLOCKS:
             return None
     return Layout.of(blocks, t)

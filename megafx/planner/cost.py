@@ -1,7 +1,8 @@
 """What things cost: bytes and seconds of collectives, transitions, ops, parameters. No torch import.
 
 Seconds are model numbers for choosing between plans, not predictions of a step time. All sizes are at the workload
-(plain element counts, never structural integers). `numel` is that of the whole value, `t` the ranks of the axis.
+(plain element counts, never structural integers). `numel` is that of the whole value, `t` the ranks of the axis. All ranks
+have local tensors of one size, so each costs what the busiest does: padding is computed, sent and stored as elements are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megafx.ir.facts import ATTENTION, FREE, MATMUL, facts_of
-from megafx.placements.types import ALL_REDUCE, LOCAL, Placement, collectives, payload
+from megafx.placements.types import ALL_REDUCE, LOCAL, Owned, Placement, collectives, payload
 from megafx.planner.hardware import Hardware
 
 # Tie-breaks (seconds): small enough to decide only between plans of equal cost. Without them the all-reduce slides past
@@ -36,7 +37,7 @@ SAVED_TRAFFIC = 1.0
 DTYPE_OF_ITEMSIZE = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 # What ops do, by name; megafx's own say it where they are defined (`OpFacts.cost`). Views and reshapes move nothing.
-_MATMULS = "linear mm addmm matmul bmm baddbmm"
+_MATMULS = "linear mm addmm matmul bmm baddbmm einsum"
 _VIEWS = (
     "view reshape _unsafe_view transpose permute t expand expand_as unsqueeze squeeze flatten unflatten slice select narrow "
     "split split_with_sizes chunk unbind alias detach getitem"
@@ -64,6 +65,19 @@ class Cost(NamedTuple):
     @property
     def cost_us(self) -> float:
         return self.seconds * 1e6
+
+
+# -- what a rank holds
+
+
+def padding(placement: Placement, t: int) -> float:
+    """How much larger padding makes a shard; experts that have owners are taken to be shared evenly."""
+    return placement.cut.padding(t) if placement.is_shard and not isinstance(placement, Owned) else 1.0
+
+
+def share(placement: Placement, t: int) -> float:
+    """The part of a value that each rank holds, padding included."""
+    return padding(placement, t) / t if placement.is_shard else 1.0
 
 
 # -- communication
@@ -96,6 +110,7 @@ def transition_cost(
 ) -> Cost:
     """src -> dst of one value, by the transition table. is_param: its gradient all-reduce is coalesced with others."""
     row = collectives(src, dst)
+    numel = round(numel * padding(src, t) * padding(dst, t))
     backward = row.backward if needs_grad else LOCAL
     coalesced = COALESCED_ALPHA if is_param and backward == ALL_REDUCE else 1.0
     return Cost(
@@ -123,7 +138,7 @@ def memory_seconds(bytes_moved: float, hardware: Hardware) -> float:
 
 
 def optimizer_seconds(numel: int, hardware: Hardware) -> float:
-    """Optimizer traffic of a parameter kept whole on every rank; 1/t of it where it is sharded."""
+    """Optimizer traffic of a parameter kept whole on every rank; its `share` where it is sharded."""
     return memory_seconds(OPTIMIZER_BYTES * numel, hardware)
 
 
@@ -157,7 +172,7 @@ def op_seconds(
     training: bool,
 ) -> float:
     """Time of the whole op on one rank, the slower of arithmetic and memory; training: with its backward and the price
-    of its saved result. An op that the plan shards costs 1/t of it."""
+    of its saved result. An op that the plan shards costs its `share` of it."""
     out_bytes = out_numel * out_itemsize
     moved = op_bytes(name, out_bytes, operand_bytes)
     dtype = DTYPE_OF_ITEMSIZE.get(out_itemsize, "float32")

@@ -248,11 +248,12 @@ class Policy:
         return left, {reason: count for reason, count in gone.items() if count}
 
     def _is_router(self, node: fx.Node, rule: OpRule, weight: int) -> bool:
-        """Whether the result is ranked along the dim that the weight gives it, which is none longer than what it sums over:
-        a vocabulary is."""
+        """Whether the result is ranked along a dim that the weight alone gives it (a stack of experts' weights shares its first
+        dim with the tokens), which is none longer than what it sums over: a vocabulary is."""
         factors = rule.operands[weight].factors
-        own = {f: d for d, f in enumerate(rule.result) if isinstance(f, str) and f in factors}
-        summed = [rule.sizes[f] for f in factors if isinstance(f, str) and f not in own]
+        shared = {f for i, o in enumerate(rule.operands) if i != weight and o.role == "x" for f in o.factors}
+        own = {f: d for d, f in enumerate(rule.result) if isinstance(f, str) and f in factors and f not in shared}
+        summed = [rule.sizes[f] for f in factors if isinstance(f, str) and f not in rule.result]
         ranked = [f for f, d in own.items() if self._class_of[node, d] in self._ranked]
         return bool(summed) and any(rule.sizes[f] <= max(summed) for f in ranked)
 

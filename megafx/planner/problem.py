@@ -25,7 +25,15 @@ from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program, fqn_of, is_floating
 from megafx.placements.types import I, P, Placement, S
 from megafx.planner.context import Accepts, Planner, accepts, way_out
-from megafx.planner.cost import PARTIAL_TIE_SECONDS, cost_kind, op_seconds, optimizer_seconds, transition_seconds
+from megafx.planner.cost import (
+    PARTIAL_TIE_SECONDS,
+    cost_kind,
+    op_seconds,
+    optimizer_seconds,
+    padding,
+    share,
+    transition_seconds,
+)
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.planner.policy import Policy
 from megafx.planner.solver import InfeasibleError, Solution, Table, solve
@@ -78,7 +86,11 @@ class Problem:
         value = node.meta[VAL]
         grad = self.planner.training and is_floating(node)
         is_param = node in self.params
-        key = (self.numel(node), value.dtype.itemsize, src.kind, dst.kind, grad, is_param)
+        key: Any = (src, dst)
+        if key not in self._memo:
+            t, same_dim = self.planner.t, src.is_shard and src.dim == dst.dim
+            self._memo[key] = (src.kind, dst.kind, same_dim, padding(src, t), padding(dst, t))
+        key = (self.numel(node), value.dtype.itemsize, self._memo[key], grad, is_param)
         if key not in self._memo:
             sizes = (self.numel(node), value.dtype.itemsize, self.planner.hardware, self.planner.t)
             self._memo[key] = transition_seconds(src, dst, *sizes, needs_grad=grad, is_param=is_param)
@@ -138,8 +150,8 @@ class Problem:
             key: Any = ("input", self._domain_id(node), self.numel(node), node in self.params)
             paid = node in self.params and self.planner.training
             price = optimizer_seconds(self.numel(node), self.planner.hardware) if paid else 0.0
-            shares = [self.planner.t if s.out.is_shard else 1 for s in self.domains[node]]
-            return self._cached(key, lambda: price / np.array(shares))
+            shares = [share(s.out, self.planner.t) for s in self.domains[node]]
+            return self._cached(key, lambda: price * np.array(shares))
         rule = self.planner.rules[node]
         operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
         value = node.meta[VAL]
@@ -176,8 +188,17 @@ class Problem:
             hardware=self.planner.hardware,
             training=self.planner.training,
         )
-        shares = np.array([self.planner.t if s.factor else 1 for s in self.domains[node]])
-        return seconds / shares + np.array([PARTIAL_TIE_SECONDS if s.out == P else 0.0 for s in self.domains[node]])
+        shares = np.array([self._share(s, op_name(node)) for s in self.domains[node]])
+        return seconds * shares + np.array([PARTIAL_TIE_SECONDS if s.out == P else 0.0 for s in self.domains[node]])
+
+    def _share(self, strategy: Strategy, name: str) -> float:
+        """The part of an op that each rank computes, padding included."""
+        if not strategy.factor:
+            return 1.0
+        cut = next((p for p in (strategy.out, *strategy.ins) if p.is_shard), None)
+        part = 1 / self.planner.t if cut is None else share(cut, self.planner.t)
+        weights_whole = cost_kind(name) == ATTENTION and not strategy.ins[0].is_shard  # only the width of v is cut
+        return (1 + part) / 2 if weights_whole else part
 
     def _add_uses(self, node: fx.Node) -> None:
         uses, leaves = self.uses.get(node, []), self.planner.accepts.get(node)

@@ -74,7 +74,7 @@ def _slice(call: OpCall) -> RuleText | str:
         return plain
     start = call.get("start") or 0
     whole = f"lin: {dims(shape, (d,))} -> {dims(shape, (d,)).replace(f'f{d}!', '1')}"
-    if not isinstance(start, int) or max(abs(start), n) >= FIRST_PRIME:
+    if not isinstance(start, int) or max(abs(start), n, out) >= FIRST_PRIME:
         return RuleText(whole, {f"f{d}": "a slice of a dim of dynamic length"})
     if call.get("step", 1) != 1:
         return RuleText(whole, {f"f{d}": "a slice with a step"})

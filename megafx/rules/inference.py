@@ -254,9 +254,22 @@ def _transition(at: _Inference) -> Placement:
 def _by_types(at: _Inference, types: str) -> Placement:
     """What the op's file says (`OpFacts.types`) of its first operand and its result."""
     wanted, _, made = (part.strip() for part in types.partition("->"))
+    if "S" in types:
+        return _cut(at, wanted, made)
     owner = owned(int(at.node.meta[VAL].shape[0]), _arguments(at.node)[1]) if "O" in types else R
     told = {"R": (R, "the same on every rank"), "P": (P, "summands"), "V": (VARYING, "")}
     told["O"] = (owner, f"held by {owner} alone")
     if wanted and at.given[0] != told[wanted][0] and not (wanted == "P" and is_zero(at.node.args[0])):
         raise at.error(f"it takes a value that is {told[wanted][1]}")
     return told[made][0]
+
+
+def _cut(at: _Inference, wanted: str, made: str) -> Placement:
+    """Types with a shard by the argument `layout`: 'R -> S-3'."""
+    target: Any = at.node.target
+    flat = _arguments(at.node)[[a.name for a in target._schema.arguments].index("layout")]
+    layout, n = Layout.from_flat(flat), at.node.meta[VAL].ndim
+    have, result = (S(int(p[1:]) % n, layout) if p[0] == "S" else Placement(p) for p in (wanted, made))
+    if at.given[0] != have:
+        raise at.error(f"it takes a value that is {have}")
+    return result

@@ -24,7 +24,7 @@ from torch import fx
 
 import megafx.rules.families_dims
 import megafx.rules.families_math  # noqa: F401  registers its families, as does the line above
-from megafx.ir.facts import Localized, declare, facts_of
+from megafx.ir.facts import QUERY_HEADS, Localized, declare, facts_of
 from megafx.ir.nodes import MASKS, is_zero
 from megafx.ir.program import VAL, Program
 from megafx.ir.sizes import Sizes
@@ -37,6 +37,7 @@ from megafx.rules.grammar import RuleError, bind, names, op_key, parse, register
 Entries = tuple[str | None, ...]
 
 declare("aten.embedding.default", localize=Localized("v", "P"))  # rows of the table: a masked lookup
+declare("aten.scaled_dot_product_attention.default", localize=Localized(QUERY_HEADS, "S"))
 
 
 @dataclass(frozen=True)
@@ -324,7 +325,7 @@ def place(template: Template, i: int, f: str, layout: Layout, t: int, result: in
     layout cuts the factor's whole length; a merged dim or a part of the factor is cut accordingly.
     """
     for d, entry in enumerate(template.entries(i, result)):
-        if f not in names(entry):
+        if f != entry and f not in names(entry):
             continue
         cut: Layout | None = layout if entry == f else flatten(layout, *around(template, entry, f), t)
         part = template.parts.get(i)
@@ -355,6 +356,10 @@ def factor_layouts(template: Template, i: int, dim: int, layout: Layout, t: int)
         cut = layout if entry == f else refit(layout, *around(template, entry, f), t)
         if cut is not None and (cut.simple() or not template.written_out(f)):
             yield f, cut
+    if entry is not None and entry[0] == "(" and template.written_out(entry):
+        groups_end = refit(layout, *around(template, entry, names(entry)[0]), t)
+        if groups_end is None and layout.simple() and layout.local_size(t) == -(-layout.size // t):
+            yield entry, layout
 
 
 def row(template: Template, f: str, layout: Layout, t: int) -> Strategy | None:
@@ -365,7 +370,8 @@ def row(template: Template, f: str, layout: Layout, t: int) -> Strategy | None:
     localized = template.localized
     if localized is not None and f == localized.factor:
         ins = [S(s.factors.index(f), layout) if f in s.factors else (R if s.active else I) for s in template.operands]
-        return Strategy(tuple(ins), Placement(localized.gives), f, "vocab-parallel")
+        out = S(template.entries(-1).index(f), layout) if localized.gives == "S" else Placement(localized.gives)
+        return Strategy(tuple(ins), out, f, "vocab-parallel" if f == "v" else "")
     out = place(template, -1, f, layout, t)
     placed = [place(template, i, f, layout, t) for i in range(len(template.operands))]
     if out is None or None in placed:

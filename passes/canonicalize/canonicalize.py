@@ -54,7 +54,7 @@ VALUES: tuple[Step, ...] = (
     random.uniform_from_bits,
     random.normal_from_bits,
     random.bernoulli_from_bits,
-    random.channel_dropout,
+    random.dropout_of_other_kinds,
     loss.cross_entropy_to_tokens,
     loss.nll_of_log_softmax,
 )

@@ -77,6 +77,8 @@ def erase_identity(editor: Editor, node: fx.Node) -> bool:
         return False
     if node.target is aten.slice.Tensor and argument(node, "step") not in (None, 1):
         return False
+    if (source.is_conj(), source.is_neg()) != (value.is_conj(), value.is_neg()):
+        return False  # conj and neg are marks on a tensor, which these ops carry out
     if node.target in COPIES and any(u.target in _READ_STRIDES for u in node.users):
         return False
     return replace(node, node.args[0])

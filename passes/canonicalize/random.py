@@ -30,6 +30,7 @@ from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on, 
 
 aten = torch.ops.aten
 AXIS = "tp"
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805  # Klambauer et al. 2017
 
 
 @on("scaled_dot_product_attention")
@@ -140,7 +141,8 @@ def _draws(node: fx.Node) -> bool:
         return False
     for name in ("train", "training"):
         if name in argument_places(node.target):
-            return bool(argument(node, name)) and argument(node, "p") != 0
+            p = argument(node, "p", argument(node, "dropout"))  # a recurrent layer drops between layers
+            return bool(argument(node, name)) and p != 0
     if "dropout_p" in argument_places(node.target):
         return bool(argument(node, "dropout_p"))
     return True
@@ -195,17 +197,27 @@ def bernoulli_from_bits(editor: Editor, node: fx.Node) -> bool:
     return replace(node, emit(aten.to.dtype, hit, node.meta[VAL].dtype))
 
 
-@on("feature_dropout")
-def channel_dropout(editor: Editor, node: fx.Node) -> bool:
-    """feature_dropout (Dropout2d) -> a product with the dropout of a one for each channel."""
-    if not argument(node, "train"):
-        return False
-    emit = editor.at(node)
-    x: Any = node.args[0]
-    value = x.meta[VAL]
-    shape = [editor.arg(n) for n in value.shape[:2]] + [1] * (value.dim() - 2)
-    ones = emit(aten.ones.default, shape, dtype=value.dtype, device=value.device)
-    return replace(node, emit(aten.mul.Tensor, x, emit(aten.dropout.default, ones, argument(node, "p"), True)))
+@on("feature_dropout alpha_dropout feature_alpha_dropout")
+def dropout_of_other_kinds(editor: Editor, node: fx.Node) -> bool:
+    """feature_dropout (Dropout1d to 3d) and alpha_dropout -> arithmetic with the dropout of ones, one a channel or element.
+
+    alpha_dropout sets elements to the least value of selu, and scales and shifts so that mean and variance stay.
+    """
+    x, p, train = arguments(node, "input", "p", "train")
+    if not train or p == 0:
+        return replace(node, x)
+    emit, value, name = editor.at(node), x.meta[VAL], str(node.target)
+    shape = editor.shape(value)
+    if "feature" in name:
+        shape = shape[:2] + [1] * (value.dim() - 2)
+    kept = emit(aten.dropout.default, emit(aten.ones.default, shape, dtype=value.dtype, device=value.device), p, True)
+    if "alpha" not in name or p == 1:
+        return replace(node, emit(aten.mul.Tensor, x, kept))
+    least = SELU_SCALE * SELU_ALPHA
+    factor = ((least**2 * p + 1) * (1 - p)) ** -0.5
+    moved = _affine(editor, node, kept, (1 - p) * least * factor, least * factor * (p - 1))
+    scaled = emit(aten.mul.Tensor, x, emit(aten.mul.Tensor, kept, (1 - p) * factor))
+    return replace(node, emit(aten.add.Tensor, scaled, moved))
 
 
 def _uniform(editor: Editor, node: fx.Node) -> fx.Node:

@@ -205,8 +205,18 @@ def root_sizes(editor: Editor) -> int:
 
 
 def refuse_numbers_from_data(editor: Editor) -> None:
-    """A Python number read from a tensor stops the device at each call, and a traced backward cannot compute with it."""
+    """A Python number read from a tensor stops the device at each call, and a traced backward cannot compute with it.
+
+    What selects by data and is no `rows` by now has a size that something fixed: it would be right for these data alone.
+    """
     for node in editor.graph.nodes:
+        if node.op == "call_function" and (node.target in _WHOLES or node.target is aten.masked_select.default):
+            raise CaptureError(
+                f"{node.target} selects by data, and what follows needs a fixed number of rows",
+                fix=or_leave_eager("compute with masks (torch.where) instead of selecting by data", fqn_of(node)),
+                module=fqn_of(node),
+                source=source_of(node),
+            )
         if node.op == "call_function" and node.target in _NUMBERS:
             raise CaptureError(
                 "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megafx.errors import CaptureError
 from megafx.ir.nodes import argument, aten_ops, op_name
@@ -92,7 +93,7 @@ def one_spelling_of_slice(editor: Editor, node: fx.Node) -> bool:
     begin = start.meta[VAL] if isinstance(start, fx.Node) else start
     if isinstance(begin, int) and begin < 0:
         begin = size + begin if isinstance(size, torch.SymInt) or begin + size > 0 else 0
-    elif isinstance(begin, torch.SymInt) and begin.node.expr.could_extract_minus_sign():
+    elif isinstance(begin, torch.SymInt) and statically_known_true(begin < 0):  # by the ranges: 16 - s may be either
         begin = size + begin
     return respell(node, aten.slice.Tensor, (node.args[0], dim, editor.arg(begin), editor.arg(begin + length)))
 

@@ -19,11 +19,18 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from megafx.ir.facts import QUERY_HEADS
 from megafx.ir.nodes import is_draw
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, get_at, recompute_val, set_at
 from megafx.ops.owners import OWNER_OPS
 from megafx.passes.localize.editor import Localizer, check_shape
-from megafx.passes.localize.rewrites import REWRITES, keep_pads_off_poles, localize_by_facts, localize_draw
+from megafx.passes.localize.rewrites import (
+    REWRITES,
+    keep_pads_off_poles,
+    localize_by_facts,
+    localize_draw,
+    localize_heads,
+)
 from megafx.placements.types import P
 from megafx.planner.context import Planner
 from megafx.planner.plan import OpChoice
@@ -66,6 +73,8 @@ def _localize(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
         _mask_reduced_pads(local, node, choice)
     keep_pads_off_poles(local, node, choice)
     family = REWRITES.get(str(node.target)) or (localize_draw if is_draw(node) else localize_by_facts)
+    if choice.factor == QUERY_HEADS:
+        family = localize_heads
     if choice.out.is_shard or any(p.is_shard for p in choice.ins):
         family(local, node, choice)
     if node.users:  # else the family put another node in its place

@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from megafx.ir.facts import facts_of
-from megafx.ir.nodes import argument, set_arguments
+from megafx.ir.nodes import argument, is_draw, set_arguments
 from megafx.ir.program import VAL, get_at, set_at
 from megafx.ops.axes import with_axis
+from megafx.ops.shared_heads import repeats_for
 from megafx.passes.localize.editor import Family, Localizer, replace
-from megafx.placements.types import P
+from megafx.placements.types import Layout, P, S
 from megafx.placements.views import local_offset
 from megafx.planner.plan import OpChoice
 
@@ -117,6 +118,26 @@ def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     if choice.out.is_shard:
         axis = with_axis(argument(node, "axis"), local.axis)
         set_arguments(node, shard_dim=choice.out.dim, layout=local.layout(choice.out), axis=axis)
+
+
+# -- key-value heads that ranks share
+
+
+def localize_heads(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
+    """attention(q, k, v) with q cut wherever groups end -> attention(q, heads_of_rank(k), heads_of_rank(v)).
+
+    q is a shard, k and v are whole: the rank takes the heads that its query heads need (ops/shared_heads.py).
+    """
+    if is_draw(node):
+        localize_draw(local, node, choice)
+    q, k, v = node.args[:3]
+    heads, kv_heads = choice.out.cut.size, k.meta[VAL].shape[-3]
+    repeats = repeats_for(heads, kv_heads, local.t)
+    layout = Layout.contiguous(kv_heads * repeats, local.t)
+    emit, placement = local.before(node), S(choice.out.dim, layout)
+    part = (repeats, [*layout.flat()], local.axis, local.t)
+    own = {x: emit(ops.heads_of_rank.default, x, *part, placement=placement) for x in (k, v)}
+    node.args = (q, own[k], own[v], *node.args[3:])
 
 
 # -- what ranks write out together

@@ -18,7 +18,9 @@ from torch import fx
 from megafx.ir.nodes import shows_operand, storage_of
 from megafx.ir.program import MADE_BY, VAL, Builder, Phase, Program
 from megafx.ops.axes import AxisContext
+from megafx.ops.shared_heads import HEADS_OF_RANK, HEADS_OF_RANK_GRADIENT, give_back, take
 from megafx.placements.moves import same_sizes
+from megafx.placements.types import Layout
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.LOWERED, Phase.BOUND
@@ -78,7 +80,22 @@ def _index(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx
     return build(aten.full.default, [], axes[axis].rank, dtype=torch.int64, device=device)  # type: ignore[index]
 
 
+def _heads(compute: Any) -> Any:
+    """take or give_back of ops/shared_heads.py, in memory of its own where the rest of the graph may count on that."""
+
+    def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
+        x, repeats, layout, axis, t = node.args
+        made: fx.Node = compute(build, x, repeats, Layout.from_flat(layout), axes[axis].rank, t)  # type: ignore[arg-type,index]
+        if made.target is not aten.slice.Tensor:
+            return made
+        return build(aten.clone.default, made, memory_format=torch.contiguous_format)
+
+    return bind
+
+
 _RULES: dict[Any, Any] = {
+    HEADS_OF_RANK: _heads(take),
+    HEADS_OF_RANK_GRADIENT: _heads(give_back),
     mfx.rank_select.default: _select,
     mfx.rank_place.default: _place,
     mfx.rank0_only.default: _rank0,

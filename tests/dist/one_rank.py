@@ -124,6 +124,9 @@ def an_error_of_one_rank_in_a_checkpoint(folder: Path) -> None:
         raises(UsageError, "keep=0", save(keep=1 - rank))
         raises(AgreementError, "'step=2' on rank 0, 'step=3' there", save(step=2 + rank))
         raises(AgreementError, "'keep=1' on rank 0, 'keep=2' there", save(keep=1 + rank))
+        optimizer.param_groups[0]["lr"] = 0.001 * (1 + rank)
+        raises(AgreementError, "'lr': 0.001.* on rank 0, .*'lr': 0.002.* there", save())
+        optimizer.param_groups[0]["lr"] = 0.001
         raises(LostRankError, r"asynchronous=(True|False)\), rank", save(asynchronous=rank == 1))
         raises(CheckpointError, "ZeroDivisionError: no load_state_dict", load(extra={"run": Refuses("load_state_dict")}))
         raises(CheckpointError, "ZeroDivisionError: no state_dict", load(extra={"run": Refuses("state_dict")}))

@@ -23,7 +23,7 @@ TIMEOUT = 5  # seconds, of the process group
 @pytest.mark.dist
 def test_on_two_processes(tmp_path: Path) -> None:
     """Rank 1 is killed between forward and backward at the end: rank 0 ends by itself, and says why."""
-    texts = run_ranks(__file__, tmp_path, 2, timeout=150, ends=(1, -9))
+    texts = run_ranks(__file__, tmp_path, 2, timeout=300, ends=(1, -9))
     assert "LostRankError: rank 0 stopped in backward: a rank has ended" in texts[0], texts[0]
     assert "--max-restarts" in texts[0]
     assert "checks passed" in texts[0] and "checks passed" in texts[1]
@@ -54,7 +54,7 @@ def numbers_that_are_not_finite(rank: int) -> None:
     x = torch.ones(4, 5, dtype=torch.float64)
     model(x).backward()
     model.zero_grad()
-    with pytest.raises(NumericError, match="call 1: the loss is not finite"):
+    with pytest.raises(NumericError, match="call 1: the loss is not finite\n"):
         model(x * float("inf"))
     state = megafx.full_state_dict(model)
     state["up.weight"][18], state["up.bias"][18] = 0, 0  # sqrt at 0, in the shard of rank 1: no derivative

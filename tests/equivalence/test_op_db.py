@@ -9,10 +9,11 @@ import op_sweep
 import pytest
 from torch.testing._internal.opinfo.core import OpInfo
 
-# Of these gradients or formulas write into memory; they were wrong on real ranks while the simulator called them equal.
+# Gradients or formulas of most write into memory: they were wrong on real ranks while the simulator called them equal. The
+# others ended with an internal error.
 WERE_WRONG = {
     "linalg.qr", "linalg.householder_product", "as_strided", "as_strided/partial_views", "nn.functional.pad/circular",
-    "view_copy", "masked_fill", "index_put", "nn.functional.elu",
+    "view_copy", "masked_fill", "masked_select", "index_put", "nn.functional.elu", "linalg.inv", "fft.ifft",
 }  # fmt: skip
 # The derivative of exp of a large matrix grows beyond what fp64 resolves: rounding of the linear layer is 1e-9 there.
 ROUNDING = {"matrix_exp": 1e-8}

@@ -1,10 +1,9 @@
 """What models outside of the matrix's list brought up, each as the smallest model that shows it.
 
 Covers: sizes.py (ranges with a step), passes/canonicalize/names.py and passes/canonicalize/views.py (dtypes and memory
-that eager decides),
-passes/canonicalize/editor.py (sizes that depend on data), rules/families_math.py (convolutions without bias),
-capture/prepare.py,
-passes/canonicalize/inplace.py (shapes that change in place), planner/policy.py (policies that give way).
+that eager decides), passes/canonicalize/editor.py (sizes that depend on data), rules/families_math.py (convolutions without
+bias), capture/prepare.py, passes/canonicalize/inplace.py (shapes that change in place), planner/policy.py (policies that give
+way, routers), passes/canonicalize/random.py (recurrent layers).
 """
 
 from __future__ import annotations
@@ -205,3 +204,51 @@ def test_a_table_of_which_only_rows_are_a_linear(kind: str, t: int, sequence_par
     if t == 2 and not sequence_parallel:
         plan = megafx.plan(model, config, example_inputs=(ids, ids))
         assert sum("neither gathered nor stored whole" in str(n) for n in megafx.explain(plan).notes) == 1
+
+
+class Dispatch(nn.Module):
+    """GShard's mixture: a one-hot [tokens, experts, capacity] sends tokens to the experts' stacked weights and back."""
+
+    def __init__(self, batched: bool) -> None:
+        super().__init__()
+        self.batched, self.norm, self.gate = batched, nn.LayerNorm(12), nn.Linear(12, 4, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(4, 12, 20) / 4), nn.Parameter(torch.randn(4, 20, 12) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x).reshape(-1, 12)
+        weight, expert = self.gate(y).softmax(-1).max(-1)
+        chosen = F.one_hot(expert, 4).to(y.dtype)
+        place = (chosen.cumsum(0) - 1) * chosen
+        kept = chosen * (place < 5) * weight[:, None]
+        combine = torch.einsum("te,tc->tec", kept, F.one_hot(place.sum(-1).long().clamp(max=4), 5).to(y.dtype))
+        sent = torch.einsum("tec,th->ech", (combine > 0).to(y.dtype), y)
+        hidden = F.gelu(torch.bmm(sent, self.up) if self.batched else torch.einsum("ech,ehf->ecf", sent, self.up))
+        made = torch.bmm(hidden, self.down) if self.batched else torch.einsum("ecf,efh->ech", hidden, self.down)
+        return (x + torch.einsum("tec,ech->th", combine, made).view(x.shape)).square().mean()
+
+
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("batched", [False, True])
+def test_experts_behind_an_einsum_dispatch_are_sharded(batched: bool, t: int) -> None:
+    torch.manual_seed(0)
+    model, config = Dispatch(batched).double(), megafx.Config(tensor_model_parallel_size=t, sequence_parallel=t == 2)
+    found = megafx.verify(model, config, example_inputs=(floats(2, 5, 12),), tolerance=1e-10)
+    assert found.ok, str(found)
+    params = megafx.plan(model, config, example_inputs=(floats(2, 5, 12),)).params
+    assert params["up"].is_shard and params["down"].is_shard and not params["gate.weight"].is_shard
+
+
+class Recurrent(nn.Module):
+    """A GRU that drops nothing, which has a rule of its own kind: none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gru, self.down = nn.Linear(6, 12), nn.GRU(12, 8, batch_first=True), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gru(self.up(x))[0]).square().mean()
+
+
+def test_a_recurrent_layer_without_dropout_draws_nothing() -> None:
+    found = megafx.verify(Recurrent().double(), TWO, example_inputs=(floats(3, 5, 6),), tolerance=1e-10)
+    assert found.ok, str(found)

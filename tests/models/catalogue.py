@@ -28,7 +28,7 @@ class Architecture:
     """One row. config, model: names of transformers' classes; fields: of the config; kind: as the table says.
 
     attention: implementations that the architecture has. least_sharded: of its parameters, at least this fraction is stored in
-    shards. tried: run in a few modes only. inputs: model -> kwargs of a call.
+    shards. tried: run in a few modes only. degrees: numbers of ranks. inputs: model -> kwargs of a call.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Architecture:
     attention: tuple[str, ...] = ("eager", "sdpa")
     least_sharded: float = 0.9
     tried: bool = False
+    degrees: tuple[int, ...] = (2, 3, 4)
     nested: Mapping[str, str] = field(default_factory=dict)  # field -> config class of the dict given for it
 
     def build(self, *, attention: str, dropout: float = 0.0) -> nn.Module:

@@ -18,7 +18,7 @@ TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_
 
 def decoder(name: str, prefix: str, kind: str = "dense decoder", **fields: Any) -> Architecture:
     """A causal LM with classes <prefix>Config and <prefix>ForCausalLM."""
-    options = {k: fields.pop(k) for k in ("attention", "least_sharded", "nested", "tried") if k in fields}
+    options = {k: fields.pop(k) for k in ("attention", "least_sharded", "nested", "tried", "degrees") if k in fields}
     inputs = fields.pop("inputs", text)
     model = fields.pop("model", f"{prefix}ForCausalLM")
     return Architecture(name, kind, fields.pop("config", f"{prefix}Config"), model, TOKENS | fields, inputs, **options)
@@ -46,6 +46,10 @@ ROWS = (
     decoder(
         "GPT-J", "GPTJ", n_embd=30, n_head=5, n_layer=1, n_inner=53, n_positions=31, rotary_dim=4,
         attention=("eager",)
+    ),
+    decoder(
+        "GPT-BigCode", "GPTBigCode", n_embd=40, n_head=8, n_layer=1, n_inner=53, n_positions=31,
+        degrees=(2, 3, 4, 8),
     ),
     decoder(
         "OPT", "OPT", hidden_size=30, word_embed_proj_dim=30, ffn_dim=53, num_attention_heads=5, num_hidden_layers=1,

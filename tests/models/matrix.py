@@ -32,7 +32,6 @@ from megafx.ir.program import Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 
-DEGREES = (2, 3, 4)
 FIRST_OF_DEGREE = "join_experts"  # the first pass that asks how many ranks there are
 # What the planner prices (not what runs), such that it plans models of these sizes as it plans large ones on an H100: as few
 # tokens for the vocabulary, and as much time in collectives, memory traffic, matmuls and latency for one another.
@@ -87,11 +86,11 @@ def all_cells(row: Architecture) -> Iterator[Cell]:
         return
     for attention in row.attention:
         for training in (True, False):
-            for t in DEGREES:
+            for t in row.degrees:
                 for sequence_parallel in (False, "auto"):
                     yield Cell(attention, training, False, t, sequence_parallel)
         if row.has_dropout:
-            for t in DEGREES:
+            for t in row.degrees:
                 yield Cell(attention, True, True, t, "auto")
 
 

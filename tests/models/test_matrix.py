@@ -20,6 +20,7 @@ PART = {  # attention, training, dropout, t, sequence parallelism
     "GPT-2": Cell("eager", True, True, 3, "auto"),
     "GPT-NeoX": Cell("sdpa", False, False, 4, "auto"),
     "GPT-J": Cell("eager", True, False, 2, False),
+    "GPT-BigCode": Cell("sdpa", True, True, 8, "auto"),
     "OPT": Cell("sdpa", True, True, 2, "auto"),
     "MPT": Cell("eager", False, False, 3, False),
     "Falcon (new decoder)": Cell("eager", True, False, 4, "auto"),

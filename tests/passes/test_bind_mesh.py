@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from lowered import bound as bound_to
 from torch import fx
 
 from megafx.ir.program import Builder, Program
-from megafx.ops.axes import AxisContext
+from megafx.ops.axes import AxisContext, on_mesh
+from megafx.ops.shared_heads import HEADS_OF_RANK, HEADS_OF_RANK_GRADIENT
 from megafx.passes.communicate.expand_transitions import expand_transitions
+from megafx.placements.types import Layout
 from megafx.testing import expect, graph, run_pass, transition
 
 aten, mfx = torch.ops.aten, torch.ops.megafx
@@ -94,6 +97,29 @@ def test_the_program_of_all_ranks_is_left_as_it_was() -> None:
     before = str(program.graph)
     bound_to(program, {"tp": AxisContext(1, 2, "7")})
     assert str(program.graph) == before
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(("repeats", "layout"), [(1, [1, 3, 1]), (2, [1, 6, 1]), (4, [1, 4, 3]), (5, [1, 15, 1])])
+def test_shared_heads_are_parts_of_the_whole(rank: int, repeats: int, layout: list[int]) -> None:
+    """What a rank takes of 3 heads, and what it gives back, as slices: the ops' own results, in memory of their own."""
+    local = Layout.from_flat(layout).local_size(4)
+    for op, n in ((HEADS_OF_RANK, 3), (HEADS_OF_RANK_GRADIENT, local)):
+        shared_heads_are_parts(partial(op, repeats=repeats, layout=layout, axis="tp", t=4), n, rank)
+
+
+def shared_heads_are_parts(op: Any, n: int, rank: int) -> None:
+    x, axes = torch.randn(2, n, 4, 5), {"tp": AxisContext(rank, 4)}
+    with on_mesh(axes):
+        wanted = op(x)
+    program = graph(lambda x: op(x), x=f"f32[2 {n} 4 5]", local=True)
+    (node,) = (n for n in program.graph.nodes if n.op == "call_function")
+    node.args, node.kwargs = (*node.args, *node.kwargs.values()), {}
+    program = bound_to(program, axes)
+    (found,) = program.gm(x)
+    assert torch.equal(found, wanted) and found.is_contiguous()
+    assert found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert "megafx" not in str(program.graph)
 
 
 def test_nothing_that_depends_on_the_rank_is_left() -> None:

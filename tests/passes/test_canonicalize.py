@@ -179,10 +179,10 @@ CASES = [
         %7 = reshape(%6, [%5, 9])                     # f64[batch*seq 9]
         %8 = reshape(%2, [%5])                        # i64[batch*seq]
         %9 = cross_entropy(%7, %8, -100, 0.1, False)  # f64[batch*seq]
-        %10 = sum(%9)                                 # f64[]
-        %11 = ne.Scalar(%8, -100)                     # bool[batch*seq]
-        %12 = sum(%11)                                # i64[]
-        %13 = div(%10, %12)                           # f64[]
+        %10 = ne.Scalar(%8, -100)                     # bool[batch*seq]
+        %11 = sum(%9)                                 # f64[]
+        %12 = sum(%10)                                # i64[]
+        %13 = div(%11, %12)                           # f64[]
         return %13""",
         inputs="x ids",
         parameters={"w": (9, 8)},

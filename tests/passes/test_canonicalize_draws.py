@@ -27,6 +27,7 @@ DRAWS: dict[str, tuple[Callable[..., Any], float, float]] = {  # result, mean, s
     "bernoulli_": (lambda m, x: x.new_empty(x.shape).bernoulli_(0.3), 0.3, 0.21**0.5),
     "bernoulli": (lambda m, x: torch.bernoulli(x * 0 + 0.25), 0.25, 0.1875**0.5),
     "dropout1d": (lambda m, x: F.dropout1d(x * 0 + 1, 0.5, m.training), 1.0, 1.0),
+    "alpha_dropout": (lambda m, x: F.alpha_dropout(x * 0, 0.5, m.training), 0.0, 0.7792),
     "dropout": (lambda m, x: F.dropout(x * 0 + 1, 0.5, m.training), 1.0, 1.0),
 }
 

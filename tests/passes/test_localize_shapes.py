@@ -149,6 +149,48 @@ def test_embedding_of_a_sharded_vocabulary() -> None:
     )
 
 
+def grouped_attention(heads: int, groups: int, t: int) -> tuple[Program, Program]:
+    """Query heads cut wherever their groups end; k and v are whole."""
+    return small_plans.local(
+        lambda q, k, v: aten.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        {"scaled_dot_product_attention": "S1, R, R -> S1"},
+        mesh=f"tp={t}",
+        q=f"f32[b n={heads} s=3 e=2]",
+        k=f"f32[b g={groups} s=3 e=2]",
+        v=f"f32[b g={groups} s=3 e=2]",
+    )
+
+
+def test_ranks_take_the_key_value_heads_of_their_query_heads() -> None:
+    """8 query heads in 2 groups are 2 on each of 4 ranks: each key-value head stands twice, and a rank has one of the 4."""
+    check(
+        grouped_attention(8, 2, 4),
+        """
+        %0 = q                                                          # f32[b 8 3 2] I@tp
+        %1 = k                                                          # f32[b 2 3 2] I@tp
+        %2 = v                                                          # f32[b 2 3 2] I@tp
+        %3 = transition(%0, I -> S1)                                    # f32[b 8/4 3 2] S1@tp
+        %4 = transition(%1, I -> R)                                     # f32[b 2 3 2] R@tp
+        %5 = transition(%2, I -> R)                                     # f32[b 2 3 2] R@tp
+        %6 = heads_of_rank(%4, 2, [1, 4, 1], 'tp', 4)                   # f32[b 4/4 3 2] S1@tp
+        %7 = heads_of_rank(%5, 2, [1, 4, 1], 'tp', 4)                   # f32[b 4/4 3 2] S1@tp
+        %8 = scaled_dot_product_attention(%3, %6, %7, enable_gqa=True)  # f32[b 8/4 3 2] S1@tp
+        %9 = transition(%8, S1 -> I)                                    # f32[b 8 3 2] I@tp
+        return %9
+        """,
+        t=4,
+    )
+
+
+@pytest.mark.parametrize(("heads", "groups", "t"), [(6, 2, 4), (10, 5, 4), (9, 3, 2), (14, 2, 5)])
+def test_query_heads_that_ranks_do_not_divide(heads: int, groups: int, t: int) -> None:
+    """Each query head has a key-value head of its own; some ranks have fewer heads, or none."""
+    before, after = grouped_attention(heads, groups, t)
+    (taken, _) = after.graph.find_nodes(op="call_function", target=mfx.heads_of_rank.default)
+    assert taken.meta[VAL].shape[1] == -(-heads // t)
+    assert_same(before, after, t)
+
+
 def test_mean_divides_by_the_count_of_the_whole_dim() -> None:
     """The pad of the dynamic dim is masked, and the sum divided by b, not by what a rank holds."""
     check(

@@ -61,13 +61,20 @@ def gpt2(*, dropout: float = 0.0, layers: int = 1, heads: int = 4, vocab: int = 
 
 
 def llama(
-    *, dropout: float = 0.0, layers: int = 1, heads: int = 4, kv: int = 2, vocab: int = 67, attn: str = "sdpa"
+    *,
+    dropout: float = 0.0,
+    layers: int = 1,
+    heads: int = 4,
+    kv: int = 2,
+    vocab: int = 67,
+    attn: str = "sdpa",
+    hidden: int = 24,
 ) -> Any:
     """Hugging Face Llama: grouped queries, rotary positions, SwiGLU, RMSNorm."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=24, num_attention_heads=heads, num_key_value_heads=kv, head_dim=6,
+        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv, head_dim=6,
         vocab_size=vocab, intermediate_size=50, max_position_embeddings=64, attention_dropout=dropout,
         attn_implementation=attn,
     )  # fmt: skip

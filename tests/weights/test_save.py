@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,56 @@ def test_a_save_that_fails_leaves_the_old_files(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(CheckpointError, match="model-00002-of-00003.safetensors' cannot be written: no space left"):
         megafx.save_pretrained(model, tmp_path, max_shard_size=40)
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+class Crash(BaseException):
+    """Stands for the end of the process."""
+
+
+def crashing(patch: pytest.MonkeyPatch, at: int) -> None:
+    """Call number `at` that changes the disk, and all later ones, end the process instead."""
+    calls: list[str] = []
+
+    def wrap(name: str, function):
+        def call(*args, **kwargs):
+            if len(calls) >= at:
+                raise Crash(name)
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for place, name in ((os, "replace"), (os, "fsync"), (Path, "unlink"), (save_weights.safetensors_writer, "write")):
+        patch.setattr(place, name, wrap(name, getattr(place, name)))
+
+
+@pytest.mark.parametrize("after", [40, "5GB"])
+@pytest.mark.parametrize("before", [40, 100, "5GB"])
+def test_a_crash_anywhere_in_a_save_leaves_one_model(before: int | str, after: int | str, tmp_path: Path) -> None:
+    """The earlier one or the new one, for megafx and for transformers, which takes the single file, else the index."""
+    first, second = Net(), Net()
+    with torch.no_grad():
+        for x in (*second.parameters(), second.odd):
+            x.add_(1)
+    wanted = [tensors(model) for model in (first, second)]
+    megafx.save_pretrained(first, tmp_path / "start", max_shard_size=before)
+    seen, at = set(), 0
+    while True:
+        folder = shutil.copytree(tmp_path / "start", tmp_path / str(at))
+        with pytest.MonkeyPatch.context() as patch:
+            crashing(patch, at)
+            try:
+                megafx.save_pretrained(second, folder, max_shard_size=after)
+                break
+            except Crash:
+                pass
+        assert (folder / "model.safetensors").exists() or (folder / INDEX).exists()
+        found = tensors(megafx.load_safetensors(on_meta(Net), folder, factory=Net))
+        same = [all(torch.equal(x, values[name]) for name, x in found.items()) for values in wanted]
+        assert sum(same) == 1, f"crash at {at}: {sorted(p.name for p in folder.iterdir())}"
+        seen.add(same.index(True))
+        at += 1
+    assert seen == {0, 1} and at > 5, "crashes were before and after the rename"
 
 
 def test_refusals(tmp_path: Path) -> None:

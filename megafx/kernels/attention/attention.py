@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import ATTENTION, SEED, fixed, mask, real
+from megafx.ir.facts import ATTENTION, QUERY_HEADS, SEED, Localized, fixed, mask, real
 from megafx.kernels.attention import attention_reference as reference
 from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside
 from megafx.kernels.common.draw import DRAW
@@ -205,6 +205,7 @@ define_composite(
     f"attention({_OPERANDS}, {_OPTIONS}) -> Tensor",
     rule=_forward_rule,
     cost=ATTENTION,
+    localize=Localized(QUERY_HEADS, "S"),
     samples=[
         (_Q, _K, _V, real(1, 4, 6, 4), None, None, *_PLAIN),
         (real(2, 24, 4, 2), _G, _G, mask(2, 4), None, SEED, *_DROPPED),
