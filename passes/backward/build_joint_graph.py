@@ -319,7 +319,7 @@ def _free_of_strides(program: Program) -> None:
                 node.target = aten.reshape.default
         elif node.target not in _LAYS_OUT and not any(name in str(node.target) for name in _OWN_FORMS):
             rows_only = all(n.meta[VAL].is_contiguous() for n in operands if isinstance(n.meta.get(VAL), torch.Tensor))
-            if loose or not (rows_only or node.target in _FOLLOWS):
+            if (loose or not (rows_only or node.target in _FOLLOWS)) and not _is_a_row(node):
                 unsure.add(node)
     output, results = program.output_node(), list(program.results())
     for i, spec in enumerate(program.outputs):
@@ -328,6 +328,12 @@ def _free_of_strides(program: Program) -> None:
             results[i] = build(aten.contiguous.default, results[i])
             results[i].meta[PHASE] = BACKWARD
     output.args = (tuple(results),)
+
+
+def _is_a_row(node: fx.Node) -> bool:
+    """Whether at most one dim is longer than 1: there is one way to lay it out."""
+    value = node.meta.get(VAL)
+    return isinstance(value, torch.Tensor) and sum(not (isinstance(n, int) and n == 1) for n in value.shape) <= 1
 
 
 def _finish_meta(program: Program) -> None:
