@@ -252,3 +252,27 @@ class Recurrent(nn.Module):
 def test_a_recurrent_layer_without_dropout_draws_nothing() -> None:
     found = megafx.verify(Recurrent().double(), TWO, example_inputs=(floats(3, 5, 6),), tolerance=1e-10)
     assert found.ok, str(found)
+
+
+class Masked(nn.Module):
+    """torch's own encoder and decoder layers, which ask of a mask's values whether it is causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(17, 12), nn.Linear(12, 17)
+        self.transformer = nn.Transformer(12, 2, 1, 1, 20, dropout=0.0, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=x.dtype)
+        y = self.transformer(x, x.flip(1), src_mask=mask, tgt_mask=mask)
+        return F.cross_entropy(self.head(y).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("t, sequence_parallel", [(2, True), (3, False)])
+def test_a_transformer_of_torch_with_its_own_mask(t: int, sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    config = megafx.Config(tensor_model_parallel_size=t, sequence_parallel=sequence_parallel)
+    ids = torch.randint(0, 17, (3, 5))
+    found = megafx.verify(Masked().double(), config, example_inputs=(ids,), tolerance=1e-10)
+    assert found.ok, str(found)
