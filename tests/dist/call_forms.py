@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import copy
 import io
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist

@@ -160,7 +160,12 @@ def ranks_share_key_value_heads() -> str:
         cut = pair.model.megafx.settled.plan.params["model.layers.0.self_attn.o_proj.weight"].cut
         assert cut.local_size(4) == -(-heads // 4) * 6
         torch.manual_seed(0)
-        fields = BASE | {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 6, "hidden_size": hidden}
+        fields = BASE | {
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "head_dim": 6,
+            "hidden_size": hidden,
+        }
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).eval()
         eager = copy.deepcopy(model)
         megafx.parallelize(model, megafx.Config(hardware="h100-nvlink", **large))

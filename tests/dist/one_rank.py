@@ -128,13 +128,17 @@ def an_error_of_one_rank_in_a_checkpoint(folder: Path) -> None:
         raises(AgreementError, "'lr': 0.001.* on rank 0, .*'lr': 0.002.* there", save())
         optimizer.param_groups[0]["lr"] = 0.001
         raises(LostRankError, r"asynchronous=(True|False)\), rank", save(asynchronous=rank == 1))
-        raises(CheckpointError, "ZeroDivisionError: no load_state_dict", load(extra={"run": Refuses("load_state_dict")}))
+        raises(
+            CheckpointError, "ZeroDivisionError: no load_state_dict", load(extra={"run": Refuses("load_state_dict")})
+        )
         raises(CheckpointError, "ZeroDivisionError: no state_dict", load(extra={"run": Refuses("state_dict")}))
         raises(CheckpointError, "it has no extra 'other'", load(extra={"other": Refuses("")} if rank else None))
         raises(CheckpointError, "does not fit", load([optimizer, optimizer] if rank else optimizer))
         denied = PermissionError(f"permission denied: {folder}") if rank else None
         for where in ("exists", "iterdir" if rank == 0 else "exists"):
-            with mock.patch.object(Path, where, side_effect=denied, autospec=True) if rank else contextlib.nullcontext():
+            with (
+                mock.patch.object(Path, where, side_effect=denied, autospec=True) if rank else contextlib.nullcontext()
+            ):
                 raises(CheckpointError, "PermissionError: permission denied", load())
         broken = "megafx.checkpoint.checkpoint.read_content"
         with mock.patch(broken, side_effect=TypeError("a list")) if rank else contextlib.nullcontext():
@@ -155,7 +159,11 @@ def an_error_of_one_rank_in_safetensors(folder: Path) -> None:
         save_file({n: v.float() for n, v in Net().state_dict().items()}, folder / "model.safetensors")
     dist.barrier()
     for what in ("SafetensorsFiles", "_read", "give_memory"):
-        with mock.patch(f"megafx.weights.load.{what}", side_effect=OSError("worn out")) if rank else contextlib.nullcontext():
+        with (
+            mock.patch(f"megafx.weights.load.{what}", side_effect=OSError("worn out"))
+            if rank
+            else contextlib.nullcontext()
+        ):
             with at_once():
                 raises(CheckpointError, "OSError: worn out", lambda: megafx.load_safetensors(model, folder))
     for what in ("find_savings", "save_config", "_finish"):
@@ -202,7 +210,7 @@ def calls_that_go_apart_late() -> None:
         model(x()) if first else loss.backward()
 
     for text, call in {
-        f"call 4: .* DistributedSampler .* size 0 of 'x' is 3 on rank 0, 4 on rank 1": lambda: model(x(3 + rank)),
+        "call 4: .* DistributedSampler .* size 0 of 'x' is 3 on rank 0, 4 on rank 1": lambda: model(x(3 + rank)),
         "hash of the values of 'x'": lambda: model(x(seed=rank)),
         "different modes, as after model.eval": lambda: in_mode(rank == 1, True),
         "gradients on on rank 0, gradients off on rank 1": lambda: in_mode(True, rank == 0),
@@ -246,7 +254,7 @@ def replicas_whose_graphs_differ() -> None:
 
 
 class Attends(nn.Module):
-    """Fused queries, keys and values of 3 heads, and a width of 19: parameters are cut in blocks, unevenly, and on either dim."""
+    """Fused queries, keys and values of 3 heads, a width of 19: parameters cut in blocks, unevenly, and on either dim."""
 
     def __init__(self) -> None:
         super().__init__()
