@@ -237,7 +237,8 @@ def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) 
 
 def _note_shared_heads(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> None:
     """Note where ranks share key-value heads: their query heads are shards, k and v are whole."""
-    t, found = planner.t, {}
+    found: dict[Any, Any] = {}
+    t = planner.t
     for node in calls:
         choice = planner.solved.ops[node.name]
         if cost_kind(op_name(node)) != ATTENTION or not choice.out.is_shard or choice.ins[1].is_shard:

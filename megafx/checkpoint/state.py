@@ -266,8 +266,8 @@ def encode(value: Any, path: str, tensors: State) -> Any:
     )
 
 
-def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Inverse of `encode`; tensor: name -> the tensor."""
+def decode(data: Any, tensor: Callable[[str], Any]) -> Any:
+    """Inverse of `encode`; tensor: name -> the tensor, or what stands for it."""
     if isinstance(data, list):
         return [decode(v, tensor) for v in data]
     if not isinstance(data, dict):

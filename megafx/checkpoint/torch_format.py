@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ class _Unpickler(pickle._Unpickler):
     """Makes the classes in `_ALLOWED`, and dtypes of torch. Written in Python, where each step can be looked at: setting
     attributes of what is no instance of metadata's own classes would change a class for the whole process."""
 
-    dispatch: dict[int, Callable[[Any], None]] = {**pickle._Unpickler.dispatch}
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {**pickle._Unpickler.dispatch}
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):

@@ -302,7 +302,7 @@ def replicas_differ(difference: Difference) -> AgreementError:
     lines = [e.text.splitlines() for e in (a, b)]
     names = [{name for line in part for name in line.partition(": ")[2].split(", ") if name} for part in lines]
     module, which = None, "another order of gradients, or other collectives"
-    for rank, mine, theirs in ((i, *names), (j, *names[::-1])):
+    for rank, mine, theirs in ((i, names[0], names[1]), (j, names[1], names[0])):
         if alone := sorted(mine - theirs):
             module = alone[0].rpartition(".")[0]
             which = f"'{alone[0]}' is used on data-parallel rank {rank}, and not on rank {i + j - rank}"

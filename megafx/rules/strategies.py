@@ -372,11 +372,11 @@ def row(template: Template, f: str, layout: Layout, t: int) -> Strategy | None:
         ins = [S(s.factors.index(f), layout) if f in s.factors else (R if s.active else I) for s in template.operands]
         out = S(template.entries(-1).index(f), layout) if localized.gives == "S" else Placement(localized.gives)
         return Strategy(tuple(ins), out, f, "vocab-parallel" if f == "v" else "")
-    out = place(template, -1, f, layout, t)
+    result = place(template, -1, f, layout, t)
     placed = [place(template, i, f, layout, t) for i in range(len(template.operands))]
-    if out is None or None in placed:
+    if result is None or None in placed:
         return None
-    return Strategy(tuple(p for p in placed if p is not None), out, f)
+    return Strategy(tuple(p for p in placed if p is not None), result, f)
 
 
 @lru_cache(maxsize=65536)

@@ -341,7 +341,8 @@ class _Run(torch.autograd.Function):
         try:
             with stopping_with_others("backward"):
                 if boards is not None:
-                    boards.backward(graph, *ctx.numbers, graph.state.held.now)
+                    step, shared = ctx.numbers
+                    boards.backward(graph, step, shared, graph.state.held.now)
                 gradients = graph.backward(ctx.kept, given, retain)
                 graph.check_gradients(gradients)
         except LostRankError:

@@ -60,7 +60,7 @@ class Call:
                 found += value.shape
                 if type(value) is torch.Tensor and value.device.type == "cpu":
                     few = value.detach().reshape(-1)[:COMPARED]
-                    found.append(zlib.crc32(few.view(torch.uint8).numpy()))
+                    found.append(zlib.crc32(few.view(torch.uint8).numpy().data))
             elif _is_number(value):
                 found.append(hash(value))
         return found

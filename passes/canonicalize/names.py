@@ -189,7 +189,7 @@ def put_where_a_mask_says(editor: Editor, node: fx.Node) -> bool:
     """`x[mask] = v`, where v has no size of the rows that the mask selects -> where(mask, v, x)."""
     x, indices, values, accumulate = (argument(node, n) for n in ("self", "indices", "values", "accumulate"))
     at = [i for i, a in enumerate(indices) if a is not None]
-    mask = indices[at[0]] if at else None
+    mask: Any = indices[at[0]] if at else None
     if len(at) != 1 or mask.meta[VAL].dtype not in MASKS:
         return False
     rest = x.meta[VAL].dim() - at[0] - mask.meta[VAL].dim()

@@ -163,7 +163,8 @@ def memory_as_values(editor: Editor, node: fx.Node) -> bool:
 
 def _memory_order(editor: Editor, node: Any) -> list[int] | None:
     """The dims of a tensor from the outermost in memory to the innermost; None where it does not fill its memory."""
-    value, order, step = node.meta[VAL], [], 1
+    order: list[int] = []
+    value, step = node.meta[VAL], 1
     if not editor.same(value.storage_offset(), 0):
         return None
     left = list(range(value.dim()))

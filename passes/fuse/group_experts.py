@@ -47,7 +47,10 @@ def group_experts(program: Program, planner: Planner) -> int:
         changes += _Grouping(program, planner, chain).run()
     if changes:
         program.graph.eliminate_dead_code()
-    left = [n for n in program.graph.find_nodes(op="call_function", target=aten.linear.default) if _rows(n.args[0])]
+    known = row_sources(program.graph)
+    left = [
+        n for n in program.graph.find_nodes(op="call_function", target=aten.linear.default) if _rows(n.args[0]) in known
+    ]
     if len({_rows(n.args[0]) for n in left}) > 1 and len(program.notes) == before:
         how = "their results are not all put back by index_add, or their experts do not do the same"
         program.note(
@@ -192,11 +195,11 @@ class _Grouping:
         elif first.target is aten.index.Tensor:
             made = self.build(aten.index.Tensor, first.args[0], [self.batch(each) for each in places])
         else:
-            own = BIASED.get(first.target)
+            own = BIASED.get(first.target)  # type: ignore[call-overload]
             args = [self._operand(each, first) for each in places]
             if own is not None and args[own] is not None:
                 args[0], args[own] = self.build(aten.add.Tensor, args[0], self._of_each_row(places[own])), None
-            made = self.build(first.target, *args, **first.kwargs)
+            made = self.build(first.target, *args, **first.kwargs)  # type: ignore[arg-type]
         return mark(made, first.meta.get(PLACEMENT))
 
     def _operand(self, each: tuple[Any, ...], user: fx.Node) -> Any:
@@ -261,10 +264,8 @@ class _Grouping:
 
 def _rows(value: Any) -> sympy.Symbol | None:
     """The symbol of a first dim whose length data decides."""
-    shape = (
-        value.meta[VAL].shape if isinstance(value, fx.Node) and isinstance(value.meta.get(VAL), torch.Tensor) else ()
-    )
-    first = shape[0] if len(shape) else 1
+    tensor = value.meta.get(VAL) if isinstance(value, fx.Node) else None
+    first = tensor.shape[0] if isinstance(tensor, torch.Tensor) and tensor.dim() else 1
     return first.node.expr if isinstance(first, torch.SymInt) and first.node.expr.is_Symbol else None
 
 

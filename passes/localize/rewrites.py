@@ -5,7 +5,7 @@ Sizes in arguments, means, draws, pads near poles, the lookup in a sharded vocab
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -130,7 +130,7 @@ def localize_heads(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """
     if is_draw(node):
         localize_draw(local, node, choice)
-    q, k, v = node.args[:3]
+    q, k, v = cast(tuple[fx.Node, fx.Node, fx.Node], node.args[:3])
     heads, kv_heads = choice.out.cut.size, k.meta[VAL].shape[-3]
     repeats = repeats_for(heads, kv_heads, local.t)
     layout = Layout.contiguous(kv_heads * repeats, local.t)
