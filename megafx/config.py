@@ -103,7 +103,7 @@ class Config:
         True, "compute linears that read one value as one product: gate and up; queries, keys and values", fuses=True
     )
     moe_grouped_gemm: bool = _option(
-        True, "compute experts that are called one by one, each on its own tokens, as grouped products", fuses=True
+        False, "compute experts that are called one by one, each on its own tokens, as grouped products", fuses=True
     )
     recompute_activation_func: bool = _option(
         True, "outputs of fused activations are not kept for backward: the kernel of their gradient computes them again"

@@ -247,6 +247,8 @@ def _note_shared_heads(program: Program, planner: Planner, calls: Iterable[fx.No
             continue
         kv_heads, local = planner.rules[node].operands[1].node.meta[VAL].shape[1], choice.out.cut.local_size(t)
         ranges = [piece for rank in range(t) for piece in choice.out.cut.pieces(rank, t)]
+        if heads % kv_heads:
+            continue
         group, served = heads // kv_heads, [0] * kv_heads
         for start, _, count in ranges:
             for head in range(start // group, (start + count - 1) // group + 1):

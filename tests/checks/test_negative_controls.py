@@ -23,7 +23,7 @@ from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition
-from megafx.ir.program import PHASE, Program
+from megafx.ir.program import PHASE, VAL, Program
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from megafx.planner.context import Planner
 from megafx.testing import make_planner
@@ -83,6 +83,10 @@ def _replaced(graph: fx.Graph, node: fx.Node, make: Any) -> Iterator[None]:
     def emit(target: Any, *args: Any) -> fx.Node:
         with graph.inserting_after(made[-1] if made else node):
             made.append(graph.call_function(target, args))
+        made[-1].meta |= node.meta
+        values = fx.node.map_arg(args, lambda n: n.meta[VAL])
+        with node.meta[VAL].fake_mode:
+            made[-1].meta[VAL] = target(*values)
         return made[-1]
 
     result = make(emit)

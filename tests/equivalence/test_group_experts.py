@@ -78,6 +78,7 @@ def calls() -> tuple[Tensor, Tensor]:
 
 def grouped(model: nn.Module, **config: Any) -> tuple[int, list[str]]:
     """Grouped products of one rank's forward and backward, and what the report says of experts."""
+    config = {"moe_grouped_gemm": True} | config
     model = megafx.parallelize(model, megafx.Config(**config), example_inputs=calls())
     model(*calls())
     graph = model.megafx.settled.last.program.graph
@@ -100,7 +101,7 @@ def test_ranks_compute_what_eager_does(kind: type[nn.Module], bias: bool, put: s
     torch.manual_seed(0)
     model = Net(kind, bias, put).double()
     for sequence_parallel in (False, True):
-        config = megafx.Config(tensor_model_parallel_size=t, sequence_parallel=sequence_parallel)
+        config = megafx.Config(tensor_model_parallel_size=t, sequence_parallel=sequence_parallel, moe_grouped_gemm=True)
         verdict = megafx.verify(model, config, example_inputs=calls(), tolerance=1e-10)
         assert verdict, verdict
     products, notes = grouped(model)
@@ -118,9 +119,9 @@ def test_an_expert_without_tokens_has_gradients_of_zero() -> None:
         model.moe.router.weight.copy_(torch.eye(4, 8) * torch.tensor([5.0, 4.0, -5.0, 3.0])[:, None])
         model.norm.bias.fill_(2.0)
         model.norm.weight.fill_(0.01)
-    config = megafx.Config(tensor_model_parallel_size=2)
+    config = megafx.Config(tensor_model_parallel_size=2, moe_grouped_gemm=True)
     assert megafx.verify(model, config, example_inputs=calls(), tolerance=1e-10)
-    model = megafx.parallelize(model, megafx.Config(), example_inputs=calls())
+    model = megafx.parallelize(model, megafx.Config(moe_grouped_gemm=True), example_inputs=calls())
     model(*calls()).backward()
     assert not model.moe.experts[2].gate.weight.grad.any() and model.moe.experts[0].gate.weight.grad.any()
 
@@ -143,7 +144,9 @@ def test_knob_and_what_is_left_alone() -> None:
 
 def test_weights_and_gradients_lie_in_one_memory() -> None:
     torch.manual_seed(0)
-    model = megafx.parallelize(Net(Gated, False, "index_add").double(), megafx.Config(), example_inputs=calls())
+    model = megafx.parallelize(
+        Net(Gated, False, "index_add").double(), megafx.Config(moe_grouped_gemm=True), example_inputs=calls()
+    )
     for _ in range(2):
         model(*calls()).backward()
     experts = model.moe.experts
