@@ -43,7 +43,7 @@ def found(report, verdict):
 
 @pytest.mark.parametrize("t", [2, 3])
 def test_no_row_is_wrong_and_none_is_missing(t):
-    own = [op for op, facts in declared().items() if facts.rule]
+    own = [op for op, facts in declared().items() if facts.rule and "._test" not in op]  # others' tests define some
     report = check_rules([*RULES, *FAMILIES, *VIEWS, *own], t=[t])
     assert not report.of("wrong") and not report.of("missing"), str(report)
     assert {f.op for f in report.of("unchecked")} <= NO_CPU | NO_SAMPLE
