@@ -20,6 +20,7 @@ import struct
 import tempfile
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ class Difference(NamedTuple):
     entries: tuple[Entry, Entry]
 
 
-class Board:
+class Board(ABC):
     """Of the ranks of one group, which all make it. Its ranks exchange the same number of entries, in the same order."""
 
     def __init__(self, me: int, ranks: int, waits: bool) -> None:
@@ -75,9 +76,9 @@ class Board:
         self.number = 0
         self.own: deque[Entry] = deque(maxlen=RECORDS)
 
+    @abstractmethod
     def exchange(self, entry: Entry) -> Difference | None:
         """Post what this rank is about to run; a difference to what another rank runs, where one is known by now."""
-        raise NotImplementedError
 
     def look(self) -> Difference | None:
         """A difference that is known by now, in what was posted."""

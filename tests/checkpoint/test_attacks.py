@@ -20,7 +20,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights(name: str, tmp_path: Path) -> None:
-    attacks.weights(name, tmp_path / "files")
+    assert attacks.weights(name, tmp_path / "files") == (name not in attacks.LOADS)
 
 
 @pytest.mark.parametrize("name", METADATA)
