@@ -23,7 +23,7 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.replaying import Replayed, replay_call
-from megafx.report import Report
+from megafx.report.report import Report
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
