@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
 from megafx.equivalence import Verdict, verify_call
 from megafx.errors import UsageError
+from megafx.ir.dump import diff_folders
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
-from megafx.report import Report
+from megafx.replaying import Replayed, replay_call
+from megafx.report.report import Report
+from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
 
@@ -114,6 +118,31 @@ def verify(
     return verify_call(
         model, args, kwargs, config, hardware, loss_fn=loss_fn, loss_inputs=loss_inputs, tolerance=tolerance
     )
+
+
+def diff(before: Plan | str | Path, after: Plan | str | Path) -> str:
+    """What differs between two plans (or files of saved ones), or graph by graph between two folders that MEGAFX_DUMP wrote.
+
+    Empty where nothing does. Raises UsageError or PlanError where there is no such plan or folder.
+    """
+    if not isinstance(before, Plan) and not isinstance(after, Plan) and (Path(before).is_dir() or Path(after).is_dir()):
+        return diff_folders(before, after)
+    plans = []
+    for one in (before, after):
+        if not isinstance(one, Plan) and not Path(one).is_file():
+            raise UsageError(f"'{one}' is no saved plan and not a dump folder", fix="save a plan with Plan.save(path)")
+        plans.append(one if isinstance(one, Plan) else Plan.load(one))
+    return plans[0].diff(plans[1])
+
+
+def replay(folder: str | Path, model: nn.Module, *, example_inputs: Any = None) -> Replayed:
+    """Compile the model as a dump folder of MEGAFX_DUMP says, without ranks, and compare with its graphs.
+
+    The result is true where all are the same, and names the first pass that left another graph otherwise. The model may be on
+    the meta device; example_inputs as in `parallelize`. Raises UsageError where the folder cannot be replayed.
+    """
+    args, kwargs = example_call(model, example_inputs)
+    return replay_call(model, args, kwargs, Normalizer(model.forward)(args, kwargs), folder)
 
 
 def draw_inputs(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from megafx.passes.plan.place_batch import place_batch
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.planner.context import Gradients, Planner
 from megafx.planner.plan import Plan
-from megafx.report import describe
+from megafx.report.describe import describe
 
 
 def describe_plan(program: Program, planner: Planner) -> int:
