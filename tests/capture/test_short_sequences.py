@@ -1,4 +1,4 @@
-"""Models whose tables bound the sequence to about the number of ranks: sizes that vary stay symbols, and no rank's part is wrong.
+"""Models whose tables bound the sequence to about the number of ranks: sizes that vary stay symbols, no part is wrong.
 
 Found by the fuzzer: a traced shard of one row is taken for a number, and so is a size that is traced at its bound.
 """
