@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.replaying import Replayed, replay_call
+from megafx.report.compare import differences, read_report
+from megafx.report.page import side_by_side
 from megafx.report.report import Report
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
@@ -75,9 +78,25 @@ def plan(
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    if config.params_dtype is not None:
+        model = _in_dtype(model, getattr(torch, config.params_dtype))
     program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
     t = config.tensor_model_parallel_size or 1
-    return plan_only(program, Planner(config, t, hardware_of(config, None), wants_grad=lambda spec: True))
+    hardware = hardware_of(config, None)
+    return plan_only(program, Planner(config, t, hardware, wants_grad=lambda spec: True, keeps_problem=True))
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """What `model.to(dtype)` would be, as a model of its own whose parameters take no memory."""
+    made: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        floating = tensor.is_floating_point()
+        if isinstance(tensor, nn.Parameter):
+            empty = torch.empty_like(tensor, device="meta", dtype=dtype if floating else None)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        else:
+            made[id(tensor)] = tensor.detach().to(dtype) if floating else tensor
+    return copy.deepcopy(model, made)
 
 
 def explain(subject: nn.Module | Plan) -> Report:
@@ -120,18 +139,25 @@ def verify(
     )
 
 
-def diff(before: Plan | str | Path, after: Plan | str | Path) -> str:
-    """What differs between two plans (or files of saved ones), or graph by graph between two folders that MEGAFX_DUMP wrote.
+def diff(before: Plan | str | Path, after: Plan | str | Path, *, html: str | Path | None = None) -> str:
+    """What differs between two plans (or files of saved ones), between two reports (pages or JSON files), or graph by graph
+    between two folders that MEGAFX_DUMP wrote.
 
-    Empty where nothing does. Raises UsageError or PlanError where there is no such plan or folder.
+    Empty where nothing does. html: where to write a page with two reports side by side; of plans too, where they have one.
+    Raises UsageError or PlanError where there is no such plan, report or folder.
     """
-    if not isinstance(before, Plan) and not isinstance(after, Plan) and (Path(before).is_dir() or Path(after).is_dir()):
-        return diff_folders(before, after)
-    plans = []
-    for one in (before, after):
-        if not isinstance(one, Plan) and not Path(one).is_file():
-            raise UsageError(f"'{one}' is no saved plan and not a dump folder", fix="save a plan with Plan.save(path)")
-        plans.append(one if isinstance(one, Plan) else Plan.load(one))
+    sides = [one if isinstance(one, Plan) else Path(one) for one in (before, after)]
+    if any(isinstance(one, Path) and one.is_dir() for one in sides):
+        return diff_folders(*(str(one) for one in sides))
+    old, new = (one.report and one.report.page_data() if isinstance(one, Plan) else read_report(one) for one in sides)
+    if old and new and not (html is None and all(isinstance(one, Plan) for one in sides)):
+        found = differences(old, new)
+        if html is not None:
+            Path(html).write_text(side_by_side(old, new, found))
+        return found
+    if html is not None:
+        raise UsageError("a saved plan has no report to draw", fix="compare pages that `megafx explain --html` wrote")
+    plans = [one if isinstance(one, Plan) else Plan.load(one) for one in sides]
     return plans[0].diff(plans[1])
 
 

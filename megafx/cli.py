@@ -107,9 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     argument("--model", help="as for plan; default: in SOURCE")
     _add_settings(argument)
     argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
-    argument, _ = add(_diff, "megafx.diff", "compare two saved plans, or two dump folders graph by graph")
+    argument, _ = add(_diff, "megafx.diff", "compare two saved plans, two reports, or two dump folders graph by graph")
     argument("before", type=Path)
     argument("after", type=Path)
+    argument("--html", type=Path, metavar="FILE", help="write two reports side by side")
     argument, _ = add(_profile_hardware, "megafx.profile_hardware", "measure this machine, for --hardware FILE")
     argument("file", type=Path, metavar="FILE", help="YAML file to write")
     argument("--link", metavar="PROFILE", help="in one process (without torchrun): whose link is taken over")
@@ -268,7 +269,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     import megafx
 
-    found = megafx.diff(args.before, args.after)
+    found = megafx.diff(args.before, args.after, html=args.html)
     print(found or "no difference")
     return 1 if found else 0
 
