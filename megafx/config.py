@@ -128,7 +128,8 @@ class Config:
         "for 'selective': core_attn (the default), norm, act, mlp, moe, shared_experts, mla_up_proj, or globs of module names",
     )
     distribute_saved_activations: bool = _option(
-        False, "for 'full' without sequence_parallel: each rank keeps its part of a layer's input, and backward gathers it"
+        False,
+        "for 'full' without sequence_parallel: each rank keeps its part of a layer's input, and backward gathers it",
     )
     fusion_profile: str | None = _option(
         None,

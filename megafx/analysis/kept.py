@@ -187,7 +187,9 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
         return 0.0
     if is_start(node):
         kind = STARTS[node.target]
-        sent = sum(numel(program, n.meta[VAL]) for n in node.all_input_nodes) * (t if kind in (ALL_GATHER, ALL_TO_ALL) else 1)
+        sent = sum(numel(program, n.meta[VAL]) for n in node.all_input_nodes) * (
+            t if kind in (ALL_GATHER, ALL_TO_ALL) else 1
+        )
         return collective_seconds(kind, sent, results[0].element_size(), hardware, t)
     name = op_name(node)
     operands = [v for n in node.all_input_nodes for v in tensors_of(n.meta.get(VAL))]

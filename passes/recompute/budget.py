@@ -49,12 +49,16 @@ def whole(node: fx.Node) -> fx.Node:
 
 @dataclass(order=True)
 class Step:
-    """Values that are dropped together, as one op makes them. price: seconds a byte."""
+    """Values that are dropped together, as one op makes them. price: seconds a byte.
+
+    cone: what runs again for them; instead: values that are kept for the cone to begin at.
+    """
 
     price: float
     chunk: int
     values: list[fx.Node]
     cone: list[fx.Node]
+    instead: list[fx.Node]
 
 
 class Spender:
@@ -73,7 +77,8 @@ class Spender:
         count = max(self.layer.values(), default=0) + 1
         size = 1
         while self.total > promise:
-            self._spend(promise, size if size < count else 0)
+            while self._spend(promise, size if size < count else 0):
+                pass  # what was kept instead of something else may be dropped in its turn
             if size >= count:
                 break
             size *= 2
@@ -87,8 +92,9 @@ class Spender:
             )
         return self.dropped
 
-    def _spend(self, promise: int, size: int) -> None:
-        """size: layers between whose first and last nothing stays; 0: all of them."""
+    def _spend(self, promise: int, size: int) -> bool:
+        """Whether anything was dropped. size: layers between whose first and last nothing need stay; 0: all of them."""
+        before = len(self.dropped)
         chunks: dict[int, list[fx.Node]] = {}
         for node in self.kept.saved:
             if is_value(node):
@@ -102,6 +108,7 @@ class Spender:
             following = self._next(makers[step.chunk], step.chunk, size)
             if following is not None:
                 heapq.heappush(heap, following)
+        return len(self.dropped) > before
 
     def _chunk(self, node: fx.Node, size: int) -> int:
         return self.layer.get(node, -1) // size if size else 0
@@ -121,11 +128,11 @@ class Spender:
     def _step(self, values: list[fx.Node], chunk: int, size: int) -> Step | None:
         if size and not all(self._chunk(reader, size) == chunk for v in values for reader in self._readers(v)):
             return None
-        gain = total_bytes(self.program, values)
-        cone = self._cone(values)
-        if cone is None or not gain or (size and any(self._chunk(n, size) != chunk for n in cone if is_value(n))):
+        cone, instead = self._cone(values, chunk, size)
+        gain = total_bytes(self.program, values) - total_bytes(self.program, instead)
+        if gain <= 0 or not cone:
             return None
-        return Step(sum(map(self._seconds, cone)) / gain, chunk, values, cone)
+        return Step(sum(map(self._seconds, cone)) / gain, chunk, values, cone, instead)
 
     def _readers(self, value: fx.Node) -> Iterator[fx.Node]:
         """What needs the value, seen through what is made again for nothing."""
@@ -135,34 +142,36 @@ class Spender:
             else:
                 yield reader
 
-    def _cone(self, values: list[fx.Node]) -> list[fx.Node] | None:
-        """What has to run for these values; None where something in it may not."""
-        found: dict[fx.Node, None] = {}
+    def _cone(self, values: list[fx.Node], chunk: int, size: int) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What has to run for these values, and what has to be kept for that because it may not run again."""
+        cone: dict[fx.Node, None] = {}
+        instead: dict[fx.Node, None] = {}
         todo = list(values)
         while todo:
             node = todo.pop()
-            if node in found or is_given(node) or node in self.kept.again or _is_size(node):
+            if node in cone or is_given(node) or node in self.kept.again or _is_size(node):
                 continue
             if node in self.kept.saved and node not in values:
                 continue
-            if not self.allowed(node):
-                return None
-            found[node] = None
-            todo += when_repeated(node)
-        return list(found)
+            inside = not size or not is_value(node) or self._chunk(node, size) == chunk
+            if (inside and self.allowed(whole(node))) or is_free(node, self.kept.parameters):
+                cone[node] = None
+                todo += when_repeated(node)
+            elif is_value(node):
+                instead[node] = None
+        return list(cone), list(instead)
 
     def _drop(self, step: Step) -> None:
         kept = self.kept
         for value in step.values:
-            del kept.saved[value]
+            kept.saved.pop(value, None)
+        kept.saved |= dict.fromkeys(step.instead)
         for node in step.cone:
             kept.again[node] = None
             for operand in when_repeated(node):
                 kept.readers.setdefault(operand, {})[node] = None
-                if _is_size(operand) and not is_free(operand, kept.parameters):
-                    kept.saved[operand] = None
         self.dropped += step.cone
-        self.total -= total_bytes(self.program, step.values)
+        self.total -= total_bytes(self.program, step.values) - total_bytes(self.program, step.instead)
 
     def _seconds(self, node: fx.Node) -> float:
         if node not in self.times:
@@ -177,29 +186,29 @@ def _is_size(node: fx.Node) -> bool:
 def layers_of(program: Program) -> dict[fx.Node, int]:
     """Node -> the number of its layer, counted with what is before, between and after layers, in the order of use.
 
-    A node of no module (a sum in the model's own forward) is of the layer of what it reads last. One that reads nothing of a
-    layer, and all of a model without layers, are of number 0.
+    A node of backward is of the layer that its module is in, else of the layer of what it reads of forward. All nodes of a model
+    without layers are of number 0.
     """
-    shapes = {i.name: tuple(map(str, n.meta[VAL].shape)) for n, i in program.input_nodes() if i.kind == "param"}
-    layers = Layers.of(shapes)
+    layers = model_layers(program)
     found: dict[fx.Node, int] = {}
     if not layers.paths:
         return dict.fromkeys(program.graph.nodes, 0)
     number: dict[str, int] = {}
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
-    named = [n for n in nodes if _is_named(n, layers)]
-    forward = [n for n in named if not in_backward(n)]
+    forward = [n for n in nodes if not in_backward(n)]
     for node, region in zip(forward, layers.regions(map(fqn_of, forward)), strict=True):
         found[node] = number.setdefault(region, len(number))
-    of_module = {fqn_of(n): found[n] for n in forward}
+    of_module = {fqn_of(n): found[n] for n in forward if fqn_of(n)}
     for node in nodes:
         if node not in found:
             operands = [found[a] for a in node.all_input_nodes if a in found]
-            found[node] = of_module.get(fqn_of(node) or "-", max(operands, default=0))
+            of_layer = number.get(layers.layer_of(fqn_of(node)), of_module.get(fqn_of(node)))
+            found[node] = max(operands, default=0) if of_layer is None else of_layer
     return found
 
 
-def _is_named(node: fx.Node, layers: Layers) -> bool:
-    """Whether the path says where a node is: not that of a module around layers."""
-    fqn = fqn_of(node)
-    return bool(fqn) and not any(p.startswith(f"{fqn}.") for p in layers.paths)
+def model_layers(program: Program) -> Layers:
+    """The layers of the model, by the local shapes of its parameters."""
+    return Layers.of(
+        {i.name: tuple(map(str, n.meta[VAL].shape)) for n, i in program.input_nodes() if i.kind == "param"}
+    )

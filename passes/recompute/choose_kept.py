@@ -25,9 +25,9 @@ import megafx.kernels.norm.add_norm  # noqa: F401  registers the ops
 from megafx.analysis.kept import Kept, seconds, total_bytes
 from megafx.config import Config
 from megafx.ir.nodes import in_backward, storage_of
-from megafx.ir.program import FQN, RECOMPUTE, REGION, Builder, Phase, Program, Recomputed
+from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, inherit
 from megafx.ops.again import AGAIN
-from megafx.passes.recompute.budget import Spender, promised_bytes
+from megafx.passes.recompute.budget import Spender, promised_bytes, whole
 from megafx.passes.recompute.regions import regions_of, tag_regions
 from megafx.planner.context import Planner
 
@@ -68,7 +68,7 @@ def is_asked(program: Program, config: Config) -> bool:
     """Whether anything but what costs nothing is to be made again."""
     if config.activation_memory_budget is not None or config.recompute_granularity is not None:
         return True
-    return any(REGION in n.meta for n in program.graph.nodes)
+    return any(n.meta.get(REGION) is not None for n in program.graph.nodes)
 
 
 def _kept(program: Program) -> Kept:
@@ -91,35 +91,44 @@ def split_norms(program: Program) -> list[fx.Node]:
         if 0 not in parts or 1 not in parts:
             continue
         total, normed = parts[0], parts[1]
-        for part in (normed, total):
+        for part in reversed([*parts.values()]):
             node.append(part)
-        readers = list(normed.users)
         op, taken = _NORMS[node.target]
-        build = Builder(program, normed.next, normed, NAME)
-        norm = build(op, total, *node.args[taken])
-        other = build(operator.getitem, norm, 0)
-        both = build(AGAIN, normed, other)
-        for reader in readers:
-            reader.replace_input_with(normed, both)
-        for new, origin in ((node, _made(node.args[0])), (norm, next((r for r in readers if not in_backward(r)), node))):
-            for each in (new, *new.users) if new is norm else (new, total):
-                _move(each, origin)
-        _move(both, norm)
-        made.append(both)
+        reader = next((r for r in normed.users if not in_backward(r)), normed)
+        summed = max(whole(storage_of(node.args[0])), whole(storage_of(node.args[2])))  # type: ignore[arg-type]
+        statistics = [part for index, part in sorted(parts.items()) if index > 0]
+        emit = _Emit(program, max(parts.values()).next, normed)
+        norm = emit(op, (total, *node.args[taken]), tuple(part.meta[VAL] for part in statistics))
+        new = [norm]
+        for index, part in parts.items():
+            if index > 0:
+                readers = list(part.users)
+                other = emit(operator.getitem, (norm, index - 1), part.meta[VAL])
+                both = emit(AGAIN, (part, other), part.meta[VAL])
+                for each in readers:
+                    each.replace_input_with(part, both)
+                new += [other, both]
+                made.append(both)
+        for each in (node, total):  # it ends what comes before it; the norm begins what reads it
+            each.meta[FQN] = fqn_of(summed)
+            each.meta[REGION] = summed.meta.get(REGION)
+        for each in new:
+            each.meta[FQN] = fqn_of(reader)
+            each.meta[REGION] = reader.meta.get(REGION)
     return made
 
 
-def _made(node: Any) -> fx.Node:
-    """The op behind views."""
-    return storage_of(node)
+class _Emit:
+    """Puts nodes in front of `where` that stem from `origin` and have the values given."""
 
+    def __init__(self, program: Program, where: fx.Node, origin: fx.Node) -> None:
+        self.program, self.where, self.origin = program, where, origin
 
-def _move(node: fx.Node, origin: fx.Node) -> None:
-    """To the region and the module of another node."""
-    for key in (REGION, FQN):
-        node.meta.pop(key, None)
-        if key in origin.meta:
-            node.meta[key] = origin.meta[key]
+    def __call__(self, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
+        with self.program.graph.inserting_before(self.where):
+            node = self.program.graph.call_function(target, args)
+        node.meta[VAL] = value
+        return inherit(node, self.origin, NAME)
 
 
 def join_norms(program: Program, again: list[fx.Node]) -> None:
@@ -130,4 +139,5 @@ def join_norms(program: Program, again: list[fx.Node]) -> None:
             both.replace_all_uses_with(normed)
             norm = other.args[0]
             for node in (both, other, norm):
-                program.graph.erase_node(node)
+                if not node.users:
+                    program.graph.erase_node(node)

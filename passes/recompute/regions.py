@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.analysis.communication import is_start
 from megafx.analysis.kept import Kept, is_free, is_given, is_value
-from megafx.analysis.layers import Layers
 from megafx.errors import ConfigError
-from megafx.ir.nodes import in_backward, op_name
+from megafx.ir.nodes import in_backward, op_name, storage_of
 from megafx.ir.program import RECOMPUTE, REGION, VAL, Program, fqn_of
 from megafx.ops.again import AGAIN, when_repeated
-from megafx.passes.recompute.budget import allowed, layers_of, whole
+from megafx.passes.recompute.budget import allowed, layers_of, model_layers, whole
 from megafx.planner.context import Planner
 from megafx.planner.cost import MATMUL, cost_kind
 
@@ -51,7 +51,7 @@ def regions_of(program: Program, planner: Planner) -> Regions:
     config, found = planner.config, Regions()
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     for node in nodes:
-        if REGION in node.meta:
+        if node.meta.get(REGION) is not None:
             found.of[node] = node.meta[REGION]
     if config.recompute_granularity == "full":
         layer = layers_of(program)
@@ -69,8 +69,7 @@ def regions_of(program: Program, planner: Planner) -> Regions:
 
 def _layers(program: Program, layer: dict[fx.Node, int]) -> dict[int, int]:
     """Number of a layer among all parts of a model -> its place among the layers."""
-    shapes = {i.name: tuple(map(str, n.meta[VAL].shape)) for n, i in program.input_nodes() if i.kind == "param"}
-    layers = Layers.of(shapes)
+    layers = model_layers(program)
     numbers = sorted({number for node, number in layer.items() if layers.layer_of(fqn_of(node))})
     return {number: place for place, number in enumerate(numbers)}
 
@@ -79,6 +78,10 @@ def _select(program: Program, name: str, nodes: list[fx.Node], found: Regions) -
     forward = [n for n in nodes if not in_backward(n)]
     if name in ("norm", "layernorm"):
         found.dropped.update(n for n in forward if op_name(n) in NORMS)
+        gathers = [n for n in forward if is_start(n) and whole(storage_of(n.all_input_nodes[0])) in found.dropped]
+        found.dropped.update(
+            gathers
+        )  # of sequence parallelism: shards of a norm are put together for the product behind it
         return
     if name in ("act", "moe_act"):
         found.dropped.update(n for n in forward if op_name(n) in ACTIVATIONS)
@@ -143,7 +146,9 @@ def tag_regions(program: Program, planner: Planner, regions: Regions) -> list[fx
     may = allowed(program, planner)
     tags: list[fx.Node] = []
     stuck: dict[str, fx.Node] = {}
-    waiting: dict[fx.Node, list[fx.Node]] = {}  # op with several results, or a collective -> its results that are needed
+    waiting: dict[
+        fx.Node, list[fx.Node]
+    ] = {}  # op with several results, or a collective -> its results that are needed
     for node in reversed(program.graph.nodes):
         if node in waiting:
             needed[node] = set().union(*(needed[part] for part in waiting[node]))
@@ -174,7 +179,9 @@ def tag_regions(program: Program, planner: Planner, regions: Regions) -> list[fx
             else:
                 stuck.setdefault(str(node.target), node)
     for target, node in stuck.items():
-        program.note("recompute", f"results of {target} are kept: it is not known to give the same when it runs again", node)
+        program.note(
+            "recompute", f"results of {target} are kept: it is not known to give the same when it runs again", node
+        )
     return tags
 
 
