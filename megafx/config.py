@@ -111,8 +111,8 @@ class Config:
     )
     activation_memory_budget: float | int | str | None = _option(
         None,
-        "what a rank may keep for backward: '24GiB', or a fraction (0.0 to 1.0) of what it keeps without a budget; 'fit': what "
-        "the device has left. Values that do not fit are made again in backward, the cheapest first (docs/memory.md)",
+        "what a rank may keep for backward: '24GiB', or a fraction (0.0 to 1.0) of what it keeps without a budget. Values that "
+        "do not fit are made again in backward, the cheapest first (docs/memory.md)",
     )
     recompute_granularity: Literal["selective", "full"] | None = _option(
         None, "'full': layers are computed again from their inputs; 'selective': the parts that recompute_modules names"
@@ -126,10 +126,6 @@ class Config:
     recompute_modules: tuple[str, ...] = _option(
         tuple,
         "for 'selective': core_attn (the default), norm, act, mlp, moe, shared_experts, mla_up_proj, or globs of module names",
-    )
-    distribute_saved_activations: bool = _option(
-        False,
-        "for 'full' without sequence_parallel: each rank keeps its part of a layer's input, and backward gathers it",
     )
     fusion_profile: str | None = _option(
         None,
@@ -189,7 +185,6 @@ class Config:
             raise _error("recompute_modules", names, "a list of names, or of globs of module names")
         object.__setattr__(self, "recompute_modules", tuple(names))
         needs = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
-        needs |= {"distribute_saved_activations": "full"}
         for name, granularity in needs.items():
             value = getattr(self, name)
             if value and self.recompute_granularity != granularity:
@@ -283,11 +278,11 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def _budget(value: object) -> float | int | str | None:
-    """None; 'fit'; a float from 0 to 1: a fraction; an int: bytes, which '24GiB' becomes."""
-    allowed = "a size such as '24GiB', a fraction from 0.0 to 1.0, 'fit', or None"
-    if value is None or value == "fit":
-        return value  # type: ignore[return-value]
+def _budget(value: object) -> float | int | None:
+    """None; a float from 0 to 1: a fraction; an int: bytes, which '24GiB' becomes."""
+    allowed = "a size such as '24GiB', a fraction from 0.0 to 1.0, or None"
+    if value is None:
+        return None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if 0 <= value <= 1:
             return float(value)

@@ -75,7 +75,7 @@ def is_free(node: fx.Node, parameters: Container[fx.Node]) -> bool:
 
 
 def needed_in_backward(program: Program) -> set[fx.Node]:
-    """The nodes of backward that gradients need, or other ranks (collectives whose result only they read), and what they read."""
+    """The nodes of backward that gradients need, or other ranks (collectives that only they read), and what these read."""
     gradients = [r for r, o in zip(program.results(), program.outputs, strict=True) if o.kind == "gradient"]
     unread = [n for n in program.graph.nodes if is_wait(n) and not n.users and in_backward(n)]
     return ancestors([*gradients, *unread], stop=lambda n: not in_backward(n))

@@ -46,7 +46,7 @@ class _Applied(nn.Module):
 
 
 class Regions:
-    """Numbers the calls of checkpoint in one trace, and marks what is traced inside; calls inside of others are part of them."""
+    """Numbers the calls of checkpoint in a trace, and marks what is traced inside. Calls inside of others are part of them."""
 
     def __init__(self) -> None:
         self.count, self.inside = 0, False

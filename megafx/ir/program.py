@@ -154,6 +154,11 @@ class Recomputed:
     promise: int | None
     seconds: float
 
+    def __str__(self) -> str:
+        mib = lambda n: f"{n / 2**20:,.1f} MiB"  # noqa: E731
+        text = f"{mib(self.kept)} of {mib(self.without)}, the rest made again in {1e6 * self.seconds:.0f} us"
+        return text if self.promise is None else f"{text} (budget {mib(self.promise)})"
+
 
 @dataclass(frozen=True)
 class Partition:

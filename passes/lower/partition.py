@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.communication import is_region_gather, is_start, is_wait, start_earlier
-from megafx.analysis.kept import by_reference, is_free, is_gathered, is_given, is_join, needed_in_backward
+from megafx.analysis.kept import by_reference, is_free, is_gathered, is_given, is_join
 from megafx.analysis.lazy import only_for_lazy
 from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import RECOMPUTE, VAL, Partition, Phase, Program, Saved, ancestors, fqn_of, source_of

@@ -186,8 +186,8 @@ def _is_size(node: fx.Node) -> bool:
 def layers_of(program: Program) -> dict[fx.Node, int]:
     """Node -> the number of its layer, counted with what is before, between and after layers, in the order of use.
 
-    A node of backward is of the layer that its module is in, else of the layer of what it reads of forward. All nodes of a model
-    without layers are of number 0.
+    A node of backward is of the layer that its module is in, else of the layer of what it reads of forward. Where a model has
+    no layers, all nodes are of number 0.
     """
     layers = model_layers(program)
     found: dict[fx.Node, int] = {}

@@ -39,7 +39,7 @@ def test_options_are_the_fields_of_config(capsys):
         main(["plan", "--help"])
     shown = capsys.readouterr().out
     for f in dataclasses.fields(Config):
-        of_shell = f.name not in ("overrides", "eager_modules", "passes")
+        of_shell = f.name not in ("overrides", "eager_modules", "passes", "recompute_modules")
         assert (f"--{f.name.replace('_', '-')} " in shown) == of_shell, f.name
     assert "usage: megafx plan [options] MODEL" in shown and "(default: 25)" in shown
 
