@@ -32,10 +32,11 @@ _STYLE_OF = {name: style for style, names in STYLES.items() for name in (style, 
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def _option(default: Any, doc: str, *, least: int = 0, fuses: bool = False) -> Any:
-    """A field. least: the smallest whole number that it takes; fuses: it switches a family of fusions off."""
+def _option(default: Any, doc: str, *, least: int = 0, fuses: bool = False, short: str = "") -> Any:
+    """A field. least: the smallest whole number that it takes; fuses: it switches a family of fusions off; short: another
+    name of its command-line option."""
     make = {"default_factory": default} if isinstance(default, type) else {"default": default}
-    return field(metadata={"doc": doc, "least": least, "fuses": fuses}, **make)
+    return field(metadata={"doc": doc, "least": least, "fuses": fuses, "short": short}, **make)
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,16 @@ class Config:
     """Choices of one `megafx.parallelize` call."""
 
     tensor_model_parallel_size: int | None = _option(
-        None, "ranks of the tensor-parallel axis; None: the size of the mesh or of the world, else 1", least=1
+        None,
+        "ranks of the tensor-parallel axis; None: the size of the mesh or of the world, else 1",
+        least=1,
+        short="tp",
     )
     data_parallel_size: int | None = _option(
         None,
         "number of tensor-parallel groups, which share a batch among them; None: the size of the mesh's 'dp' dims, else 1",
         least=1,
+        short="dp",
     )
     data_parallel: Literal["ddp", "zero1", "fsdp"] = _option(
         "ddp", "'ddp': every group holds all parameters; 'zero1', 'fsdp': a shard of them (docs/data_parallel.md)"
@@ -65,11 +70,16 @@ class Config:
         25, "gradients are collected until they are this many MiB, and then reduced together", least=1
     )
     sequence_parallel: bool | Literal["auto"] = _option(
-        "auto", "ranks hold slices of the sequence where no weight is cut; 'auto': the planner decides by cost"
+        "auto",
+        "ranks hold slices of the sequence where no weight is cut; 'auto': the planner decides by cost",
+        short="sp",
     )
-    micro_batch_size: int = _option(1, "batch size that the planner prices; calls may have any", least=1)
+    micro_batch_size: int = _option(1, "batch size that the planner prices; calls may have any", least=1, short="batch")
     seq_length: int | None = _option(
-        None, "sequence length that the planner prices; None: the model's maximum, else that of the inputs", least=1
+        None,
+        "sequence length that the planner prices; None: the model's maximum, else that of the inputs",
+        least=1,
+        short="seq",
     )
     params_dtype: Any = _option(  # noqa: RUF009
         None, "dtype to which the model is cast first ('bf16', 'float32', torch.bfloat16); None: it stays as it is"
@@ -184,6 +194,10 @@ class Config:
         if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
             raise _error("recompute_modules", names, "a list of names, or of globs of module names")
         object.__setattr__(self, "recompute_modules", tuple(names))
+        for name, known in (("granularity", ("selective", "full")), ("method", ("uniform", "block"))):
+            value = getattr(self, f"recompute_{name}")
+            if value not in (None, *known):
+                raise _error(f"recompute_{name}", value, f"{' or '.join(map(repr, known))}, or None")
         needs = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
         for name, granularity in needs.items():
             value = getattr(self, name)

@@ -253,6 +253,8 @@ def test_budgets() -> None:
     sizes = {"24GiB": 24 * 2**30, "1.5 MB": 1500000, "0.25": 0.25, 1: 1.0, 4096: 4096, None: None}
     for given, wanted in sizes.items():
         assert Config(activation_memory_budget=given).activation_memory_budget == wanted
+    with pytest.raises(ConfigError, match="must be 'selective' or 'full', or None"):
+        Config(recompute_granularity="ful")  # type: ignore[arg-type]
     for options in ({"recompute_method": "block"}, {"recompute_granularity": "full", "recompute_modules": ["mlp"]}):
         with pytest.raises(ConfigError, match="as recompute_granularity is"):
             Config(**options)  # type: ignore[arg-type]
