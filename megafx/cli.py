@@ -127,7 +127,11 @@ _INPUT = (
     "Hugging Face models need none"
 )
 SWITCH: dict[Any, str] = {True: "on", False: "off"}
-LISTS = {"overrides": "PATTERN=STYLE", "eager_modules": "GLOB"}  # fields of which an option gives one item
+LISTS = {
+    "overrides": "PATTERN=STYLE",
+    "eager_modules": "GLOB",
+    "recompute_modules": "NAME",
+}  # fields of which an option gives one item
 
 
 def _add_model(argument: Callable[..., Any]) -> None:

@@ -54,6 +54,7 @@ from megafx.passes.lower.reuse_buffers import reuse_buffers
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_batch import place_batch
 from megafx.passes.plan.plan_sharding import plan_sharding
+from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Gradients, Planner
 from megafx.planner.plan import Plan
 from megafx.report.alternatives import price_alternatives
@@ -116,6 +117,7 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     merge_transitions,
     expand_transitions,
     gather_parameters,
+    choose_kept,
     data_parallel,
     schedule_collectives,
 )
