@@ -17,7 +17,7 @@ from megafx.capture.huggingface import is_hf_model, synthesize_inputs
 from megafx.compiler.pipeline import plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
-from megafx.equivalence import Verdict, verify_call
+from megafx.equivalence import Sabotage, Verdict, sabotage_call, types_of_call, verify_call
 from megafx.errors import UsageError
 from megafx.ir.dump import diff_folders
 from megafx.planner.context import Planner
@@ -120,23 +120,46 @@ def verify(
     example_inputs: Any = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     tolerance: float | None = None,
+    types: bool = False,
 ) -> Verdict:
     """Run one call on all ranks, simulated in this process, and compare output, loss and every gradient with eager.
 
     The model keeps its weights and mode; it must not be parallelized yet. Inputs are drawn for Hugging Face models that are
     given none. With dropout on the reference is megafx on one rank, since eager draws other masks. The verdict is true where
     all is equal within `tolerance` (relative; default by dtype), and names the node at which the runs first part otherwise.
+    types: check only the types of the graph's values; nothing is computed, and the model may be on the meta device.
     """
+    if types:
+        return types_of_call(model, **_verified(model, config, example_inputs, loss_fn, draw=False))
+    return verify_call(model, tolerance=tolerance, **_verified(model, config, example_inputs, loss_fn))
+
+
+def sabotage(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Sabotage:
+    """Whether `verify` would notice: each collective of the call is left out, and then replaced by another, one at a time.
+
+    The result is true where every such graph is found wrong. Arguments as of `verify`.
+    """
+    return sabotage_call(model, **_verified(model, config, example_inputs, loss_fn))
+
+
+def _verified(
+    model: nn.Module, config: Config | None, example_inputs: Any, loss_fn: Any, draw: bool = True
+) -> dict[str, Any]:
+    """Arguments of the functions of equivalence.py."""
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
-    if example_inputs is None:
+    if example_inputs is None and draw:
         kwargs = draw_inputs(model, kwargs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    hardware = hardware_of(config, device)
-    return verify_call(
-        model, args, kwargs, config, hardware, loss_fn=loss_fn, loss_inputs=loss_inputs, tolerance=tolerance
-    )
+    call = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "loss_inputs": loss_inputs}
+    return call | {"config": config, "hardware": hardware_of(config, device)}
 
 
 def diff(before: Plan | str | Path, after: Plan | str | Path, *, html: str | Path | None = None) -> str:

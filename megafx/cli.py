@@ -92,7 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
     argument("--html", type=Path, metavar="FILE", help="write the report as a page")
     argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    add_for_model(_verify, "megafx.verify", "run all ranks of one call in this process, and compare with eager")
+    argument = add_for_model(
+        _verify, "megafx.verify", "run all ranks of one call in this process, and compare with eager"
+    )
+    argument("--types", action="store_true", help="check the types of the graph alone; nothing is computed")
+    told = "megafx.sabotage: leave out each collective, and replace it by another; is every one noticed?"
+    argument("--sabotage", action="store_true", help=told)
 
     argument, _ = add(_passes, "megafx.compiler.pipeline.pipeline", "print the pipeline: every pass in its order")
     argument("--config", type=Path, help="YAML file of Config fields: with the passes that it adds")
@@ -227,12 +232,16 @@ def _verify(args: argparse.Namespace) -> int:
 
     config = _config(args)
     torch.manual_seed(0)
-    model, inputs = _model(args, device="cpu")
+    model, inputs = _model(args, device="meta" if args.types else "cpu")
     dtype = torch.float64 if config.params_dtype is None else getattr(torch, config.params_dtype)
     inputs = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs
     )
-    verdict = megafx.verify(model.to(dtype), config, example_inputs=inputs)
+    if args.sabotage:
+        found = megafx.sabotage(model.to(dtype), config, example_inputs=inputs)
+        print(found)
+        return 0 if found else 1
+    verdict = megafx.verify(model.to(dtype), config, example_inputs=inputs, types=args.types)
     print(verdict)
     return 0 if verdict else 1
 
