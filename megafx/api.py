@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from megafx.report.report import Report
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
+from megafx.weights.save import bytes_of
+from megafx.what_if import Found, search_call
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -84,6 +86,36 @@ def plan(
     t = config.tensor_model_parallel_size or 1
     hardware = hardware_of(config, None)
     return plan_only(program, Planner(config, t, hardware, wants_grad=lambda spec: True, keeps_problem=True))
+
+
+def search(
+    model: nn.Module,
+    gpus: int,
+    memory: int | str,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    batches: Sequence[int] = (1, 2, 4, 8),
+    shown: int = 10,
+) -> Found:
+    """The fastest configurations of a model on so many GPUs that fit into `memory` bytes each ('80GiB'), best first.
+
+    Tried are tensor- and data-parallel sizes, forms of the latter, sequence parallelism, micro-batch sizes (`batches`), and
+    budgets for what is kept for backward; other fields are those of `config`. str() of the result is a table with step time,
+    MFU, memory, bytes and why each loses to the best; `.config` is that of the best. Needs no ranks, GPU or weights.
+    """
+    try:
+        limit = bytes_of(memory)
+    except UsageError as error:
+        raise UsageError(f"memory={memory!r} is no size", fix="write 80GiB, 80000MiB or a number of bytes") from error
+    config = resolve(config or Config(), model)
+    args, kwargs = example_call(model, example_inputs)
+    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    if config.params_dtype is not None:
+        model = _in_dtype(model, getattr(torch, config.params_dtype))
+    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    return search_call(program, config, hardware_of(config, None), gpus, limit, batches, shown)
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
