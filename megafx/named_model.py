@@ -98,9 +98,9 @@ def _hugging_face(name: str, fields: dict[str, Any], settings: dict[str, Any]) -
             fix = f"did you mean {near}?" if near else f"fields: {', '.join(sorted(made.to_dict()))}"
             raise UsageError(f"the config of '{name}' ({kind.__name__}) has no field '{key}'", fix=fix)
     config = kind(**{**{k: v for k, v in fields.items() if k != "model_type"}, **settings})
-    if cls is not None:
-        return lambda: cls(config)
-    return lambda: transformers.AutoModelForCausalLM.from_config(config)
+    build = cls or transformers.AutoModelForCausalLM.from_config
+    dtype = getattr(config, "dtype", None)  # as from_pretrained does it; without one, torch's default
+    return lambda: build(config) if dtype is None else build(config).to(dtype)
 
 
 # -- a class or a function of the user's

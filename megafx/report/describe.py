@@ -124,7 +124,7 @@ def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
     return Line(
         fqn_of(node) or "<root>",
         str(node.target).removeprefix("aten.").removesuffix(".default"),
-        _style(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if no_rule else ""),
+        style_of(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if no_rule else ""),
         f"{ins} -> {text_of(choice.out, program)}",
         shape,
         transitions,
@@ -141,7 +141,7 @@ def text_of(placement: Placement, program: Program) -> str:
     return f"S{placement.dim}/" + (f"{text(placement.cut.rep)}*({blocks})" if placement.cut.rep != 1 else blocks)
 
 
-def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
+def style_of(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
     lookup = "embedding" in str(node.target)
     if not any(p.is_shard for p in weights):
         return "on a shard of the sequence" if out.is_shard else "replicated"
@@ -160,29 +160,31 @@ def _transitions(program: Program, planner: Planner, node: fx.Node) -> tuple[Pri
         value = stack.pop()
         for user in value.users:
             if user.target is torch.ops.megafx.transition.default and PLACEMENT in value.meta:
-                transitions.append(_transition(program, planner, value, user))
+                transitions.append(priced(program, planner, value, user))
                 stack.append(user)
+    gathered = statistics(program, planner, node)
+    return tuple(transitions) if gathered is None else (*transitions, gathered)
+
+
+def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition | None:
+    """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward. None: of others."""
     choice = planner.solved.ops.get(node.name)
     localized = facts_of(node.target).localize
-    if choice is not None and choice.out == I and localized is not None and choice.factor == localized.factor:
-        transitions.append(_statistics(program, planner, node))
-    return tuple(transitions)
-
-
-def _statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition:
-    """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward."""
+    if choice is None or choice.out != I or localized is None or choice.factor != localized.factor:
+        return None
     value, t = node.meta[VAL], planner.t
     itemsize = max(value.dtype.itemsize, 4)
     numel = 4 * t * math.prod(program.sizes.workload(n) for n in program.sizes.shape(value))
     cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
-    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us)
+    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us, cost_us)
 
 
-def _transition(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
+def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
     src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
     row, val, needs_grad = collectives(src, dst), value.meta[VAL], planner.training and is_floating(value)
     numel = math.prod(program.sizes.workload(n) for n in program.sizes.shape(val))
     cost = transition_cost(src, dst, numel, val.dtype.itemsize, planner.hardware, planner.t, needs_grad=needs_grad)
     ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
     sent = (cost.forward_bytes, cost.backward_bytes)
-    return PricedTransition(*ends, row.forward, backward, *sent, round(cost.cost_us, 3))
+    seconds = (cost.seconds, cost.forward_seconds)
+    return PricedTransition(*ends, row.forward, backward, *sent, *(round(1e6 * s, 3) for s in seconds))

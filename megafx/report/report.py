@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
 import re
@@ -19,6 +18,7 @@ from megafx.analysis.communication import Communication
 from megafx.ir.program import Fusion, Note
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
+from megafx.report.page import page, picture_data
 
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
@@ -34,6 +34,7 @@ class PricedTransition:
     forward_bytes: int
     backward_bytes: int
     cost_us: float
+    forward_us: float = 0.0
 
     def __str__(self) -> str:
         parts = [f"{self.src}->{self.dst}"]
@@ -78,6 +79,9 @@ class Report:
     notes: list[str] = field(default_factory=list)
     emitted: list[Communication] | None = None  # what the compiled graph does; None where there is only a plan
     fusions: list[Fused] = field(default_factory=list)
+    picture: Any = None  # picture.Picture: ops and collectives of each kind of layer
+    step: Any = None  # steps.Step: when they run in a training step
+    peak_bytes: int | None = None  # predicted memory of the busiest rank at its peak
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -131,14 +135,33 @@ class Report:
                 yield f"backward {t.backward}", t.backward_bytes
 
     def to_json(self) -> str:
+        """Everything as data: also ops, collectives and their times, as `picture.py` and `steps.py` say."""
         rows, fusions = [asdict(r) for r in self.rows], [asdict(f) for f in self.fusions]
         data = {"header": self.header, "rows": rows, "params": self.params, "fusions": fusions}
-        return json.dumps(data | {"removed": self.removed, "notes": self.notes}, indent=1)
+        return json.dumps(data | {"removed": self.removed, "notes": self.notes} | self.page_data(), indent=1)
 
     def html(self, path: str | Path) -> None:
-        """Write the report as one HTML page."""
-        head = "<!doctype html><meta charset=utf-8><title>megafx plan</title>"
-        Path(path).write_text(f"{head}<pre>{html.escape(str(self))}</pre>")
+        """Write the report as one page, which opens offline: the graph of each kind of layer, a step, memory, tables."""
+        Path(path).write_text(page(self.page_data()))
+
+    def page_data(self) -> dict[str, Any]:
+        """What the page holds: its tables are of folded layers."""
+        columns = ["module", "op", "style", "placements", "weight", "collectives (bytes a rank sends)", "times"]
+        rows = [
+            [r.fqn, r.op, r.style, r.placements, r.weight, "; ".join(map(str, r.transitions)), n]
+            for r, n in self.folded()
+        ]
+        fusions = [[f.count, f.pattern, f.modules, f.source] for f in self.fusions]
+        tables: list[Any] = [["Fused", ["times", "pattern", "modules", "source"], fusions]]
+        tables += [[title, [""], [[line] for line in lines]] for title, lines in self._lists() if title != "Fused"]
+        tables.append(["Every op with a weight or a collective", columns, rows])
+        return {"header": self.header, "tables": tables, "peak_bytes": self.peak_bytes} | self._drawn()
+
+    def _drawn(self) -> dict[str, Any]:
+        empty = {"parts": [], "total_us": 0.0, "exposed_us": 0.0, "send_us": 0.0}
+        if self.picture is None:
+            return {"regions": [], "nodes": [], "edges": [], "memory": {}, "step": empty}
+        return picture_data(self.picture, self.step)
 
     def _lists(self) -> Iterable[tuple[str, list[str]]]:
         sent = [f"{k}: {n} x, {bytes_text(b)} sent by a rank" for k, (n, b) in self.collectives().items()]
@@ -148,6 +171,11 @@ class Report:
             if not placement.startswith("S"):
                 whole[f"{INDEX.sub('.*', fqn)} {shape}: {why}"].append(fqn)
         texts = [k + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()]
+        if self.step is not None:
+            step, ms = self.step, lambda us: f"{us / 1e3:.2f} ms"
+            waits = f"{ms(step.exposed_us)} waiting for collectives, of {ms(step.send_us)} in which they run"
+            yield "A step by the cost model", [f"{ms(step.total_us)}: {ms(step.compute_us)} computing, {waits}"]
+            yield "Memory of a rank", [f"{kind}: {bytes_text(size)}" for kind, size in self.picture.memory.items()]
         yield "Stored whole on every rank", texts
         yield "Fused", [f"{f.count} x {f.pattern} in {f.modules}" for f in self.fusions]
         yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]

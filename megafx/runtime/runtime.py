@@ -432,4 +432,6 @@ class Runtime:
         plan.report.emitted = None if last is None else self.communication()
         if last is not None:
             plan.report.fusions = fused(last.program.fusions)
+            if last.program.recomputed is not None:
+                plan.report.header["kept for backward"] = str(last.program.recomputed)
         return plan.report
