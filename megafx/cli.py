@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
     argument = add_for_model(_plan, "megafx.plan", "plan a model and print where everything is")
     argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+    argument("--memory", action="store_true", help="predict the memory of a rank over a step (megafx.predict_memory)")
     argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
     argument("--html", type=Path, metavar="FILE", help="write the report as a page")
     argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -201,6 +202,8 @@ def _plan(args: argparse.Namespace) -> int:
     model, inputs = _model(args)
     plan = megafx.plan(model, _config(args), example_inputs=inputs)
     print(plan)
+    if args.memory:
+        print(megafx.predict_memory(model, _config(args), example_inputs=inputs))
     if args.save:
         plan.save(args.save)
     return 0
