@@ -207,9 +207,9 @@ def walk(
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         for operand in node.all_input_nodes:
-            base = root.get(operand)
-            if base is not None:
-                last[base] = node
+            shown = root.get(operand)
+            if shown is not None:
+                last[shown] = node
     dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for base, user in last.items():
         dying[user].append(base)
@@ -239,8 +239,8 @@ def walk(
             if base in held and base.name not in pinned:
                 now -= held.pop(base)
     by_op: dict[tuple[str, str], int] = defaultdict(int)
-    for node, size in alive.items():
-        by_op[fqn_of(node), f"{'kept ' if node.op == 'placeholder' else ''}{_what(node)}"] += size
+    for base, size in alive.items():
+        by_op[fqn_of(base), f"{'kept ' if base.op == 'placeholder' else ''}{_what(base)}"] += size
     found = sorted(
         (Alive(module, what, size) for (module, what), size in by_op.items() if size), key=lambda a: -a.bytes
     )
