@@ -1,6 +1,6 @@
 """megafx: a plain eager PyTorch transformer becomes a fused, tensor-parallel one."""
 
-from megafx.api import diff, explain, parallelize, plan, predict_memory, replay, verify
+from megafx.api import diff, explain, parallelize, plan, predict_memory, replay, sabotage, search, verify
 from megafx.checkpoint.checkpoint import LoadedCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from megafx.config import Config
 from megafx.debugging import debug
@@ -38,7 +38,9 @@ __all__ = [
     "register_pattern",
     "register_rule",
     "replay",
+    "sabotage",
     "save_checkpoint",
     "save_pretrained",
+    "search",
     "verify",
 ]

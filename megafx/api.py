@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megafx.capture.huggingface import is_hf_model, synthesize_inputs
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
-from megafx.equivalence import Verdict, verify_call
+from megafx.equivalence import Sabotage, Verdict, sabotage_call, types_of_call, verify_call
 from megafx.errors import UsageError
 from megafx.ir.dump import diff_folders
 from megafx.placements.data_axis import DataAxis
@@ -32,6 +32,8 @@ from megafx.report.report import Report
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
+from megafx.weights.save import bytes_of
+from megafx.what_if import Found, search_call
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -123,6 +125,36 @@ def predict_memory(
     return compile_program(program, planner).memory(optimizer)
 
 
+def search(
+    model: nn.Module,
+    gpus: int,
+    memory: int | str,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    batches: Sequence[int] = (1, 2, 4, 8),
+    shown: int = 10,
+) -> Found:
+    """The fastest configurations of a model on so many GPUs that fit into `memory` bytes each ('80GiB'), best first.
+
+    Tried are tensor- and data-parallel sizes, forms of the latter, sequence parallelism, micro-batch sizes (`batches`), and
+    budgets for what is kept for backward; other fields are those of `config`. str() of the result is a table with step time,
+    MFU, memory, bytes and why each loses to the best; `.config` is that of the best. Needs no ranks, GPU or weights.
+    """
+    try:
+        limit = bytes_of(memory)
+    except UsageError as error:
+        raise UsageError(f"memory={memory!r} is no size", fix="write 80GiB, 80000MiB or a number of bytes") from error
+    config = resolve(config or Config(), model)
+    args, kwargs = example_call(model, example_inputs)
+    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    if config.params_dtype is not None:
+        model = _in_dtype(model, getattr(torch, config.params_dtype))
+    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    return search_call(program, config, hardware_of(config, None), gpus, limit, batches, shown)
+
+
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """What `model.to(dtype)` would be, as a model of its own whose parameters take no memory."""
     made: dict[int, Any] = {}
@@ -157,23 +189,46 @@ def verify(
     example_inputs: Any = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     tolerance: float | None = None,
+    types: bool = False,
 ) -> Verdict:
     """Run one call on all ranks, simulated in this process, and compare output, loss and every gradient with eager.
 
     The model keeps its weights and mode; it must not be parallelized yet. Inputs are drawn for Hugging Face models that are
     given none. With dropout on the reference is megafx on one rank, since eager draws other masks. The verdict is true where
     all is equal within `tolerance` (relative; default by dtype), and names the node at which the runs first part otherwise.
+    types: check only the types of the graph's values; nothing is computed, and the model may be on the meta device.
     """
+    if types:
+        return types_of_call(model, **_verified(model, config, example_inputs, loss_fn, draw=False))
+    return verify_call(model, tolerance=tolerance, **_verified(model, config, example_inputs, loss_fn))
+
+
+def sabotage(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Sabotage:
+    """Whether `verify` would notice: each collective of the call is left out, and then replaced by another, one at a time.
+
+    The result is true where every such graph is found wrong. Arguments as of `verify`.
+    """
+    return sabotage_call(model, **_verified(model, config, example_inputs, loss_fn))
+
+
+def _verified(
+    model: nn.Module, config: Config | None, example_inputs: Any, loss_fn: Any, draw: bool = True
+) -> dict[str, Any]:
+    """Arguments of the functions of equivalence.py."""
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
-    if example_inputs is None:
+    if example_inputs is None and draw:
         kwargs = draw_inputs(model, kwargs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    hardware = hardware_of(config, device)
-    return verify_call(
-        model, args, kwargs, config, hardware, loss_fn=loss_fn, loss_inputs=loss_inputs, tolerance=tolerance
-    )
+    call = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "loss_inputs": loss_inputs}
+    return call | {"config": config, "hardware": hardware_of(config, device)}
 
 
 def diff(before: Plan | str | Path, after: Plan | str | Path, *, html: str | Path | None = None) -> str:

@@ -53,12 +53,17 @@ def _shown_progress(quiet: bool) -> Iterator[None]:
 
     console = Console(stderr=True, highlight=False)
     with console.status("megafx") if console.is_terminal else contextlib.nullcontext() as status:
+        inside: list[str] = []  # stages that run, one inside of the other
 
         def told(name: str, seconds: float | None) -> None:
-            if seconds is None and status is not None:
-                status.update(name)
-            elif seconds is not None and seconds >= 1.0:
-                console.print(f"{name:<24}{seconds:6.1f} s")
+            if seconds is None:
+                inside.append(name)
+                if status is not None:
+                    status.update(": ".join(inside))
+            else:
+                inside.pop()
+                if seconds >= 1.0 and not inside:
+                    console.print(f"{name:<32}{seconds:6.1f} s")
 
         with progress(told):
             yield
@@ -89,11 +94,22 @@ def _parser() -> argparse.ArgumentParser:
 
     argument = add_for_model(_plan, "megafx.plan", "plan a model and print where everything is")
     argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
-    argument("--memory", action="store_true", help="predict the memory of a rank over a step (megafx.predict_memory)")
+    argument("--predict-memory", action="store_true", help="memory of a rank over a step (megafx.predict_memory)")
+    argument(
+        "--gpus", type=int, metavar="N", help="megafx.search: the ten best configurations of N GPUs; needs --memory"
+    )
+    argument("--memory", metavar="SIZE", help="of each, for example 80GiB")
+    told = "cut the model into N balanced stages (megafx.report.stages.pipeline_stages)"
+    argument("--pipeline-stages", type=int, metavar="N", help=told)
     argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
     argument("--html", type=Path, metavar="FILE", help="write the report as a page")
     argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    add_for_model(_verify, "megafx.verify", "run all ranks of one call in this process, and compare with eager")
+    argument = add_for_model(
+        _verify, "megafx.verify", "run all ranks of one call in this process, and compare with eager"
+    )
+    argument("--types", action="store_true", help="check the types of the graph alone; nothing is computed")
+    told = "megafx.sabotage: leave out each collective, and replace it by another; is every one noticed?"
+    argument("--sabotage", action="store_true", help=told)
 
     argument, _ = add(_passes, "megafx.compiler.pipeline.pipeline", "print the pipeline: every pass in its order")
     argument("--config", type=Path, help="YAML file of Config fields: with the passes that it adds")
@@ -199,11 +215,24 @@ def _model(args: argparse.Namespace, device: str = "meta") -> tuple[Any, Any]:
 def _plan(args: argparse.Namespace) -> int:
     import megafx
 
+    if (args.gpus is None) != (args.memory is None):
+        raise UsageError("--gpus and --memory go together", fix="for example --gpus 8 --memory 80GiB")
     model, inputs = _model(args)
-    plan = megafx.plan(model, _config(args), example_inputs=inputs)
+    config = _config(args)
+    if args.gpus is not None:
+        batches = (1, 2, 4, 8) if args.micro_batch_size is None else (args.micro_batch_size,)
+        found = megafx.search(model, args.gpus, args.memory, config, example_inputs=inputs, batches=batches)
+        print(found)
+        return 0 if found.best else 1
+    plan = megafx.plan(model, config, example_inputs=inputs)
+    if args.pipeline_stages is not None:
+        from megafx.report.stages import pipeline_stages
+
+        print(*pipeline_stages(megafx.explain(plan), args.pipeline_stages), sep="\n")
+        return 0
     print(plan)
-    if args.memory:
-        print(megafx.predict_memory(model, _config(args), example_inputs=inputs))
+    if args.predict_memory:
+        print(megafx.predict_memory(model, config, example_inputs=inputs))
     if args.save:
         plan.save(args.save)
     return 0
@@ -230,12 +259,16 @@ def _verify(args: argparse.Namespace) -> int:
 
     config = _config(args)
     torch.manual_seed(0)
-    model, inputs = _model(args, device="cpu")
+    model, inputs = _model(args, device="meta" if args.types else "cpu")
     dtype = torch.float64 if config.params_dtype is None else getattr(torch, config.params_dtype)
     inputs = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs
     )
-    verdict = megafx.verify(model.to(dtype), config, example_inputs=inputs)
+    if args.sabotage:
+        found = megafx.sabotage(model.to(dtype), config, example_inputs=inputs)
+        print(found)
+        return 0 if found else 1
+    verdict = megafx.verify(model.to(dtype), config, example_inputs=inputs, types=args.types)
     print(verdict)
     return 0 if verdict else 1
 

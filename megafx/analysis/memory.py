@@ -222,7 +222,8 @@ def walk(
             continue
         if node.op == "output":
             break
-        if root[node] is node and node not in held:
+        own = root[node] is node
+        if own and node not in held:
             sizes = [_rounded(program, v) for v in tensors_of(node.meta.get(VAL))]
             if isinstance(node.meta[VAL], (tuple, list)):  # each result is freed by itself
                 for part in node.users:
@@ -235,7 +236,7 @@ def walk(
         points.append((node.name, size))
         if size > best:
             best, alive = size, dict(held)
-        for base in [*dying[node], *([node] if root[node] is node and node not in last else [])]:
+        for base in [*dying[node], *([node] if own and node not in last else [])]:
             if base in held and base.name not in pinned:
                 now -= held.pop(base)
     by_op: dict[tuple[str, str], int] = defaultdict(int)

@@ -34,7 +34,8 @@ class RowCount:
 
 
 class Sizes:
-    """The structural integers of one program. symbols: names ('batch', 'seq') of the symbols that have one."""
+    """The structural integers of one program. symbols: names ('batch', 'seq') of the symbols that have one; traced_of: what
+    they were in the trace."""
 
     def __init__(self) -> None:
         self._prime_of: dict[sympy.Expr, int] = {}
@@ -43,6 +44,7 @@ class Sizes:
         self._last = FIRST_PRIME
         self.symbols: dict[str, sympy.Symbol] = {}
         self.workload_of: dict[sympy.Symbol, int] = {}
+        self.traced_of: dict[sympy.Symbol, int] = {}
         self.row_counts: dict[sympy.Symbol, RowCount] = {}  # sizes that data decides (data_sizes.py)
         self.of_call: dict[sympy.Symbol, int] = {}  # the sizes of the call that was captured
         self._priced: tuple[dict[sympy.Symbol, int], dict[int, int]] = ({}, {})  # a workload, and sizes at it
@@ -115,6 +117,16 @@ class Sizes:
         if not self.row_counts or structural < FIRST_PRIME:
             return False
         return any(not self.row_counts.keys().isdisjoint(a.free_symbols) for a in self.factors(structural)[1])
+
+    def shards_to_one(self, structural: int, t: int) -> bool:
+        """Whether the traced size is symbolic, and ranks hold at most one element of it: torch takes such a size for a number.
+
+        A sequence is traced so short where a table of the model bounds it (capture/dims.py).
+        """
+        coefficient, powers = self.factors(structural)
+        if not powers or not all(self.traced_of.keys() >= atom.free_symbols for atom in powers):
+            return False
+        return math.prod([int(a.xreplace(self.traced_of)) ** p for a, p in powers.items()], start=coefficient) <= t
 
     def workload(self, structural: int) -> int:
         """The size at the workload that the planner prices (`micro_batch_size`, `seq_length`, else the traced hint)."""
