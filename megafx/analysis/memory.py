@@ -226,8 +226,10 @@ def walk(
         if own and node not in held:
             sizes = [_rounded(program, v) for v in tensors_of(node.meta.get(VAL))]
             if isinstance(node.meta[VAL], (tuple, list)):  # each result is freed by itself
-                for part in node.users:
-                    if part.target is operator.getitem and root[part] is part:
+                parts = [u for u in node.users if u.target is operator.getitem]
+                for part in parts:
+                    apart = root[part] is part
+                    if apart:
                         held[part], sizes[part.args[1]] = sizes[part.args[1]], 0  # type: ignore[index]
                         now += held[part]
             held[node] = sum(sizes)
