@@ -11,15 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megafx.analysis.memory import OPTIMIZERS, Memory
 from megafx.capture.dims import max_length
 from megafx.capture.export import capture_call
 from megafx.capture.huggingface import is_hf_model, synthesize_inputs
-from megafx.compiler.pipeline import plan_only
+from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
 from megafx.equivalence import Sabotage, Verdict, sabotage_call, types_of_call, verify_call
 from megafx.errors import UsageError
 from megafx.ir.dump import diff_folders
+from megafx.placements.data_axis import DataAxis
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
@@ -87,6 +89,41 @@ def plan(
     t = config.tensor_model_parallel_size or 1
     hardware = hardware_of(config, None)
     return plan_only(program, Planner(config, t, hardware, wants_grad=lambda spec: True, keeps_problem=True))
+
+
+def predict_memory(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: str = "adamw",
+) -> Memory:
+    """The memory of one rank over a training step, without ranks, a GPU or memory for weights: bytes by kind, the peak of each
+    part of the step, and what is alive then.
+
+    Arguments as in `plan`; sizes are those of example_inputs, else micro_batch_size and seq_length. optimizer: a key of
+    `megafx.analysis.memory.OPTIMIZERS`. Raises what `plan` raises, and PlanError for a budget that cannot be met.
+    """
+    config = resolve(config or Config(), model)
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"no optimizer '{optimizer}' is known", fix=f"one of {', '.join(OPTIMIZERS)}")
+    args, kwargs = example_call(model, example_inputs)
+    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    if config.params_dtype is not None:
+        model = _in_dtype(model, getattr(torch, config.params_dtype))
+    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    ranks = config.data_parallel_size or 1
+    shard = 1 if config.data_parallel == "ddp" else config.data_parallel_shard_size or ranks
+    data = DataAxis(ranks, config.data_parallel, shard, config.data_parallel_bucket_mib * 2**20) if ranks > 1 else None
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    hardware = hardware_of(config, None)
+    planner = Planner(
+        config, config.tensor_model_parallel_size or 1, hardware, data,
+        wants_grad=lambda spec: spec.kind == "param" and spec.name in trained,
+        at_call=example_inputs is not None, device_bytes=hardware.memory_bytes,
+    )  # fmt: skip
+    return compile_program(program, planner).memory(optimizer)
 
 
 def search(

@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megafx.analysis.communication import Communication
+from megafx.analysis.memory import Memory
+from megafx.errors import UsageError
 from megafx.ir.program import Fusion, Note
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
@@ -95,7 +97,19 @@ class Report:
     picture: Any = None  # picture.Picture: ops and collectives of each kind of layer
     step: Any = None  # steps.Step: when they run in a training step
     measured: list[Measured] = field(default_factory=list)  # by megafx.profile
-    peak_bytes: int | None = None  # predicted memory of the busiest rank at its peak
+    predict: Callable[[], Memory] | None = None  # memory of a rank over a step of the compiled call
+
+    def memory(self) -> Memory:
+        """Predicted memory of a rank, and what is alive at the peak by module and op. Raises UsageError for a plan alone."""
+        if self.predict is None:
+            found = "a plan alone has no graphs whose memory could be predicted"
+            raise UsageError(found, fix="megafx.predict_memory(model, config), or explain() of a parallelized model")
+        return self.predict()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Predicted memory of a rank at its peak; None for a plan alone."""
+        return None if self.predict is None else self.predict().peak
 
     def __str__(self) -> str:
         out = io.StringIO()

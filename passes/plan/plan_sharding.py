@@ -273,6 +273,9 @@ def _why_sequence_is_whole(node: fx.Node, rule: OpRule, problem: Problem) -> str
         return rule.reason
     if any(problem.policy.shards_sequence(node, s) for s in problem.domains[node]):
         return "running it on a shard of the sequence costs more than it saves"
+    seq = problem.program.sizes.symbols.get("seq")
+    if seq is not None and problem.program.sizes.traced_of.get(seq, problem.planner.t + 1) <= problem.planner.t:
+        return "the sequences that the model takes are so short that a rank would hold one token or none"
     return (
         f"no dim of its input [{shape}] is known to be a sequence that can be cut: that is a dim of dynamic size, or "
         "the second one of token ids or a mask [batch, sequence] that is an input of the model"
