@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
     argument = add_for_model(_plan, "megafx.plan", "plan a model and print where everything is")
     argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+    argument("--predict-memory", action="store_true", help="memory of a rank over a step (megafx.predict_memory)")
     argument(
         "--gpus", type=int, metavar="N", help="megafx.search: the ten best configurations of N GPUs; needs --memory"
     )
@@ -230,6 +231,8 @@ def _plan(args: argparse.Namespace) -> int:
         print(*pipeline_stages(megafx.explain(plan), args.pipeline_stages), sep="\n")
         return 0
     print(plan)
+    if args.predict_memory:
+        print(megafx.predict_memory(model, config, example_inputs=inputs))
     if args.save:
         plan.save(args.save)
     return 0

@@ -7,8 +7,10 @@ integer that factors in one way only. `Sizes` holds the correspondence, prices t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,7 @@ class Sizes:
         self.workload_of: dict[sympy.Symbol, int] = {}
         self.traced_of: dict[sympy.Symbol, int] = {}
         self.row_counts: dict[sympy.Symbol, RowCount] = {}  # sizes that data decides (data_sizes.py)
+        self.of_call: dict[sympy.Symbol, int] = {}  # the sizes of the call that was captured
         self._priced: tuple[dict[sympy.Symbol, int], dict[int, int]] = ({}, {})  # a workload, and sizes at it
 
     # -- symbolic -> structural
@@ -143,6 +146,17 @@ class Sizes:
                 known[symbol] = sympy.Integer(-(-self.workload(count.among) // count.shares))
             coefficient *= int(atom.xreplace(known)) ** power
         return coefficient
+
+    @contextlib.contextmanager
+    def at_call(self) -> Iterator[None]:
+        """Within, the workload is the call that was captured."""
+        before = dict(self.workload_of)
+        self.workload_of.update(self.of_call)
+        try:
+            yield
+        finally:
+            self.workload_of.clear()
+            self.workload_of.update(before)
 
     def text(self, structural: int) -> str:
         """For people: symbols by the names that they have."""
