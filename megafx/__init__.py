@@ -1,6 +1,17 @@
 """megafx: a plain eager PyTorch transformer becomes a fused, tensor-parallel one."""
 
-from megafx.api import diff, explain, parallelize, plan, predict_memory, replay, sabotage, search, verify
+from megafx.api import (
+    diff,
+    explain,
+    parallelize,
+    plan,
+    predict_memory,
+    profile,
+    replay,
+    sabotage,
+    search,
+    verify,
+)
 from megafx.checkpoint.checkpoint import LoadedCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from megafx.config import Config
 from megafx.debugging import debug
@@ -34,6 +45,7 @@ __all__ = [
     "parallelize",
     "plan",
     "predict_memory",
+    "profile",
     "profile_hardware",
     "register_pattern",
     "register_rule",

@@ -25,6 +25,7 @@ from megafx.placements.data_axis import DataAxis
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
+from megafx.profiling import loss_of, profile_steps
 from megafx.replaying import Replayed, replay_call
 from megafx.report.compare import differences, read_report
 from megafx.report.page import side_by_side
@@ -180,6 +181,25 @@ def explain(subject: nn.Module | Plan) -> Report:
             f"{type(subject).__name__} is not parallelized", fix="call megafx.parallelize(model, ...) or megafx.plan"
         )
     return runtime.report()
+
+
+def profile(model: nn.Module, batch: Any, *, steps: int = 3) -> Report:
+    """Run some training steps of a parallelized model, and put measured times beside those of the cost model in its report.
+
+    Collective over its ranks. batch: a call, in the forms of example_inputs; each step runs it forward and backward, without
+    an optimizer, and gradients are None afterwards. Times are of this rank: on a GPU those of kernels, else of the host. The
+    model needs Config(profiler_ranges=True). Raises UsageError without.
+    """
+    report = explain(model)
+    args, kwargs = example_call(model, batch)
+
+    def step() -> None:
+        loss_of(model(*args, **kwargs)).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    profile_steps(step, steps, report)
+    return report
 
 
 def verify(

@@ -150,6 +150,10 @@ class Config:
     eager_modules: tuple[str, ...] = _option(
         tuple, "globs of submodules that are not captured: their code runs as it is, on whole tensors"
     )
+    profiler_ranges: bool = _option(
+        False,
+        "a torch.profiler trace shows what runs under the path of its module (NVTX ranges under emit_nvtx); not with compile",
+    )
     check_for_nan_in_loss_and_grad: bool = _option(
         False,
         "a loss or gradient that is not finite is an error on every rank, before the optimizer sees it; "

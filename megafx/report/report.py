@@ -70,6 +70,19 @@ class Fused:
     source: str
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Microseconds of a step under one module (like layers together), as measured and by the cost model."""
+
+    direction: str
+    module: str
+    us: float
+    modelled_us: float
+
+    def __str__(self) -> str:
+        return f"{self.direction} {self.module}: {self.us:.1f} us (modelled {self.modelled_us:.1f} us)"
+
+
 @dataclass
 class Report:
     """str(report), .table(), .html(path), .to_json()."""
@@ -83,6 +96,7 @@ class Report:
     fusions: list[Fused] = field(default_factory=list)
     picture: Any = None  # picture.Picture: ops and collectives of each kind of layer
     step: Any = None  # steps.Step: when they run in a training step
+    measured: list[Measured] = field(default_factory=list)  # by megafx.profile
     predict: Callable[[], Memory] | None = None  # memory of a rank over a step of the compiled call
 
     def memory(self) -> Memory:
@@ -190,6 +204,7 @@ class Report:
             waits = f"{ms(step.exposed_us)} waiting for collectives, of {ms(step.send_us)} in which they run"
             yield "A step by the cost model", [f"{ms(step.total_us)}: {ms(step.compute_us)} computing, {waits}"]
             yield "Memory of a rank", [f"{kind}: {bytes_text(size)}" for kind, size in self.picture.memory.items()]
+        yield "Measured, one step", [str(m) for m in self.measured]
         yield "Stored whole on every rank", texts
         yield "Fused", [f"{f.count} x {f.pattern} in {f.modules}" for f in self.fusions]
         yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]
