@@ -29,7 +29,7 @@ from megafx.ops.owners import OWNER_PARAMETER
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
 from megafx.planner.context import Planner
-from megafx.planner.cost import collective_seconds, cost_kind, transition_cost
+from megafx.planner.cost import collective_seconds, cost_kind, in_pieces, transition_cost
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
@@ -341,8 +341,11 @@ def _statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTran
 def _transition(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
     src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
     row, val, needs_grad = collectives(src, dst), value.meta[VAL], planner.training and is_floating(value)
-    numel = math.prod(program.sizes.workload(n) for n in program.sizes.shape(val))
-    cost = transition_cost(src, dst, numel, val.dtype.itemsize, planner.hardware, planner.t, needs_grad=needs_grad)
+    shape = program.sizes.shape(val)
+    numel = math.prod(program.sizes.workload(n) for n in shape)
+    sizes = (numel, val.dtype.itemsize, planner.hardware, planner.t)
+    pieces = in_pieces(src, shape) or in_pieces(dst, shape)
+    cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces)
     ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
     sent = (cost.forward_bytes, cost.backward_bytes)
     return PricedTransition(*ends, row.forward, backward, *sent, round(cost.cost_us, 3))

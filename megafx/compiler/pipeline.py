@@ -51,6 +51,7 @@ from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_batch import place_batch
 from megafx.passes.plan.plan_sharding import plan_sharding
@@ -87,6 +88,7 @@ PLANNING: tuple[PassFunction, ...] = (
     describe_masks,
     place_batch,
     join_experts,
+    flatten_tokens,
     plan_sharding,
     insert_transitions,
     describe_plan,

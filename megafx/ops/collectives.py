@@ -5,6 +5,7 @@
     megafx::rank_select   [t, ...] -> [...]      backward: rank_place
     megafx::rank_place    [...] -> [t, ...]      backward: rank_select
     megafx::rank0_only    x on rank 0, zeros elsewhere; its own backward
+    megafx::pad_rows      [n, ...] -> [rows, ...] with zeros behind; the operand itself where n is rows when it runs
     megafx::batch_sum     summands -> their sum over the ranks of the axis; its own backward (P -> R)
 
 The graph is the same on every rank: which rank runs it is known only from `on_mesh`, inside which these ops (and dropout
@@ -26,7 +27,7 @@ from torch import Tensor
 from megafx.errors import UsageError
 from megafx.ir.facts import declare
 from megafx.ops.axes import AxisContext, axis_context, axis_rank
-from megafx.placements.moves import Ops, apply_transition, is_identity, shape_after
+from megafx.placements.moves import TENSORS, Ops, apply_transition, is_identity, shape_after
 
 c10d = torch.ops._c10d_functional
 
@@ -136,6 +137,11 @@ def batch_sum(x: Tensor, axis: str, size: int) -> Tensor:
     """x: summands of the ranks -> their sum, on every rank."""
     return torch.ops.megafx.transition(x, "P", "R", [], [], axis, size)
 
+
+# A view where nothing is to be added: only its schema may say so.
+torch.library.define("megafx::pad_rows", "(Tensor(a) x, SymInt rows) -> Tensor(a)")
+torch.library.impl("megafx::pad_rows", "CompositeExplicitAutograd", TENSORS.pad_rows)
+torch.library.register_fake("megafx::pad_rows", lambda x, rows: x.new_empty([rows, *x.shape[1:]]))
 
 declare("megafx.batch_sum.default", rule="lin: ... -> ...")
 declare("megafx.rank0_only.default", types="R -> P")
