@@ -4,10 +4,12 @@ Before:  %e = embedding(%w, %ids)            # [b s h]
          %x = add(%e, embedding(%p, %pos))   # + [s h]
          %y = layer_norm(%x, [h], ...)
          %z = linear(%y, ...)
+         %q = reshape(%z, [b, s, n, d])
 After:   %e = embedding(%w, reshape(%ids, [b*s]))                                # [b*s h]
          %x = add(%e, embedding(%p, reshape(expand(%pos, [b, s]), [b*s])))
          %y = layer_norm(%x, [h], ...)
-         %z = linear(reshape(%y, [b, s, h]), ...)
+         %z = linear(%y, ...)                                                    # [b*s n*d]
+         %q = reshape(%z, [b, s, n, d])
 Legal because: these ops compute each token by itself, and a reshape keeps the order of the tokens. A draw has the bits that it
 had, since elements keep their places in memory.
 
@@ -16,7 +18,7 @@ Nothing else needs to know which dims the tokens come from: fixed sizes, a seque
 way. An op that mixes tokens stays as it is, and what it reads is reshaped back.
 
 What is found: norms over the last dim of values with two dims or more before it, and the ops round them, as far as they go
-token by token, up to products. A norm that no product with a weight and no embedding is next to (of queries, head by head) is
+token by token. A norm that no product with a weight and no embedding is next to (of queries, head by head) is
 left alone. A table that has the last of the dims only (positions) is looked up for each token.
 """
 
@@ -134,7 +136,8 @@ class _Flattener:
         """Whether the op gives each token of [*lead, n] from that token of its operands."""
         if node.op != "call_function" or node not in self.active or node in self.owned:
             return False
-        if self._shape(node)[:-1] != lead or cost_kind(op_name(node)) in (MATMUL, ATTENTION):
+        product = cost_kind(op_name(node)) in (MATMUL, ATTENTION) and node.target is not aten.linear.default
+        if self._shape(node)[:-1] != lead or product:
             return False
         rule = self._rule(node)
         if rule.kind != "factors" or rule.template.several or _changes(node, len(lead)) is None:
@@ -220,16 +223,16 @@ class _Flattener:
 
     def _read_elsewhere(self, node: fx.Node, regions: dict[fx.Node, tuple[int, ...]]) -> None:
         """Give users outside of the region the value with its dims."""
-        flat, shape = self.flat[node], self._shape(node)
-        back = None
+        flat, back = self.flat[node], None
         for user in [u for u in node.users if u not in regions]:
-            if user.target in RESHAPES and self._shape(user) == self._shape(flat):
-                user.replace_all_uses_with(flat)
+            if user.target in RESHAPES:
+                user.replace_input_with(node, flat)
+                if self._shape(user) == self._shape(flat):
+                    user.replace_all_uses_with(flat)
                 continue
             if back is None:
-                back = Builder(self.program, node, node, NAME)(
-                    aten.reshape.default, flat, [self.sizes(n) for n in shape]
-                )
+                build = Builder(self.program, node, node, NAME)
+                back = build(aten.reshape.default, flat, [self.sizes(n) for n in self._shape(node)])
             user.replace_input_with(node, back)
 
 
