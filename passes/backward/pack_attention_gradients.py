@@ -31,8 +31,10 @@ def pack_attention_gradients(program: Program, planner: Planner) -> int:
     for node in list(program.graph.nodes):
         parts: Any = node.args[0] if node.target is aten.cat.default else ()
         found = [_gradient(part) for part in parts]
+        if len(found) != 3 or None in found:
+            continue
         last = node.meta[VAL].dim() - 1
-        if len(found) != 3 or None in found or last not in (1, 2) or node.args[1:] not in ((last,), (-1,)):
+        if last not in (1, 2) or node.args[1:] not in ((last,), (-1,)):
             continue
         sources, order = zip(*found, strict=True)
         if len(set(sources)) > 1 or sorted(order) != [0, 1, 2] or len(sources[0].users) != 3:
