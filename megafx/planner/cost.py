@@ -1,8 +1,8 @@
 """What things cost: bytes and seconds of collectives, transitions, ops, parameters. No torch import.
 
-Seconds are model numbers for choosing between plans, not predictions of a step time. All sizes but those of
-`in_pieces` are at the workload (plain element counts, never structural integers). `numel` is that of the whole value, `t` the ranks of the axis. All ranks
-have local tensors of one size, so each costs what the busiest does: padding is computed, sent and stored as elements are.
+Seconds are model numbers for choosing between plans, not predictions of a step time. Sizes are at the workload (plain element
+counts), but for those of `in_pieces`. `numel` is that of the whole value, `t` the ranks of the axis. All ranks have local
+tensors of one size, so each costs what the busiest does: padding is computed, sent and stored as elements are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megafx.ir.facts import ATTENTION, FREE, MATMUL, facts_of
-from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Owned, Placement, collectives, payload
+from megafx.placements.types import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    LOCAL,
+    REDUCE_SCATTER,
+    Owned,
+    Placement,
+    collectives,
+    payload,
+)
 from megafx.planner.hardware import Hardware
 
 # Tie-breaks (seconds): small enough to decide only between plans of equal cost. Without them the all-reduce slides past
@@ -129,7 +138,8 @@ def transition_cost(
     copied = memory_seconds(2 * numel * itemsize, hardware) if in_pieces and t > 1 else 0.0  # read and written once
     return Cost(
         collective_seconds(row.forward, numel, itemsize, hardware, t) + copied * _COPIED.get(row.forward, 0.0),
-        collective_seconds(backward, numel, itemsize, hardware, t, alphas=coalesced) + copied * _COPIED.get(backward, 0.0),
+        collective_seconds(backward, numel, itemsize, hardware, t, alphas=coalesced)
+        + copied * _COPIED.get(backward, 0.0),
         collective_bytes(row.forward, numel, itemsize, t),
         collective_bytes(backward, numel, itemsize, t),
     )

@@ -4,8 +4,8 @@ Costs alone find cheaper and stranger plans than Megatron's: hidden-sharded resi
 parallelism, weights gathered at every use. The default policy forbids them:
 
     batch        the batch dim is not sharded on the tensor-parallel axis (that is data parallelism)
-    sequence     with sequence_parallel=False no dim of the sequence is sharded; with True, norms run on a sequence shard. Tokens
-                 that are one dim (`flatten_tokens`, packed tokens) are a sequence, of whatever dims they are made
+    sequence     with sequence_parallel=False no dim of the sequence is sharded; with True, norms run on a sequence shard.
+                 Tokens that are one dim (`flatten_tokens`, packed tokens) are a sequence, whatever dims they come from
     normalised   a dim that a norm normalises over, followed through ops that keep it, stays whole on activations; but the
                  result of a matmul may be gathered where its weight cannot be sharded otherwise
     weights      matmul weights are sharded wherever a strategy can, and are never gathered

@@ -235,7 +235,12 @@ class Problem:
         return min(self.transition_seconds(node, p, way_out(wanted)) for p in (src, *others))
 
     def _value_key(self, node: fx.Node) -> tuple[Any, ...]:
-        return self.program.sizes.shape(node.meta[VAL]), node.meta[VAL].dtype, self.policy.stays(node), node in self.params
+        return (
+            self.program.sizes.shape(node.meta[VAL]),
+            node.meta[VAL].dtype,
+            self.policy.stays(node),
+            node in self.params,
+        )
 
     def _add_edge(self, node: fx.Node, use: Use) -> None:
         key = ("edge", self._domain_id(node), self._domain_id(use.consumer), use.index, self._value_key(node))

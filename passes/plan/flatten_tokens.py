@@ -19,7 +19,7 @@ way. An op that mixes tokens stays as it is, and what it reads is reshaped back.
 
 What is found: norms over the last dim of values with two dims or more before it, and the ops round them, as far as they go
 token by token. A norm that no product with a weight and no embedding is next to (of queries, head by head) is
-left alone. A table that has the last of the dims only (positions) is looked up for each token.
+left alone. A table that has some of the dims only (positions) is looked up for each token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ aten = torch.ops.aten
 # Arguments that number dims or list sizes; `dim` alone may be told anew.
 DIMS = frozenset(("dims", "size", "sizes", "shape", "start_dim", "end_dim", "dim0", "dim1", "repeats", "shifts"))
 
-FULL, PART, ROW, NONE = "full", "part", "row", "none"  # what an operand has of the tokens' dims
+FULL, FIRST, LAST, ROW, NONE = "full", "first", "last", "row", "none"  # what an operand has of the tokens' dims
 
 
 def flatten_tokens(program: Program, planner: Planner) -> int:
@@ -149,22 +149,30 @@ class _Flattener:
         alone = all(isinstance(f, str) and names(f) == (f,) and f not in rule.forbidden for f in _long(factors, lead))
         if not alone or rule.result[-1] in factors:
             return False
-        held = [self._held(operand, factors, lead) for operand in rule.operands]
+        held = [self._held(node, operand, factors, lead) for operand in rule.operands]
         return FULL in held and None not in held
 
-    def _held(self, operand: Operand, factors: tuple[Any, ...], lead: tuple[int, ...]) -> str | None:
-        """FULL: all of the tokens' dims; PART: the last of them; ROW, NONE: none, with or without dims of one element in
-        their places; None: others."""
-        shape, wanted = self._shape(operand.node), _long(factors, lead)
-        held, behind = [f for f in operand.factors if f in wanted], _behind(operand, wanted)
-        if any(len(names(f)) > 1 and set(names(f)) & set(wanted) for f in operand.factors):
+    def _held(self, node: fx.Node, operand: Operand, factors: tuple[Any, ...], lead: tuple[int, ...]) -> str | None:
+        """FULL: all of the tokens' dims; FIRST, LAST: a table that has the first or last of them; ROW, NONE: none, with or
+        without dims of one element in their places; None: others, or what is no table."""
+        shape, wanted, dims = self._shape(operand.node), _long(factors, lead), _dims(node, operand)
+        held = [f for f in operand.factors[:dims] if f in wanted]
+        if any(set(names(f)) & set(wanted) for f in operand.factors if f not in held):
             return None
         if not held:
-            return ROW if len(shape) > len(lead) and all(n == 1 for n in shape[:-1]) else NONE
-        others = [n for n, f in zip(shape[: len(shape) - behind], operand.factors, strict=False) if f not in wanted]
-        if held != wanted[len(wanted) - len(held) :] or any(n != 1 for n in others) or behind > 1:
+            return ROW if dims == len(lead) and all(n == 1 for n in shape[:dims]) else NONE
+        if any(n != 1 for n, f in zip(shape[:dims], operand.factors[:dims], strict=True) if f not in wanted):
             return None
-        return FULL if len(held) == len(wanted) else PART if behind == 1 and shape[-1] != 1 else None
+        if held == wanted:
+            return FULL
+        if dims == len(shape) or shape[-1] == 1:
+            return None
+        if held == wanted[len(wanted) - len(held) :]:
+            return LAST
+        # other values with a row for each sequence are better added to its tokens than looked up, as gradients are sums then
+        source = _source(operand.node)
+        table = source in self.weights or source not in self.active or source.target is aten.embedding.default
+        return FIRST if held == wanted[: len(held)] and table else None
 
     # -- rewriting
 
@@ -175,27 +183,26 @@ class _Flattener:
         for name, value in (_changes(node, len(lead)) or {}).items():
             new.update_kwarg(name, value) if name in new.kwargs else new.update_arg(_place(node, name), value)
         for operand in rule.operands:
-            held = self._held(operand, factors, lead)
+            held = self._held(node, operand, factors, lead)
             if held != NONE:
-                behind = _behind(operand, _long(factors, lead))
-                set_at(new, operand.path, self._operand(operand.node, held, behind, lead, new))
+                width = self._shape(operand.node)[_dims(node, operand) :]
+                set_at(new, operand.path, self._operand(operand.node, held, width, lead, new))
         recompute_val(self.program, new)
         inherit(new, node, NAME)
         new.meta[TOKENS] = lead
         self.flat[node] = new
 
     def _operand(
-        self, value: fx.Node, held: str | None, behind: int, lead: tuple[int, ...], where: fx.Node
+        self, value: fx.Node, held: str | None, width: tuple[int, ...], lead: tuple[int, ...], where: fx.Node
     ) -> fx.Node:
-        """The value as an op on [tokens, n] reads it. behind: dims of it behind those of the tokens."""
+        """The value as an op on [tokens, n] reads it. width: its dims behind those of the tokens, one or none."""
         build = Builder(self.program, where, value, NAME)
-        shape = self._shape(value)
         if held == ROW:
-            return build(aten.reshape.default, value, [self.sizes(shape[-1])])
-        if held == PART:
-            return self._looked_up(build, value, lead)
+            return build(aten.reshape.default, value, [self.sizes(n) for n in width])
+        if held in (FIRST, LAST):
+            return self._looked_up(build, value, lead, held == FIRST)
         if value not in self.flat:
-            wanted = (math.prod(lead), *shape[len(shape) - behind :])
+            wanted = (math.prod(lead), *width)
             self.flat[value] = next((v for v in _reshaped(value) if self._shape(v) == wanted), value)
             if self._shape(self.flat[value]) != wanted:
                 made = build(aten.reshape.default, value, [self.sizes(n) for n in wanted])
@@ -203,24 +210,28 @@ class _Flattener:
                 self.flat[value] = made
         return self.flat[value]
 
-    def _looked_up(self, build: Callable[..., fx.Node], table: fx.Node, lead: tuple[int, ...]) -> fx.Node:
-        """table: [.., n] with the last dims of the tokens -> its row for each token."""
+    def _looked_up(self, build: Callable[..., fx.Node], table: fx.Node, lead: tuple[int, ...], first: bool) -> fx.Node:
+        """table: [.., n] with the first or the last dims of the tokens -> its row for each token."""
         *dims, width = self._shape(table)
         rows, tokens = math.prod(dims), math.prod(lead)
         again = [self.sizes(tokens // rows), self.sizes(rows)]
 
         def for_each_token(index: fx.Node) -> fx.Node:
-            index = build(aten.reshape.default, index, [1, self.sizes(rows)])
-            return build(aten.reshape.default, build(aten.expand.default, index, again), [self.sizes(tokens)])
+            if index.meta[VAL].dim() > 1 or first:
+                index = build(aten.reshape.default, index, [self.sizes(rows), *[1] * first])
+            index = build(aten.expand.default, index, again[::-1] if first else again)
+            return build(aten.reshape.default, index, [self.sizes(tokens)])
 
-        if table.target is aten.embedding.default and table.kwargs == {}:
-            weight, index, *rest = table.args
+        source = _source(table)
+        if source.target is aten.embedding.default and not source.kwargs:
+            weight, index, *rest = source.args
             made = build(aten.embedding.default, weight, for_each_token(index), *rest)  # type: ignore[arg-type]
         else:
             device = table.meta[VAL].device
             index = build(aten.arange.default, self.sizes(rows), dtype=torch.int64, device=device)
-            matrix = build(aten.reshape.default, table, [self.sizes(rows), self.sizes(width)])
-            made = build(aten.embedding.default, matrix, for_each_token(index))
+            if len(dims) > 1:
+                table = build(aten.reshape.default, table, [self.sizes(rows), self.sizes(width)])
+            made = build(aten.embedding.default, table, for_each_token(index))
         made.meta[TOKENS] = lead
         return made
 
@@ -244,9 +255,10 @@ def _long(factors: tuple[Any, ...], lead: tuple[int, ...]) -> list[Any]:
     return [f for f, n in zip(factors, lead, strict=True) if n != 1]
 
 
-def _behind(operand: Operand, wanted: list[Any]) -> int:
-    """Dims of the operand behind the last one of the tokens."""
-    return len(operand.factors) - 1 - max((d for d, f in enumerate(operand.factors) if f in wanted), default=-1)
+def _dims(node: fx.Node, operand: Operand) -> int:
+    """How many dims of the operand may be those of tokens: all of an embedding's ids, else all but the last."""
+    ids = op_name(node) == "embedding" and operand.path == (1,)
+    return len(operand.factors) if ids else max(len(operand.factors) - 1, 0)
 
 
 def _reshaped(value: fx.Node) -> Iterator[fx.Node]:
@@ -255,6 +267,16 @@ def _reshaped(value: fx.Node) -> Iterator[fx.Node]:
     while value.target in RESHAPES:
         value = value.args[0]  # type: ignore[assignment]
         yield value
+
+
+def _source(value: fx.Node) -> fx.Node:
+    """What the value is with dims of one element here and there."""
+    while (
+        value.target in (*RESHAPES, aten.unsqueeze.default)
+        and value.args[0].meta[VAL].shape[-1] == value.meta[VAL].shape[-1]
+    ):  # type: ignore[union-attr]
+        value = value.args[0]  # type: ignore[assignment]
+    return value
 
 
 def _place(node: fx.Node, name: str) -> int:
