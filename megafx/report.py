@@ -201,6 +201,8 @@ def describe(program: Program, planner: Planner) -> Report:
         "modelled step": f"{plan.cost_us:.0f} us",
         "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
     }
+    if plan.sequence_parallel:
+        header["tokens"] = _tokens(program, planner, calls)
     if program.batch is not None:
         summed, averaged = "summed: the loss is of all their rows", "averaged: each has a loss of its own rows"
         header["data-parallel ranks"] = (
@@ -208,6 +210,26 @@ def describe(program: Program, planner: Planner) -> Report:
         )
     notes = [str(n) for n in program.notes]
     return Report(header, rows, params, dict(removed), notes, fusions=fused(program.fusions))
+
+
+def _tokens(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> str:
+    """How ranks share the tokens. A note says where gathers and scatters of them copy, and why."""
+    copied: dict[str, fx.Node] = {}
+    for node in calls:
+        ends = [end for c in planner.solved.transitions.get(node.name, ()) for end in (c.src, c.dst)]
+        shape = program.sizes.shape(node.meta[VAL]) if ends else ()
+        if any(in_pieces(p, shape) and p.dim < len(shape) - 1 for p in ends):
+            copied.setdefault(_INDEX.sub(".*", fqn_of(node)) + op_name(node), node)
+    if copied:
+        first = next(iter(copied.values()))
+        others = f" and {len(copied) - 1} more kinds of ops" if len(copied) > 1 else ""
+        program.note(
+            "tokens",
+            f"gathers and scatters of {first.target}{others} copy what they move: ranks hold pieces of each sequence of "
+            f"[{', '.join(map(str, first.meta[VAL].shape))}], since the tokens of an op there are not computed one by one",
+            first,
+        )
+    return "in several dims" if copied else "in one dim, so that gathers and scatters copy nothing"
 
 
 def fused(fusions: Iterable[Fusion]) -> list[Fused]:

@@ -273,9 +273,11 @@ def _why_sequence_is_whole(node: fx.Node, rule: OpRule, problem: Problem) -> str
         return rule.reason
     if any(problem.policy.shards_sequence(node, s) for s in problem.domains[node]):
         return "running it on a shard of the sequence costs more than it saves"
+    if len(normalised_places(node, rule)) > 1:
+        return f"it normalises over more than the last dim of its input [{shape}], so that tokens are not computed one by one"
     return (
-        f"no dim of its input [{shape}] is known to be a sequence that can be cut: that is a dim of dynamic size, or "
-        "the second one of token ids or a mask [batch, sequence] that is an input of the model"
+        f"the tokens of its input [{shape}] were not made one dim, since it is beside no product with a weight; and no dim is "
+        "known to be a sequence: that is a dim of dynamic size, or the second one of token ids or a mask [batch, sequence]"
     )
 
 
