@@ -55,14 +55,22 @@ from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_batch import place_batch
 from megafx.passes.plan.plan_sharding import plan_sharding
+from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Gradients, Planner
 from megafx.planner.plan import Plan
-from megafx.report import describe
+from megafx.report.alternatives import price_alternatives
+from megafx.report.describe import describe
+from megafx.report.picture import draw
+from megafx.report.steps import schedule
 
 
 def describe_plan(program: Program, planner: Planner) -> int:
     """Make the report of the plan, which `megafx.explain` shows."""
-    planner.solved.report = describe(program, planner)
+    report = planner.solved.report = describe(program, planner)
+    report.picture = draw(program, planner)
+    report.step = schedule(report.picture)
+    if planner.problem is not None:
+        price_alternatives(report.picture, planner.problem, planner.solved)
     return 0
 
 
@@ -111,6 +119,7 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     merge_transitions,
     expand_transitions,
     gather_parameters,
+    choose_kept,
     data_parallel,
     schedule_collectives,
 )

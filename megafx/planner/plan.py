@@ -76,7 +76,7 @@ class Plan:
     workload: dict[str, int] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes, repr=False)  # what the symbols in layouts mean
-    report: Any = field(default=None, repr=False)  # megafx.report.Report of the graph that was planned
+    report: Any = field(default=None, repr=False)  # megafx.report.report.Report of the graph that was planned
 
     def placement_of(self, param: str) -> Placement:
         """Storage placement of a parameter by FQN; raises PlanError for an unknown one."""

@@ -85,6 +85,8 @@ def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list
     if planner.config.sequence_parallel is True and planner.t > 1 and planner.config.planner_policy != "free":
         _say_where_the_sequence_is_whole(program, problem, solution)
     planner.weights = problem.policy.weights
+    if planner.keeps_problem:  # what policies and overrides took away has a price too
+        planner.problem = make_problem(program, planner, active, order, free=True, styles={})[0]
     if current().level >= 3:
         plan.sizes = program.sizes
         for line in alternatives(problem, plan, solution):

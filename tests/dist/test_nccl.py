@@ -46,8 +46,7 @@ def run(script: Path, *options: str) -> str:
     """What it prints on two ranks."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launch, str(script), *options]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": SUPPORT}, capture_output=True, text=True, timeout=280, check=False
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH"))))}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

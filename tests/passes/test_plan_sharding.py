@@ -25,7 +25,8 @@ from megafx.placements.types import I, Layout, S
 from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.planner.policy import WEIGHTS_STAY
-from megafx.report import Report, describe
+from megafx.report.describe import describe
+from megafx.report.report import Report
 
 T = 8
 COLUMN, ROW, VOCAB, HIDDEN = "column-parallel", "row-parallel", "vocab-parallel", "hidden-parallel"

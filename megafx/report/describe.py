@@ -1,168 +1,24 @@
-"""The report: what was done and why, as a table by layer with identical layers folded.
-
-`describe` reads a placed program (global shapes, transitions as nodes) and its plan; `Report` prints it.
-"""
+"""What a plan comes to: a placed program (global shapes, transitions as nodes) and its plan -> `Report`."""
 
 from __future__ import annotations
 
-import html
-import io
-import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import fx
 
-from megafx.analysis.communication import Communication
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import op_name
-from megafx.ir.program import PLACEMENT, VAL, Fusion, Note, Program, fqn_of, is_floating, source_of
+from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, is_floating, source_of
 from megafx.ops.owners import OWNER_PARAMETER
-from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
 from megafx.planner.context import Planner
 from megafx.planner.cost import collective_seconds, cost_kind, in_pieces, transition_cost
-
-_INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
-
-
-@dataclass(frozen=True)
-class PricedTransition:
-    """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward."""
-
-    src: str
-    dst: str
-    forward: str
-    backward: str
-    forward_bytes: int
-    backward_bytes: int
-    cost_us: float
-
-    def __str__(self) -> str:
-        parts = [f"{self.src}->{self.dst}"]
-        if self.forward != LOCAL:
-            parts.append(f"fwd {self.forward} {_bytes(self.forward_bytes)}")
-        if self.backward != LOCAL:
-            parts.append(f"bwd {self.backward} {_bytes(self.backward_bytes)}")
-        return " ".join(parts)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One op worth a line: it has a weight, or it communicates, or it stayed whole."""
-
-    fqn: str
-    op: str
-    style: str
-    placements: str
-    weight: str
-    transitions: tuple[PricedTransition, ...]
-    source: str
-
-
-@dataclass(frozen=True)
-class Fused:
-    """Matches of one pattern in like modules. modules: `h.[0-11].mlp`; source: the user's line of the first."""
-
-    pattern: str
-    modules: str
-    count: int
-    source: str
-
-
-@dataclass
-class Report:
-    """str(report), .table(), .html(path), .to_json()."""
-
-    header: dict[str, Any]
-    rows: list[Line]
-    params: dict[str, tuple[str, str, str]]  # FQN -> (global shape, placement, why whole)
-    removed: dict[str, int]  # reason -> strategies taken away
-    notes: list[str] = field(default_factory=list)
-    emitted: list[Communication] | None = None  # what the compiled graph does; None where there is only a plan
-    fusions: list[Fused] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=150, color_system=None, legacy_windows=False)
-        console.print(", ".join(f"{k} {v}" for k, v in self.header.items()), highlight=False)
-        console.print(self.table())
-        for title, lines in self._lists():
-            for line in [f"\n{title}", *(f"  {line}" for line in lines)] if lines else ():
-                console.print(line, highlight=False, markup=False)
-        return out.getvalue()
-
-    def table(self) -> Table:
-        """A rich table; identical layers are one row, their number in the last column."""
-        table = Table(show_lines=False, pad_edge=False)
-        for name in ("module", "op", "style", "placements", "weight", "collectives (bytes a rank sends)", "times"):
-            table.add_column(name, overflow="fold")
-        for row, times in self.folded():
-            transitions = "\n".join(map(str, row.transitions))
-            table.add_row(row.fqn, row.op, row.style, row.placements, row.weight, transitions, str(times))
-        return table
-
-    def folded(self) -> list[tuple[Line, int]]:
-        """Rows of layers that differ in their index alone become one row, with how many they are."""
-        groups: dict[Any, list[Line]] = defaultdict(list)
-        for row in self.rows:
-            groups[_INDEX.sub(".*", row.fqn), row.op, row.style, row.weight, row.transitions].append(row)
-        folded = ((_range(key[0], [row.fqn for row in rows]), rows) for key, rows in groups.items())
-        return [(replace(rows[0], fqn=name), len(rows)) for name, rows in folded]
-
-    def collectives(self) -> dict[str, tuple[int, int]]:
-        """'forward all_reduce' -> (count, bytes a rank sends in one step): of the compiled graph, else of the plan. Those of
-        data parallelism, which the plan does not have, name their axis: 'backward all_reduce on dp'.
-
-        The graph has fewer than its plan: the gradients of replicated parameters share all-reduces.
-        """
-        total: dict[str, tuple[int, int]] = {}
-        for what, size in self._sent():
-            count, bytes_moved = total.get(what, (0, 0))
-            total[what] = (count + 1, bytes_moved + size)
-        return total
-
-    def _sent(self) -> Iterator[tuple[str, int]]:
-        if self.emitted is not None:
-            for c in self.emitted:
-                yield f"{c.direction} {c.collective}" + (f" on {c.axis}" if c.axis in DATA_AXES else ""), c.bytes_moved
-            return
-        for t in (t for row in self.rows for t in row.transitions):
-            if t.forward != LOCAL:
-                yield f"forward {t.forward}", t.forward_bytes
-            if t.backward != LOCAL:
-                yield f"backward {t.backward}", t.backward_bytes
-
-    def to_json(self) -> str:
-        rows, fusions = [asdict(r) for r in self.rows], [asdict(f) for f in self.fusions]
-        data = {"header": self.header, "rows": rows, "params": self.params, "fusions": fusions}
-        return json.dumps(data | {"removed": self.removed, "notes": self.notes}, indent=1)
-
-    def html(self, path: str | Path) -> None:
-        """Write the report as one HTML page."""
-        head = "<!doctype html><meta charset=utf-8><title>megafx plan</title>"
-        Path(path).write_text(f"{head}<pre>{html.escape(str(self))}</pre>")
-
-    def _lists(self) -> Iterable[tuple[str, list[str]]]:
-        sent = [f"{k}: {n} x, {_bytes(b)} sent by a rank" for k, (n, b) in self.collectives().items()]
-        yield "Collectives a step" + (" as planned" if self.emitted is None else ""), sent
-        whole: dict[str, list[str]] = defaultdict(list)
-        for fqn, (shape, placement, why) in self.params.items():
-            if not placement.startswith("S"):
-                whole[f"{_INDEX.sub('.*', fqn)} {shape}: {why}"].append(fqn)
-        texts = [k + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()]
-        yield "Stored whole on every rank", texts
-        yield "Fused", [f"{f.count} x {f.pattern} in {f.modules}" for f in self.fusions]
-        yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]
-        yield "Notes", self.notes
+from megafx.report.report import INDEX, Line, PricedTransition, Report, fused
 
 
 def describe(program: Program, planner: Planner) -> Report:
@@ -219,7 +75,7 @@ def _tokens(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> str
         ends = [end for c in planner.solved.transitions.get(node.name, ()) for end in (c.src, c.dst)]
         shape = program.sizes.shape(node.meta[VAL]) if ends else ()
         if any(in_pieces(p, shape) and p.dim < len(shape) - 1 for p in ends):
-            copied.setdefault(_INDEX.sub(".*", fqn_of(node)) + op_name(node), node)
+            copied.setdefault(INDEX.sub(".*", fqn_of(node)) + op_name(node), node)
     if copied:
         first = next(iter(copied.values()))
         others = f" and {len(copied) - 1} more kinds of ops" if len(copied) > 1 else ""
@@ -230,17 +86,6 @@ def _tokens(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> str
             first,
         )
     return "in several dims" if copied else "in one dim, so that gathers and scatters copy nothing"
-
-
-def fused(fusions: Iterable[Fusion]) -> list[Fused]:
-    """Matches by pattern and module; layers that differ in their index alone are one."""
-    groups: dict[tuple[str, str], list[Fusion]] = defaultdict(list)
-    for fusion in fusions:
-        groups[fusion.pattern, _INDEX.sub(".*", fusion.fqn)].append(fusion)
-    return [
-        Fused(pattern, _range(folded, [f.fqn for f in same]) or "<root>", len(same), str(same[0].source or ""))
-        for (pattern, folded), same in groups.items()
-    ]
 
 
 def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) -> None:
@@ -281,13 +126,8 @@ def _note_shared_heads(program: Program, planner: Planner, calls: Iterable[fx.No
             f"{kv_heads} key-value head{plural} on {t} ranks: k and v are gathered, and each head serves {each} ranks, which "
             f"have {local} of the {heads} query heads"
         )
-        found.setdefault(_INDEX.sub(".*", fqn_of(node)), text)
+        found.setdefault(INDEX.sub(".*", fqn_of(node)), text)
     program.notes += [note for fqn, text in found.items() if (note := Note("heads", text, fqn)) not in program.notes]
-
-
-def refresh_notes(report: Report, notes: Iterable[Note]) -> None:
-    """Bring in what later passes and the runtime noted."""
-    report.notes = list(dict.fromkeys([*report.notes, *(str(n) for n in notes)]))
 
 
 def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
@@ -306,7 +146,7 @@ def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
     return Line(
         fqn_of(node) or "<root>",
         str(node.target).removeprefix("aten.").removesuffix(".default"),
-        _style(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if no_rule else ""),
+        style_of(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if no_rule else ""),
         f"{ins} -> {text_of(choice.out, program)}",
         shape,
         transitions,
@@ -323,7 +163,7 @@ def text_of(placement: Placement, program: Program) -> str:
     return f"S{placement.dim}/" + (f"{text(placement.cut.rep)}*({blocks})" if placement.cut.rep != 1 else blocks)
 
 
-def _style(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
+def style_of(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
     lookup = "embedding" in str(node.target)
     if not any(p.is_shard for p in weights):
         return "on a shard of the sequence" if out.is_shard else "replicated"
@@ -342,25 +182,26 @@ def _transitions(program: Program, planner: Planner, node: fx.Node) -> tuple[Pri
         value = stack.pop()
         for user in value.users:
             if user.target is torch.ops.megafx.transition.default and PLACEMENT in value.meta:
-                transitions.append(_transition(program, planner, value, user))
+                transitions.append(priced(program, planner, value, user))
                 stack.append(user)
+    gathered = statistics(program, planner, node)
+    return tuple(transitions) if gathered is None else (*transitions, gathered)
+
+
+def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition | None:
+    """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward. None: of others."""
     choice = planner.solved.ops.get(node.name)
     localized = facts_of(node.target).localize
-    if choice is not None and choice.out == I and localized is not None and choice.factor == localized.factor:
-        transitions.append(_statistics(program, planner, node))
-    return tuple(transitions)
-
-
-def _statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition:
-    """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward."""
+    if choice is None or choice.out != I or localized is None or choice.factor != localized.factor:
+        return None
     value, t = node.meta[VAL], planner.t
     itemsize = max(value.dtype.itemsize, 4)
     numel = 4 * t * math.prod(program.sizes.workload(n) for n in program.sizes.shape(value))
     cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
-    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us)
+    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us, cost_us)
 
 
-def _transition(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
+def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
     src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
     row, val, needs_grad = collectives(src, dst), value.meta[VAL], planner.training and is_floating(value)
     shape = program.sizes.shape(val)
@@ -370,20 +211,5 @@ def _transition(program: Program, planner: Planner, value: fx.Node, made: fx.Nod
     cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces)
     ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
     sent = (cost.forward_bytes, cost.backward_bytes)
-    return PricedTransition(*ends, row.forward, backward, *sent, round(cost.cost_us, 3))
-
-
-def _range(pattern: str, fqns: list[str]) -> str:
-    """`h.0.mlp` .. `h.11.mlp`, whose pattern is `h.*.mlp`, are `h.[0-11].mlp`."""
-    first, last = (re.findall(r"(?<=\.)\d+(?=\.|$)", fqn) for fqn in (fqns[0], fqns[-1]))
-    name = pattern
-    for a, b in zip(first, last, strict=False):
-        name = name.replace(".*", f".{a}" if a == b else f".[{a}-{b}]", 1)
-    return name
-
-
-def _bytes(n: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} B"
+    seconds = (cost.seconds, cost.forward_seconds)
+    return PricedTransition(*ends, row.forward, backward, *sent, *(round(1e6 * s, 3) for s in seconds))
