@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_ranks import rank_of
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import megafx
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.export import capture_call
+from megafx.compiler.executable import Executable
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.ir.dump import target_text
 from megafx.ir.nodes import is_view
 from megafx.ir.program import TOKENS, VAL
+from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.planner.plan import Plan
 from megafx.testing import assert_same, canonical, expect, make_planner, run_pass
@@ -221,3 +226,55 @@ def test_numbers_are_those_of_one_process(name: str, t: int, b: int, s: int) -> 
     model = Model(**MODELS[name]).double()
     config = megafx.Config(tensor_model_parallel_size=t, sequence_parallel=True)
     assert (verdict := megafx.verify(model, config, example_inputs=_inputs(b, s, model))), verdict
+
+
+class _Watch(TorchDispatchMode):
+    """scattered: what made each operand of a reduce-scatter or gather. copied: what copied a result of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, str] = {}
+        self.moved: set[int] = set()
+        self.scattered: list[str] = []
+        self.copied: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func._schema.name.split("::")[1]
+        given = [_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if name in COPIES and self.moved.intersection(given):
+            self.copied.append(name)
+        for memory in [_memory(x) for x in tree_leaves(result) if isinstance(x, torch.Tensor)]:
+            if memory not in given:
+                self.made[memory] = name
+                self.moved.discard(memory)
+            if name in ("all_gather_into_tensor", "reduce_scatter_tensor") and args[0].shape[-1] == 16:
+                self.scattered.append(self.made.get(given[0], "input"))
+                self.moved.add(memory)
+        return result
+
+
+def _memory(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_nothing_is_copied_when_it_runs(name: str) -> None:
+    """One rank's forward and backward, with collectives that do nothing; 24 tokens of dynamic sizes on 2 ranks."""
+    with rank_of(0, T):
+        group = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+        compiled = _compiled(name)
+        axes = {"tp": AxisContext(0, T, group)}
+        executable = Executable(compiled.for_rank(axes), lambda: on_mesh(axes))
+        now = {symbol: {"batch": 3, "seq": 8}[n] for n, symbol in compiled.program.sizes.symbols.items()}
+        values = []
+        for node, spec in compiled.program.input_nodes():
+            if spec.kind != "tangent":
+                shape = [n if isinstance(n, int) else int(n.node.expr.xreplace(now)) for n in node.meta[VAL].shape]
+                floats = node.meta[VAL].is_floating_point()
+                values.append(torch.randn(shape) if floats else torch.zeros(shape, dtype=torch.int64))
+        with _Watch() as watch:
+            _, kept = executable.forward(values)
+            assert kept is not None
+            executable.backward(kept, [torch.ones(())])
+    assert len(watch.scattered) >= 10 and not COPIES.intersection(watch.scattered), watch.scattered
+    assert not watch.copied
