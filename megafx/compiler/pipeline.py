@@ -51,6 +51,7 @@ from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.passes.lower.write_padded_rows import write_padded_rows
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_batch import place_batch
@@ -124,7 +125,15 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     schedule_collectives,
 )
 # What one rank runs, made of a copy of the program of all ranks.
-RANK: tuple[PassFunction, ...] = (drop_expert_values, bind_mesh, partition, regather, reuse_buffers, call_directly)
+RANK: tuple[PassFunction, ...] = (
+    drop_expert_values,
+    bind_mesh,
+    partition,
+    regather,
+    write_padded_rows,
+    reuse_buffers,
+    call_directly,
+)
 STAGES: dict[str, tuple[PassFunction, ...]] = {
     "planning": PLANNING,
     "local": LOCAL,

@@ -6,6 +6,7 @@
     megafx::rank_place    [...] -> [t, ...]      backward: rank_select
     megafx::rank0_only    x on rank 0, zeros elsewhere; its own backward
     megafx::pad_rows      [n, ...] -> [rows, ...] with zeros behind; the operand itself where n is rows when it runs
+    megafx::mm_rows       a product [n, k] x [k, m] -> [rows, m] with zeros behind, as pad_rows of it
     megafx::batch_sum     summands -> their sum over the ranks of the axis; its own backward (P -> R)
 
 The graph is the same on every rank: which rank runs it is known only from `on_mesh`, inside which these ops (and dropout
@@ -138,10 +139,28 @@ def batch_sum(x: Tensor, axis: str, size: int) -> Tensor:
     return torch.ops.megafx.transition(x, "P", "R", [], [], axis, size)
 
 
-# A view where nothing is to be added: only its schema may say so.
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """x: [n, ...] -> [rows, ...] with zeros behind; x itself where n is rows."""
+    return TENSORS.pad_rows(x, rows)
+
+
+def mm_rows(a: Tensor, b: Tensor, rows: int) -> Tensor:
+    """a: [n, k], b: [k, m] -> [rows, m], their product with zeros behind."""
+    if a.shape[0] == rows:
+        return torch.mm(a, b)
+    out = a.new_empty([rows, b.shape[1]])
+    torch.mm(a, b, out=out[: a.shape[0]])
+    out[a.shape[0] :].zero_()
+    return out
+
+
+# A view where nothing is to be added: only a schema may say so.
 torch.library.define("megafx::pad_rows", "(Tensor(a) x, SymInt rows) -> Tensor(a)")
-torch.library.impl("megafx::pad_rows", "CompositeExplicitAutograd", TENSORS.pad_rows)
+torch.library.impl("megafx::pad_rows", "CompositeExplicitAutograd", pad_rows)
 torch.library.register_fake("megafx::pad_rows", lambda x, rows: x.new_empty([rows, *x.shape[1:]]))
+torch.library.custom_op("megafx::mm_rows", mm_rows, mutates_args=()).register_fake(
+    lambda a, b, rows: a.new_empty([rows, b.shape[1]])
+)
 
 declare("megafx.batch_sum.default", rule="lin: ... -> ...")
 declare("megafx.rank0_only.default", types="R -> P")

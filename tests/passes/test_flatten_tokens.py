@@ -257,15 +257,18 @@ def _memory(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt"])
-def test_nothing_is_copied_when_it_runs(name: str) -> None:
-    """One rank's forward and backward, with collectives that do nothing; 24 tokens of dynamic sizes on 2 ranks."""
+@pytest.mark.parametrize(("name", "s"), [("llama", 8), ("gpt", 8), ("llama", 7)])
+def test_nothing_is_copied_when_it_runs(name: str, s: int) -> None:
+    """One rank's forward and backward, with collectives that do nothing; 24 or 21 tokens of dynamic sizes on 2 ranks.
+
+    The first scatter of the backward may be of what the loss gives, no product: it is padded by a copy.
+    """
     with rank_of(0, T):
         group = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
         compiled = _compiled(name)
         axes = {"tp": AxisContext(0, T, group)}
         executable = Executable(compiled.for_rank(axes), lambda: on_mesh(axes))
-        now = {symbol: {"batch": 3, "seq": 8}[n] for n, symbol in compiled.program.sizes.symbols.items()}
+        now = {symbol: {"batch": 3, "seq": s}[n] for n, symbol in compiled.program.sizes.symbols.items()}
         values = []
         for node, spec in compiled.program.input_nodes():
             if spec.kind != "tangent":
@@ -276,5 +279,6 @@ def test_nothing_is_copied_when_it_runs(name: str) -> None:
             _, kept = executable.forward(values)
             assert kept is not None
             executable.backward(kept, [torch.ones(())])
-    assert len(watch.scattered) >= 10 and not COPIES.intersection(watch.scattered), watch.scattered
+    copied = [made for made in watch.scattered if made in COPIES]
+    assert len(watch.scattered) >= 10 and len(copied) <= (s % 2), watch.scattered
     assert not watch.copied
