@@ -216,10 +216,23 @@ def test_gathers_and_scatters_copy_nothing(name: str) -> None:
         assert not COPIES.intersection(near), (node, near)
 
 
-@pytest.mark.parametrize(("name", "t", "b", "s"), [
-    ("llama", 2, 1, 5), ("llama", 4, 3, 3), ("gpt", 3, 2, 7), ("gpt", 2, 4, 8), ("gpt of fixed length", 3, 2, 8),
-    ("gpt of given positions", 2, 3, 8), ("sequence first", 2, 3, 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "t", "b", "s"),
+    [
+        ("llama", 4, 3, 3),
+        ("gpt", 3, 2, 7),
+        ("sequence first", 2, 3, 5),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("llama", 2, 1, 5),
+                ("gpt", 2, 4, 8),
+                ("gpt of fixed length", 3, 2, 8),
+                ("gpt of given positions", 2, 3, 8),
+            ]
+        ),
+    ],
+)
 def test_numbers_are_those_of_one_process(name: str, t: int, b: int, s: int) -> None:
     """Outputs, losses and gradients in fp64, with the dropout of one process."""
     torch.manual_seed(0)
