@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import json
 import os
 import platform
 import sys
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
     argument("--html", type=Path, metavar="FILE", help="write the report as a page")
     argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    argument("--model-explorer", type=Path, metavar="FILE", help="write the graph as JSON of Model Explorer")
     argument = add_for_model(
         _verify, "megafx.verify", "run all ranks of one call in this process, and compare with eager"
     )
@@ -248,6 +250,10 @@ def _explain(args: argparse.Namespace) -> int:
         report.html(args.html)
     if args.json:
         args.json.write_text(report.to_json())
+    if args.model_explorer:
+        from megafx.report.model_explorer import graph_collection
+
+        args.model_explorer.write_text(json.dumps(graph_collection(report, args.model)))
     return 0
 
 
