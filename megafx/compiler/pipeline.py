@@ -54,6 +54,8 @@ from megafx.passes.lower.name_ranges import name_ranges
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.passes.lower.write_padded_rows import write_padded_rows
+from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_batch import place_batch
 from megafx.passes.plan.plan_sharding import plan_sharding
@@ -98,6 +100,7 @@ PLANNING: tuple[PassFunction, ...] = (
     describe_masks,
     place_batch,
     join_experts,
+    flatten_tokens,
     plan_sharding,
     insert_transitions,
     describe_plan,
@@ -130,6 +133,7 @@ RANK: tuple[PassFunction, ...] = (
     bind_mesh,
     partition,
     regather,
+    write_padded_rows,
     reuse_buffers,
     call_directly,
     name_ranges,

@@ -9,6 +9,7 @@ Meta keys of a node (the only ones that passes may rely on):
     placement  Placement of the value, from `insert_transitions` on (absent: a replicated value that needs no gradient)
     phase      'backward' on backward nodes of a joint graph
     recompute  True on forward nodes whose value backward computes again (`partition`) instead of keeping it
+    tokens     dims (structural) that the value's first dim stands for, where `flatten_tokens` made one of several
     region     number of the call of torch.utils.checkpoint, the outermost one, in which the node was traced
 """
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from megafx.ir.call_spec import CallSpec
 
 VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by", "placement", "phase"
+TOKENS = "tokens"
 RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
 REGION = "region"
 

@@ -28,6 +28,7 @@ from megafx.planner.context import Accepts, Planner, accepts, way_out
 from megafx.planner.cost import (
     PARTIAL_TIE_SECONDS,
     cost_kind,
+    in_pieces,
     op_seconds,
     optimizer_seconds,
     padding,
@@ -86,15 +87,21 @@ class Problem:
         value = node.meta[VAL]
         grad = self.planner.training and is_floating(node)
         is_param = node in self.params
-        key: Any = (src, dst)
+        pieces = self.in_pieces(node, src) or self.in_pieces(node, dst)
+        key: Any = (src, dst, pieces)
         if key not in self._memo:
             t, same_dim = self.planner.t, src.is_shard and src.dim == dst.dim
-            self._memo[key] = (src.kind, dst.kind, same_dim, padding(src, t), padding(dst, t))
+            self._memo[key] = (src.kind, dst.kind, same_dim, padding(src, t), padding(dst, t), pieces)
         key = (self.numel(node), value.dtype.itemsize, self._memo[key], grad, is_param)
         if key not in self._memo:
             sizes = (self.numel(node), value.dtype.itemsize, self.planner.hardware, self.planner.t)
-            self._memo[key] = transition_seconds(src, dst, *sizes, needs_grad=grad, is_param=is_param)
+            known = {"needs_grad": grad, "is_param": is_param, "in_pieces": pieces}
+            self._memo[key] = transition_seconds(src, dst, *sizes, **known)
         return self._memo[key]
+
+    def in_pieces(self, node: fx.Node, placement: Placement) -> bool:
+        """Whether gathers and scatters of the value's shards copy it: at some batch size, if not at the workload's."""
+        return placement.is_shard and in_pieces(placement, self.program.sizes.shape(node.meta[VAL]))
 
     def tree(
         self, node: fx.Node, src: Placement, wanted: tuple[Placement, ...]
@@ -204,7 +211,12 @@ class Problem:
         return min(self.transition_seconds(node, p, way_out(wanted)) for p in (src, *others))
 
     def _value_key(self, node: fx.Node) -> tuple[Any, ...]:
-        return self.numel(node), node.meta[VAL].dtype, self.policy.stays(node), node in self.params
+        return (
+            self.program.sizes.shape(node.meta[VAL]),
+            node.meta[VAL].dtype,
+            self.policy.stays(node),
+            node in self.params,
+        )
 
     def _add_edge(self, node: fx.Node, use: Use) -> None:
         key = ("edge", self._domain_id(node), self._domain_id(use.consumer), use.index, self._value_key(node))

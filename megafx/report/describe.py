@@ -17,7 +17,7 @@ from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, is_floating
 from megafx.ops.owners import OWNER_PARAMETER
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
 from megafx.planner.context import Planner
-from megafx.planner.cost import collective_seconds, cost_kind, transition_cost
+from megafx.planner.cost import collective_seconds, cost_kind, in_pieces, transition_cost
 from megafx.report.report import INDEX, Line, PricedTransition, Report, fused
 
 
@@ -57,6 +57,8 @@ def describe(program: Program, planner: Planner) -> Report:
         "modelled step": f"{plan.cost_us:.0f} us",
         "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
     }
+    if plan.sequence_parallel:
+        header["tokens"] = _tokens(program, planner, calls)
     if program.batch is not None:
         summed, averaged = "summed: the loss is of all their rows", "averaged: each has a loss of its own rows"
         header["data-parallel ranks"] = (
@@ -64,6 +66,26 @@ def describe(program: Program, planner: Planner) -> Report:
         )
     notes = [str(n) for n in program.notes]
     return Report(header, rows, params, dict(removed), notes, fusions=fused(program.fusions))
+
+
+def _tokens(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> str:
+    """How ranks share the tokens. A note says where gathers and scatters of them copy, and why."""
+    copied: dict[str, fx.Node] = {}
+    for node in calls:
+        ends = [end for c in planner.solved.transitions.get(node.name, ()) for end in (c.src, c.dst)]
+        shape = program.sizes.shape(node.meta[VAL]) if ends else ()
+        if any(in_pieces(p, shape) and p.dim < len(shape) - 1 for p in ends):
+            copied.setdefault(INDEX.sub(".*", fqn_of(node)) + op_name(node), node)
+    if copied:
+        first = next(iter(copied.values()))
+        others = f" and {len(copied) - 1} more kinds of ops" if len(copied) > 1 else ""
+        program.note(
+            "tokens",
+            f"gathers and scatters of {first.target}{others} copy what they move: ranks hold pieces of each sequence of "
+            f"[{', '.join(map(str, first.meta[VAL].shape))}], since the tokens of an op there are not computed one by one",
+            first,
+        )
+    return "in several dims" if copied else "in one dim, so that gathers and scatters copy nothing"
 
 
 def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) -> None:
@@ -182,8 +204,11 @@ def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTrans
 def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
     src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
     row, val, needs_grad = collectives(src, dst), value.meta[VAL], planner.training and is_floating(value)
-    numel = math.prod(program.sizes.workload(n) for n in program.sizes.shape(val))
-    cost = transition_cost(src, dst, numel, val.dtype.itemsize, planner.hardware, planner.t, needs_grad=needs_grad)
+    shape = program.sizes.shape(val)
+    numel = math.prod(program.sizes.workload(n) for n in shape)
+    sizes = (numel, val.dtype.itemsize, planner.hardware, planner.t)
+    pieces = in_pieces(src, shape) or in_pieces(dst, shape)
+    cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces)
     ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
     sent = (cost.forward_bytes, cost.backward_bytes)
     seconds = (cost.seconds, cost.forward_seconds)
