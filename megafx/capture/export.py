@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from megafx.analysis.tables import read_table
@@ -76,6 +77,13 @@ def capture_call(
     for name, value in leaves:
         if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))):
             raise unsupported_leaf(name, value)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"'{name}' has no shape yet: a lazy module takes it from its first call",
+                fix="call the model once on a batch before it is parallelized",
+                module=name.rpartition(".")[0],
+            )
     module = model.get_submodule(part)
     where = device or target_device(model, [value for _, value in leaves])
     root = _Call(model, loss_fn, _part_forward(module) if part else forward)

@@ -145,3 +145,14 @@ def test_error_loss_whose_sizes_depend_on_labels(capfd: Any) -> None:
     text_of = _error(fn, capfd)
     assert "the shape of a result depends on the data of a tensor" in text_of and "`return F.ctc_loss(" in text_of
     assert "call the model without labels" in text_of
+
+
+def test_a_lazy_module_is_to_be_called_first() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d())
+    with pytest.raises(
+        CaptureError, match="'1.weight' has no shape yet: a lazy module takes it from its first call"
+    ) as caught:
+        capture_call(model, (torch.randn(3, 6),))
+    assert "module '1'" in str(caught.value) and "call the model once" in str(caught.value)
+    model(torch.randn(3, 6))
+    capture_call(model, (torch.randn(3, 6),))
