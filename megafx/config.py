@@ -89,6 +89,11 @@ class Config:
     lazy_outputs: bool = _option(
         True, "logits beside a loss that is fused with their layer are computed when they are first read"
     )
+    tp_comm_overlap: bool | Literal["auto"] = _option(
+        "auto",
+        "gathers and scatters of sequence parallelism run in pieces beside their products, through memory that the ranks "
+        "share; 'auto': on GPUs that reach each other's memory (docs/overlap.md)",
+    )
     compile: bool = _option(False, "lower the graphs through Inductor")
     bias_dropout_fusion: bool = _option(True, "fuse bias + dropout + residual sum", fuses=True)
     bias_activation_fusion: bool = _option(

@@ -48,6 +48,7 @@ from megafx.passes.fuse.share_logsumexp import share_logsumexp
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.call_directly import call_directly
+from megafx.passes.lower.overlap_products import overlap_products
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
@@ -113,7 +114,15 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     schedule_collectives,
 )
 # What one rank runs, made of a copy of the program of all ranks.
-RANK: tuple[PassFunction, ...] = (drop_expert_values, bind_mesh, partition, regather, reuse_buffers, call_directly)
+RANK: tuple[PassFunction, ...] = (
+    drop_expert_values,
+    bind_mesh,
+    partition,
+    regather,
+    overlap_products,
+    reuse_buffers,
+    call_directly,
+)
 STAGES: dict[str, tuple[PassFunction, ...]] = {
     "planning": PLANNING,
     "local": LOCAL,
