@@ -39,6 +39,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 # Bytes of the whole tensor below which a collective of the library is as fast (one transfer has about 16 us of its own).
 LEAST_BYTES = 2**20
+PAD = torch.ops.megafx.pad_rows.default
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
@@ -132,8 +133,9 @@ class _Overlap:
                 if _is_cut(left, gathered):  # rows of padding at the end go
                     made = self._call(first, aten.slice.Tensor, made, 0, 0, left.args[1][0], value=product.meta[VAL])
                 product.replace_all_uses_with(made)
-            for product in products:
-                self.graph.erase_node(product)
+            for node in (*products, *reversed(views)):
+                if not node.users:
+                    self.graph.erase_node(node)
             self.barriers.append(call)
         else:
             begun = self._call(start, exchange.gather_start, x, ranks, *self.end)
@@ -158,7 +160,7 @@ class _Overlap:
         """Copy out what is gathered, unless products alone read it, before the next barrier."""
         for index, call, gathered in self.gathers:
             readers = _readers(gathered)
-            safe = all(n.target in PRODUCTS and gathered is not storage_of(n.all_input_nodes[0]) for n in readers)
+            safe = all(n.target in PRODUCTS and not _adds(n, gathered) for n in readers)
             following = self.barriers[index + 1 : index + 2]
             if not safe or any(barrier < n for n in readers for barrier in following):
                 call.args = (*call.args[:-1], True)
@@ -176,24 +178,19 @@ class _Overlap:
         self.graph.erase_node(wait)
         self.graph.erase_node(start)
         while product is not None and not x.users and x.op == "call_function":
-            dead, x = x, x.args[0][0] if x.target is aten.cat.default else x.args[0]
+            dead, x = x, _before(x)
             self.graph.erase_node(dead)
 
     def _product_behind(self, x: Any) -> tuple[fx.Node | None, list[Any]]:
         """(product whose rows are those of x, padded at the end, and are read by nobody else; sizes of x as the graph has
         them). (None, []) where there is none."""
-        shape: list[Any] | None = None
-        node = x
-        while isinstance(node, fx.Node) and len(node.users) == 1:
+        shape, node = _sizes(x), x
+        while shape is not None and isinstance(node, fx.Node) and len(node.users) == 1:
             if node.target is aten.mm.default:
-                return (node, shape) if shape is not None else (None, [])
+                return node, shape
             if not _keeps_rows(node):
                 break
-            if shape is None and node.target in RESHAPES:
-                shape = [*node.args[1]]  # type: ignore[misc]
-            elif shape is None and node.target not in COPIES:
-                break
-            node = node.args[0][0] if node.target is aten.cat.default else node.args[0]  # type: ignore[index,assignment]
+            node = _before(node)
         return None, []
 
 
@@ -206,28 +203,29 @@ def _keeps_rows(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.meta.get(VAL), torch.Tensor):
         return False
     shape = node.meta[VAL].shape
-    if node.target is aten.cat.default:
-        tensors, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-        zeros = len(tensors) == 2 and tensors[1].target is aten.new_zeros.default  # type: ignore[arg-type,index,union-attr]
-        return zeros and _leads(shape, int(dim))  # type: ignore[call-overload]
-    if node.target in COPIES:
+    if node.target in COPIES or node.target is PAD:
         return True
-    if node.target not in (*RESHAPES, aten.slice.Tensor, aten.permute.default):
-        return False
-    before = node.args[0].meta[VAL].shape  # type: ignore[union-attr]
-    if node.target in RESHAPES:
-        return len(shape) > 1 and len(before) > 1 and same_size(shape[-1], before[-1])
     if node.target is aten.slice.Tensor:
         dim, begin = (*node.args[1:3], 0, 0)[:2]
-        return begin == 0 and len(node.args) < 5 and _leads(shape, int(dim))  # type: ignore[call-overload]
-    order = [dim % len(before) for dim in node.args[1]]  # type: ignore[union-attr,operator]
-    moved = [dim for dim in order if not same_size(before[dim], 1)]
-    return order[-1] == len(before) - 1 and moved == sorted(moved)
+        return begin == 0 and dim == 0 and len(node.args) < 5 and len(shape) > 1
+    if node.target not in RESHAPES:
+        return False
+    before = _before(node).meta[VAL].shape
+    return len(shape) > 1 and len(before) > 1 and same_size(shape[-1], before[-1])
 
 
-def _leads(shape: torch.Size, dim: int) -> bool:
-    """Whether a cut along this dim is one between rows that follow one another."""
-    return dim < len(shape) - 1 and all(same_size(n, 1) for n in shape[:dim])
+def _before(node: fx.Node) -> fx.Node:
+    return node.args[0]  # type: ignore[return-value]
+
+
+def _sizes(node: fx.Node) -> list[Any] | None:
+    """The sizes of a value as its graph has them: numbers and nodes; None where a view does not say them."""
+    if node.target in RESHAPES:
+        return [*node.args[1]]  # type: ignore[misc]
+    if node.target is PAD:
+        before = _sizes(_before(node))
+        return None if before is None else [node.args[1], *before[1:]]
+    return _sizes(_before(node)) if node.target in COPIES else None
 
 
 def _reads_rows(product: fx.Node, gathered: fx.Node) -> bool:
@@ -236,9 +234,9 @@ def _reads_rows(product: fx.Node, gathered: fx.Node) -> bool:
         return False
     node = _left(product)
     while node is not gathered:
-        if not _keeps_rows(node) or node.target is aten.cat.default:
+        if not _keeps_rows(node) or node.target is PAD:
             return False
-        node = node.args[0]
+        node = _before(node)
     return not _is_cut(_left(product), gathered) or _left(product).target in RESHAPES
 
 
@@ -252,6 +250,11 @@ def _is_cut(node: fx.Node, base: fx.Node) -> bool:
 
 def _left(product: fx.Node) -> Any:
     return product.args[0] if product.target is aten.mm.default else product.args[1]
+
+
+def _adds(product: fx.Node, base: fx.Node) -> bool:
+    """Whether the product adds to what `base` shows, perhaps in its memory."""
+    return product.target is aten.addmm.default and storage_of(product.args[0]) is base  # type: ignore[arg-type]
 
 
 def _weight_and_bias(product: fx.Node) -> tuple[Any, Any]:
