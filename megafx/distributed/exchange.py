@@ -129,7 +129,7 @@ class SharedFiles(Transport):
 class Pending:
     """A gather or a reduce-scatter under way. value: what it gives, once finished.
 
-    parts: [ranks, rows, ...] in this rank's slot. copies: by rank, what was started; of a gather that rank's rows, of a
+    parts: [ranks, rows, ...], in this rank's slot but for gathers to memory of their own. copies: by rank, what was started; of a gather that rank's rows, of a
     reduce-scatter the rows that leave for it. held: memory that copies read.
     """
 
@@ -170,16 +170,19 @@ class Exchange:
         if self.last is not None:
             self.finish(self.last)
 
-    def gather(self, x: Tensor) -> Pending:
-        """x: [rows, ...] -> [ranks x rows, ...], under way."""
+    def gather(self, x: Tensor, own: bool) -> Pending:
+        """x: [rows, ...] -> [ranks x rows, ...], under way. own: to memory of its own, not in the slot."""
         slots = self._open(x.shape, x)
-        mine = slots[self.rank]
-        mine[self.rank].copy_(x)
+        parts = slots[self.rank]
+        parts[self.rank].copy_(x)
+        if own:
+            parts = x.new_empty(parts.shape)
+            parts[self.rank].copy_(x)
         self._finish_last()
         self.transport.barrier()
-        pending = Pending(mine, False, (self.size * x.shape[0], *x.shape[1:]))
+        pending = Pending(parts, False, (self.size * x.shape[0], *x.shape[1:]))
         for rank in self.others:
-            pending.copies[rank] = self.transport.copy(mine[rank], slots[rank][rank])
+            pending.copies[rank] = self.transport.copy(parts[rank], slots[rank][rank])
         self.last = pending
         return pending
 
@@ -274,15 +277,17 @@ def _reach(device: torch.device) -> bool:
 # -- what graphs call. group, rank: which exchange
 
 
-def gather_start(x: Tensor, ranks: int, group: str, rank: int) -> Pending:
-    """x: [rows, ...] of this rank -> under way: [ranks x rows, ...]. Ends with `gather_wait`."""
-    return _exchanges[group, rank].gather(x)
+def gather_start(x: Tensor, group: str, rank: int, own: bool) -> Pending:
+    """x: [rows, ...] of this rank -> under way: [ranks x rows, ...]. Ends with `gather_wait`.
+
+    own: in memory of its own; else in the slot, which others may write after the next operation's barrier.
+    """
+    return _exchanges[group, rank].gather(x, own)
 
 
-def gather_wait(pending: Pending, group: str, rank: int, own: bool) -> Tensor:
-    """-> [ranks x rows, ...]. own: in memory of its own; else in the slot, which others may write after the next barrier."""
-    value = _exchanges[group, rank].finish(pending)
-    return value.clone() if own else value
+def gather_wait(pending: Pending, group: str, rank: int) -> Tensor:
+    """-> [ranks x rows, ...]"""
+    return _exchanges[group, rank].finish(pending)
 
 
 def gather_matmul(
@@ -290,25 +295,24 @@ def gather_matmul(
 ) -> tuple[Tensor, ...]:
     """x: [rows, ..., k] of this rank; weights: [k, n] each; biases: [n] each -> (gathered, a product [all rows, n] for each).
 
-    gathered: as `gather_wait` has it. The product with this rank's rows runs while those of others come.
+    gathered, own: as of `gather_start`. The product with this rank's rows runs while those of others come.
     """
     exchange = _exchanges[group, rank]
-    pending = exchange.gather(x)
-    ranks, parts = exchange.size, pending.parts.view(exchange.size, -1, x.shape[-1])
+    pending = exchange.gather(x, own)
+    parts = pending.parts.view(exchange.size, -1, x.shape[-1])
     rows = parts.shape[1]
-    products = [x.new_empty(ranks * rows, w.shape[1]) for w in weights]
+    products = [x.new_empty(exchange.size * rows, w.shape[1]) for w in weights]
     for source in (exchange.rank, *exchange.others):
         exchange.arrived(pending, source)
         for weight, bias, product in zip(weights, biases, products, strict=True):
             _product(parts[source], weight, bias, product[source * rows : (source + 1) * rows])
-    value = exchange.finish(pending)
-    return value.clone() if own else value, *products
+    return exchange.finish(pending), *products
 
 
-def scatter_start(x: Tensor, ranks: int, group: str, rank: int) -> Pending:
+def scatter_start(x: Tensor, group: str, rank: int) -> Pending:
     """x: summands [ranks x rows, ...] -> under way: the sum of all ranks' summands of this rank's rows. For `scatter_wait`."""
     exchange = _exchanges[group, rank]
-    summands = x.view(ranks, x.shape[0] // ranks, *x.shape[1:])
+    summands = x.view(exchange.size, x.shape[0] // exchange.size, *x.shape[1:])
     pending, slots = exchange.scatter(summands.shape[1:], x)
     for to in exchange.others:
         exchange.send(pending, slots, to, summands[to])

@@ -10,8 +10,8 @@ Legal because: rows of a product depend on the same rows of its left operand alo
 A gather whose product does not follow at once, and a scatter of what no product made, start and are waited for apart: products
 that `schedule_collectives` put between them run meanwhile. Small ones, those of other groups, and all-reduces stay.
 
-Gathered values stay in the exchange's slot where only products and views read them, before the next operation's barrier; else
-they are copied out. Runs on graphs that are executed as they stand.
+Gathered values are in the exchange's slot where only products and views read them, before the next operation's barrier; else
+they have memory of their own. Runs on graphs that are executed as they stand.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Overlap:
         return inherit(node, origin, NAME)
 
     def _gather(self, start: fx.Node, wait: fx.Node) -> None:
-        x, ranks = start.args[:2]
+        x = start.args[0]
         products = self._products(start, wait)
         if products:
             first = products[0]
@@ -136,14 +136,13 @@ class _Overlap:
             for node in (*products, *reversed(views)):
                 if not node.users:
                     self.graph.erase_node(node)
-            self.barriers.append(call)
         else:
-            begun = self._call(start, exchange.gather_start, x, ranks, *self.end)
-            call = gathered = self._call(wait, exchange.gather_wait, begun, *self.end, False)
+            call = self._call(start, exchange.gather_start, x, *self.end, False)
+            gathered = self._call(wait, exchange.gather_wait, call, *self.end)
             wait.replace_all_uses_with(gathered)
-            self.barriers.append(begun)
         self.graph.erase_node(wait)
         self.graph.erase_node(start)
+        self.barriers.append(call)
         self.gathers.append((len(self.barriers) - 1, call, gathered))
 
     def _products(self, start: fx.Node, wait: fx.Node) -> list[fx.Node]:
@@ -157,7 +156,7 @@ class _Overlap:
         return [n for n in found if all(a < found[0] for a in n.all_input_nodes if a is not _left(n))]
 
     def _choose_memory(self) -> None:
-        """Copy out what is gathered, unless products alone read it, before the next barrier."""
+        """Gather to memory of its own, unless products alone read what is gathered, before the next barrier."""
         for index, call, gathered in self.gathers:
             readers = _readers(gathered)
             safe = all(n.target in PRODUCTS and not _adds(n, gathered) for n in readers)
@@ -171,7 +170,7 @@ class _Overlap:
         if product is not None:
             begun = self._call(start, exchange.matmul_scatter_start, *product.args, shape, *self.end)
         else:
-            begun = self._call(start, exchange.scatter_start, x, start.args[2], *self.end)
+            begun = self._call(start, exchange.scatter_start, x, *self.end)
         ended = self._call(wait, exchange.scatter_wait, begun, *self.end)
         self.barriers.append(ended)
         wait.replace_all_uses_with(ended)
