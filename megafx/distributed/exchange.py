@@ -69,10 +69,10 @@ class Transport(ABC):
 class PeerMemory(Transport):
     """GPUs that read and write each other's memory, by torch's symmetric memory and the copy engines."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self.group, self.device = group, device
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.group, self.device = group, torch.device("cuda", torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.device, priority=-1)
         self.milliseconds = max(1, int(timeout_of(group).total_seconds() * 1000))
         self.handle: Any = None
         self.memory: list[Tensor] = []
@@ -222,18 +222,21 @@ class Exchange:
 
 _exchanges: dict[tuple[str, int], Exchange] = {}  # by name of the group and rank in it
 _reasons: dict[str, str] = {}  # name of a group -> why it has none
+_asked: dict[
+    str, tuple[dist.ProcessGroup, bool | str]
+] = {}  # which group had the name, and what it wanted: names come again
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, wanted: bool | str) -> None:
     """Make the exchange of a group, or note why there is none. Collective over the group. wanted: Config.tp_comm_overlap."""
-    name = group.group_name
-    if (name, group.rank()) in _exchanges:
+    name, asked = group.group_name, (group, wanted)
+    known, before = _asked.get(name, (None, False))
+    if not wanted or (known is group and (before == wanted or (name, group.rank()) in _exchanges)):
         return
-    reason = _refusal(group, device, wanted)
-    if reason:
-        _reasons[name] = reason
-        return
-    install(name, PeerMemory(group, device) if device.type == "cuda" else SharedFiles(group))
+    remove(name)
+    _asked[name], _reasons[name] = asked, _refusal(group, device, wanted)
+    if not _reasons[name]:
+        install(name, PeerMemory(group) if device.type == "cuda" else SharedFiles(group))
 
 
 def install(name: str, transport: Transport) -> None:
@@ -253,25 +256,20 @@ def why_not(name: str, rank: int) -> str:
 
 def _refusal(group: dist.ProcessGroup, device: torch.device, wanted: bool | str) -> str:
     """Why the ranks of a group cannot reach each other's memory, or need not."""
-    if not wanted:
-        return "tp_comm_overlap=False"
     if device.type != "cuda":
         if wanted == "auto":
             return "the ranks compute on CPUs, where nothing runs beside a product"
         hosts = gather_objects(socket.gethostname(), group)
         return "" if len({*hosts}) == 1 else f"the ranks are on several hosts ({', '.join(sorted({*hosts}))})"
-    places = gather_objects((socket.gethostname(), device.index, _reach(device)), group)
+    index = torch.cuda.current_device()
+    others = [i for i in range(torch.cuda.device_count()) if i != index]
+    reach = all(torch.cuda.can_device_access_peer(index, i) for i in others)
+    places = gather_objects((socket.gethostname(), index, reach), group)
     if len({host for host, _, _ in places}) > 1:
         return "the ranks are on several hosts"
     if len({index for _, index, _ in places}) < len(places):
         return "ranks share a device"
     return next((f"GPU {index} cannot reach the memory of another one" for _, index, all_ in places if not all_), "")
-
-
-def _reach(device: torch.device) -> bool:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    others = [i for i in range(torch.cuda.device_count()) if i != index]
-    return all(torch.cuda.can_device_access_peer(index, i) for i in others)
 
 
 # -- what graphs call. group, rank: which exchange
