@@ -129,8 +129,8 @@ class SharedFiles(Transport):
 class Pending:
     """A gather or a reduce-scatter under way. value: what it gives, once finished.
 
-    parts: [ranks, rows, ...], in this rank's slot but for gathers to memory of their own. copies: by rank, what was started; of a gather that rank's rows, of a
-    reduce-scatter the rows that leave for it. held: memory that copies read.
+    parts: [ranks, rows, ...], in this rank's slot but for gathers to memory of their own. copies: by rank, what was started:
+    of a gather that rank's rows, of a reduce-scatter the rows that leave for it. held: memory that copies read.
     """
 
     parts: Tensor
