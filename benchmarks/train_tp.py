@@ -8,7 +8,7 @@
 Modes: `ideal` is the step of one GPU with megafx, divided by the number of GPUs. `tp`, `sp`, `auto`: layouts of megafx;
 `-plain`: without overlap (tp_comm_overlap=False); `-compile`: through Inductor. `dtensor`, `dtensor-compile`,
 `async-tp`: torch's parallelize_module with sequence parallelism and loss_parallel, layers compiled, and its async TP.
-`megatron`, `megatron-sp`: Megatron Core with SDPA, where megatron-core is installed. `hf-tp`: transformers' tensor-parallel plan (llama).
+`megatron`, `megatron-sp`: Megatron Core with SDPA, where that is installed. `hf-tp`: transformers' own plan (llama).
 
 bf16 parameters, fused AdamW, labels = input ids. All modes of a batch size are built first; then each round runs a few
 steps of each, so that clocks that fall under load fall for all. A time is the median over rounds of the slowest rank. Peak: of
