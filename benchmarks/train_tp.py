@@ -421,11 +421,8 @@ def exposed(step: Step, ids: Tensor) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step(ids)
         torch.cuda.synchronize()
-    spans = [
-        (e.time_range.start, e.time_range.end, e.name)
-        for e in profiler.events()
-        if e.time_range.end > e.time_range.start
-    ]
+    cuda = torch.autograd.DeviceType.CUDA
+    spans = [(e.time_range.start, e.time_range.end, e.name) for e in profiler.events() if e.device_type == cuda]
     communicates = lambda name: "nccl" in name.lower() or "PtoP" in name or "barrier" in name.lower()  # noqa: E731
     work = joined([(a, b) for a, b, name in spans if not communicates(name)])
     talk = joined([(a, b) for a, b, name in spans if communicates(name)])
