@@ -150,15 +150,15 @@ class Exchange:
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.count = self.slot_bytes = 0
         self.memory: list[Tensor] = []
-        self.last: Pending | None = None
+        self.under_way: list[Pending] = []  # in order; a reduce-scatter is the last of them
 
     def _open(self, shape: Sequence[int], like: Tensor) -> list[Tensor]:
         """The next slot of each rank as a tensor [ranks, *shape], shape being that of one rank's rows."""
-        if self.last is not None and self.last.scatters:
-            self.finish(self.last)
+        if self.under_way and self.under_way[-1].scatters:
+            self._finish_all()
         nbytes = self.size * math.prod(shape) * like.element_size()
         if nbytes > self.slot_bytes:
-            self._finish_last()
+            self._finish_all()
             self.slot_bytes = (nbytes + 255) // 256 * 256
             self.memory = []
             self.memory = self.transport.allocate(SLOTS * self.slot_bytes)
@@ -166,9 +166,9 @@ class Exchange:
         start = self.count % SLOTS * self.slot_bytes
         return [m[start : start + nbytes].view(like.dtype).view(self.size, *shape) for m in self.memory]
 
-    def _finish_last(self) -> None:
-        if self.last is not None:
-            self.finish(self.last)
+    def _finish_all(self) -> None:
+        for pending in list(self.under_way):
+            self.finish(pending)
 
     def gather(self, x: Tensor, own: bool) -> Pending:
         """x: [rows, ...] -> [ranks x rows, ...], under way. own: to memory of its own, not in the slot."""
@@ -178,19 +178,20 @@ class Exchange:
         if own:
             parts = x.new_empty(parts.shape)
             parts[self.rank].copy_(x)
-        self._finish_last()
+        self._finish_all()
         self.transport.barrier()
         pending = Pending(parts, False, (self.size * x.shape[0], *x.shape[1:]))
         for rank in self.others:
             pending.copies[rank] = self.transport.copy(parts[rank], slots[rank][rank])
-        self.last = pending
+        self.under_way.append(pending)
         return pending
 
     def scatter(self, rows: Sequence[int], like: Tensor) -> tuple[Pending, list[Tensor]]:
         """A reduce-scatter of summands [ranks, *rows] to come, each rank's by `send`; and the slots, for `send`."""
         slots = self._open(rows, like)
-        self.last = Pending(slots[self.rank], True, rows)
-        return self.last, slots
+        pending = Pending(slots[self.rank], True, rows)
+        self.under_way.append(pending)
+        return pending, slots
 
     def send(self, pending: Pending, slots: list[Tensor], to: int, summand: Tensor) -> None:
         pending.held.append(summand)
@@ -202,19 +203,17 @@ class Exchange:
             self.transport.arrived(pending.copies.pop(rank))
 
     def finish(self, pending: Pending) -> Tensor:
-        if pending.value is None:
-            if pending is not self.last:
-                self._finish_last()
-            for rank in list(pending.copies):
-                self.arrived(pending, rank)
-            if pending.scatters:
+        while pending.value is None:  # operations end in order
+            first = self.under_way.pop(0)
+            for rank in list(first.copies):
+                self.arrived(first, rank)
+            if first.scatters:
                 self.transport.barrier()
-                parts = pending.parts
-                pending.value = torch.add(parts[0], parts[1]) if self.size == 2 else parts.sum(0)
+                parts = first.parts
+                first.value = torch.add(parts[0], parts[1]) if self.size == 2 else parts.sum(0)
             else:
-                pending.value = pending.parts.view(pending.shape)
-            pending.held.clear()
-            self.last = None
+                first.value = first.parts.view(first.shape)
+            first.held.clear()
         return pending.value
 
 
