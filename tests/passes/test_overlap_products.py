@@ -1,0 +1,103 @@
+"""Covers: passes/lower/overlap_products.py, on all ranks in one process. tests/distributed/test_exchange.py has the operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import megafx
+from megafx.distributed import exchange
+
+OPERATIONS = ("gather_start", "gather_matmul", "scatter_start", "matmul_scatter_start")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, bias: bool, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, width, bias=bias)
+        self.up, self.down = nn.Linear(width, 2 * width, bias=bias), nn.Linear(2 * width, width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norms[0](x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)))), self.dropout, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self, bias: bool = True, dropout: float = 0.1, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(40, 24), nn.Embedding(16, 24)
+        self.blocks = nn.ModuleList(Block(24, 6, bias, dropout) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 40, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
+
+
+def config(t: int, **options: object) -> megafx.Config:
+    return megafx.Config(tensor_model_parallel_size=t, sequence_parallel=True, tp_comm_overlap=True, **options)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Counter:
+    """How often the graphs of rank 0 call each operation."""
+    found: Counter = Counter()
+    for name in OPERATIONS:
+
+        def counted(*args, name=name, function=getattr(exchange, name)):
+            found[name] += 0 in args[-3:] and args[args.index("tp") + 1] == 0 if "tp" in args else 0
+            return function(*args)
+
+        monkeypatch.setattr(exchange, name, counted)
+    return found
+
+
+def verify(t: int, batch: int, seq: int, **options: object):
+    torch.manual_seed(0)
+    model = Net(**{k: v for k, v in options.items() if k in ("bias", "dropout", "blocks")}).double()
+    return megafx.verify(model, config(t), example_inputs=(torch.randint(0, 40, (batch, seq)),))
+
+
+@pytest.mark.parametrize(
+    ("t", "batch", "seq", "bias"), [(2, 2, 8, True), (2, 1, 7, False), (3, 3, 5, True), (4, 2, 9, False)]
+)
+def test_overlapped_graphs_are_exact(t, batch, seq, bias):
+    verdict = verify(t, batch, seq, bias=bias)
+    assert verdict, verdict
+
+
+def test_what_overlaps(calls):
+    """Every gather and scatter of the layers: those of products beside their product, where nothing else runs beside them."""
+    assert verify(2, 2, 8, blocks=1)
+    assert calls["gather_matmul"] >= 3 and calls["matmul_scatter_start"] >= 4
+    assert calls["scatter_start"] == 0
+
+
+def test_a_sum_that_leaves_out_a_rank_shows(monkeypatch):
+    whole = exchange.scatter_wait
+    monkeypatch.setattr(exchange, "scatter_wait", lambda pending, *end: whole(pending, *end) - pending.parts[-1])
+    assert not verify(2, 2, 8, blocks=1)
+
+
+def test_memory_that_others_write_shows(monkeypatch):
+    """Were what is gathered always left in the slot, backward would read what came there later."""
+    gather = exchange.Exchange.gather
+    monkeypatch.setattr(exchange.Exchange, "gather", lambda self, x, own: gather(self, x, False))
+    assert not verify(2, 2, 8, blocks=2)
+
+
+def test_ranks_without_shared_memory_are_told_why():
+    """The simulator's ranks have none where nobody asked: the graphs are as they were, and a note says so."""
+    model = Net(blocks=1).double()
+    auto = megafx.Config(tensor_model_parallel_size=2, sequence_parallel=True)
+    assert megafx.verify(model, auto, example_inputs=(torch.randint(0, 40, (2, 8)),))
