@@ -129,9 +129,9 @@ class _Overlap:
                 first.prepend(view)
             for place, product in enumerate(products, 1):
                 made = self._call(first, operator.getitem, call, place, value=product.meta[VAL])
-                left = _left(product)
-                if _is_cut(left, gathered):  # rows of padding at the end go
-                    made = self._call(first, aten.slice.Tensor, made, 0, 0, left.args[1][0], value=product.meta[VAL])
+                rows = _rows(_left(product), gathered)
+                if rows is not None:  # those of padding, at the end, go
+                    made = self._call(first, aten.slice.Tensor, made, 0, 0, rows, value=product.meta[VAL])
                 product.replace_all_uses_with(made)
             for node in (*products, *reversed(views)):
                 if not node.users:
@@ -221,10 +221,12 @@ def _sizes(node: fx.Node) -> list[Any] | None:
     """The sizes of a value as its graph has them: numbers and nodes; None where a view does not say them."""
     if node.target in RESHAPES:
         return [*node.args[1]]  # type: ignore[misc]
+    if node.target in COPIES:
+        return _sizes(_before(node))
+    found = [*node.meta[VAL].shape]
     if node.target is PAD:
-        before = _sizes(_before(node))
-        return None if before is None else [node.args[1], *before[1:]]
-    return _sizes(_before(node)) if node.target in COPIES else None
+        found[0] = node.args[1]
+    return None if any(isinstance(n, torch.SymInt) for n in found) else found
 
 
 def _reads_rows(product: fx.Node, gathered: fx.Node) -> bool:
@@ -236,15 +238,19 @@ def _reads_rows(product: fx.Node, gathered: fx.Node) -> bool:
         if not _keeps_rows(node) or node.target is PAD:
             return False
         node = _before(node)
-    return not _is_cut(_left(product), gathered) or _left(product).target in RESHAPES
+    return True
 
 
-def _is_cut(node: fx.Node, base: fx.Node) -> bool:
+def _rows(node: fx.Node, base: fx.Node) -> Any:
+    """How many rows a product's left operand has, where some of those of `base` are cut off; else None."""
+    last: Any = None
     while node is not base:
+        if node.target in RESHAPES:
+            last = last or node.args[1][0]  # type: ignore[index]
         if node.target is aten.slice.Tensor:
-            return True
-        node = node.args[0]  # type: ignore[assignment]
-    return False
+            return last or node.args[3]
+        node = _before(node)
+    return None
 
 
 def _left(product: fx.Node) -> Any:

@@ -13,6 +13,7 @@ import megafx
 from megafx.distributed import exchange
 from megafx.passes.lower import overlap_products
 
+
 class Block(nn.Module):
     def __init__(self, width: int, heads: int, bias: bool, dropout: float) -> None:
         super().__init__()
@@ -55,7 +56,9 @@ def calls(monkeypatch) -> Counter:
     def counted(self):
         gm, changes = run(self)
         if self.end[1] == 0:
-            found.update(n.target.__name__ for n in gm.graph.nodes if getattr(n.target, "__module__", "") == exchange.__name__)
+            found.update(
+                n.target.__name__ for n in gm.graph.nodes if getattr(n.target, "__module__", "") == exchange.__name__
+            )
         return gm, changes
 
     monkeypatch.setattr(overlap_products._Overlap, "run", counted)
