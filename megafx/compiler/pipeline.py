@@ -166,7 +166,10 @@ class Compiled:
 
     def executable(self, gathered: GatheredParameters | None = None) -> Executable:
         """What this rank runs. gathered: parameters of the model that its graphs have gathered and keep."""
-        return _executable(self.program.copy(), self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
+        program = self.program.copy()
+        made = _executable(program, self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
+        self.program.notes += [note for note in program.notes if note not in self.program.notes]
+        return made
 
     def for_rank(self, axes: Mapping[str, AxisContext] | None) -> Program:
         """PARTITIONED: what the rank at this place runs. Nothing is logged or dumped."""
