@@ -94,6 +94,11 @@ class Config:
         "gathers and scatters of sequence parallelism run in pieces beside their products, through memory that the ranks "
         "share; 'auto': on GPUs that reach each other's memory (docs/overlap.md)",
     )
+    cuda_graphs: bool | Literal["auto"] = _option(
+        False,
+        "forward and backward are recorded as CUDA graphs and replayed (docs/cuda_graphs.md); 'auto': where launching the "
+        "kernels takes the host about as long as running them takes the GPU",
+    )
     compile: bool = _option(False, "lower the graphs through Inductor")
     bias_dropout_fusion: bool = _option(True, "fuse bias + dropout + residual sum", fuses=True)
     bias_activation_fusion: bool = _option(

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from megafx.analysis.communication import Communication, collective_nodes, communication
 from megafx.capture.prepare import alone
 from megafx.checks import types
@@ -169,7 +171,10 @@ class Compiled:
         program = self.program.copy()
         made = _executable(program, self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
         self.program.notes += [note for note in program.notes if note not in self.program.notes]
-        return made
+        wanted = self.planner.config.cuda_graphs
+        if wanted is False or not torch.cuda.is_available():
+            return made
+        return made.recorded(wanted is True, lambda text: self.program.note("cuda graphs", text))
 
     def for_rank(self, axes: Mapping[str, AxisContext] | None) -> Program:
         """PARTITIONED: what the rank at this place runs. Nothing is logged or dumped."""

@@ -152,6 +152,13 @@ class Exchange:
         self.memory: list[Tensor] = []
         self.under_way: list[Pending] = []  # in order; a reduce-scatter is the last of them
 
+    def begin(self) -> None:
+        """Start with the first slot, which the others may have read last."""
+        self._finish_all()
+        if self.count:
+            self.transport.barrier()
+            self.count = 0
+
     def _open(self, shape: Sequence[int], like: Tensor) -> list[Tensor]:
         """The next slot of each rank as a tensor [ranks, *shape], shape being that of one rank's rows."""
         if self.under_way and self.under_way[-1].scatters:
@@ -272,6 +279,11 @@ def _refusal(group: dist.ProcessGroup, device: torch.device, wanted: bool | str)
 
 
 # -- what graphs call. group, rank: which exchange
+
+
+def begin(group: str, rank: int) -> None:
+    """What a graph begins with: its operations use the slots in the same turns each time, as a recorded graph must."""
+    _exchanges[group, rank].begin()
 
 
 def gather_start(x: Tensor, group: str, rank: int, own: bool) -> Pending:

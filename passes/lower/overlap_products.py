@@ -103,6 +103,9 @@ class _Overlap:
             else:
                 self._scatter(start, wait)
         self._choose_memory()
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(first):
+            inherit(self.graph.call_function(exchange.begin, self.end), first, NAME).meta[VAL] = None
         self.graph.lint()
         self.gm.recompile()
         return self.gm, len(self.starts)

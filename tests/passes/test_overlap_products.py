@@ -1,4 +1,4 @@
-"""Covers: passes/lower/overlap_products.py, on all ranks in one process. tests/distributed/test_exchange.py has the operations."""
+"""Covers: passes/lower/overlap_products.py, on all ranks in one process."""
 
 from __future__ import annotations
 
@@ -80,11 +80,18 @@ def test_overlapped_graphs_are_exact(t, batch, seq, bias):
 
 
 def test_what_overlaps(calls):
-    """Gathers of forward have their products, and so have scatters, but that of the embedding's gradient. Gathers of backward run
-    beside gradients of weights."""
+    """Gathers of forward have their products; so have scatters, but that of the embedding. Gathers of backward run beside
+    gradients of weights."""
     assert verify(2, 2, 8, bias=False, dropout=0.0)
     fused = {"gather_matmul": 5, "matmul_scatter_start": 8}
-    assert dict(calls) == {**fused, "gather_start": 5, "gather_wait": 5, "scatter_start": 1, "scatter_wait": 9}
+    assert dict(calls) == {
+        **fused,
+        "gather_start": 5,
+        "gather_wait": 5,
+        "scatter_start": 1,
+        "scatter_wait": 9,
+        "begin": 2,
+    }
 
 
 def test_a_sum_that_leaves_out_a_rank_shows(monkeypatch):
