@@ -1,5 +1,5 @@
-"""Covers: compiler/cuda_graphs.py: whose memory is whose. On a CPU a recording is a function that runs again on the memory of its
-first run, as a CUDA graph does; `test_on_a_gpu` has real ones."""
+"""Covers: compiler/cuda_graphs.py: whose memory is whose. On a CPU a recording is a function that runs again on the memory of
+its first run, as a CUDA graph does; `test_on_a_gpu` has real ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def replays(monkeypatch) -> list[str]:
 
     def record(self, run, arguments, fixed, pool):
         inputs = [x.clone() if isinstance(x, Tensor) and i not in {*fixed} else x for i, x in enumerate(arguments)]
-        results = [x.clone() if isinstance(x, Tensor) else x for x in run(inputs)]
+        trial = run([x.clone() if isinstance(x, Tensor) else x for x in inputs])  # a recording computes nothing
+        results = [x.clone() if isinstance(x, Tensor) else x for x in trial]
         addresses = [arguments[i].data_ptr() for i in fixed]
         return cuda_graphs._Recorded(Graph(run, inputs, results), inputs, fixed, addresses, results), ""
 
