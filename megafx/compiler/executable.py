@@ -46,9 +46,11 @@ class LazyOutputs:
             self.watched.append((name, value, _version(value)))
 
     def own(self) -> None:
-        """Copy what forward kept for them to memory of their own."""
+        """Copy what forward kept for them to memory of their own, which nobody can change."""
         pairs = zip(self.saved, self.values, strict=False)
-        self.values = [v.clone() if s.kind == "value" and isinstance(v, torch.Tensor) else v for s, v in pairs]
+        kept = {id(v): v for s, v in pairs if s.kind == "value" and isinstance(v, torch.Tensor)}
+        self.values = [kept[id(v)].clone() if id(v) in kept else v for v in self.values]
+        self.watched = [w for w in self.watched if id(w[1]) not in kept]
 
     @property
     def device(self) -> torch.device:
