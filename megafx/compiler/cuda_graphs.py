@@ -33,7 +33,8 @@ HOST_LIMITED = 0.8
 
 @dataclass
 class _Recorded:
-    """One recorded function. inputs: what the graph reads. fixed: positions of inputs whose memory must be the same again."""
+    """One recorded function. fixed: positions of inputs whose memory must be the same again; inputs: the others, in the graph's
+    own memory, and None for these."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Any]
@@ -115,12 +116,11 @@ class CudaGraphs:
         if here is None or here.refused:
             return list(self._backward(arguments))
         if here.backward is None:
-            made = {x.untyped_storage().data_ptr() for x in here.forward.results if isinstance(x, Tensor)}  # type: ignore[union-attr]
-            made |= {here.forward.inputs[i].untyped_storage().data_ptr() for i in self.stored}  # type: ignore[union-attr]
-            tensors = [(i, x) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-            fixed = [i for i, x in tensors if x.untyped_storage().data_ptr() in made]
+            assert here.forward is not None
+            made = {x.data_ptr() for x in here.forward.results if isinstance(x, Tensor)} | {*here.forward.addresses}
+            fixed = [i for i, x in enumerate(arguments) if isinstance(x, Tensor) and x.data_ptr() in made]
             run = self._backward
-            pool = here.forward.graph.pool()  # type: ignore[union-attr]
+            pool = here.forward.graph.pool()
             here.backward, here.refused = self._record(lambda given: run([*given]), arguments, fixed, pool)
         recorded = here.backward
         if recorded is None or not recorded.fits(arguments):
@@ -190,6 +190,7 @@ class CudaGraphs:
             torch.cuda.synchronize()
             return None, self._refused(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
         addresses = [arguments[i].data_ptr() for i in fixed]
+        inputs = [None if i in fixed_ones else x for i, x in enumerate(inputs)]
         return _Recorded(graph, inputs, fixed, addresses, results), ""
 
 

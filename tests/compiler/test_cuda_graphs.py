@@ -40,7 +40,9 @@ def replays(monkeypatch) -> list[str]:
         trial = run([x.clone() if isinstance(x, Tensor) else x for x in inputs])  # a recording computes nothing
         results = [x.clone() if isinstance(x, Tensor) else x for x in trial]
         addresses = [arguments[i].data_ptr() for i in fixed]
-        return cuda_graphs._Recorded(Graph(run, inputs, results), inputs, fixed, addresses, results), ""
+        graph = Graph(run, [x.detach() if isinstance(x, Tensor) else x for x in inputs], results)
+        inputs = [None if i in fixed else x for i, x in enumerate(inputs)]
+        return cuda_graphs._Recorded(graph, inputs, fixed, addresses, results), ""
 
     def replayed(self, arguments, copied):
         found.append("replay")
