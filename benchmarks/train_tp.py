@@ -6,9 +6,10 @@
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --tiny --modes sp,tp,dtensor     # two small layers on CPUs: does it run
 
 Modes: `ideal` is the step of one GPU with megafx, divided by the number of GPUs. `tp`, `sp`, `auto`: layouts of megafx;
-`-plain`: without overlap (tp_comm_overlap=False); `-compile`: through Inductor. `dtensor`, `dtensor-compile`,
-`async-tp`: torch's parallelize_module with sequence parallelism and loss_parallel, layers compiled, and its async TP.
-`megatron`, `megatron-sp`: Megatron Core with SDPA, where that is installed. `hf-tp`: transformers' own plan (llama).
+`-plain`: without overlap (tp_comm_overlap=False); `-graphs`: as CUDA graphs; `-compile`: through Inductor. `dtensor`,
+`dtensor-compile`, `async-tp`: torch's parallelize_module with sequence parallelism and loss_parallel, eager, with layers
+compiled, and with its async TP. `megatron`, `megatron-sp`: Megatron Core with SDPA, where that is installed. `hf-tp`:
+transformers' own plan (llama).
 
 bf16 parameters, fused AdamW, labels = input ids. All modes of a batch size are built first; then each round runs a few
 steps of each, so that clocks that fall under load fall for all. A time is the median over rounds of the slowest rank. Peak: of
@@ -171,6 +172,7 @@ def with_megafx(mode: str, s: Shape, batch: int, device: torch.device) -> tuple[
         sequence_parallel={"sp": True, "tp": False, "ideal": False, "auto": "auto"}[layout],
         tp_comm_overlap=False if "plain" in flags else "auto" if device.type == "cuda" else True,
         compile="compile" in flags,
+        cuda_graphs="graphs" in flags,
         micro_batch_size=batch,
         seq_length=s.seq,
     )

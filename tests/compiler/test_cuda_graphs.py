@@ -118,7 +118,7 @@ def test_replayed_steps_are_bit_equal(replays, loop):
     recorded, ordinary = pair()
     ids = batches(12)
     assert equal(train(recorded, ids, **loop), train(ordinary, ids, **loop))
-    assert replays.count("replay") >= 10
+    assert replays.count("replay") >= 5
 
 
 def test_every_set_of_sizes_has_its_own(replays):
@@ -186,4 +186,4 @@ def test_on_a_gpu(loop, monkeypatch):
     recorded, ordinary = (model.cuda() for model in pair())
     ids = [x.cuda() for x in batches(12)]
     assert equal(train(recorded, ids, **loop), train(ordinary, ids, **loop))
-    assert len(count) >= 10
+    assert len(count) >= 5
