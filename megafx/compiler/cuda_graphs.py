@@ -17,6 +17,7 @@ A rank can replay while another one runs its kernels one by one: they do the sam
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class _Sizes:
     forward: _Recorded | None = None
     backward: _Recorded | None = None
     refused: str = ""
+    waits: bool = False  # for the GPU, in forward
     missed: int = 0  # calls whose parameters were not where they were
     held: list[weakref.ref[Tensor]] = field(default_factory=list)  # kept values of the last replay
 
@@ -148,28 +150,42 @@ class CudaGraphs:
         return self.sizes[key]
 
     def _timed(self, here: _Sizes, inputs: Sequence[Any]) -> list[Any]:
-        """Forward as before, with the times of host and GPU."""
+        """Forward as before, with the times of host and GPU, and whether it waits for the GPU."""
         if here.refused:
             return list(self._forward(*inputs))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        begun = time.perf_counter()
-        results = list(self._forward(*inputs))
+        begun, mode = time.perf_counter(), torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                results = list(self._forward(*inputs))
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
         here.host = time.perf_counter() - begun
         end.record()
         here.events = start, end
+        for warning in caught:
+            if "synchroniz" in str(warning.message):
+                here.waits = True
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         return results
 
     def _refusal(self, here: _Sizes) -> str:
         if sum(s.forward is not None for s in self.sizes.values()) >= MOST:
             return self._refused(f"more than {MOST} sets of sizes")
+        if here.waits:
+            return self._refused("an op waits for the GPU to give a number to the host")
         if self.always or here.events is None:
             return ""
         start, end = here.events
         end.synchronize()
         seconds = start.elapsed_time(end) / 1000
         if here.host < HOST_LIMITED * seconds:
-            return f"the host is not the limit (it launches forward in {here.host * 1e3:.1f} of {seconds * 1e3:.1f} ms)"
+            times = f"it launches forward in {here.host * 1e3:.1f} ms, which runs for {seconds * 1e3:.1f} ms"
+            return self._refused(f"the host is not the limit ({times})")
         return ""
 
     def _refused(self, reason: str) -> str:
@@ -188,6 +204,10 @@ class CudaGraphs:
                 results = list(run(inputs))
         except Exception as error:
             torch.cuda.synchronize()
+            for (
+                generator
+            ) in torch.cuda.default_generators:  # a recording that breaks off leaves them waiting for its end
+                generator.graphsafe_set_state(generator.clone_state())
             return None, self._refused(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
         addresses = [arguments[i].data_ptr() for i in fixed]
         inputs = [None if i in fixed_ones else x for i, x in enumerate(inputs)]
