@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from megafx.distributed.agreement import gather_objects
 from megafx.distributed.failures import timeout_of
@@ -281,6 +282,7 @@ def _refusal(group: dist.ProcessGroup, device: torch.device, wanted: bool | str)
 # -- what graphs call. group, rank: which exchange
 
 
+@has_side_effect  # dead-code elimination leaves it
 def begin(group: str, rank: int) -> None:
     """What a graph begins with: its operations use the slots in the same turns each time, as a recorded graph must."""
     _exchanges[group, rank].begin()
