@@ -1,10 +1,12 @@
 """megafx: a plain eager PyTorch transformer becomes a fused, tensor-parallel one."""
 
-from megafx.api import explain, parallelize, plan, verify
+from megafx.api import diff, explain, parallelize, plan, replay, sabotage, verify
 from megafx.checkpoint.checkpoint import LoadedCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from megafx.config import Config
 from megafx.debugging import debug
 from megafx.distributed.data import broadcast_data, check_data
+from megafx.measure import profile_hardware
+from megafx.named_model import load_model
 from megafx.rewrite.pattern import Pattern
 from megafx.rewrite.pattern import register as register_pattern
 from megafx.rules.grammar import register_rule
@@ -20,17 +22,22 @@ __all__ = [
     "broadcast_data",
     "check_data",
     "debug",
+    "diff",
     "explain",
     "full_gradients",
     "full_state_dict",
     "initialize",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_model",
     "load_safetensors",
     "parallelize",
     "plan",
+    "profile_hardware",
     "register_pattern",
     "register_rule",
+    "replay",
+    "sabotage",
     "save_checkpoint",
     "save_pretrained",
     "verify",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +17,17 @@ from megafx.capture.huggingface import is_hf_model, synthesize_inputs
 from megafx.compiler.pipeline import plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
-from megafx.equivalence import Verdict, verify_call
+from megafx.equivalence import Sabotage, Verdict, sabotage_call, types_of_call, verify_call
 from megafx.errors import UsageError
+from megafx.ir.dump import diff_folders
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
-from megafx.report import Report
+from megafx.replaying import Replayed, replay_call
+from megafx.report.compare import differences, read_report
+from megafx.report.page import side_by_side
+from megafx.report.report import Report
+from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
 
@@ -71,9 +78,25 @@ def plan(
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    if config.params_dtype is not None:
+        model = _in_dtype(model, getattr(torch, config.params_dtype))
     program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
     t = config.tensor_model_parallel_size or 1
-    return plan_only(program, Planner(config, t, hardware_of(config, None), wants_grad=lambda spec: True))
+    hardware = hardware_of(config, None)
+    return plan_only(program, Planner(config, t, hardware, wants_grad=lambda spec: True, keeps_problem=True))
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """What `model.to(dtype)` would be, as a model of its own whose parameters take no memory."""
+    made: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        floating = tensor.is_floating_point()
+        if isinstance(tensor, nn.Parameter):
+            empty = torch.empty_like(tensor, device="meta", dtype=dtype if floating else None)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        else:
+            made[id(tensor)] = tensor.detach().to(dtype) if floating else tensor
+    return copy.deepcopy(model, made)
 
 
 def explain(subject: nn.Module | Plan) -> Report:
@@ -97,23 +120,78 @@ def verify(
     example_inputs: Any = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     tolerance: float | None = None,
+    types: bool = False,
 ) -> Verdict:
     """Run one call on all ranks, simulated in this process, and compare output, loss and every gradient with eager.
 
     The model keeps its weights and mode; it must not be parallelized yet. Inputs are drawn for Hugging Face models that are
     given none. With dropout on the reference is megafx on one rank, since eager draws other masks. The verdict is true where
     all is equal within `tolerance` (relative; default by dtype), and names the node at which the runs first part otherwise.
+    types: check only the types of the graph's values; nothing is computed, and the model may be on the meta device.
     """
+    if types:
+        return types_of_call(model, **_verified(model, config, example_inputs, loss_fn, draw=False))
+    return verify_call(model, tolerance=tolerance, **_verified(model, config, example_inputs, loss_fn))
+
+
+def sabotage(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Sabotage:
+    """Whether `verify` would notice: each collective of the call is left out, and then replaced by another, one at a time.
+
+    The result is true where every such graph is found wrong. Arguments as of `verify`.
+    """
+    return sabotage_call(model, **_verified(model, config, example_inputs, loss_fn))
+
+
+def _verified(
+    model: nn.Module, config: Config | None, example_inputs: Any, loss_fn: Any, draw: bool = True
+) -> dict[str, Any]:
+    """Arguments of the functions of equivalence.py."""
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
-    if example_inputs is None:
+    if example_inputs is None and draw:
         kwargs = draw_inputs(model, kwargs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    hardware = hardware_of(config, device)
-    return verify_call(
-        model, args, kwargs, config, hardware, loss_fn=loss_fn, loss_inputs=loss_inputs, tolerance=tolerance
-    )
+    call = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "loss_inputs": loss_inputs}
+    return call | {"config": config, "hardware": hardware_of(config, device)}
+
+
+def diff(before: Plan | str | Path, after: Plan | str | Path, *, html: str | Path | None = None) -> str:
+    """What differs between two plans (or files of saved ones), between two reports (pages or JSON files), or graph by graph
+    between two folders that MEGAFX_DUMP wrote.
+
+    Empty where nothing does. html: where to write a page with two reports side by side; of plans too, where they have one.
+    Raises UsageError or PlanError where there is no such plan, report or folder.
+    """
+    sides = [one if isinstance(one, Plan) else Path(one) for one in (before, after)]
+    if any(isinstance(one, Path) and one.is_dir() for one in sides):
+        return diff_folders(*(str(one) for one in sides))
+    old, new = (one.report and one.report.page_data() if isinstance(one, Plan) else read_report(one) for one in sides)
+    if old and new and not (html is None and all(isinstance(one, Plan) for one in sides)):
+        found = differences(old, new)
+        if html is not None:
+            Path(html).write_text(side_by_side(old, new, found))
+        return found
+    if html is not None:
+        raise UsageError("a saved plan has no report to draw", fix="compare pages that `megafx explain --html` wrote")
+    plans = [one if isinstance(one, Plan) else Plan.load(one) for one in sides]
+    return plans[0].diff(plans[1])
+
+
+def replay(folder: str | Path, model: nn.Module, *, example_inputs: Any = None) -> Replayed:
+    """Compile the model as a dump folder of MEGAFX_DUMP says, without ranks, and compare with its graphs.
+
+    The result is true where all are the same, and names the first pass that left another graph otherwise. The model may be on
+    the meta device; example_inputs as in `parallelize`. Raises UsageError where the folder cannot be replayed.
+    """
+    args, kwargs = example_call(model, example_inputs)
+    return replay_call(model, args, kwargs, Normalizer(model.forward)(args, kwargs), folder)
 
 
 def draw_inputs(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,45 +1,70 @@
-"""The `megafx` command.
+"""The `megafx` command. Each of its commands is a call of the Python function that its help names.
 
-    megafx plan llama-8b.json --tp 8 --seq-length 8192 --save plan.json    plan a model; needs no GPU, ranks or weights
-    megafx explain my_package.models:build --tp 4 --html plan.html         the same as a report: placements, bytes, reasons
-    megafx passes                                                          the pipeline: every pass in its order
-    megafx check-rules                                                     try every sharding rule against the real op
-    megafx convert runs/gpt hf/ --model gpt/config.json                    a checkpoint to Hugging Face files, or back
-    megafx diff before/ after/                                             compare two folders that MEGAFX_DUMP wrote
-    megafx version                                                         versions, for bug reports
+    megafx plan llama.json --tp 8 --sp auto --seq 8192 --batch 1 --hardware h100-nvlink    no GPU, no ranks, no weights
+    megafx explain my_package.models:GPT --set layers=2 --input 'int64[2,64]' --tp 4 --html plan.html
+    megafx verify LlamaForCausalLM --set hidden_size=64 --set num_hidden_layers=2 --tp 2
 
-MODEL is a Hugging Face config (its .json file or folder), or 'module:factory', where factory() returns a model, or a
-(model, example_inputs) pair. It is built on the meta device, so that its weights take no memory.
+MODEL is a Hugging Face config (its .json file or folder), an architecture (LlamaForCausalLM), or 'module:name' of a class or
+a function of yours that makes the model, or a (model, example_inputs) pair ('models/gpt.py:GPT' works too).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
-import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megafx.config import Config, choices_of, is_whole
+import yaml
+
+from megafx.config import STYLES, Config, choices_of, is_whole
+from megafx.debugging import progress, stage
 from megafx.errors import MegafxError, UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 an error or (check-rules, diff) something found, 2 wrong arguments."""
+    """Exit status: 0 done, 1 an error or (check-rules, verify, diff, replay) something found, 2 wrong arguments."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        with _shown_progress(quiet=getattr(args, "quiet", True)):
+            status: int = args.run(args)
+            return status
+    except BrokenPipeError:  # `megafx plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except MegafxError as error:
         print(f"megafx: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+@contextlib.contextmanager
+def _shown_progress(quiet: bool) -> Iterator[None]:
+    """On stderr: the stage that runs, where that is a terminal, and the seconds of those that took longer than one."""
+    if quiet:
+        yield
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    with console.status("megafx") if console.is_terminal else contextlib.nullcontext() as status:
+
+        def told(name: str, seconds: float | None) -> None:
+            if seconds is None and status is not None:
+                status.update(name)
+            elif seconds is not None and seconds >= 1.0:
+                console.print(f"{name:<24}{seconds:6.1f} s")
+
+        with progress(told):
+            yield
+
+
+# -- what the commands take
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,67 +72,138 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megafx", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], help_text: str, **more: Any) -> Any:
-        command = commands.add_parser(name, help=help_text, **more)
+    def add(run: Callable[[argparse.Namespace], int], python: str, help_text: str, **more: Any) -> Any:
+        name = run.__name__.strip("_").replace("_", "-")
+        command = commands.add_parser(name, help=help_text, description=f"{help_text}. In Python: {python}.", **more)
         command.set_defaults(run=run)
         return command.add_argument, command
 
-    model_help = "Hugging Face config (.json or folder), or module:factory"
-    for name, run, help_text in (
-        ("plan", _plan, "plan a model and print where everything is"),
-        ("explain", _explain, "plan a model and print the report"),
-    ):
-        argument, command = add(name, run, help_text, usage=f"megafx {name} [options] MODEL")
-        argument("model", metavar="MODEL", help=model_help)
+    def add_for_model(run: Callable[[argparse.Namespace], int], python: str, help_text: str) -> Any:
+        name = run.__name__.strip("_")
+        argument, command = add(run, python, help_text, usage=f"megafx {name} MODEL [options]")
+        _add_model(argument)
         argument("--config", type=Path, help="YAML file of Config fields; the options below override it")
-        if name == "plan":
-            argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
-        else:
-            argument("--html", type=Path, metavar="FILE", help="write the report as a page")
-            argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+        argument("--quiet", action="store_true", help="show no progress")
         _add_fields(command.add_argument_group("fields of megafx.Config"))
-    argument, _ = add("passes", _passes, "print the pipeline: every pass in its order")
+        return argument
+
+    argument = add_for_model(_plan, "megafx.plan", "plan a model and print where everything is")
+    argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+    argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
+    argument("--html", type=Path, metavar="FILE", help="write the report as a page")
+    argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    argument = add_for_model(
+        _verify, "megafx.verify", "run all ranks of one call in this process, and compare with eager"
+    )
+    argument("--types", action="store_true", help="check the types of the graph alone; nothing is computed")
+    told = "megafx.sabotage: leave out each collective, and replace it by another; is every one noticed?"
+    argument("--sabotage", action="store_true", help=told)
+
+    argument, _ = add(_passes, "megafx.compiler.pipeline.pipeline", "print the pipeline: every pass in its order")
     argument("--config", type=Path, help="YAML file of Config fields: with the passes that it adds")
-    argument, _ = add("check-rules", _check_rules, "try every sharding rule against the real op")
+    argument, _ = add(_check_rules, "megafx.checks.rules.check_rules", "try every sharding rule against the real op")
     argument("ops", nargs="*", metavar="OP", help="only these, for example aten.linear.default")
     where = "where ops and rules of your own are made"
     argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=where)
-    argument, _ = add("convert", _convert, "turn a checkpoint folder into safetensors files, or such files into one")
+    both_ways = "turn a checkpoint folder into safetensors files, or such files into one"
+    argument, _ = add(_convert, "megafx.checkpoint.convert.convert", both_ways)
     argument("source", type=Path, help="folder of megafx, of torch.distributed.checkpoint, or with safetensors")
     argument("target", type=Path, help="folder to write")
-    argument("--model", help=f"{model_help}; default: in SOURCE")
+    argument("--model", help="as for plan; default: in SOURCE")
+    _add_settings(argument)
     argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
-    argument, _ = add("diff", _diff, "compare two dump folders, graph by graph")
+    argument, _ = add(_diff, "megafx.diff", "compare two saved plans, two reports, or two dump folders graph by graph")
     argument("before", type=Path)
     argument("after", type=Path)
-    add("version", _version, "print versions")
+    argument("--html", type=Path, metavar="FILE", help="write two reports side by side")
+    argument, _ = add(_profile_hardware, "megafx.profile_hardware", "measure this machine, for --hardware FILE")
+    argument("file", type=Path, metavar="FILE", help="YAML file to write")
+    argument("--link", metavar="PROFILE", help="in one process (without torchrun): whose link is taken over")
+    usage = "megafx replay FOLDER MODEL [options]"
+    argument, _ = add(_replay, "megafx.replay", "compile as a dump folder says, and compare its graphs", usage=usage)
+    argument("folder", type=Path, metavar="FOLDER", help="a folder that MEGAFX_DUMP wrote")
+    _add_model(argument)
+    add(_version, "importlib.metadata.version('megafx')", "print versions, for bug reports")
     return parser
 
 
+_INPUT = (
+    "an example input: NAME=DTYPE[SIZES], or without a name for a positional one ('ids=int64[2,64]'); once for each. "
+    "Hugging Face models need none"
+)
 SWITCH: dict[Any, str] = {True: "on", False: "off"}
+LISTS = {
+    "overrides": "PATTERN=STYLE",
+    "eager_modules": "GLOB",
+    "recompute_modules": "NAME",
+}  # fields of which an option gives one item
+
+
+def _add_model(argument: Callable[..., Any]) -> None:
+    argument("model", metavar="MODEL", help="Hugging Face config or architecture, or module:name of your own")
+    _add_settings(argument)
+    argument("--input", action="append", default=[], dest="inputs", metavar="SPEC", help=_INPUT)
+
+
+def _add_settings(argument: Callable[..., Any]) -> None:
+    told = "a field of the Hugging Face config, or an argument of the class or function; once for each"
+    argument("--set", action="append", default=[], dest="settings", metavar="NAME=VALUE", help=told)
 
 
 def _add_fields(group: argparse._ArgumentGroup) -> None:
     """An option for each field of Config that a shell can give: `--seq-length` for seq_length. Switches are on or off."""
     for f in dataclasses.fields(Config):
         how: dict[str, Any] = {"dest": f.name, "metavar": f.name.rpartition("_")[2].upper()}
-        choices = choices_of(f.name)
+        choices, text = choices_of(f.name), f.metadata["doc"]
         if choices:
             how |= {"choices": [SWITCH.get(c, c) for c in choices], "metavar": None}
         elif is_whole(f.name):
             how |= {"type": int, "metavar": "N"}
-        elif f.default is dataclasses.MISSING:  # a mapping or a list: for the file of --config
+        elif f.name in LISTS:
+            how |= {"action": "append", "metavar": LISTS[f.name]}
+            text += "; once for each" + (f" ({', '.join(STYLES)})" if f.name == "overrides" else "")
+        elif f.default is dataclasses.MISSING:  # functions: for the file of --config
             continue
-        shown = SWITCH.get(f.default, f.default) if choices else f.default
-        names = ["--tp"] * (f.name == "tensor_model_parallel_size") + ["--" + f.name.replace("_", "-")]
-        text = f.metadata["doc"] + ("" if shown is None else f" (default: {shown})")
-        group.add_argument(*names, help=text, **how)
+        default = None if f.name in LISTS else f.default
+        shown = SWITCH.get(default, default) if choices else default
+        names = [f"--{f.metadata['short']}"] * bool(f.metadata["short"]) + ["--" + f.name.replace("_", "-")]
+        group.add_argument(*names, help=text + ("" if shown is None else f" (default: {shown})"), **how)
+
+
+def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
+    for text in texts:
+        if "=" not in text:
+            raise UsageError(f"{option} {text} has no value", fix=f"write {option} NAME=VALUE")
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+
+def _config(args: argparse.Namespace) -> Config:
+    config, values = Config.from_yaml(args.config) if args.config else Config(), {"on": True, "off": False}
+    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Config)}
+    if given["overrides"]:
+        given["overrides"] = _pairs(given["overrides"], "--overrides")
+    plain = {n: values.get(v, v) if isinstance(v, str) else v for n, v in given.items() if v is not None}
+    return config.replace(**plain)
+
+
+def _model(args: argparse.Namespace, device: str = "meta") -> tuple[Any, Any]:
+    """(model, example inputs or None) that the arguments name."""
+    from megafx.named_model import example_inputs, load_model
+
+    settings = {name: yaml.safe_load(value) for name, value in _pairs(args.settings, "--set").items()}
+    with stage("build the model"):
+        model, inputs = load_model(args.model, settings, device=device)
+    given = getattr(args, "inputs", [])
+    return model, example_inputs(given, model, device=device) if given else inputs
+
+
+# -- the commands
 
 
 def _plan(args: argparse.Namespace) -> int:
     import megafx
 
-    model, inputs = load_model(args.model)
+    model, inputs = _model(args)
     plan = megafx.plan(model, _config(args), example_inputs=inputs)
     print(plan)
     if args.save:
@@ -118,7 +214,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     import megafx
 
-    model, inputs = load_model(args.model)
+    model, inputs = _model(args)
     report = megafx.explain(megafx.plan(model, _config(args), example_inputs=inputs))
     print(report)
     if args.html:
@@ -128,11 +224,33 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def _verify(args: argparse.Namespace) -> int:
+    """In float64, unless --params-dtype says otherwise: rounding then explains nothing."""
+    import torch
+
+    import megafx
+
+    config = _config(args)
+    torch.manual_seed(0)
+    model, inputs = _model(args, device="meta" if args.types else "cpu")
+    dtype = torch.float64 if config.params_dtype is None else getattr(torch, config.params_dtype)
+    inputs = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs
+    )
+    if args.sabotage:
+        found = megafx.sabotage(model.to(dtype), config, example_inputs=inputs)
+        print(found)
+        return 0 if found else 1
+    verdict = megafx.verify(model.to(dtype), config, example_inputs=inputs, types=args.types)
+    print(verdict)
+    return 0 if verdict else 1
+
+
 def _passes(args: argparse.Namespace) -> int:
     from megafx.compiler.pipeline import pipeline
 
-    for stage, passes in pipeline(_config(args)).items():
-        print(stage)
+    for name, passes in pipeline(_config(args)).items():
+        print(name)
         for step in passes:
             module = sys.modules[step.run.__module__]
             text = module.__doc__ if module.__name__.endswith(f".{step.name}") else step.run.__doc__
@@ -155,18 +273,36 @@ def _check_rules(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from megafx.checkpoint.convert import convert
 
-    name = args.model or (str(args.source) if (args.source / "config.json").is_file() else None)
-    model = None if name is None else load_model(name)[0]
+    args.model = args.model or (str(args.source) if (args.source / "config.json").is_file() else None)
+    model = None if args.model is None else _model(args)[0]
     print(f"wrote {convert(args.source, args.target, model, max_shard_size=args.max_shard_size)}")
     return 0
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from megafx.ir.dump import diff_folders
+    import megafx
 
-    found = diff_folders(args.before, args.after)
-    print(found or "the two folders hold the same graphs")
+    found = megafx.diff(args.before, args.after, html=args.html)
+    print(found or "no difference")
     return 1 if found else 0
+
+
+def _profile_hardware(args: argparse.Namespace) -> int:
+    import megafx
+
+    found = megafx.profile_hardware(args.file, link=args.link)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"wrote {args.file}: {found}")
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    import megafx
+
+    model, inputs = _model(args)
+    found = megafx.replay(args.folder, model, example_inputs=inputs)
+    print(found)
+    return 0 if found else 1
 
 
 def _version(args: argparse.Namespace) -> int:
@@ -176,47 +312,6 @@ def _version(args: argparse.Namespace) -> int:
 
     print(f"megafx {version('megafx')}, torch {torch.__version__}, Python {platform.python_version()}")
     return 0
-
-
-def _config(args: argparse.Namespace) -> Config:
-    config, values = Config.from_yaml(args.config) if args.config else Config(), {"on": True, "off": False}
-    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Config)}
-    return config.replace(**{name: values.get(value, value) for name, value in given.items() if value is not None})
-
-
-def load_model(name: str) -> tuple[nn.Module, Any]:
-    """'config.json', a folder with one, or 'module:factory' -> (model on meta, example inputs or None)."""
-    import torch
-
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix == ".json":
-        if not path.is_file():
-            raise UsageError(f"there is no file '{path}'", fix="give a Hugging Face config.json, or module:factory")
-        try:
-            import transformers
-        except ImportError as error:
-            found = "planning from a Hugging Face config needs transformers"
-            raise UsageError(found, fix="pip install megafx[hf]") from error
-        fields = json.loads(path.read_text())
-        config = transformers.AutoConfig.for_model(**fields)
-        architecture = (fields.get("architectures") or [None])[0]
-        with torch.device("meta"):
-            if architecture is not None and hasattr(transformers, architecture):
-                return getattr(transformers, architecture)(config), None
-            return transformers.AutoModelForCausalLM.from_config(config), None
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise UsageError(f"'{name}' names no model", fix="give a Hugging Face config.json, or module:factory")
-    sys.path.insert(0, os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"'{name}' cannot be imported: {error}", fix="write module:factory") from error
-    with torch.device("meta"):
-        made = factory()
-    return made if isinstance(made, tuple) else (made, None)
 
 
 if __name__ == "__main__":

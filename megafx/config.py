@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,10 +32,11 @@ _STYLE_OF = {name: style for style, names in STYLES.items() for name in (style, 
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def _option(default: Any, doc: str, *, least: int = 0, fuses: bool = False) -> Any:
-    """A field. least: the smallest whole number that it takes; fuses: it switches a family of fusions off."""
+def _option(default: Any, doc: str, *, least: int = 0, fuses: bool = False, short: str = "") -> Any:
+    """A field. least: the smallest whole number that it takes; fuses: it switches a family of fusions off; short: another
+    name of its command-line option."""
     make = {"default_factory": default} if isinstance(default, type) else {"default": default}
-    return field(metadata={"doc": doc, "least": least, "fuses": fuses}, **make)
+    return field(metadata={"doc": doc, "least": least, "fuses": fuses, "short": short}, **make)
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,16 @@ class Config:
     """Choices of one `megafx.parallelize` call."""
 
     tensor_model_parallel_size: int | None = _option(
-        None, "ranks of the tensor-parallel axis; None: the size of the mesh or of the world, else 1", least=1
+        None,
+        "ranks of the tensor-parallel axis; None: the size of the mesh or of the world, else 1",
+        least=1,
+        short="tp",
     )
     data_parallel_size: int | None = _option(
         None,
         "number of tensor-parallel groups, which share a batch among them; None: the size of the mesh's 'dp' dims, else 1",
         least=1,
+        short="dp",
     )
     data_parallel: Literal["ddp", "zero1", "fsdp"] = _option(
         "ddp", "'ddp': every group holds all parameters; 'zero1', 'fsdp': a shard of them (docs/data_parallel.md)"
@@ -64,11 +70,16 @@ class Config:
         25, "gradients are collected until they are this many MiB, and then reduced together", least=1
     )
     sequence_parallel: bool | Literal["auto"] = _option(
-        "auto", "ranks hold slices of the sequence where no weight is cut; 'auto': the planner decides by cost"
+        "auto",
+        "ranks hold slices of the sequence where no weight is cut; 'auto': the planner decides by cost",
+        short="sp",
     )
-    micro_batch_size: int = _option(1, "batch size that the planner prices; calls may have any", least=1)
+    micro_batch_size: int = _option(1, "batch size that the planner prices; calls may have any", least=1, short="batch")
     seq_length: int | None = _option(
-        None, "sequence length that the planner prices; None: the model's maximum, else that of the inputs", least=1
+        None,
+        "sequence length that the planner prices; None: the model's maximum, else that of the inputs",
+        least=1,
+        short="seq",
     )
     params_dtype: Any = _option(  # noqa: RUF009
         None, "dtype to which the model is cast first ('bf16', 'float32', torch.bfloat16); None: it stays as it is"
@@ -118,6 +129,24 @@ class Config:
     recompute_activation_func: bool = _option(
         True, "outputs of fused activations are not kept for backward: the kernel of their gradient computes them again"
     )
+    activation_memory_budget: float | int | str | None = _option(
+        None,
+        "what a rank may keep for backward: '24GiB', or a fraction (0.0 to 1.0) of what it keeps without a budget. Values that "
+        "do not fit are made again in backward, the cheapest first (docs/memory.md)",
+    )
+    recompute_granularity: Literal["selective", "full"] | None = _option(
+        None, "'full': layers are computed again from their inputs; 'selective': the parts that recompute_modules names"
+    )
+    recompute_method: Literal["uniform", "block"] | None = _option(
+        None,
+        "for 'full': 'uniform' (the default) keeps the input of every recompute_num_layers layers; 'block' computes the first "
+        "recompute_num_layers layers again, one by one",
+    )
+    recompute_num_layers: int | None = _option(None, "number of layers for recompute_method; None: 1", least=1)
+    recompute_modules: tuple[str, ...] = _option(
+        tuple,
+        "for 'selective': core_attn (the default), norm, act, mlp, moe, shared_experts, mla_up_proj, or globs of module names",
+    )
     fusion_profile: str | None = _option(
         None,
         "measurements, by which a fusion that was slower is left out: name of a profile (planner/hardware/fusions/*.yaml), or "
@@ -161,12 +190,30 @@ class Config:
             wanted = f"a profile name, the path of a .yaml file, '{MEASURE_NOTHING}', or None"
             raise _error("fusion_profile", self.fusion_profile, wanted)
         put("params_dtype", _dtype_name(self.params_dtype))
+        put("activation_memory_budget", _budget(self.activation_memory_budget))
+        self._check_recompute()
         put("overrides", _overrides(self.overrides))
         globs = self.eager_modules
         if not isinstance(globs, (tuple, list)) or not all(isinstance(g, str) and g for g in globs):
             raise _error("eager_modules", globs, "a list of module names or globs of them")
         put("eager_modules", tuple(globs))
         put("passes", _passes(self.passes))
+
+    def _check_recompute(self) -> None:
+        names = self.recompute_modules
+        if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
+            raise _error("recompute_modules", names, "a list of names, or of globs of module names")
+        object.__setattr__(self, "recompute_modules", tuple(names))
+        for name, known in (("granularity", ("selective", "full")), ("method", ("uniform", "block"))):
+            value = getattr(self, f"recompute_{name}")
+            if value not in (None, *known):
+                raise _error(f"recompute_{name}", value, f"{' or '.join(map(repr, known))}, or None")
+        needs = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
+        for name, granularity in needs.items():
+            value = getattr(self, name)
+            if value and self.recompute_granularity != granularity:
+                wanted = f"unset, as recompute_granularity is {self.recompute_granularity!r} and not {granularity!r}"
+                raise _error(name, value, wanted)
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, validated again."""
@@ -175,6 +222,7 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON and YAML can hold it); `from_dict` is the inverse. Functions become 'module:name'."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        plain["recompute_modules"] = [*self.recompute_modules]
         passes = [[where, f"{f.__module__}:{getattr(f, '__qualname__', type(f))}"] for where, f in self.passes]
         return plain | {"overrides": dict(self.overrides), "eager_modules": [*self.eager_modules], "passes": passes}
 
@@ -248,6 +296,26 @@ def _dtype_name(value: object) -> str | None:
     if name not in _DTYPES.values():
         raise _error("params_dtype", value, f"one of {', '.join([*_DTYPES, *_DTYPES.values()])}, or None")
     return name
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _budget(value: object) -> float | int | None:
+    """None; a float from 0 to 1: a fraction; an int: bytes, which '24GiB' becomes."""
+    allowed = "a size such as '24GiB', a fraction from 0.0 to 1.0, or None"
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if 0 <= value <= 1:
+            return float(value)
+        if isinstance(value, int) and value > 1:
+            return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?i?B)?\s*", value) if isinstance(value, str) else None
+    if match is None or match[2] not in (*_UNITS, None):
+        raise _error("activation_memory_budget", value, allowed)
+    return int(float(match[1]) * _UNITS[match[2]]) if match[2] else _budget(float(match[1]))
 
 
 def _overrides(value: object) -> dict[str, str]:

@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megafx.analysis.communication import collective_nodes
 from megafx.capture.caches import is_cache
 from megafx.capture.export import capture_call
 from megafx.checks import simulate
+from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
+from megafx.checks.types import check_types
 from megafx.compiler.all_ranks import run_ranks
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
-from megafx.errors import UsageError
+from megafx.debugging import debug
+from megafx.errors import PlacementError, SourceLine, UsageError
+from megafx.ir.contracts import is_transition
 from megafx.ir.interpret import input_values
-from megafx.ir.program import VAL, Program
+from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 
@@ -33,15 +38,24 @@ class Verdict:
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     divergence: simulate.Divergence | None = None
+    refused: PlacementError | None = None  # by the type checker, where nothing was computed
 
     @property
     def ok(self) -> bool:
-        return all(e <= self.tolerance for e in (*self.outputs.values(), *self.gradients.values()))
+        return self.refused is None and all(
+            e <= self.tolerance for e in (*self.outputs.values(), *self.gradients.values())
+        )
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
+        if not self.outputs:
+            return (
+                f"typed: {self.t} ranks, no value is used at a placement that it does not have"
+                if self.ok
+                else str(self.refused)
+            )
         worst = max(self.gradients.items(), key=lambda kv: kv[1], default=("none", 0.0))
         lines = [
             f"{'equal' if self.ok else 'DIFFERENT'}: {self.t} ranks against {self.reference}, tolerance {self.tolerance:.0e}",
@@ -53,6 +67,65 @@ class Verdict:
         elif not self.ok:
             lines.append("  they part at no node of the joint graph: the passes of stage 'rank' change numbers")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One change of the graph, and whether `by` (numbers or types) noticed it."""
+
+    change: str
+    fqn: str
+    source: SourceLine | None
+    by: str
+    noticed: bool
+
+    def __str__(self) -> str:
+        where = f" in '{self.fqn}'" if self.fqn else ""
+        told = "noticed" if self.noticed else "NOT NOTICED"
+        return f"{told} by {self.by}: {self.change}{where}" + (f" ({self.source})" if self.source else "")
+
+
+@dataclass
+class Sabotage:
+    """True where every change of the graph was noticed."""
+
+    t: int
+    tried: list[Tried] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return all(one.noticed for one in self.tried)
+
+    def __str__(self) -> str:
+        lines = []
+        for by in dict.fromkeys(one.by for one in self.tried):
+            mine = [one for one in self.tried if one.by == by]
+            lines.append(
+                f"{sum(one.noticed for one in mine)} of {len(mine)} changes on {self.t} ranks are noticed by {by}"
+            )
+        return (
+            "\n".join([*lines, *(f"  {one}" for one in self.tried)]) if lines else f"no collectives on {self.t} ranks"
+        )
+
+
+@dataclass
+class _Trial:
+    """One call on t ranks and on one. values: logical, by input; wanted: what one process computes; limit: tolerance."""
+
+    sharded: Compiled
+    single: Compiled
+    values: dict[str, Any]
+    wanted: simulate.Logical
+    reference: str
+    limit: float
+
+    @property
+    def t(self) -> int:
+        return self.sharded.plan.t
+
+    def verdict(self, found: simulate.Logical) -> Verdict:
+        verdict = Verdict(self.t, self.reference, self.limit)
+        verdict.outputs, verdict.gradients = simulate.relative_errors(found, self.wanted)
+        return verdict
 
 
 def verify_call(
@@ -71,6 +144,77 @@ def verify_call(
     Ranks run what real ones run (`run_ranks`): their own graphs, after all passes, with collectives among themselves.
     The model is used as it is (train or eval, with its weights) and left unchanged.
     """
+    trial = _trial(model, args, kwargs, config, hardware, loss_fn, loss_inputs, tolerance)
+    verdict = trial.verdict(run_ranks(trial.sharded, trial.values))
+    if not verdict.ok:
+        sharded, single = trial.sharded, trial.single
+        ours = simulate.local_inputs(sharded.program, trial.values, sharded.plan.params, trial.t)
+        theirs = simulate.local_inputs(single.program, trial.values, single.plan.params, 1)[0]
+        limit = trial.limit
+        verdict.divergence = simulate.first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
+    return verdict
+
+
+def sabotage_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    config: Config,
+    hardware: Hardware,
+    *,
+    loss_fn: Callable[..., Tensor] | None = None,
+    loss_inputs: Mapping[str, Any] | None = None,
+) -> Sabotage:
+    """Take away each collective of the call's graph, put another in its place, and see whether the comparison notices.
+
+    The type checker gets the same graph before transitions become collectives, without each transition in turn.
+    """
+    kept: list[Program] = []
+
+    def keep(program: Program, planner: Planner) -> int:
+        kept.append(program.copy())
+        return 0
+
+    watched = config.replace(passes=(*config.passes, ("after coalesce_gradients", keep)))
+    trial = _trial(model, args, kwargs, watched, hardware, loss_fn, loss_inputs, None)
+    program, plan, t = trial.sharded.program, trial.sharded.plan, trial.t
+
+    def is_right() -> bool:
+        try:
+            return trial.verdict(simulate.run_logical(program, trial.values, plan.params, t)).ok
+        except PlacementError:
+            return False
+
+    def is_typed() -> bool:
+        try:
+            check_types(joint, plan, t)
+        except PlacementError:
+            return False
+        return True
+
+    joint = next(p for p in kept if any(s.kind == "gradient" for s in p.outputs)) if len(kept) > 1 else kept[0]
+    if not is_right():
+        raise PlacementError("the call is not right as it is", fix="look at what megafx.verify says")
+    found = Sabotage(t)
+    for start in collective_nodes(program.graph):
+        for what, change in (("without", without), ("with another instead of", with_another)):
+            with changed_collective(program.graph, start, t, change):
+                found.tried.append(
+                    Tried(f"{what} %{start.name}", fqn_of(start), source_of(start), "numbers", not is_right())
+                )
+    if is_typed():
+        for node in [n for n in joint.graph.nodes if is_transition(n) and set(n.args[1:3]) != {"I", "R"}]:
+            with without_transition(joint.graph, node):
+                found.tried.append(
+                    Tried(f"without %{node.name}", fqn_of(node), source_of(node), "types", not is_typed())
+                )
+    return found
+
+
+def _trial(
+    model: nn.Module, args: Any, kwargs: Any, config: Config, hardware: Hardware, loss_fn: Any, loss_inputs: Any,
+    tolerance: float | None,
+) -> _Trial:  # fmt: skip
     t = config.tensor_model_parallel_size or 2
     leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if any(x.device.type == "meta" for x in (*model.parameters(), *leaves)):
@@ -91,22 +235,15 @@ def verify_call(
     differentiated = [single.program.outputs[i].name for i in single.differentiated]
     tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
     values |= tangents
-    found, alone = run_ranks(sharded, values), run_ranks(single, values)
     random = any(spec.kind == "seed" for spec in sharded.program.inputs)
     if random:
-        outputs, gradients = alone.outputs, alone.gradients
+        wanted = run_ranks(single, values)
     else:
         torch.autograd.backward([eager[name] for name in tangents], [*tangents.values()])
         outputs = {name: value.detach() for name, value in eager.items()}
-        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        wanted = simulate.Logical(outputs, {name: p.grad for name, p in plain.named_parameters()})
     limit = _rounding(single) if tolerance is None else tolerance
-    verdict = Verdict(t, "megafx at t=1" if random else "eager", limit)
-    verdict.outputs, verdict.gradients = simulate.relative_errors(found, simulate.Logical(outputs, gradients))
-    if not verdict.ok:
-        ours = simulate.local_inputs(sharded.program, values, sharded.plan.params, t)
-        theirs = simulate.local_inputs(single.program, values, single.plan.params, 1)[0]
-        verdict.divergence = simulate.first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
-    return verdict
+    return _Trial(sharded, single, values, wanted, "megafx at t=1" if random else "eager", limit)
 
 
 def _eager_outputs(
@@ -123,6 +260,28 @@ def _eager_outputs(
     user = [o for o in program.outputs if o.kind == "user"]
     named = {user[i].name: leaf for i, leaf in zip(order, leaves, strict=True) if i >= 0}
     return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
+
+
+def types_of_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    config: Config,
+    hardware: Hardware,
+    *,
+    loss_fn: Callable[..., Tensor] | None = None,
+    loss_inputs: Mapping[str, Any] | None = None,
+) -> Verdict:
+    """Check the types of the joint graph alone: no numbers, so the model may be on the meta device."""
+    t = config.tensor_model_parallel_size or 2
+    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    verdict = Verdict(t, "the types of its values", 0.0)
+    try:
+        with debug(check=1):
+            compile_program(program, Planner(config, t, hardware, wants_grad=lambda spec: spec.kind == "param"))
+    except PlacementError as error:
+        verdict.refused = error
+    return verdict
 
 
 def _rounding(compiled: Compiled) -> float:

@@ -21,7 +21,10 @@ class MegafxError(Exception):
     """Base of every error that megafx raises on purpose.
 
     found: what was found; fix: what to do about it; module: FQN in the user's model; source: the user's line.
+    what_to_do: of the class, where an error says nothing else. docs/errors.md lists them all.
     """
+
+    what_to_do = "Make a dump folder (MEGAFX_DUMP) and report it with the output of `megafx version`."
 
     def __init__(
         self, found: str, *, fix: str = "", module: str | None = None, source: SourceLine | None = None
@@ -39,37 +42,57 @@ class MegafxError(Exception):
 class ConfigError(MegafxError, ValueError):
     """A Config field is out of range, unknown, or contradicts another."""
 
+    what_to_do = "Correct the field; `help(megafx.Config)` lists what each takes."
+
 
 class CaptureError(MegafxError):
     """The model (or this call of it) cannot be captured as one graph."""
+
+    what_to_do = "Change the line that is named, or leave its module out of the graph: `Config(eager_modules=[...])`."
 
 
 class PlanError(MegafxError):
     """No plan satisfies the constraints (an override that matches nothing or cannot be met)."""
 
+    what_to_do = "Lift an override, or plan again; `megafx explain` shows what is possible."
+
 
 class PlacementError(MegafxError):
     """The type checker found a value used at a placement that it does not have."""
+
+    what_to_do = (
+        "A fault of megafx, or of a pass or rule of your own: MEGAFX_CHECK=1 names the pass. Report it with a dump."
+    )
 
 
 class AgreementError(MegafxError):
     """Ranks disagree on weights, plan, inputs or world size."""
 
+    what_to_do = "Start all ranks alike: the same code, versions, weights, config and inputs."
+
 
 class UsageError(MegafxError):
     """The parallelized model is used in a way that would be silently wrong."""
+
+    what_to_do = "Change the call as it says."
 
 
 class CheckpointError(MegafxError):
     """A checkpoint is damaged or incomplete, cannot be written, or does not fit the model."""
 
+    what_to_do = "Take another checkpoint: `megafx.latest_checkpoint` finds the newest valid one."
+
 
 class LostRankError(MegafxError, RuntimeError):
     """Another rank ended, did not come to a call of all ranks, or made another call."""
 
+    what_to_do = "Look for the first error among the logs of all ranks; the others follow from it."
+
 
 class NumericError(MegafxError, ArithmeticError):
     """A loss or a gradient is not finite."""
+
+    what_to_do = "Look at the learning rate, the data and the loss scale of the step before."
 
 
 def or_leave_eager(fix: str, module: str | None) -> str:

@@ -19,6 +19,7 @@ from torch import fx
 
 from megafx.config import Config
 from megafx.ir.dump import op_text
+from megafx.ir.nodes import RESHAPES
 from megafx.ir.program import MADE_BY, Program, ancestors, is_floating
 
 NAME = "lazy_outputs"
@@ -35,6 +36,12 @@ def why_not_lazy(program: Program, config: Config, t: int) -> str | None:
     if t > 1 and not config.gather_outputs:
         return "gather_outputs is off"
     return None
+
+
+def with_views_out(chain: Sequence[fx.Node]) -> list[fx.Node]:
+    """The chain, and reshapes of its values that nothing but the output reads, in graph order."""
+    views = {user for node in chain for user in node.users if user.target in RESHAPES}
+    return sorted({*chain, *(v for v in views if all(user.op == "output" for user in v.users))})
 
 
 def outside_user(program: Program, chain: Sequence[fx.Node], inside: set[fx.Node]) -> fx.Node | None:

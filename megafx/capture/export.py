@@ -32,6 +32,7 @@ from megafx.capture.expert_loops import ExpertLoops
 from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import alone, fake_like, prepared, target_device, without_hooks
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
+from megafx.debugging import stage
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
 from megafx.ir.program import VAL, Note, Phase, Program
@@ -87,7 +88,7 @@ def capture_call(
             dims = name_dims(tensors, max_length(module) or max_length(model), group_of, growing_dims(tree))
         return _Capture(root, leaves, in_spec, dims, where, stand_ins or {}, varying, eager, part).run()
 
-    with alone():
+    with alone(), stage("capture"):
         return _both_ways(captured, varying)
 
 

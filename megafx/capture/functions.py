@@ -6,19 +6,21 @@ estimators, bounded or scaled gradients), the function stays as it is: each call
 code, forward and backward, on whole tensors on every rank (as `eager_modules` do), with a note.
 
 `torch.utils.checkpoint` is such a Function too (use_reentrant=True), or hooks on what autograd keeps. The function that it is
-given is traced as if called directly, with a note: a graph recomputes nothing because of it.
+given is traced as if called directly, and its nodes are marked (ir.REGION): `choose_kept` makes them again in backward.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch.fx import traceback
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,12 +30,7 @@ from megafx.ops.eager_call import MADE_UP, eager_call_of, made_up
 
 RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
 _OURS = ("torch.", "megafx.")
-KEPT = (
-    "activations are not recomputed: the graph keeps what its backward needs, but for what fused kernels compute again "
-    "(recompute_activation_func). Less memory take sequence_parallel=True, more tensor-parallel ranks, smaller batches of "
-    'which gradients are accumulated, and data_parallel="fsdp"'
-)
-_NO_CHECKPOINTING = f"torch.utils.checkpoint has no effect on a captured graph: {KEPT}"
+_REGION = "megafx_region"
 _modules: dict[type[Function], nn.Module] = {}  # graphs hold weak references
 
 
@@ -48,7 +45,32 @@ class _Applied(nn.Module):
         return self.function.apply(*args)
 
 
-def apply_of_capture(note: Callable[[str], None]) -> Any:
+class Regions:
+    """Numbers the calls of checkpoint in a trace, and marks what is traced inside. Calls inside of others are part of them."""
+
+    def __init__(self) -> None:
+        self.count, self.inside = 0, False
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        if self.inside:
+            yield
+            return
+        self.count, self.inside = self.count + 1, True
+        try:
+            with traceback.preserve_node_meta(), traceback.annotate({_REGION: self.count}):
+                yield
+        finally:
+            self.inside = False
+
+
+def region_of(node: fx.Node) -> int | None:
+    """The number of the outermost call of checkpoint in which a node was traced."""
+    found: int | None = node.meta.get("custom", {}).get(_REGION)
+    return found
+
+
+def apply_of_capture(note: Callable[[str], None], regions: Regions) -> Any:
     """A `Function.apply` for which calls whose gradient is not that of their forward are nodes of what is traced."""
     busy = False
 
@@ -56,9 +78,9 @@ def apply_of_capture(note: Callable[[str], None]) -> Any:
         nonlocal busy
         plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]  # as if defined in its class
         if cls is checkpoint.CheckpointFunction:
-            note(_NO_CHECKPOINTING)
             function, _, *given = args
-            return function(*given)
+            with regions.enter():
+                return function(*given)
         tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if busy or cls.__module__.startswith(_OURS) or not differentiated:
@@ -85,12 +107,19 @@ def apply_of_capture(note: Callable[[str], None]) -> Any:
     return classmethod(apply)
 
 
-def checkpointing_of_capture(note: Callable[[str], None]) -> Callable[..., Iterator[None]]:
-    """What runs round a checkpointed function (use_reentrant=False): nothing."""
+def checkpointing_of_capture(note: Callable[[str], None], regions: Regions) -> Callable[..., Iterator[None]]:
+    """What runs round a checkpointed function (use_reentrant=False): it marks a region."""
 
-    def generator(*args: Any) -> Iterator[None]:
-        note(_NO_CHECKPOINTING)
-        yield
+    def generator(
+        function: Any, preserve: Any, context: Any = checkpoint.noop_context_fn, *args: Any
+    ) -> Iterator[None]:
+        if context is not checkpoint.noop_context_fn:
+            note(
+                "context_fn of torch.utils.checkpoint is not followed: all of the region is computed again from its inputs. "
+                "Config(activation_memory_budget=...) chooses value by value"
+            )
+        with regions.enter():
+            yield
 
     return generator
 

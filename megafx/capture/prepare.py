@@ -2,7 +2,7 @@
 
     with prepared(model, fake_mode, device, ...): export(...)
 
-The model's parameters become fakes, caches and checkpointing are switched off, and some functions of torch and transformers
+The model's parameters become fakes, caches are switched off, and some functions of torch and transformers
 are replaced. What is replaced, and why, is the table of `replacements`: nothing of it is active outside of a capture, nor in
 another thread. One thread captures at a time.
 
@@ -35,7 +35,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture.checks import passing_checks
-from megafx.capture.functions import KEPT, apply_of_capture, checkpointing_of_capture
+from megafx.capture.functions import Regions, apply_of_capture, checkpointing_of_capture
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.capture.program import ROOT
@@ -97,10 +97,11 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
 
     why = "a Function whose backward is not the derivative of its forward becomes one node"
     # Below `Function`, whose bound `apply` models may hold.
-    table += [Replacement(_SingleLevelFunction, "apply", lambda old: apply_of_capture(note), why)]
+    regions = Regions()
+    table += [Replacement(_SingleLevelFunction, "apply", lambda old: apply_of_capture(note, regions), why)]
 
-    why = "the hooks of checkpointing cannot be traced, and a graph recomputes nothing because of them"
-    new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note)  # noqa: E731
+    why = "the hooks of checkpointing cannot be traced: what is computed inside is marked, for the graph to compute it again"
+    new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note, regions)  # noqa: E731
     table += [Replacement(checkpoint, "_checkpoint_without_reentrant_generator", new, why)]
 
     why = "a graph computes with parameters as they are: code that converts a module is an error"
@@ -304,15 +305,9 @@ def _prepare_config(config: Any, model: nn.Module, note: Note) -> None:
 
 
 def _prepare_modules(model: nn.Module, note: Note) -> None:
-    checkpointed = 0
     for path, module in model.named_modules():
-        if vars(module).get("gradient_checkpointing"):
-            vars(module)["gradient_checkpointing"] = False
-            checkpointed += 1
         if module.training and not draws_in_torch(module):
             _keep_layers(module, path, note)
-    if checkpointed and model.training:
-        note(f"gradient checkpointing is on in the model: it has no effect on a captured graph: {KEPT}")
 
 
 def _keep_layers(module: nn.Module, path: str, note: Note) -> None:

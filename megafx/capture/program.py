@@ -13,10 +13,11 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import CacheKey
+from megafx.capture.functions import region_of
 from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.call_spec import OutputLeaf
 from megafx.ir.nodes import aten_ops
-from megafx.ir.program import FQN, MADE_BY, SOURCE, VAL, Input, Output, Program, active_nodes
+from megafx.ir.program import FQN, MADE_BY, REGION, SOURCE, VAL, Input, Output, Program, active_nodes
 from megafx.ir.source_lines import fqn_of_stack, source_of_trace, strip_root
 
 ROOT = "model"  # the user's model within what is exported
@@ -24,7 +25,7 @@ PRODUCTS = aten_ops("linear mm bmm matmul addmm baddbmm conv1d conv2d")
 
 
 def mark_nodes(gm: fx.GraphModule) -> None:
-    """Set source, fqn and made_by on every node, those in bodies of higher-order ops included."""
+    """Set source, fqn, made_by and region on every node, those in bodies of higher-order ops included."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
@@ -32,6 +33,8 @@ def mark_nodes(gm: fx.GraphModule) -> None:
                     continue
                 node.meta[FQN] = fqn_of_stack(node.meta.get("nn_module_stack"), ROOT)
                 node.meta[MADE_BY] = ()
+                if (region := region_of(node)) is not None:
+                    node.meta[REGION] = region
                 if (source := source_of_trace(node.meta.get("stack_trace") or "")) is not None:
                     node.meta[SOURCE] = source
 

@@ -22,6 +22,9 @@ from megafx.distributed.parameters import JoinedParameters
 from megafx.errors import UsageError
 from megafx.ir.call_spec import no_autocast
 from megafx.ir.program import VAL, Program, Saved
+from megafx.ops import collectives  # noqa: F401  registers pad_rows
+
+aten = torch.ops.aten
 
 
 class LazyOutputs:
@@ -325,14 +328,24 @@ def _numbers(value: Any) -> list[tuple[int, int]]:
 
 
 def _with_sizes_checked(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same code, which first checks the sizes that it has as numbers, of what it uses: other inputs may be anything."""
+    """The same code, which first checks the sizes that it has as numbers, of what it uses: other inputs may be anything.
+
+    `pad_rows`, which may be a view, becomes a padding: torch.compile takes no views but its own.
+    """
     graph = fx.Graph()
     result = graph.graph_copy(gm.graph, {})
     graph.output(result)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.megafx.pad_rows.default):
+        value, rows = node.args
+        with graph.inserting_before(node):
+            more = graph.call_function(operator.sub, (rows, graph.call_function(aten.sym_size.int, (value, 0))))
+            pads = [0] * (2 * value.meta[VAL].dim() - 1)  # type: ignore[union-attr]
+            node.replace_all_uses_with(graph.call_function(aten.constant_pad_nd.default, (value, [*pads, more])))
+        graph.erase_node(node)
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         for node in graph.find_nodes(op="placeholder"):
             for dim, size in _numbers(node.meta.get(VAL)) if node.users else ():
-                found = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                found = graph.call_function(aten.sym_size.int, (node, dim))
                 equal = graph.call_function(operator.eq, (found, size))
                 graph.call_function(torch._check, (equal,))
     return fx.GraphModule(gm, graph)

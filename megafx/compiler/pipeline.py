@@ -54,17 +54,27 @@ from megafx.passes.lower.overlap_products import overlap_products
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.passes.lower.write_padded_rows import write_padded_rows
+from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_batch import place_batch
 from megafx.passes.plan.plan_sharding import plan_sharding
+from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Gradients, Planner
 from megafx.planner.plan import Plan
-from megafx.report import describe
+from megafx.report.alternatives import price_alternatives
+from megafx.report.describe import describe
+from megafx.report.picture import draw
+from megafx.report.steps import schedule
 
 
 def describe_plan(program: Program, planner: Planner) -> int:
     """Make the report of the plan, which `megafx.explain` shows."""
-    planner.solved.report = describe(program, planner)
+    report = planner.solved.report = describe(program, planner)
+    report.picture = draw(program, planner)
+    report.step = schedule(report.picture)
+    if planner.problem is not None:
+        price_alternatives(report.picture, planner.problem, planner.solved)
     return 0
 
 
@@ -90,6 +100,7 @@ PLANNING: tuple[PassFunction, ...] = (
     describe_masks,
     place_batch,
     join_experts,
+    flatten_tokens,
     plan_sharding,
     insert_transitions,
     describe_plan,
@@ -112,6 +123,7 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     merge_transitions,
     expand_transitions,
     gather_parameters,
+    choose_kept,
     data_parallel,
     schedule_collectives,
 )
@@ -122,6 +134,7 @@ RANK: tuple[PassFunction, ...] = (
     partition,
     regather,
     overlap_products,
+    write_padded_rows,
     reuse_buffers,
     call_directly,
 )

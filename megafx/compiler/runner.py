@@ -6,15 +6,17 @@ accepts) and `ENSURES` (the phase that it leaves; absent where it leaves the one
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
 from megafx.config import Config
-from megafx.debugging import Debug, current, is_reporting_rank, say
+from megafx.debugging import Debug, current, is_reporting_rank, say, stage
 from megafx.errors import ConfigError, MegafxError, PlacementError
 from megafx.ir import dump
 from megafx.ir.call_spec import no_autocast
@@ -22,6 +24,7 @@ from megafx.ir.contracts import verify
 from megafx.ir.program import Phase, Program
 from megafx.planner.context import Planner
 
+ABOUT = "about.json"  # in a dump folder
 PassFunction = Callable[[Program, Planner], int]
 
 
@@ -96,6 +99,20 @@ class Dumps:
             (self.folder / f"{self.count:02d}_{name}.txt").write_text(graph_text + "\n")
         self.count += 1
 
+    def describe(self, planner: Planner) -> None:
+        """What was compiled, for `megafx.replay`: about.json."""
+        if self.folder is not None:
+            versions = {"megafx": version("megafx"), "torch": version("torch")}
+            made = {
+                "t": planner.t,
+                "hardware": planner.config.hardware or planner.hardware.name,
+                "training": planner.training,
+            }
+            made |= {"data": None if planner.data is None else asdict(planner.data), "fixed": sorted(planner.fixed)}
+            made |= {"plan": None if planner.given is None else json.loads(planner.given.to_json())}
+            about = {"versions": versions, **made, "config": planner.config.to_dict()}
+            (self.folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+
 
 _runs_in_folder: dict[str, int] = {}
 
@@ -120,9 +137,9 @@ def insert_user_passes(stages: Sequence[list[Pass]], config: Config) -> None:
         if mine.name in names:
             found = f"Config.passes brings a second pass '{mine.name}'"
             raise ConfigError(found, fix="give your function another name")
-        for stage in stages:
-            for i in [i for i, p in enumerate(stage) if p.name == name]:
-                stage.insert(i + (side == "after"), mine)
+        for passes in stages:
+            for i in [i for i, p in enumerate(passes) if p.name == name]:
+                passes.insert(i + (side == "after"), mine)
 
 
 class Runner:
@@ -151,6 +168,7 @@ class Runner:
         text = _text(program) if wants_text else ""
         if not self.records:
             self.dumps.write(self.start, text)
+            self.dumps.describe(self.planner)
         if check is not None:
             check.start(program)
         for step in passes:
@@ -181,7 +199,7 @@ class Runner:
     def _run(self, step: Pass, index: int, program: Program) -> PassRecord:
         nodes, phase = len(program.graph.nodes), program.phase
         start = time.perf_counter()
-        with no_autocast():
+        with no_autocast(), stage(step.name):
             changes = step.run(program, self.planner)
         duration_ms = 1e3 * (time.perf_counter() - start)
         expected = phase if step.ensures is None else step.ensures

@@ -9,6 +9,8 @@ Meta keys of a node (the only ones that passes may rely on):
     placement  Placement of the value, from `insert_transitions` on (absent: a replicated value that needs no gradient)
     phase      'backward' on backward nodes of a joint graph
     recompute  True on forward nodes whose value backward computes again (`partition`) instead of keeping it
+    tokens     dims (structural) that the value's first dim stands for, where `flatten_tokens` made one of several
+    region     number of the call of torch.utils.checkpoint, the outermost one, in which the node was traced
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     from megafx.ir.call_spec import CallSpec
 
 VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by", "placement", "phase"
+TOKENS = "tokens"
 RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
+REGION = "region"
 
 
 class Phase(IntEnum):
@@ -140,6 +144,25 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """What `choose_kept` came to, for one rank at the workload.
+
+    without: bytes that would be kept if nothing were made again; kept: bytes that are. promise: the bytes that a budget allows.
+    seconds: modelled time of what backward makes again.
+    """
+
+    without: int
+    kept: int
+    promise: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        mib = lambda n: f"{n / 2**20:,.1f} MiB"  # noqa: E731
+        text = f"{mib(self.kept)} of {mib(self.without)}, the rest made again in {1e6 * self.seconds:.0f} us"
+        return text if self.promise is None else f"{text} (budget {mib(self.promise)})"
+
+
+@dataclass(frozen=True)
 class Partition:
     """The graphs that a program is cut into.
 
@@ -191,6 +214,7 @@ class Program:
     assumed: dict[str, Any] = field(default_factory=dict)  # buffers whose numbers the graph relies on -> what they held
     batch: Batch | None = None  # on the data-parallel axis, where there is one
     before_reduction: Program | None = None  # with gradients as each rank computes them: what no_sync runs
+    recomputed: Recomputed | None = None  # set by choose_kept, where there was a choice
     partition: Partition | None = None  # set by the pass of this name
     call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
 
@@ -244,7 +268,7 @@ def located(node: fx.Node) -> dict[str, Any]:
 
 def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
     """Give a new node the user's line and module of the node that it stems from, and the pass that made it."""
-    for key in (SOURCE, FQN, PHASE, RECOMPUTE, "nn_module_stack", "stack_trace"):
+    for key in (SOURCE, FQN, PHASE, RECOMPUTE, REGION, "nn_module_stack", "stack_trace"):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
     node.meta[MADE_BY] = (*origin.meta.get(MADE_BY, ()), by)
@@ -315,7 +339,11 @@ def number_nodes(graph: fx.Graph) -> None:
     graph._graph_namespace = names
 
 
-def ancestors(roots: Iterable[Any], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+def ancestors(
+    roots: Iterable[Any],
+    stop: Callable[[fx.Node], bool] = lambda node: False,
+    operands: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
+) -> set[fx.Node]:
     """Nodes that the roots depend on, roots included, not looking behind nodes for which `stop` holds. Roots may be constants.
 
     By hand: fx has the edges already. Copying 6000 nodes into a networkx graph takes 40 ms, the walk 8 ms.
@@ -328,7 +356,7 @@ def ancestors(roots: Iterable[Any], stop: Callable[[fx.Node], bool] = lambda nod
             continue
         seen.add(node)
         if not stop(node):
-            todo += node.all_input_nodes
+            todo += operands(node)
     return seen
 
 

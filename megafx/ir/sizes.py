@@ -42,6 +42,7 @@ class Sizes:
         self.symbols: dict[str, sympy.Symbol] = {}
         self.workload_of: dict[sympy.Symbol, int] = {}
         self.row_counts: dict[sympy.Symbol, RowCount] = {}  # sizes that data decides (data_sizes.py)
+        self._priced: tuple[dict[sympy.Symbol, int], dict[int, int]] = ({}, {})  # a workload, and sizes at it
 
     # -- symbolic -> structural
 
@@ -114,6 +115,14 @@ class Sizes:
 
     def workload(self, structural: int) -> int:
         """The size at the workload that the planner prices (`micro_batch_size`, `seq_length`, else the traced hint)."""
+        if self._priced[0] != self.workload_of:
+            self._priced = (dict(self.workload_of), {})
+        known = self._priced[1]
+        if structural not in known:
+            known[structural] = self._workload(structural)
+        return known[structural]
+
+    def _workload(self, structural: int) -> int:
         coefficient, powers = self.factors(structural)
         for atom, power in powers.items():
             known = {s: sympy.Integer(v) for s, v in self.workload_of.items()}

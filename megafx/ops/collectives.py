@@ -5,6 +5,8 @@
     megafx::rank_select   [t, ...] -> [...]      backward: rank_place
     megafx::rank_place    [...] -> [t, ...]      backward: rank_select
     megafx::rank0_only    x on rank 0, zeros elsewhere; its own backward
+    megafx::pad_rows      [n, ...] -> [rows, ...] with zeros behind; the operand itself where n is rows when it runs
+    megafx::mm_rows       a product [n, k] x [k, m] -> [rows, m] with zeros behind, as pad_rows of it
     megafx::batch_sum     summands -> their sum over the ranks of the axis; its own backward (P -> R)
 
 The graph is the same on every rank: which rank runs it is known only from `on_mesh`, inside which these ops (and dropout
@@ -26,7 +28,7 @@ from torch import Tensor
 from megafx.errors import UsageError
 from megafx.ir.facts import declare
 from megafx.ops.axes import AxisContext, axis_context, axis_rank
-from megafx.placements.moves import Ops, apply_transition, is_identity, shape_after
+from megafx.placements.moves import TENSORS, Ops, apply_transition, is_identity, shape_after
 
 c10d = torch.ops._c10d_functional
 
@@ -136,6 +138,29 @@ def batch_sum(x: Tensor, axis: str, size: int) -> Tensor:
     """x: summands of the ranks -> their sum, on every rank."""
     return torch.ops.megafx.transition(x, "P", "R", [], [], axis, size)
 
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """x: [n, ...] -> [rows, ...] with zeros behind; x itself where n is rows."""
+    return TENSORS.pad_rows(x, rows)
+
+
+def mm_rows(a: Tensor, b: Tensor, rows: int) -> Tensor:
+    """a: [n, k], b: [k, m] -> [rows, m], their product with zeros behind."""
+    if a.shape[0] == rows:
+        return torch.mm(a, b)
+    out = a.new_empty([rows, b.shape[1]])
+    torch.mm(a, b, out=out[: a.shape[0]])
+    out[a.shape[0] :].zero_()
+    return out
+
+
+# A view where nothing is to be added: only a schema may say so.
+torch.library.define("megafx::pad_rows", "(Tensor(a) x, SymInt rows) -> Tensor(a)")
+torch.library.impl("megafx::pad_rows", "CompositeExplicitAutograd", pad_rows)
+torch.library.register_fake("megafx::pad_rows", lambda x, rows: x.new_empty([rows, *x.shape[1:]]))
+torch.library.custom_op("megafx::mm_rows", mm_rows, mutates_args=()).register_fake(
+    lambda a, b, rows: a.new_empty([rows, b.shape[1]])
+)
 
 declare("megafx.batch_sum.default", rule="lin: ... -> ...")
 declare("megafx.rank0_only.default", types="R -> P")

@@ -51,6 +51,12 @@ class Ops:
     def view(self, x: Any, size: Sequence[Size]) -> Any:
         return x if same_sizes(self.shape(x), size) else self.call(aten.view.default, x, [*size])
 
+    def pad_rows(self, x: Any, rows: Size) -> Any:
+        """[n, ...] -> [rows, ...] with zeros behind; x itself where n is rows already."""
+        if same_size(x.shape[0], rows):
+            return x
+        return self.call(aten.cat.default, [x, x.new_zeros([rows - x.shape[0], *x.shape[1:]])])
+
     def rank_select(self, x: Any) -> Any:
         """[t, ...] -> [...]: this rank's entry."""
         raise NotImplementedError
@@ -128,7 +134,9 @@ def _blocks_by_rank(x: Any, dim: int, cut: Cut, t: int, ops: Ops) -> list[Any]:
     start: Size = 0
     for whole, local, padded in cut.blocks:
         block = x if len(cut.blocks) == 1 else _slice(ops, x, at, start, whole)
-        if padded:
+        if padded and at == 0:
+            block = ops.pad_rows(block, t * local)
+        elif padded:
             zeros = ops.call(aten.new_zeros.default, block, [*pre, t * local - whole, *post])
             block = ops.call(aten.cat.default, [block, zeros], at)
         block = ops.view(block, [*pre, t, local, *post])

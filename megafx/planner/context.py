@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 
@@ -56,6 +56,8 @@ class Planner:
     owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (ops/owners.py)
     weights: set[fx.Node] = field(default_factory=set)
     accepts: dict[fx.Node, Accepts] = field(default_factory=dict)
+    keeps_problem: bool = False  # for a report that prices alternatives
+    problem: Any = None  # the Problem without policies and overrides, where it is kept
 
     def __post_init__(self) -> None:
         self.fusions = FusionProfile.choose(self.config.fusion_profile, self.hardware.name)

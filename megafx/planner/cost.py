@@ -1,17 +1,27 @@
 """What things cost: bytes and seconds of collectives, transitions, ops, parameters. No torch import.
 
-Seconds are model numbers for choosing between plans, not predictions of a step time. All sizes are at the workload
-(plain element counts, never structural integers). `numel` is that of the whole value, `t` the ranks of the axis. All ranks
-have local tensors of one size, so each costs what the busiest does: padding is computed, sent and stored as elements are.
+Seconds are model numbers for choosing between plans, not predictions of a step time. Sizes are at the workload (plain element
+counts), but for those of `in_pieces`. `numel` is that of the whole value, `t` the ranks of the axis. All ranks have local
+tensors of one size, so each costs what the busiest does: padding is computed, sent and stored as elements are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megafx.ir.facts import ATTENTION, FREE, MATMUL, facts_of
-from megafx.placements.types import ALL_REDUCE, LOCAL, Owned, Placement, collectives, payload
+from megafx.placements.types import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    LOCAL,
+    REDUCE_SCATTER,
+    Owned,
+    Placement,
+    collectives,
+    payload,
+)
 from megafx.planner.hardware import Hardware
 
 # Tie-breaks (seconds): small enough to decide only between plans of equal cost. Without them the all-reduce slides past
@@ -98,6 +108,15 @@ def collective_seconds(
     return alphas * hardware.alpha_seconds + sent / hardware.link_bytes_per_second
 
 
+# Part of the value that a collective of shards in pieces copies on each rank.
+_COPIED = {ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0}
+
+
+def in_pieces(placement: Placement, shape: Sequence[int]) -> bool:
+    """Whether a rank's shard of a value of `shape` (structural) may be several ranges of its memory."""
+    return placement.is_shard and (math.prod(shape[: placement.dim]) > 1 or not placement.cut.simple())
+
+
 def transition_cost(
     src: Placement,
     dst: Placement,
@@ -107,15 +126,20 @@ def transition_cost(
     t: int,
     needs_grad: bool = True,
     is_param: bool = False,
+    in_pieces: bool = False,
 ) -> Cost:
-    """src -> dst of one value, by the transition table. is_param: its gradient all-reduce is coalesced with others."""
+    """src -> dst of one value, by the transition table. is_param: its gradient all-reduce is coalesced with others.
+    in_pieces: a shard is not one range of the whole value's memory (`in_pieces`), so that what is gathered or scattered is
+    copied besides."""
     row = collectives(src, dst)
     numel = round(numel * padding(src, t) * padding(dst, t))
     backward = row.backward if needs_grad else LOCAL
     coalesced = COALESCED_ALPHA if is_param and backward == ALL_REDUCE else 1.0
+    copied = memory_seconds(2 * numel * itemsize, hardware) if in_pieces and t > 1 else 0.0  # read and written once
     return Cost(
-        collective_seconds(row.forward, numel, itemsize, hardware, t),
-        collective_seconds(backward, numel, itemsize, hardware, t, alphas=coalesced),
+        collective_seconds(row.forward, numel, itemsize, hardware, t) + copied * _COPIED.get(row.forward, 0.0),
+        collective_seconds(backward, numel, itemsize, hardware, t, alphas=coalesced)
+        + copied * _COPIED.get(backward, 0.0),
         collective_bytes(row.forward, numel, itemsize, t),
         collective_bytes(backward, numel, itemsize, t),
     )

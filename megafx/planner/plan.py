@@ -58,12 +58,14 @@ class Plan:
     """placement of everything on axis `axis` of size `t`.
 
     params: FQN -> storage placement (I or S). ops: node name -> OpChoice. transitions: node name -> transitions of its
-    value, in the order in which they are made. cost_us: modelled time of one step, microseconds.
+    value, in the order in which they are made. cost_us: modelled time of one step, microseconds. flat_tokens: the plan is of a
+    graph in which the tokens are one dim (`flatten_tokens`).
     """
 
     t: int
     axis: str = "tp"
     sequence_parallel: bool = False
+    flat_tokens: bool = False
     params: dict[str, Placement] = field(default_factory=dict)
     ops: dict[str, OpChoice] = field(default_factory=dict)
     transitions: dict[str, tuple[Transition, ...]] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class Plan:
     workload: dict[str, int] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes, repr=False)  # what the symbols in layouts mean
-    report: Any = field(default=None, repr=False)  # megafx.report.Report of the graph that was planned
+    report: Any = field(default=None, repr=False)  # megafx.report.report.Report of the graph that was planned
 
     def placement_of(self, param: str) -> Placement:
         """Storage placement of a parameter by FQN; raises PlanError for an unknown one."""
@@ -117,7 +119,7 @@ class Plan:
         def texts(placements: Iterable[Placement]) -> list[list[Any]]:
             return [_encode(p, sizes) for p in placements]
 
-        plain = ("t", "axis", "sequence_parallel", "hardware", "workload", "cost_us")
+        plain = ("t", "axis", "sequence_parallel", "flat_tokens", "hardware", "workload", "cost_us")
         data: dict[str, Any] = {"format": FORMAT} | {name: getattr(self, name) for name in plain}
         data["params"] = {k: _encode(p, sizes) for k, p in self.params.items()}
         data["ops"] = {

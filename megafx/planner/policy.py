@@ -4,7 +4,8 @@ Costs alone find cheaper and stranger plans than Megatron's: hidden-sharded resi
 parallelism, weights gathered at every use. The default policy forbids them:
 
     batch        the batch dim is not sharded on the tensor-parallel axis (that is data parallelism)
-    sequence     with sequence_parallel=False no dim of the sequence is sharded; with True, norms run on a sequence shard
+    sequence     with sequence_parallel=False no dim of the sequence is sharded; with True, norms run on a sequence shard.
+                 Tokens that are one dim (`flatten_tokens`, packed tokens) are a sequence, whatever dims they come from
     normalised   a dim that a norm normalises over, followed through ops that keep it, stays whole on activations; but the
                  result of a matmul may be gathered where its weight cannot be sharded otherwise
     weights      matmul weights are sharded wherever a strategy can, and are never gathered
@@ -28,7 +29,7 @@ from torch import fx
 
 from megafx.ir.facts import MATMUL
 from megafx.ir.nodes import op_name
-from megafx.ir.program import VAL, Program, fqn_of, source_of
+from megafx.ir.program import TOKENS, VAL, Program, fqn_of, source_of
 from megafx.placements.types import P, Placement
 from megafx.placements.views import dim_groups
 from megafx.planner.cost import cost_kind
@@ -44,6 +45,7 @@ WEIGHTS_STAY = "a weight is neither gathered nor stored whole and used in slices
 # The others only take strategies that shard something, so that computing on whole values is always left.
 YIELDING = (WEIGHTS_STAY, SHARD_WEIGHTS, SEQUENCE_WANTED, ROUTER)
 
+VIEWS = ("reshape", "view")
 Place = tuple[fx.Node, int]  # a dim of a value
 
 
@@ -60,8 +62,16 @@ VIEWS_OF_WEIGHTS = _aten(
 
 
 def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Program) -> UnionFind:
-    """Union-find over (node, dim) of activations: dims joined by a shared factor or by a view that keeps them."""
+    """Union-find over (node, dim) of activations: dims joined by a shared factor or by a view that keeps them.
+
+    Where the first dim of a value stands for several (`flatten_tokens`), (node, -1), (node, -2), ... are these.
+    """
     classes = UnionFind()
+    for node in program.graph.nodes:
+        if reshapes_tokens(node):
+            whole, flat = (node.args[0], node) if TOKENS in node.meta else (node, node.args[0])
+            for d in range(len(flat.meta[TOKENS])):
+                classes.union((whole, d), (flat, -1 - d))
     for node, rule in rules.items():
         if rule.kind == "view":
             source = rule.operands[0].node
@@ -79,7 +89,32 @@ def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Pr
                     places[factor].append((owner, dim))
         for same in places.values():
             classes.union(*same)
+            flat = [owner for owner, dim in same if dim == 0 and TOKENS in owner.meta]
+            for d in range(len(flat[0].meta[TOKENS]) if len(flat) > 1 else 0):
+                classes.union(*((owner, -1 - d) for owner in flat))
     return classes
+
+
+def reshapes_tokens(node: fx.Node) -> bool:
+    """Whether this is a way into or out of the values that have their tokens in one dim."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    return isinstance(source, fx.Node) and op_name(node) in VIEWS and (TOKENS in node.meta) != (TOKENS in source.meta)
+
+
+def token_places(program: Program, rules: dict[fx.Node, OpRule]) -> list[Place]:
+    """The dims that are tokens, nothing else: those that `flatten_tokens` made; else, in a model on [tokens, features] from the
+    start, the rows that norms work on."""
+    flat = [(node, 0) for node in program.graph.nodes if TOKENS in node.meta]
+    if flat:
+        return flat
+    found = [place for node, rule in rules.items() for place in normalised_places(node, rule)]
+    packed = all(node.meta[VAL].ndim == 2 and dim == 1 for node, dim in found)
+    return [(node, 0) for node, _ in found] if packed else []
+
+
+def cuts_rows(placement: Placement, t: int) -> bool:
+    """Whether tokens are cut row of the batch by row, which t ranks cannot share evenly: else any cut is one of tokens."""
+    return any(unit != 1 and count % t for count, unit in placement.cut.blocks)
 
 
 def weight_values(program: Program, active: set[fx.Node]) -> set[fx.Node]:
@@ -150,12 +185,13 @@ class Policy:
         program: Program,
         rules: dict[fx.Node, OpRule],
         active: set[fx.Node],
+        t: int,
         *,
         sequence_parallel: bool | str,
         free: bool = False,
         yields: Yields | None = None,
     ) -> None:
-        self.program, self.free, self.sequence_parallel = program, free, sequence_parallel
+        self.program, self.t, self.free, self.sequence_parallel = program, t, free, sequence_parallel
         self.yields = yields or Yields()
         self.gave_way: dict[str, dict[fx.Node, None]] = {
             policy: {} for policy in YIELDING
@@ -175,6 +211,7 @@ class Policy:
                 if value.ndim == 2 and not value.dtype.is_floating_point:  # token ids, masks, labels: [batch, seq]
                     seq.append((node, 1))
         self._batch, self._seq = self._classes(batch), self._classes(seq)
+        self._tokens = self._classes(token_places(program, rules))
 
     def _classes(self, places: Iterable[Place]) -> set[Place]:
         return {self._class_of[p] for p in places}
@@ -183,6 +220,8 @@ class Policy:
         """'batch', 'seq' or '': which axis of the data a shard of this value cuts."""
         if not placement.is_shard:
             return ""
+        if self._class_of[node, placement.dim] in self._tokens:
+            return "batch" if cuts_rows(placement, self.t) else "seq"
         if placement not in self._axis_of:
             sizes, cut = self.program.sizes, [n for block in placement.cut.blocks for n in block]
             symbolic = not all(sizes.is_static(n) for n in cut)
@@ -269,6 +308,8 @@ class Policy:
         on_shard = [s for s in left if self.shards_sequence(node, s)]
         if normalised_places(node, rule):
             return self._prefer(node, left, on_shard, SEQUENCE_WANTED, gone)
+        if reshapes_tokens(node):
+            return left
         # a value with a normalised dim is in the residual stream, not in a parallel region
         dims = range(getattr(node.meta[VAL], "ndim", 0))
         residual = node not in self.weights and any(self._class_of[node, d] in self._normalised for d in dims)

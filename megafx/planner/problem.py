@@ -28,6 +28,7 @@ from megafx.planner.context import Accepts, Planner, accepts, way_out
 from megafx.planner.cost import (
     PARTIAL_TIE_SECONDS,
     cost_kind,
+    in_pieces,
     op_seconds,
     optimizer_seconds,
     padding,
@@ -86,15 +87,21 @@ class Problem:
         value = node.meta[VAL]
         grad = self.planner.training and is_floating(node)
         is_param = node in self.params
-        key: Any = (src, dst)
+        pieces = self.in_pieces(node, src) or self.in_pieces(node, dst)
+        key: Any = (src, dst, pieces)
         if key not in self._memo:
             t, same_dim = self.planner.t, src.is_shard and src.dim == dst.dim
-            self._memo[key] = (src.kind, dst.kind, same_dim, padding(src, t), padding(dst, t))
+            self._memo[key] = (src.kind, dst.kind, same_dim, padding(src, t), padding(dst, t), pieces)
         key = (self.numel(node), value.dtype.itemsize, self._memo[key], grad, is_param)
         if key not in self._memo:
             sizes = (self.numel(node), value.dtype.itemsize, self.planner.hardware, self.planner.t)
-            self._memo[key] = transition_seconds(src, dst, *sizes, needs_grad=grad, is_param=is_param)
+            known = {"needs_grad": grad, "is_param": is_param, "in_pieces": pieces}
+            self._memo[key] = transition_seconds(src, dst, *sizes, **known)
         return self._memo[key]
+
+    def in_pieces(self, node: fx.Node, placement: Placement) -> bool:
+        """Whether gathers and scatters of the value's shards copy it: at some batch size, if not at the workload's."""
+        return placement.is_shard and in_pieces(placement, self.program.sizes.shape(node.meta[VAL]))
 
     def tree(
         self, node: fx.Node, src: Placement, wanted: tuple[Placement, ...]
@@ -156,23 +163,8 @@ class Problem:
         operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
         value = node.meta[VAL]
         size = self.numel(node) if hasattr(value, "shape") else 0
-        key = ("op", str(node.target), self._domain_id(node), operands, size, self._contraction(rule))
+        key = ("op", str(node.target), self._domain_id(node), operands, size, contraction(self.program, rule))
         return self._cached(key, lambda: self._op_costs(node, rule))
-
-    def _contraction(self, rule: OpRule) -> int:
-        """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
-        if cost_kind(op_name(rule.node)) == ATTENTION:
-            return self.program.sizes.workload(self.program.sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
-        told = told_terms(rule.node)
-        if told is not None:
-            return told
-        multiplied = [o for o in rule.operands if o.role == "x"]
-        sizes: dict[str, int] = {}
-        for operand in multiplied:
-            for factor, size in zip(operand.factors, operand.node.meta[VAL].shape, strict=True):
-                if factor and factor not in rule.result and sum(factor in o.factors for o in multiplied) > 1:
-                    sizes[factor] = self.program.sizes.workload(self.program.sizes.of(size))
-        return math.prod(sizes.values())
 
     def _op_costs(self, node: fx.Node, rule: OpRule) -> np.ndarray:
         value = node.meta[VAL]
@@ -184,21 +176,12 @@ class Problem:
             out_numel=self.numel(node),
             out_itemsize=value.dtype.itemsize,
             operand_bytes=operand_bytes,
-            contraction=self._contraction(rule),
+            contraction=contraction(self.program, rule),
             hardware=self.planner.hardware,
             training=self.planner.training,
         )
-        shares = np.array([self._share(s, op_name(node)) for s in self.domains[node]])
+        shares = np.array([share_of_op(s, op_name(node), self.planner.t) for s in self.domains[node]])
         return seconds * shares + np.array([PARTIAL_TIE_SECONDS if s.out == P else 0.0 for s in self.domains[node]])
-
-    def _share(self, strategy: Strategy, name: str) -> float:
-        """The part of an op that each rank computes, padding included."""
-        if not strategy.factor:
-            return 1.0
-        cut = next((p for p in (strategy.out, *strategy.ins) if p.is_shard), None)
-        part = 1 / self.planner.t if cut is None else share(cut, self.planner.t)
-        weights_whole = cost_kind(name) == ATTENTION and not strategy.ins[0].is_shard  # only the width of v is cut
-        return (1 + part) / 2 if weights_whole else part
 
     def _add_uses(self, node: fx.Node) -> None:
         uses, leaves = self.uses.get(node, []), self.planner.accepts.get(node)
@@ -228,7 +211,12 @@ class Problem:
         return min(self.transition_seconds(node, p, way_out(wanted)) for p in (src, *others))
 
     def _value_key(self, node: fx.Node) -> tuple[Any, ...]:
-        return self.numel(node), node.meta[VAL].dtype, self.policy.stays(node), node in self.params
+        return (
+            self.program.sizes.shape(node.meta[VAL]),
+            node.meta[VAL].dtype,
+            self.policy.stays(node),
+            node in self.params,
+        )
 
     def _add_edge(self, node: fx.Node, use: Use) -> None:
         key = ("edge", self._domain_id(node), self._domain_id(use.consumer), use.index, self._value_key(node))
@@ -341,6 +329,33 @@ def removals(node: fx.Node, gone: dict[str, int]) -> list[Removal]:
     return [Removal(node.name, fqn_of(node), count, reason) for reason, count in gone.items()]
 
 
+def contraction(program: Program, rule: OpRule) -> int:
+    """Elements along the factors that a matmul sums over (both operands have them); the keys of attention; 1 for others."""
+    sizes = program.sizes
+    if cost_kind(op_name(rule.node)) == ATTENTION:
+        return sizes.workload(sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
+    told = told_terms(rule.node)
+    if told is not None:
+        return told
+    multiplied = [o for o in rule.operands if o.role == "x"]
+    found: dict[str, int] = {}
+    for operand in multiplied:
+        for factor, size in zip(operand.factors, operand.node.meta[VAL].shape, strict=True):
+            if factor and factor not in rule.result and sum(factor in o.factors for o in multiplied) > 1:
+                found[factor] = sizes.workload(sizes.of(size))
+    return math.prod(found.values())
+
+
+def share_of_op(chosen: Strategy | OpChoice, name: str, t: int) -> float:
+    """The part of an op that each rank computes, padding included."""
+    if not chosen.factor:
+        return 1.0
+    cut = next((p for p in (chosen.out, *chosen.ins) if p.is_shard), None)
+    part = 1 / t if cut is None else share(cut, t)
+    weights_whole = cost_kind(name) == ATTENTION and not chosen.ins[0].is_shard  # only the width of v is cut
+    return (1 + part) / 2 if weights_whole else part
+
+
 def told_terms(node: fx.Node) -> int | None:
     """Terms summed for each element of an op's result, if its file says it (`OpFacts.terms`)."""
     terms = facts_of(node.target).terms
@@ -380,3 +395,49 @@ def _added_us(problem: Problem, solution: Solution, node: fx.Node, index: int) -
         return 1e6 * (solve(problem.sizes_of_domains, [*problem.tables, forced]).cost - solution.cost)
     except InfeasibleError:
         return float("inf")
+
+
+class Neighbourhood:
+    """What one op costs with a strategy of its own while every other op stays as a plan has it: the op, and the transitions
+    of its operands and of its result. Parameters are stored as is then cheapest."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem, self.plan = problem, plan
+
+    def cost(self, node: fx.Node, index: int) -> tuple[float, list[tuple[fx.Node, Transition]]]:
+        """(seconds, transitions) with strategy `index` of the op's domain."""
+        strategy, problem = self.problem.domains[node][index], self.problem
+        rule = problem.planner.rules[node]
+        seconds, moves = float(problem._unary(node)[index]), []
+        for value in dict.fromkeys([*(o.node for o in rule.operands if o.active), node]):
+            wanted = _distinct(self._wanted(use, node, strategy) for use in problem.uses.get(value, []))
+            if value is node:
+                choices = [(0.0, strategy.out)]
+            elif value.op == "placeholder":
+                choices = list(zip(problem._unary(value), [s.out for s in problem.domains[value]], strict=True))
+            else:
+                choices = [(0.0, self.plan.ops[value.name].out)]
+            best: tuple[float, tuple[Transition, ...]] = (math.inf, ())
+            for price, src in choices:
+                for others in self._made_of(value, src, wanted):
+                    spent, made = problem.tree(value, src, others)
+                    if value in problem.planner.accepts:
+                        spent += problem._leaving_seconds(value, src, others)
+                    if price + spent < best[0]:
+                        best = (price + spent, made)
+            seconds += best[0]
+            moves += [(value, move) for move in best[1]]
+        return seconds, moves
+
+    def _made_of(self, value: fx.Node, src: Placement, wanted: list[Placement]) -> Iterator[tuple[Placement, ...]]:
+        """Sets of placements to make of a value so that those wanted are there: the solver's, with others on the way."""
+        if value not in self.problem.values:
+            yield tuple(p for p in wanted if p != src)
+            return
+        for produced, others in self.problem.values[value]:
+            if produced == src and all(p == src or p in others for p in wanted):
+                yield others
+
+    def _wanted(self, use: Use, node: fx.Node, strategy: Strategy) -> Placement:
+        ins = strategy.ins if use.consumer is node else self.plan.ops[use.consumer.name].ins
+        return ins[use.index]

@@ -37,7 +37,7 @@ from megafx.placements.types import Placement
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
-from megafx.report import Report, fused, refresh_notes
+from megafx.report.report import Report, fused, refresh_notes
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.keys import Call, KeyMaker, Normalizer, module_state, parameter_state
@@ -433,4 +433,6 @@ class Runtime:
         if last is not None:
             refresh_notes(plan.report, last.program.notes)
             plan.report.fusions = fused(last.program.fusions)
+            if last.program.recomputed is not None:
+                plan.report.header["kept for backward"] = str(last.program.recomputed)
         return plan.report

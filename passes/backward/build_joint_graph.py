@@ -38,6 +38,7 @@ from megafx.ir.program import (
     inherit,
     is_floating,
     located,
+    recompute_val,
 )
 from megafx.ir.sizes import SizeEmitter, size_sources
 from megafx.passes.backward.functional import functional
@@ -313,6 +314,9 @@ def _free_of_strides(program: Program) -> None:
             rows = Builder(program, node, node, NAME)(aten.contiguous.default, loose[0])
             rows.meta |= {k: loose[0].meta[k] for k in (PHASE, PLACEMENT) if k in loose[0].meta}
             node.replace_input_with(loose[0], rows)
+            if not node.meta[VAL].is_contiguous():  # its users were traced on other strides than it has now
+                recompute_val(program, node)
+                unsure.add(node)
         elif shows_operand(node) or node.target is operator.getitem:
             unsure.update([node] if loose else [])
             if loose and node.target in RESHAPES:

@@ -1,7 +1,7 @@
 """The gradients of q, k and v are written side by side, where one linear made all three.
 
 Before:  %d = attention_backward(...); %q = view(transpose(%d[0], 1, 2)), %k = ..., %v = ...
-         %dx = cat([%q, %k, %v], 2)                          # join_slice_gradients made it
+         %dx = cat([%q, %k, %v], 2)                          # join_slice_gradients made it; [b s n], or [b*s n] with dim 1
 After:   %dx = attention_backward_packed(..., order=[0, 1, 2])
 Legal because: it is the same kernel, given other memory to write to.
 """
@@ -31,7 +31,10 @@ def pack_attention_gradients(program: Program, planner: Planner) -> int:
     for node in list(program.graph.nodes):
         parts: Any = node.args[0] if node.target is aten.cat.default else ()
         found = [_gradient(part) for part in parts]
-        if len(found) != 3 or None in found or node.meta[VAL].dim() != 3 or node.args[1:] not in ((2,), (-1,)):
+        if len(found) != 3 or None in found:
+            continue
+        last = node.meta[VAL].dim() - 1
+        if last not in (1, 2) or node.args[1:] not in ((last,), (-1,)):
             continue
         sources, order = zip(*found, strict=True)
         if len(set(sources)) > 1 or sorted(order) != [0, 1, 2] or len(sources[0].users) != 3:
@@ -39,7 +42,10 @@ def pack_attention_gradients(program: Program, planner: Planner) -> int:
         source = sources[0]
         build = Builder(program, node, source, NAME)
         operands, options = source.args[:OPERANDS], source.args[OPERANDS:]
-        node.replace_all_uses_with(build(ops.attention_backward_packed.default, *operands, list(order), *options))
+        packed = build(ops.attention_backward_packed.default, *operands, list(order), *options)
+        if last == 1:  # tokens are one dim
+            packed = build(aten.view.default, packed, [parts[0].args[1][0], packed.meta[VAL].shape[-1]])
+        node.replace_all_uses_with(packed)
         changes += 1
     if changes:
         program.graph.eliminate_dead_code()
@@ -57,6 +63,6 @@ def _gradient(part: fx.Node) -> tuple[fx.Node, int] | None:
     source, index = result.args
     assert isinstance(source, fx.Node) and isinstance(index, int)
     shown, made = part.meta[VAL], result.meta[VAL]
-    joined = shown.dim() == 3 and made.dim() == 4 and shown.shape[2] == made.shape[1] * made.shape[3]
+    joined = shown.dim() in (2, 3) and made.dim() == 4 and shown.shape[-1] == made.shape[1] * made.shape[3]
     alone = all(len(n.users) == 1 for n in (part, turned, result))
     return (source, index) if source.target is ops.attention_backward.default and joined and alone else None

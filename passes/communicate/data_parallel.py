@@ -100,14 +100,18 @@ class _Adder:
             self.program.graph.erase_node(node)
 
     def sum_outputs(self) -> None:
-        """Outputs that are sums over a rank's rows become those over all: the loss, counts."""
+        """Outputs that are sums over a rank's rows become those over all: the loss, counts. A buffer that each rank computes
+        of its own rows becomes rank 0's, which DistributedDataParallel sends too: ranks keep equal buffers."""
         output, results = self.program.output_node(), list(self.program.results())
         made: dict[fx.Node, fx.Node] = {}
         for i, placement in enumerate(self.batch.outputs):
             node = results[i]
-            if placement == P and isinstance(node, fx.Node):
+            own = not self.batch.whole and self.program.outputs[i].kind == "mutation"
+            if (placement == P or own) and isinstance(node, fx.Node):
                 if node not in made:
-                    made[node] = self.move(node, "I", output, node)
+                    build = Builder(self.program, output, node, NAME)
+                    part = build(mfx.rank0_only.default, node, BATCH_AXIS) if own else node
+                    made[node] = self.move(part, "I", output, node)
                     if PLACEMENT in node.meta:
                         made[node].meta[PLACEMENT] = node.meta[PLACEMENT]
                 results[i] = made[node]

@@ -60,6 +60,9 @@ class NodeOps(Ops):
             x = x.args[0]  # type: ignore[assignment]
         return super().view(x, size)
 
+    def pad_rows(self, x: fx.Node, rows: Size) -> fx.Node:
+        return x if same_size(self.shape(x)[0], rows) else self.call(mfx.pad_rows.default, x, rows)
+
     def rank_select(self, x: fx.Node) -> fx.Node:
         return self.call(mfx.rank_select.default, x, self.axis)
 

@@ -25,7 +25,7 @@ from torch import fx
 
 import megafx.kernels.loss.linear_cross_entropy
 import megafx.kernels.loss.vocab_linear_cross_entropy  # noqa: F401  registers the ops
-from megafx.analysis.lazy import copy_for_outputs, describe, outside_user, read_outside, why_not_lazy
+from megafx.analysis.lazy import copy_for_outputs, describe, outside_user, read_outside, why_not_lazy, with_views_out
 from megafx.debugging import current, say
 from megafx.ir.contracts import layout_of
 from megafx.ir.dump import op_text
@@ -141,11 +141,12 @@ def _alone(program: Program, head: Head, inside: set[fx.Node], lazy: str | None)
     """Nobody but the loss reads the logits; outputs that do become lazy. Refused otherwise."""
     if not read_outside(head.chain, inside):
         return
-    other = outside_user(program, head.chain, inside)
+    chain = with_views_out(head.chain)
+    other = outside_user(program, chain, inside)
     if other is not None or lazy is not None:
         reader, why = describe(other or program.output_node()), f", and {lazy}" if other is None else ""
         raise Refused(f"linear (%{head.linear.name}) inside of it is also used by {reader}{why}")
-    copy_for_outputs(program, head.chain)
+    copy_for_outputs(program, chain)
 
 
 def _done(program: Program, node: fx.Node, new: fx.Node, logits: fx.Node) -> None:

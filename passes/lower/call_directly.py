@@ -19,6 +19,7 @@ from torch import fx
 from megafx.ir.nodes import changed_copy
 from megafx.ir.program import Phase, Program
 from megafx.kernels.common.op import direct
+from megafx.ops.collectives import mm_rows, pad_rows
 from megafx.planner.context import Planner
 
 aten = torch.ops.aten
@@ -30,6 +31,7 @@ METHODS = {
     aten.view.default: "view",
 }
 FUNCTIONS: dict[Any, Any] = {aten.addmm.default: torch.addmm, aten.bmm.default: torch.bmm, aten.mm.default: torch.mm}
+FUNCTIONS |= {torch.ops.megafx.pad_rows.default: pad_rows, torch.ops.megafx.mm_rows.default: mm_rows}
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 

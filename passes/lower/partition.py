@@ -32,13 +32,14 @@ import torch
 from torch import fx
 
 from megafx.analysis.communication import is_region_gather, is_start, is_wait, start_earlier
+from megafx.analysis.kept import by_reference, is_free, is_gathered, is_given, is_join
 from megafx.analysis.lazy import only_for_lazy
-from megafx.ir.nodes import in_backward, shows_operand, storage_of
-from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Partition, Phase, Program, Saved, ancestors, fqn_of, source_of
+from megafx.ir.nodes import in_backward, storage_of
+from megafx.ir.program import RECOMPUTE, VAL, Partition, Phase, Program, Saved, ancestors, fqn_of, source_of
+from megafx.ops.again import AGAIN, in_forward, when_repeated
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.BOUND, Phase.PARTITIONED
-aten = torch.ops.aten
 
 
 def tag_regathers(program: Program) -> int:
@@ -72,7 +73,7 @@ def cut(program: Program) -> Partition:
     inputs = [n for n, of_backward in given if not of_backward]
     tangents = [n for n, of_backward in given if of_backward]
     index = {n: i for i, n in enumerate(inputs)}
-    joined = [n for n in program.graph.nodes if _is_join(n)]
+    joined = [n for n in program.graph.nodes if is_join(n)]
     joins = tuple(tuple(index[p] for p in n.args[0]) for n in joined)
     gathered = {k: (n.args[1], n.args[2]) for k, n in enumerate(joined) if is_region_gather(n)}
     inputs += joined
@@ -109,26 +110,17 @@ def _lazy_graph(program: Program, outputs: list[Any]) -> tuple[fx.GraphModule | 
     if not lazy:
         return None, [], ()
     own = set(only_for_lazy(program))
-    part = _Backward(program, [], lambda n: n in own or _is_gathered(n))
+    part = _Backward(program, [], lambda n: n in own or is_gathered(n))
     part.build([outputs[i] for i in lazy], [])
     saved = _in_order(program, part.saved)
     return _module(program, part.finish(saved)), saved, lazy
-
-
-def _is_gathered(node: fx.Node) -> bool:
-    """Whether a node of forward puts shards together: part of a transition written out, from its gather on."""
-    while node.op == "call_function" and node.meta.get(MADE_BY, ())[-1:] == ("expand_transitions",):
-        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            return True
-        node = node.all_input_nodes[0]
-    return False
 
 
 _KINDS: tuple[Literal["input", "size", "value"], ...] = ("input", "size", "value")
 
 
 def _kind(node: fx.Node) -> Literal["input", "size", "value"]:
-    if node.op == "placeholder" or _is_join(node):
+    if is_given(node):
         return "input"
     return "value" if isinstance(node.meta[VAL], torch.Tensor) else "size"
 
@@ -141,26 +133,6 @@ def _describe(program: Program, node: fx.Node, index: dict[fx.Node, int], output
     shared = tensor and (kind == "input" or storage_of(node) in outputs)
     name = program.inputs[index[node]].name if node.op == "placeholder" else node.name
     return Saved(kind, index.get(node, -1), name, fqn_of(node), source_of(node), numel, itemsize, shared)
-
-
-def _is_join(node: fx.Node) -> bool:
-    """Whether the node is parameters that are inputs, joined, or gathered and kept."""
-    if is_region_gather(node):
-        return not node.meta.get(RECOMPUTE)
-    if node.target is not torch.ops.megafx.join_parameters.default:
-        return False
-    return all(p.op == "placeholder" for p in node.args[0])  # type: ignore[union-attr]
-
-
-def _repeated(node: fx.Node, parameters: set[fx.Node]) -> bool:
-    """Whether backward computes a forward node again rather than keeping it."""
-    if node.op == "get_attr" or node.meta.get(RECOMPUTE) or shows_operand(node):
-        return True
-    if isinstance(node.meta.get(VAL), (torch.SymInt, torch.SymBool, torch.SymFloat)):
-        return node.target is not aten.sym_size.int
-    if node.target is aten._to_copy.default:
-        return storage_of(node.args[0]) in parameters  # type: ignore[arg-type]
-    return False
 
 
 class _Backward:
@@ -176,8 +148,7 @@ class _Backward:
         self.order: list[fx.Node] = []
         self.placed: set[fx.Node] = set(tangents)
         self.gradients: list[Any] = []
-        self.parameters = {n for n, i in program.input_nodes() if i.kind == "param"}
-        self.parameters |= {n for n in program.graph.nodes if _is_join(n)}
+        self.parameters = by_reference(program)
 
     def build(self, gradients: list[Any], unread: list[fx.Node]) -> None:
         self.gradients = gradients
@@ -192,7 +163,7 @@ class _Backward:
             self.order = start_earlier(self.order, node)
 
     def _place(self, node: fx.Node) -> None:
-        for operand in node.all_input_nodes:
+        for operand in when_repeated(node):
             self._require(operand)
         if node not in self.placed:
             self.placed.add(node)
@@ -201,7 +172,8 @@ class _Backward:
     def _require(self, node: fx.Node) -> None:
         if node in self.placed or node in self.saved:
             return
-        if self.own(node) or (_kind(node) != "input" and _repeated(node, self.parameters)):
+        repeated = node.meta.get(RECOMPUTE) or is_free(node, self.parameters)
+        if self.own(node) or (_kind(node) != "input" and repeated):
             self._place(node)
         else:
             self.saved.add(node)
@@ -212,21 +184,21 @@ class _Backward:
             new[node] = graph.placeholder(node.name)
             new[node].meta = dict(node.meta)
         for node in self.order:
-            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = new[node.args[1]] if node.target is AGAIN else graph.node_copy(node, new.__getitem__)
         graph.output(tuple(new[g] if isinstance(g, fx.Node) else g for g in self.gradients))
         return graph
 
 
 def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any], unread: list[fx.Node]) -> fx.Graph:
     """The part of the graph that computes `outputs` and what is unread, with all of `inputs` as placeholders."""
-    needed, graph = ancestors([*outputs, *unread], stop={*inputs}.__contains__), fx.Graph()
+    needed, graph = ancestors([*outputs, *unread], stop={*inputs}.__contains__, operands=in_forward), fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         new[node] = graph.node_copy(node) if node.op == "placeholder" else graph.placeholder(node.name)
         new[node].meta = dict(node.meta)
     for node in program.graph.nodes:
         if node in needed and node not in new:
-            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = new[node.args[0]] if node.target is AGAIN else graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[n] if isinstance(n, fx.Node) else n for n in outputs))
     return graph
 

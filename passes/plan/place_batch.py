@@ -12,10 +12,12 @@ A value that depends on no input and has a batch dim (an expanded position table
 The types are R, S(d) and P as in placements/types.py, on the sizes of the whole batch: one rank's batch times the ranks. A mean
 over the batch becomes a summand by dividing by their number; a sum that an op needs whole (a count of labels) gets its
 `batch_sum`. A draw says that its rows are one rank's of many. An op that needs rows of other ranks is an error that names it.
+Batch norms and variances over the batch are spelled out as means first, which then are those of all rows.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -64,7 +66,8 @@ def place_batch(program: Program, planner: Planner) -> int:
             "the batch of this call is no size that may vary, so it cannot be cut over data-parallel ranks",
             fix="give example inputs of at least two rows, all with the batch as their first dim",
         )
-    return _Typer(program, ranks, symbol).run()
+    spelled_out = _spell_out_batch_statistics(program)
+    return spelled_out + _Typer(program, ranks, symbol).run()
 
 
 class _WholeSizes(Sizes):
@@ -269,6 +272,56 @@ class _Typer:
             "rank's batch for itself as DistributedDataParallel does",
             **located(node),
         )
+
+
+def _spell_out_batch_statistics(program: Program) -> int:
+    """Write batch norms, and variances over dim 0, as means and elementwise ops; returns their number."""
+    sizes = SizeEmitter(program.graph, program.sizes)
+    norms = list(program.graph.find_nodes(op="call_function", target=aten.batch_norm.default))
+    variances = [
+        n
+        for n in program.graph.find_nodes(op="call_function", target=aten.var.correction)
+        if 0 in [d % n.args[0].meta[VAL].dim() for d in argument(n, "dim") or [0]]
+    ]
+    for node in [*norms, *variances]:
+        build = Builder(program, node, node, NAME)
+        made = _batch_norm(build, node) if node in norms else _variance(build, node, sizes)
+        node.replace_all_uses_with(made)
+        program.graph.erase_node(node)
+    return len(norms) + len(variances)
+
+
+def _batch_norm(build: Builder, node: fx.Node) -> fx.Node:
+    x, weight, bias, eps = (argument(node, name) for name in ("input", "weight", "bias", "eps"))
+    value, per_channel = x.meta[VAL], [1, x.meta[VAL].shape[1], *([1] * (x.meta[VAL].dim() - 2))]
+    dims = [d for d in range(value.dim()) if d != 1]
+    short = value.dtype in (torch.bfloat16, torch.float16)
+    y = build(aten.to.dtype, x, torch.float32) if short else x
+    if argument(node, "training"):
+        y = build(aten.sub.Tensor, y, build(aten.mean.dim, y, dims, True))
+        variance = build(aten.mean.dim, build(aten.mul.Tensor, y, y), dims, True)
+    else:
+        mean, variance = (
+            build(aten.reshape.default, argument(node, f"running_{name}"), per_channel) for name in ("mean", "var")
+        )
+        y = build(aten.sub.Tensor, y, mean)
+    y = build(aten.mul.Tensor, y, build(aten.rsqrt.default, build(aten.add.Tensor, variance, eps)))
+    for op, operand in ((aten.mul.Tensor, weight), (aten.add.Tensor, bias)):
+        y = y if operand is None else build(op, y, build(aten.reshape.default, operand, per_channel))
+    return build(aten.to.dtype, y, value.dtype) if short else y
+
+
+def _variance(build: Builder, node: fx.Node, sizes: SizeEmitter) -> fx.Node:
+    x, dims, keep = (argument(node, name) for name in ("self", "dim", "keepdim"))
+    shape, correction = x.meta[VAL].shape, argument(node, "correction")
+    dims = [d % len(shape) for d in dims] if dims else [*range(len(shape))]
+    off = build(aten.sub.Tensor, x, build(aten.mean.dim, x, dims, True))
+    biased = build(aten.mean.dim, build(aten.mul.Tensor, off, off), dims, keep)
+    count = sizes(
+        build.program.sizes.of(math.prod(shape[d] for d in dims))
+    )  # `_count_all_rows` counts those of all ranks
+    left = sizes(build.program.sizes.of(math.prod(shape[d] for d in dims) - (1 if correction is None else correction)))
+    return build(aten.div.Tensor, build(aten.mul.Tensor, biased, count), left)
 
 
 def _reduction(node: fx.Node) -> Any:

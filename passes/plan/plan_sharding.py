@@ -18,7 +18,7 @@ from torch import fx
 
 from megafx.debugging import current, say
 from megafx.errors import PlanError
-from megafx.ir.program import VAL, Phase, Program, active_nodes, fqn_of, located, number_nodes
+from megafx.ir.program import TOKENS, VAL, Phase, Program, active_nodes, fqn_of, located, number_nodes
 from megafx.ops.owners import EXPERT, OWNER_OUTPUT, OWNER_PARAMETER, owners_of
 from megafx.placements.types import I, P, R, owned
 from megafx.planner.context import Planner, accepted_outputs, price_workload
@@ -40,7 +40,7 @@ def plan_sharding(program: Program, planner: Planner) -> int:
     if planner.given is not None:
         planner.plan = planner.given.bind(program.sizes)
         _check_given(program, planner, planner.plan, order)
-        planner.weights = Policy(program, planner.rules, active, sequence_parallel="auto").weights
+        planner.weights = Policy(program, planner.rules, active, planner.t, sequence_parallel="auto").weights
     else:
         planner.plan = _solve(program, planner, active, order)
         planner.plan.statistics["planning_seconds"] = time.perf_counter() - start
@@ -66,6 +66,7 @@ def ask(program: Program, planner: Planner) -> tuple[set[fx.Node], list[fx.Node]
 def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list[fx.Node]) -> Plan:
     problem, plan, solution = _optimum(program, planner, active, order)
     plan.hardware = planner.hardware.name
+    plan.flat_tokens = any(TOKENS in n.meta for n in order)
     plan.cost_us = solution.cost * 1e6
     plan.sequence_parallel = any(
         problem.policy.shards_sequence(n, problem.domains[n][solution.assignment["op", n]])
@@ -84,6 +85,8 @@ def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list
     if planner.config.sequence_parallel is True and planner.t > 1 and planner.config.planner_policy != "free":
         _say_where_the_sequence_is_whole(program, problem, solution)
     planner.weights = problem.policy.weights
+    if planner.keeps_problem:  # what policies and overrides took away has a price too
+        planner.problem = make_problem(program, planner, active, order, free=True, styles={})[0]
     if current().level >= 3:
         plan.sizes = program.sizes
         for line in alternatives(problem, plan, solution):
@@ -105,7 +108,8 @@ def make_problem(
     config = planner.config
     free = config.planner_policy == "free" if free is None else free
     sequence_parallel = config.sequence_parallel
-    policy = Policy(program, planner.rules, active, sequence_parallel=sequence_parallel, free=free, yields=yields)
+    given: Any = {"sequence_parallel": sequence_parallel, "free": free, "yields": yields}
+    policy = Policy(program, planner.rules, active, planner.t, **given)
     candidates = find_candidates(planner.rules, [n for n in order if n.op == "placeholder"], program.sizes, planner.t)
     overrides = Overrides(program, config.overrides if styles is None else styles, policy.weights, planner.t)
     domains: dict[fx.Node, list[Strategy]] = {}
@@ -271,9 +275,11 @@ def _why_sequence_is_whole(node: fx.Node, rule: OpRule, problem: Problem) -> str
         return rule.reason
     if any(problem.policy.shards_sequence(node, s) for s in problem.domains[node]):
         return "running it on a shard of the sequence costs more than it saves"
+    if len(normalised_places(node, rule)) > 1:
+        return f"it normalises over more than the last dim of its input [{shape}], so that tokens are not computed one by one"
     return (
-        f"no dim of its input [{shape}] is known to be a sequence that can be cut: that is a dim of dynamic size, or "
-        "the second one of token ids or a mask [batch, sequence] that is an input of the model"
+        f"the tokens of its input [{shape}] were not made one dim, since it is beside no product with a weight; and no dim is "
+        "known to be a sequence: that is a dim of dynamic size, or the second one of token ids or a mask [batch, sequence]"
     )
 
 

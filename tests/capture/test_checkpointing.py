@@ -1,11 +1,12 @@
-"""Gradient checkpointing in a model that is captured: the same numbers, and a note that nothing is recomputed.
+"""Gradient checkpointing in a model that is captured: the same numbers, and what eager mode keeps.
 
-Covers: capture/functions.py, and capture/prepare.py where it turns flags off.
+Covers: capture/functions.py, passes/recompute/regions.py.
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,18 @@ from torch.utils.checkpoint import checkpoint
 import megafx
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
+from megafx.ir.program import REGION, Recomputed
+
+
+def kept(model: nn.Module) -> Recomputed:
+    settled = model.megafx.settled.last
+    assert settled is not None and settled.program.recomputed is not None
+    return settled.program.recomputed
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_flags_of_hugging_face_change_nothing_but_a_note(reentrant: bool) -> None:
-    """Gradients are eager's; the note says that memory is not what the flag asks for."""
+def test_flags_of_hugging_face_keep_the_inputs_of_layers(reentrant: bool) -> None:
+    """Gradients are eager's; of a layer nothing stays but the value that it hands on."""
     model = llama().float()
     eager = copy.deepcopy(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -32,10 +40,13 @@ def test_flags_of_hugging_face_change_nothing_but_a_note(reentrant: bool) -> Non
     wanted = {name: p.grad for name, p in eager.named_parameters()}
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, wanted[name])
-    (note,) = [
-        n.message for n in model.megafx.notes if "checkpointing is on in the model: it has no effect" in n.message
-    ]
-    assert "activations are not recomputed" in note
+    assert kept(model).kept < 0.5 * kept(model).without
+    made = model.megafx.settled.last
+    saved = [s for s in made.executable().parts.saved if s.kind == "value" and "layers." in s.fqn]
+    sizes = [
+        made.program.sizes.workload(s.numel) for s in saved
+    ]  # the rest: a number a row, of the norm behind the layers
+    assert sizes.count(max(sizes)) == model.config.num_hidden_layers and sum(sizes) < 1.1 * max(sizes), sizes
 
 
 class Checkpointed(nn.Module):
@@ -54,14 +65,37 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_by_hand_changes_nothing_but_a_note(reentrant: bool) -> None:
+def test_by_hand(reentrant: bool) -> None:
     model = Checkpointed(partial(checkpoint, use_reentrant=reentrant)).double()
     x = torch.randn(3, 5, 8, dtype=torch.float64)
     found = megafx.verify(model, megafx.Config(tensor_model_parallel_size=2), example_inputs=(x,))
     assert found.ok and len(found.gradients) == 6, str(found)
-    (note,) = [n.message for n in capture_call(model, (x,)).notes]
-    assert "torch.utils.checkpoint has no effect" in note and "activations are not recomputed" in note
-    assert "sequence_parallel=True" in note
+    program = capture_call(model, (x,))
+    marked = [n.meta[REGION] for n in program.graph.nodes if REGION in n.meta]
+    assert marked == [1, 2] and program.notes == []
+
+
+def test_nested_calls_are_one_region_and_contexts_are_told() -> None:
+    inner = Checkpointed(partial(checkpoint, use_reentrant=False)).double()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = inner, nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = checkpoint(self.inner, x, use_reentrant=False)
+            y = (
+                y
+                + checkpoint(self.last, x, use_reentrant=False, context_fn=lambda: (nullcontext(), nullcontext())).sum()
+            )
+            return y
+
+    program = capture_call(Outer().double(), (torch.randn(3, 5, 8, dtype=torch.float64),))
+    regions = [n.meta[REGION] for n in program.graph.nodes if REGION in n.meta]
+    assert {*regions} == {1, 2} and regions.count(2) == 1 and regions.count(1) > 6
+    (note,) = [n.message for n in program.notes]
+    assert "context_fn of torch.utils.checkpoint is not followed" in note
 
 
 class OwnCheckpoint(torch.autograd.Function):

@@ -6,8 +6,6 @@ lowered graphs, and by the type checker, on the same graphs before transitions a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,15 +13,18 @@ from typing import Any
 import harness
 import pytest
 import torch
+import zoo
 from torch import fx
 
+import megafx
 from megafx.analysis.communication import COLLECTIVES, collective_nodes
+from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_types
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.errors import PlacementError
 from megafx.ir.contracts import is_transition
-from megafx.ir.program import PHASE, VAL, Program
+from megafx.ir.program import PHASE, Program
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from megafx.planner.context import Planner
 from megafx.testing import make_planner
@@ -69,91 +70,24 @@ def _control(name: str) -> Control:
     return Control(case, compile_program(case.program.copy(), planner), kept[0], inputs, case.reference(inputs))
 
 
-def _waits(program: Program) -> list[tuple[fx.Node, fx.Node]]:
-    """(start, wait) of each collective."""
-    return [(start, next(iter(start.users))) for start in collective_nodes(program.graph)]
-
-
-@contextlib.contextmanager
-def _replaced(graph: fx.Graph, node: fx.Node, make: Any) -> Iterator[None]:
-    """The graph with make(emit) read in place of `node`; put right again afterwards."""
-    made: list[fx.Node] = []
-    users = [(user, user.args, user.kwargs) for user in node.users]
-
-    def emit(target: Any, *args: Any) -> fx.Node:
-        with graph.inserting_after(made[-1] if made else node):
-            made.append(graph.call_function(target, args))
-        made[-1].meta |= node.meta
-        values = fx.node.map_arg(args, lambda n: n.meta[VAL])
-        with node.meta[VAL].fake_mode:
-            made[-1].meta[VAL] = target(*values)
-        return made[-1]
-
-    result = make(emit)
-    node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in made)
-    try:
-        yield
-    finally:
-        for user, args, kwargs in users:
-            user.args, user.kwargs = args, kwargs
-        for extra in reversed(made):
-            graph.erase_node(extra)
-
-
-def _own_part(emit: Any, x: fx.Node, t: int) -> fx.Node:
-    """[t*n, ...] -> [n, ...]: what this rank has for itself."""
-    return emit(mfx.rank_select.default, emit(torch.ops.aten.unflatten.int, x, 0, [t, -1]), "tp")
-
-
-def _deleted(emit: Any, start: fx.Node) -> fx.Node:
-    """The rank's own contribution, in the right shape."""
-    x: Any = start.args[0]
-    match COLLECTIVES[start.target]:
-        case "all_reduce":
-            return emit(aten.clone.default, x)
-        case "all_gather":
-            return emit(aten.cat.default, [x] * T)
-        case "reduce_scatter":
-            return _own_part(emit, x, T)
-    raise AssertionError(start.format_node())
-
-
-def _swapped(emit: Any, start: fx.Node) -> fx.Node:
-    """Another collective, or the same without its reduction, in the right shape."""
-    x: Any = start.args[0]
-
-    def arrived(target: Any, *args: Any) -> fx.Node:
-        return emit(c10d.wait_tensor.default, emit(target, *args, "tp"))
-
-    match COLLECTIVES[start.target]:
-        case "all_reduce":
-            return arrived(c10d.all_reduce.default, x, "avg")
-        case "all_gather":
-            return arrived(c10d.all_reduce.default, emit(aten.cat.default, [x] * T), "sum")
-        case "reduce_scatter":  # parts of all ranks arrive, of which only rank 0's is kept
-            parts = arrived(c10d.all_to_all_single.default, emit(aten.unflatten.int, x, 0, [T, -1]), [1] * T, [1] * T)
-            return emit(aten.select.int, parts, 0, 0)
-    raise AssertionError(start.format_node())
-
-
 @pytest.mark.parametrize("name", list(SEQUENCE_PARALLEL))
 def test_right_graphs_are_right(name: str) -> None:
     control = _control(name)
     control.run()
     check_types(control.joint, control.compiled.plan, T)
     found: dict[str, set[str]] = {"forward": set(), "backward": set()}
-    for start, _ in _waits(control.compiled.program):
+    for start in collective_nodes(control.compiled.program.graph):
         found[start.meta.get(PHASE, "forward")].add(COLLECTIVES[start.target])
     assert found == EXPECTED[name]
 
 
-@pytest.mark.parametrize("change", [_deleted, _swapped])
+@pytest.mark.parametrize("change", [without, with_another])
 @pytest.mark.parametrize("name", list(SEQUENCE_PARALLEL))
 def test_each_collective_matters(name: str, change: Any) -> None:
     control = _control(name)
     unnoticed = []
-    for start, wait in _waits(control.compiled.program):
-        with _replaced(control.compiled.program.graph, wait, lambda emit, s=start: change(emit, s)):
+    for start in collective_nodes(control.compiled.program.graph):
+        with changed_collective(control.compiled.program.graph, start, T, change):
             try:
                 control.run()
             except (AssertionError, PlacementError):
@@ -168,10 +102,10 @@ def test_each_gradient_loses_by_itself(name: str) -> None:
     """With a backward all-reduce or reduce-scatter deleted the loss stays perfect: only gradients tell."""
     control = _control(name)
     loss = harness.loss_name(control.case.program)
-    for start, wait in _waits(control.compiled.program):
+    for start in collective_nodes(control.compiled.program.graph):
         if start.meta.get(PHASE) != "backward":
             continue
-        with _replaced(control.compiled.program.graph, wait, lambda emit, s=start: _deleted(emit, s)):
+        with changed_collective(control.compiled.program.graph, start, T, without):
             try:
                 found = control.case.run(control.compiled, control.inputs)
             except PlacementError as error:
@@ -190,10 +124,10 @@ def _transitions(program: Program) -> list[fx.Node]:
 def test_the_type_checker_finds_each_deleted_transition(name: str) -> None:
     control = _control(name)
     transitions = _transitions(control.joint)
-    assert len(transitions) >= len(_waits(control.compiled.program))
+    assert len(transitions) >= len(collective_nodes(control.compiled.program.graph))
     unnoticed = []
     for node in transitions:
-        with _replaced(control.joint.graph, node, lambda emit, n=node: n.args[0]):
+        with without_transition(control.joint.graph, node):
             try:
                 check_types(control.joint, control.compiled.plan, T)
             except PlacementError:
@@ -243,6 +177,43 @@ def test_fewer_key_heads_than_ranks(kv: int, sequence_parallel: bool, stored: st
     transitions = _transitions(kept[0])
     assert len(transitions) > 5
     for node in transitions:
-        with _replaced(kept[0].graph, node, lambda emit, n=node: n.args[0]), pytest.raises(PlacementError):
+        with without_transition(kept[0].graph, node), pytest.raises(PlacementError):
             check_types(kept[0], plan, ranks)
     check_types(kept[0], plan, ranks)
+
+
+def test_sabotage_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """megafx.sabotage says the same of a user's own model; a graph that types cannot confirm has numbers alone."""
+    model, inputs = zoo.build("nanogpt", layers=1)
+    config = Config(tensor_model_parallel_size=3, sequence_parallel=True)
+    found = megafx.sabotage(model.double(), config, example_inputs=inputs(2, 13))
+    assert found, str(found)
+    by = {one.by: sum(other.by == one.by for other in found.tried) for one in found.tried}
+    assert by["numbers"] > 10 and by["types"] >= by["numbers"] // 2
+    assert f"{by['numbers']} of {by['numbers']} changes on 3 ranks are noticed by numbers" in str(found)
+    assert all(one.fqn or one.source for one in found.tried[:4])
+
+
+def test_a_change_that_goes_unnoticed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = zoo.build("nanogpt", layers=1)
+    monkeypatch.setattr("megafx.equivalence.without", lambda emit, start, t: next(iter(start.users)))
+    found = megafx.sabotage(model.double(), Config(tensor_model_parallel_size=2), example_inputs=inputs(2, 13))
+    assert not found and "NOT NOTICED by numbers: without %all_reduce" in str(found)
+
+
+def test_types_alone() -> None:
+    """On the meta device, without numbers; a graph that is wrong is refused with its module and line."""
+    model, inputs = zoo.build("nanogpt", layers=1)
+    call = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in inputs(2, 13).items()}
+    verdict = megafx.verify(model.to("meta"), Config(tensor_model_parallel_size=2), example_inputs=call, types=True)
+    assert verdict and str(verdict).startswith("typed: 2 ranks")
+
+    def break_one(program: Program, planner: Planner) -> int:
+        node = next(n for n in program.graph.nodes if is_transition(n) and n.args[1] == "P")
+        node.replace_all_uses_with(node.args[0])
+        program.graph.erase_node(node)
+        return 1
+
+    broken = Config(tensor_model_parallel_size=2, passes=(("after coalesce_gradients", break_one),))
+    refused = megafx.verify(model, broken, example_inputs=call, types=True)
+    assert not refused and "in module 'h.0' at" in str(refused), str(refused)

@@ -15,9 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import megafx.kernels.dropout.dropout  # noqa: F401  registers the op
-from megafx.compiler.executable import Executable
+from megafx.compiler.executable import Executable, _with_sizes_checked
 from megafx.errors import UsageError
 from megafx.passes.backward.build_joint_graph import differentiate
+from megafx.passes.communicate.expand_transitions import expand_transitions
+from megafx.testing import graph as program_of
+from megafx.testing import run_pass, transition
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -92,6 +95,24 @@ def test_compiled_graphs_have_the_sizes_of_the_program_and_no_others(again: bool
     assert len(graphs) == (4 if again else 2), "one forward and one backward serve every batch size"
     for graph in graphs:
         assert len({symbol for size in sizes_of(graph) for symbol in size.node.expr.free_symbols}) == 1
+
+
+def test_rows_that_may_be_padded_compile() -> None:
+    """torch.compile refuses views that are not its own."""
+    torch._dynamo.reset()
+    twice = torch.ops.aten.mul
+    symbolic = program_of(lambda x: transition(twice(x, 2), "S0", "P"), x="f64[b 6] P@tp", out="S0@tp", local=True)
+    gm = run_pass(expand_transitions, symbolic).gm
+    (made_rows,) = gm.graph.find_nodes(op="call_function", target=torch.ops.megafx.pad_rows.default)
+    gm.graph.output_node().args = ((made_rows,),)
+    for node in reversed(gm.graph.nodes):
+        if "_c10d_functional" in str(node.target):
+            gm.graph.erase_node(node)
+    run = torch.compile(_with_sizes_checked(gm), dynamic=True, backend="aot_eager")
+    for rows in (4, 5):
+        x = torch.randn(rows, 6, dtype=torch.float64)
+        (padded,) = run(x)
+        assert torch.equal(padded, torch.cat([2 * x, x.new_zeros(rows % 2, 6)]))
 
 
 def test_dropout_is_replayed_from_its_seed() -> None:

@@ -526,3 +526,40 @@ def a_rank_holds_a_region_and_the_next_one() -> str:
         loss.backward()
     watched = ((forward, "forward"), (backward, "backward"))
     return ", ".join(a_region_and_the_next(watch, layers, what) for watch, what in watched)
+
+
+class NormOfTheBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 20), nn.BatchNorm1d(20), nn.Linear(20, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.up(x).transpose(1, 2))
+        return F.gelu(h).transpose(1, 2).square().mean() + self.down(h.transpose(1, 2)).square().mean()
+
+
+@check(2)
+def batch_norm_has_the_statistics_of_the_whole_batch() -> None:
+    """Two steps on 2 ranks are those of one process; and where each rank is for itself, all keep the statistics of rank 0."""
+    torch.manual_seed(0)
+    start = NormOfTheBatch().double()
+    x = torch.randn(4, 5, 12, dtype=torch.float64)
+    eager, own = copy.deepcopy(start), copy.deepcopy(start)
+    sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 2}
+    for average in (False, True):
+        loss_of = {"data_parallel_loss": "average"} if average else {}
+        model, plain = parallel(copy.deepcopy(start), **sizes, **loss_of), own if average else eager
+        for step in (1.0, 2.0):
+            rows = (x * step).chunk(2)
+            model.zero_grad(), plain.zero_grad()
+            loss = model(rows[dist.get_rank()])
+            loss.backward()
+            wanted = plain(rows[0] if average else x * step)  # DistributedDataParallel sends the buffers of rank 0
+            wanted.backward()
+            if not average:
+                near(loss.detach(), wanted.detach(), "loss")
+                same_tensors(
+                    megafx.full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, "gradient"
+                )
+        found, wanted = ({n: b.double() for n, b in m.named_buffers()} for m in (model, plain))
+        same_tensors(found, wanted, "buffer")

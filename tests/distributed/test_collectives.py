@@ -232,3 +232,19 @@ def test_meshes_nest_and_are_seen_by_other_threads() -> None:
             thread.join()
         assert seen == [1] and axes.axis_rank("tp") == 0
         assert axes.axis_size("tp") == 2
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(4, 4), (6, 4), (4, 3)])
+def test_rows_are_padded_only_where_some_are_missing(rows: int, wanted: int) -> None:
+    x = torch.randn(wanted, 2)
+    padded = mfx.pad_rows(x, rows)
+    assert padded.shape == (rows, 2) and torch.equal(padded[:wanted], x) and not padded[wanted:].any()
+    assert (padded.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == (rows == wanted)
+
+
+def test_scattered_rows_of_a_dynamic_size_are_not_copied() -> None:
+    before = graph(lambda x: transition(x, "S0"), x="f32[b 6] P@tp", out="S0@tp", local=True)
+    after = run_pass(expand_transitions, before)
+    names = [str(n.target).split(".")[1] for n in after.graph.nodes if n.op == "call_function"]
+    assert names[-3:] == ["pad_rows", "reduce_scatter_tensor", "wait_tensor"]
+    assert not {"cat", "contiguous", "permute", "clone"}.intersection(names)

@@ -1,14 +1,23 @@
-"""Covers: cli.py."""
+"""Covers: cli.py, named_model.py, replaying.py, measure.py; the stages of debugging.py."""
 
 import dataclasses
 import json
+import pkgutil
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from megafx.cli import load_model, main
+import megafx
+from megafx.cli import _config, _parser, main
 from megafx.compiler.pipeline import pipeline
 from megafx.config import Config
+from megafx.debugging import progress
+from megafx.errors import UsageError
+from megafx.named_model import example_inputs
+from megafx.planner.hardware import Hardware
 
 LLAMA = {
     "model_type": "llama",
@@ -39,9 +48,26 @@ def test_options_are_the_fields_of_config(capsys):
         main(["plan", "--help"])
     shown = capsys.readouterr().out
     for f in dataclasses.fields(Config):
-        of_shell = f.name not in ("overrides", "eager_modules", "passes")
-        assert (f"--{f.name.replace('_', '-')} " in shown) == of_shell, f.name
-    assert "usage: megafx plan [options] MODEL" in shown and "(default: 25)" in shown
+        assert (f"--{f.name.replace('_', '-')} " in shown) == (f.name != "passes"), f.name
+    assert "usage: megafx plan MODEL [options]" in shown and "(default: 25)" in shown
+    words = ["--tp", "8", "--dp", "2", "--sp", "auto", "--seq", "8192", "--batch", "3", "--overrides", "*.up=colwise"]
+    given = _parser().parse_args(["plan", "m", *words])
+    config = Config(tensor_model_parallel_size=8, data_parallel_size=2, seq_length=8192, micro_batch_size=3)
+    assert _config(given) == config.replace(sequence_parallel="auto", overrides={"*.up": "colwise"})
+
+
+def test_every_command_names_its_python_call(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    ([a-z-]+)", capsys.readouterr().out.partition("positional")[2], re.MULTILINE)
+    listed = "plan explain verify passes check-rules convert diff profile-hardware replay version"
+    assert sorted(commands) == sorted(listed.split())
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        named = re.findall(r"In Python: ([\w.]+)", text)[0].rstrip(".")
+        assert callable(pkgutil.resolve_name(named)), named
 
 
 def test_passes_are_listed_in_their_order(capsys, tmp_path):
@@ -53,10 +79,126 @@ def test_passes_are_listed_in_their_order(capsys, tmp_path):
 
 
 def test_models_are_built_without_memory(llama):
-    model, inputs = load_model(str(llama))
+    model, inputs = megafx.load_model(str(llama))
     assert type(model).__name__ == "LlamaForCausalLM"
     assert inputs is None
     assert all(p.is_meta for p in model.parameters())
+    named, _ = megafx.load_model("LlamaForCausalLM", {k: v for k, v in LLAMA.items() if isinstance(v, int)})
+    assert str(named) == str(model)
+    smaller, _ = megafx.load_model(str(llama), {"num_hidden_layers": 1})
+    assert len(smaller.model.layers) == 1
+
+
+OWN = """
+import torch
+from dataclasses import dataclass
+@dataclass
+class NetConfig:
+    width: int = 8
+    vocabulary: int = 10
+class Net(torch.nn.Module):
+    def __init__(self, config: NetConfig, bias: bool = True):
+        super().__init__()
+        self.embed = torch.nn.Embedding(config.vocabulary, config.width)
+        self.up = torch.nn.Linear(config.width, 32, bias=bias)
+        self.down = torch.nn.Linear(32, config.width)
+    def forward(self, ids, scale=None):
+        x = self.embed(ids)
+        x = x + self.down(torch.nn.functional.gelu(self.up(x)))
+        return (x if scale is None else x * scale).square().mean()
+def build(width, layers=1):
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+NUMBER = 3
+"""
+
+
+def test_models_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "own_nets.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    for name in ("own_nets:Net", "own_nets.py:Net"):
+        model, _ = megafx.load_model(name, {"width": 4, "bias": False})
+        assert model.up.weight.shape == (32, 4) and model.up.bias is None and model.embed.weight.is_meta
+    assert len(megafx.load_model("own_nets:build", {"width": 4, "layers": 2})[0]) == 2
+    (ids,), named = example_inputs(["int64[3,5]", "scale=float32[]"], model, device="cpu")
+    assert ids.shape == (3, 5) and ids.max() < 10 and named["scale"].shape == ()
+
+
+def test_verify_and_replay_by_name(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_nets2.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    model = ["own_nets2:Net", "--set", "width=6", "--input", "int64[3,5]"]
+    assert main(["verify", *model, "--tp", "2"]) == 0
+    assert "equal: 2 ranks against eager, tolerance 1e-10" in capsys.readouterr().out
+    with megafx.debug(dump="dumped"):
+        main(["plan", *model, "--tp", "2", "--quiet"])
+    capsys.readouterr()
+    assert main(["replay", "dumped", *model]) == 0
+    assert "the same 11 graphs" in capsys.readouterr().out
+    file = tmp_path / "dumped" / "04_fuse.txt"
+    file.write_text(file.read_text().replace("gelu", "silu"))
+    assert main(["replay", "dumped", *model]) == 1
+    assert "the first graph that differs is that after 'fuse'" in capsys.readouterr().out
+
+
+def test_a_whole_compile_is_replayed(tmp_path):
+    """The plan of a training call, and what it is compiled to: folders of one job."""
+    made = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())  # noqa: E731
+    model, batch = made(), torch.randn(2, 3, 4)
+    with megafx.debug(dump=str(tmp_path / "job")):
+        megafx.parallelize(model, megafx.Config(tensor_model_parallel_size=1), example_inputs=batch)
+        model(batch).sum().backward()
+    for folder, graphs in (("job", 11), ("job/graph1", 35)):
+        replayed = megafx.replay(tmp_path / folder, made(), example_inputs=batch)
+        assert replayed, str(replayed)
+        assert replayed.graphs >= graphs
+    file = tmp_path / "job" / "graph1" / "about.json"
+    about = json.loads(file.read_text())
+    file.write_text(json.dumps(about | {"config": about["config"] | {"passes": [["after fuse", "os:system"]]}}))
+    with pytest.raises(UsageError, match="os:system.*which a replay does not import"):
+        megafx.replay(tmp_path / "job" / "graph1", made(), example_inputs=batch)
+
+
+def test_profile_hardware(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("megafx.measure.MATMUL", {"cpu": 16, "cuda": 16})
+    monkeypatch.setattr("megafx.measure.COPY_BYTES", {"cpu": 4096, "cuda": 4096})
+    file = str(tmp_path / "mine.yaml")
+    assert main(["profile-hardware", file, "--link", "pcie"]) == 0
+    assert "the link is that of pcie" in capsys.readouterr().out
+    found, pcie = Hardware.load(file), Hardware.load("pcie")
+    assert found.name == "mine" and found.link_bytes_per_second == pcie.link_bytes_per_second
+    assert set(found.flops_per_second) == {"bfloat16", "float16", "float32", "float64"}
+    assert main(["profile-hardware", file]) == 1
+    assert "one process cannot measure the link" in capsys.readouterr().err
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_profile_hardware_on_two_ranks(tmp_path):
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "megafx.cli",
+    ]
+    command = [*launch, "profile-hardware", "mine.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = Hardware.load(tmp_path / "mine.yaml")
+    assert found.source.startswith("measured on 2x") and 0 < found.alpha_seconds < 1
+
+
+def test_progress_tells_the_stages():
+    seen = []
+    with progress(lambda name, seconds: seen.append((name, seconds))):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+        megafx.plan(model, megafx.Config(tensor_model_parallel_size=2), example_inputs=torch.randn(2, 3, 4))
+    begun = [name for name, seconds in seen if seconds is None]
+    assert begun == [name for name, seconds in seen if seconds is not None]
+    assert begun[0] == "capture" and begun[1:3] == ["canonicalize", "own_experts"]
 
 
 def test_explain_a_hugging_face_config(llama, capsys):
@@ -83,19 +225,35 @@ def test_plan_of_a_factory(tmp_path, monkeypatch, capsys):
     assert saved["t"] == 4
     assert saved["params"]["0.weight"][0] == "S0"
     assert saved["params"]["2.weight"][0] == "S1"
+    assert main(["diff", "plan.json", "plan.json"]) == 0
+    assert main([*command[:-1], "other.json", "--overrides", "0=replicate", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["diff", "plan.json", "other.json"]) == 1
+    assert re.search(r"-  0.weight +S0\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
     ("model", "found"),
     [
         ("nothing.json", "UsageError: there is no file 'nothing.json'"),
-        ("just_a_name", "UsageError: 'just_a_name' names no model"),
+        ("just-a-name", "UsageError: 'just-a-name' names no model"),
         ("no_such_module:build", "UsageError: 'no_such_module:build' cannot be imported: No module named"),
         ("json:nothing", "has no attribute 'nothing'"),
+        (
+            "json:JSONDecodeError",
+            "UsageError: 'json:JSONDecodeError' cannot be called: missing a required argument: 'msg'",
+        ),
+        ("math:pi", "UsageError: 'math:pi' is a float, not a class or a function"),
+        ("argparse:Namespace", "UsageError: 'argparse:Namespace' makes a Namespace, not a torch.nn.Module"),
+        ("builtins:dict", "UsageError: 'builtins:dict' cannot be called by name: no signature found"),
+        ("LlamaForCausaLM", "no architecture and no model type of transformers\n  fix: did you mean LlamaForCausalLM"),
+        ("llama --set hiden_size=3", "has no field 'hiden_size'\n  fix: did you mean hidden_size"),
+        ("llama --set hidden_size", "UsageError: --set hidden_size has no value\n  fix: write --set NAME=VALUE"),
+        ("llama --input long", "UsageError: 'long' describes no input\n  fix: write NAME=DTYPE[SIZES]"),
     ],
 )
 def test_models_that_do_not_exist(model, found, capsys):
-    assert main(["plan", model]) == 1
+    assert main(["plan", "--quiet", *model.split()]) == 1
     assert found in capsys.readouterr().err
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import errors_page
 import pytest
 import torch
 import zoo
@@ -157,6 +158,17 @@ def test_what_is_asked_too_early() -> None:
     later = "\n  fix: call the model once, or pass example_inputs="
     assert text_of(UsageError, lambda: megafx.explain(model)) == "no call is planned yet" + later
     assert text_of(UsageError, lambda: model.print_readable("h.0")) == "no call is compiled yet" + later
+
+
+def test_the_page_of_errors_is_that_of_the_sources() -> None:
+    """The texts of all errors are pinned by the page: after a change, write it anew and read what changed."""
+    assert errors_page.PAGE.read_text() == errors_page.page(), "run `python tests/house/errors_page.py`"
+    page = errors_page.PAGE.read_text()
+    for name, cls in errors_page.CLASSES.items():
+        assert name == "MegafxError" or f"## {name}\n" in page, name
+        assert name == "MegafxError" or "what_to_do" in vars(cls), f"{name} does not say what to do"
+    assert "| `there is no file '<path>'` |" in page, "texts stand there with what they are filled with"
+    assert page.count("\n| ") > 200
 
 
 # -- fallbacks

@@ -22,7 +22,7 @@ LAYERS = [
     "capture passes checkpoint report",
     "checks",
     "compiler",
-    "runtime testing equivalence",
+    "runtime testing equivalence named_model measure replaying",
     "api integrations",
     "__init__",
     "cli",

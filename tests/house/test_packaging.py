@@ -44,7 +44,7 @@ def test_wheel_holds_every_module_under_megafx(wheel):
     files |= {
         f"megafx/{p.relative_to(ROOT / 'megafx')}" for p in (ROOT / "megafx" / "planner" / "hardware").rglob("*.yaml")
     }
-    assert held == files | {"megafx/py.typed"}
+    assert held == files | {"megafx/py.typed", "megafx/report/page.css", "megafx/report/page.js"}
 
 
 def test_installed_copy_imports(wheel, tmp_path):

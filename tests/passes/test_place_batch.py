@@ -98,8 +98,30 @@ def test_a_draw_is_for_rows_of_the_whole_batch():
     assert sorted(axes) == ["dp+tp", "tp"]  # the weight is the same on every rank, and so is its mask
 
 
+def test_a_batch_norm_has_the_statistics_of_the_whole_batch():
+    program = typed(lambda w, x: F.batch_norm(x.transpose(1, 2), None, None, w, w, True).sum(), X)
+    names = ops(program)
+    assert names.count("batch_sum") == 2 and "batch_norm" not in names  # the mean and the variance
+    assert outputs(program) == ["P"]
+    plain = typed(lambda w, x: F.batch_norm(x * w, torch.zeros(5), torch.ones(5), None, None, False).sum(), X)
+    assert "batch_sum" not in ops(plain) and outputs(plain) == ["P"]  # statistics that are given
+
+
+def test_a_variance_over_the_batch_counts_all_rows():
+    program = typed(lambda w, x: (x * w).var((0, 1), correction=1).sum(), X)
+    counts = [
+        a.meta["val"].node.expr
+        for n in program.graph.nodes
+        for a in n.all_input_nodes
+        if "sym" in str(a.meta["val"].__class__).lower()
+    ]
+    assert sorted(
+        {int(c.subs(dict.fromkeys(c.free_symbols, 7))) for c in counts if c.free_symbols} & {RANKS * 49, RANKS * 49 - 1}
+    ) == [RANKS * 49 - 1, RANKS * 49]
+    assert outputs(program) == ["P"]
+
+
 REFUSED = {
-    "a norm over the batch": (lambda w, x: F.batch_norm(x.transpose(1, 2), None, None, w[:5], None, True), (X[:, :, :5],)),
     "rows numbered": (lambda w, x: x * torch.arange(x.shape[0])[:, None, None] * w, (X,)),
     "rows in another order": (lambda w, x: x.flip(0) * w, (X,)),
     "a softmax over rows": (lambda w, x: x.softmax(0) * w, (X,)),

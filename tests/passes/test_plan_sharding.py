@@ -25,7 +25,8 @@ from megafx.placements.types import I, Layout, S
 from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.planner.policy import WEIGHTS_STAY
-from megafx.report import Report, describe
+from megafx.report.describe import describe
+from megafx.report.report import Report
 
 T = 8
 COLUMN, ROW, VOCAB, HIDDEN = "column-parallel", "row-parallel", "vocab-parallel", "hidden-parallel"
@@ -261,10 +262,10 @@ def test_removals_are_reported_with_reasons() -> None:
 class _Stack(nn.Module):
     """Norms on a float input, whose second dim is as long as a table: a number in the graph, and of no input of token ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, normalised: tuple[int, ...]) -> None:
         super().__init__()
         self.positions = nn.Parameter(torch.zeros(12, 16))
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.up, self.down = nn.LayerNorm(normalised), nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.positions
@@ -274,7 +275,7 @@ class _Stack(nn.Module):
 @pytest.mark.parametrize("wanted, said", [(True, 1), (False, 0), ("auto", 0)])
 def test_sequence_parallelism_that_is_not_had_is_told(wanted: bool | str, said: int) -> None:
     config = megafx.Config(tensor_model_parallel_size=2, sequence_parallel=wanted, hardware="h100-nvlink")
-    plan = megafx.plan(_Stack(), config, example_inputs=(torch.zeros(3, 12, 16),))
+    plan = megafx.plan(_Stack((12, 16)), config, example_inputs=(torch.zeros(3, 12, 16),))
     assert not plan.sequence_parallel
     notes = [n for n in megafx.explain(plan).notes if n.startswith("sequence parallel")]
     assert len(notes) == said
@@ -282,7 +283,16 @@ def test_sequence_parallelism_that_is_not_had_is_told(wanted: bool | str, said: 
         assert (
             "[norm]" in note and "sequence_parallel=True has no effect on megafx.layer_norm.default and 1 more" in note
         )
-        assert "12, 16] is known to be a sequence that can be cut" in note
+        assert "it normalises over more than the last dim of its input" in note
+
+
+def test_a_sequence_of_fixed_length_is_cut_too() -> None:
+    config = megafx.Config(tensor_model_parallel_size=2, sequence_parallel=True, hardware="h100-nvlink")
+    plan = megafx.plan(_Stack((16,)), config, example_inputs=(torch.zeros(3, 12, 16),))
+    assert plan.sequence_parallel and plan.flat_tokens
+    report = megafx.explain(plan)
+    assert report.header["tokens"] == "in one dim, so that gathers and scatters copy nothing"
+    assert not [n for n in report.notes if n.startswith(("sequence parallel", "tokens"))]
 
 
 def test_sequence_parallelism_that_is_had_is_no_note() -> None:

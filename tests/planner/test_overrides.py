@@ -15,7 +15,7 @@ from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.plan_sharding import plan_sharding
 from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
-from megafx.report import describe
+from megafx.report.describe import describe
 from megafx.testing import make_planner
 
 

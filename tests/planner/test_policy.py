@@ -46,7 +46,7 @@ class Case:
         self.rules = planner.rules
         placeholders = [n for n in self.order if n.op == "placeholder"]
         self.candidates = find_candidates(self.rules, placeholders, self.program.sizes, T)
-        self.policy = Policy(self.program, self.rules, self.active, sequence_parallel=sequence_parallel, free=free)
+        self.policy = Policy(self.program, self.rules, self.active, T, sequence_parallel=sequence_parallel, free=free)
 
     def node(self, name: str) -> fx.Node:
         return next(n for n in self.program.graph.nodes if n.name == name)

@@ -16,6 +16,7 @@ from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.passes.lower.write_padded_rows import write_padded_rows
 from megafx.testing import make_planner
 
 
@@ -38,6 +39,6 @@ def parts_of(program: Program) -> Partition:
 
 def executable_of(program: Program, context: Context = contextlib.nullcontext, **config: Any) -> Executable:
     program, planner = program.copy(), make_planner(1, Config(**config))
-    for step in (partition, regather, reuse_buffers, call_directly):
+    for step in (partition, regather, write_padded_rows, reuse_buffers, call_directly):
         step(program, planner)
     return Executable(program, context)

@@ -1,0 +1,192 @@
+"""Models by name, as the `megafx` command takes them. On the meta device weights take no memory.
+
+load_model("llama/config.json")                      a Hugging Face config: its file, or the folder with it
+load_model("LlamaForCausalLM", {"hidden_size": 512})  a Hugging Face architecture, or a model type ("llama")
+load_model("my_package.models:GPT", {"layers": 2})   a class or a function of your own; also "models/gpt.py:GPT"
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafx.errors import UsageError
+
+WAYS = (
+    "give a Hugging Face config.json, its folder or an architecture (LlamaForCausalLM), "
+    "or 'module:name' of a class or function"
+)
+
+
+def load_model(
+    name: str, settings: Mapping[str, Any] | None = None, *, device: str | torch.device = "meta"
+) -> tuple[nn.Module, Any]:
+    """(model on `device`, example inputs or None).
+
+    settings: fields of a Hugging Face config, or arguments of the class or function. A class with one parameter that is
+    annotated with a class (`def __init__(self, config: GPTConfig)`) gets such an object, made of the settings. A function may
+    return a pair (model, example_inputs). Raises UsageError where there is no such model, file or setting.
+    """
+    make = _maker(name, dict(settings or {}))
+    with torch.device(device):
+        made = make()
+    model, inputs = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"'{name}' makes a {type(model).__name__}, not a torch.nn.Module", fix=WAYS)
+    return model, inputs
+
+
+def _maker(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
+    path, (file, _, attribute) = Path(name), name.rpartition(":")
+    if file and attribute.isidentifier():
+        return _own(file, attribute, settings)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise UsageError(f"there is no file '{path}'", fix=WAYS)
+        return _hugging_face(name, json.loads(path.read_text()), settings)
+    if not name.isidentifier():
+        raise UsageError(f"'{name}' names no model", fix=WAYS)
+    return _hugging_face(name, {}, settings)
+
+
+# -- Hugging Face
+
+
+def _hugging_face(name: str, fields: dict[str, Any], settings: dict[str, Any]) -> Callable[[], Any]:
+    """Of the fields of a config.json, or of none: `name` is then an architecture or a model type."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError("a Hugging Face model needs transformers", fix="pip install megafx[hf]") from error
+    known = transformers.CONFIG_MAPPING
+    architecture = (fields.get("architectures") or [name])[0]
+    cls = getattr(transformers, architecture, None) if architecture.endswith(("Model", "s", "M", "ion")) else None
+    cls = cls if isinstance(getattr(cls, "config_class", None), type) else None
+    if fields:
+        if fields.get("model_type") not in known:
+            found = f"'{name}' says model_type {fields.get('model_type')!r}, which transformers does not know"
+            raise UsageError(found, fix="if it has code of its own, give 'module:name' of a class or function")
+        kind = known[fields["model_type"]]
+    elif cls is not None:
+        kind = cls.config_class
+    elif name in known:
+        kind = known[name]
+    else:
+        names = [*known, *(n for n in dir(transformers) if n.endswith(("LM", "Model", "Generation", "Classification")))]
+        near = ", ".join(difflib.get_close_matches(name, names, n=3))
+        hint = f"did you mean {near}? " if near else ""
+        raise UsageError(f"'{name}' is no architecture and no model type of transformers", fix=hint + WAYS)
+    made = kind(**{k: v for k, v in fields.items() if k != "model_type"})
+    for key in settings:
+        if not hasattr(made, key):
+            near = ", ".join(difflib.get_close_matches(key, made.to_dict(), n=3))
+            fix = f"did you mean {near}?" if near else f"fields: {', '.join(sorted(made.to_dict()))}"
+            raise UsageError(f"the config of '{name}' ({kind.__name__}) has no field '{key}'", fix=fix)
+    config = kind(**{**{k: v for k, v in fields.items() if k != "model_type"}, **settings})
+    build = cls or transformers.AutoModelForCausalLM.from_config
+    dtype = getattr(config, "dtype", None)  # as from_pretrained does it; without one, torch's default
+    return lambda: build(config) if dtype is None else build(config).to(dtype)
+
+
+# -- a class or a function of the user's
+
+
+def _own(module: str, attribute: str, settings: dict[str, Any]) -> Callable[[], Any]:
+    name = f"{module}:{attribute}"
+    try:
+        made = getattr(_imported(module), attribute)
+    except (ImportError, AttributeError, FileNotFoundError) as error:
+        raise UsageError(f"'{name}' cannot be imported: {error}", fix=WAYS) from error
+    if not callable(made):
+        raise UsageError(f"'{name}' is a {type(made).__name__}, not a class or a function", fix=WAYS)
+    try:
+        takes = ", ".join(inspect.signature(made).parameters) or "nothing"
+    except ValueError as error:
+        raise UsageError(f"'{name}' cannot be called by name: {error}", fix=WAYS) from error
+    arguments = _arguments(made, settings)
+    try:
+        inspect.signature(made).bind(*arguments[0], **arguments[1])
+    except TypeError as error:
+        fix = f"it takes {takes}; set them with settings (--set NAME=VALUE)"
+        raise UsageError(f"'{name}' cannot be called: {error}", fix=fix) from error
+    return lambda: made(*arguments[0], **arguments[1])
+
+
+def _imported(module: str) -> Any:
+    if not module.endswith(".py"):
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # as for `python -m`
+        return importlib.import_module(module)
+    path = Path(module)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    loaded = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def _arguments(made: Callable[..., Any], settings: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call it with: the settings, or one object that is made of them."""
+    parameters = [p for p in inspect.signature(made).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    needed = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if len(needed) != 1 or needed[0].name in settings:
+        return (), settings
+    target = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
+    kind = typing.get_type_hints(target).get(needed[0].name)
+    if not isinstance(kind, type) or kind.__module__ == "builtins":
+        return (), settings
+    own = {k: settings[k] for k in settings if k in {p.name for p in parameters}}
+    return (kind(**{k: v for k, v in settings.items() if k not in own}),), own
+
+
+# -- example inputs
+
+
+_SPEC = re.compile(r"(?:(\w+)=)?(\w+)\[([\d,\s]*)\](?:<(\d+))?")
+
+
+def example_inputs(specs: Sequence[str], model: nn.Module, *, device: str | torch.device = "meta") -> Any:
+    """('ids=int64[2,64]', ...) -> (args, kwargs) of tensors, drawn at random where `device` is not meta.
+
+    A spec is NAME=DTYPE[SIZES], or without a name for a positional argument. Whole numbers are below the bound of
+    'int64[2,64]<1000', by default below the rows of the model's smallest embedding. Raises UsageError for other texts.
+    """
+    rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for spec in specs:
+        found = _SPEC.fullmatch(spec.strip())
+        dtype = getattr(torch, found[2], None) if found else None
+        if found is None or not isinstance(dtype, torch.dtype):
+            raise UsageError(
+                f"'{spec}' describes no input", fix="write NAME=DTYPE[SIZES], for example 'ids=int64[2,64]'"
+            )
+        shape = [int(n) for n in found[3].split(",") if n.strip()]
+        if torch.device(device).type == "meta":
+            value = torch.empty(shape, dtype=dtype, device="meta")
+        elif dtype.is_floating_point or dtype.is_complex:
+            value = torch.randn(shape, dtype=dtype, device=device)
+        elif dtype == torch.bool:
+            value = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            value = torch.randint(int(found[4] or min(rows, default=2)), shape, dtype=dtype, device=device)
+        if found[1]:
+            kwargs[found[1]] = value
+        else:
+            args.append(value)
+    return tuple(args), kwargs

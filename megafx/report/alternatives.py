@@ -1,0 +1,67 @@
+"""What else could be done with an op that has a weight, and what it would add to a step while all else stays as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from megafx.ir.program import VAL
+from megafx.placements.types import LOCAL, collectives
+from megafx.planner.cost import transition_cost
+from megafx.planner.plan import Plan, Transition
+from megafx.planner.problem import Neighbourhood, Problem
+from megafx.report.describe import style_of
+from megafx.report.picture import Picture
+from megafx.report.report import bytes_text
+
+Sent = Counter[tuple[str, int]]  # (collective, bytes that a rank sends) -> how many, forward and backward
+
+
+def price_alternatives(picture: Picture, problem: Problem, plan: Plan) -> None:
+    """Fill `alternatives` of each op with a weight: the cheapest strategy of each other style, and the collectives that differ.
+
+    problem: without policies, whose strategies have a price too; why they were taken away stands in `why`.
+    """
+    nodes, around = {n.name: n for n in problem.planner.rules}, Neighbourhood(problem, plan)
+    for drawn in picture.nodes:
+        if not drawn.has_weight:
+            continue
+        node = nodes[drawn.name]
+        rule, choice = problem.planner.rules[node], plan.ops[node.name]
+        weights = [i for i, o in enumerate(rule.operands) if o.node in problem.policy.weights and len(o.factors) > 1]
+        rows = [(s.ins, s.out) for s in problem.domains[node]]
+        if (choice.ins, choice.out) not in rows:
+            continue
+        now, had = around.cost(node, rows.index((choice.ins, choice.out)))
+        before, found = _sent(problem, had), dict[str, tuple[float, str]]()
+        for index, (ins, out) in enumerate(rows):
+            style = style_of(node, out, [ins[i] for i in weights])
+            seconds, moves = around.cost(node, index)
+            added_us = 1e6 * (seconds - now)
+            if style == drawn.style or added_us == float("inf") or added_us >= found.get(style, (float("inf"), ""))[0]:
+                continue
+            told = ", ".join(_difference(before, _sent(problem, moves)))
+            row = f"{', '.join(map(plan.text_of, ins))} -> {plan.text_of(out)}"
+            text = f"{style} ({row}) here would cost {added_us:+.1f} us" + (f": {told}" if told else "")
+            found[style] = (added_us, text)
+        drawn.alternatives = [text for _, text in sorted(found.values())]
+
+
+def _sent(problem: Problem, moves: Iterable[tuple[fx.Node, Transition]]) -> Sent:
+    """Their collectives, forward and backward."""
+    planner, sent = problem.planner, Sent()
+    for node, move in moves:
+        row, size = collectives(move.src, move.dst), (problem.numel(node), node.meta[VAL].dtype.itemsize)
+        cost = transition_cost(move.src, move.dst, *size, planner.hardware, planner.t, needs_grad=planner.training)
+        for collective, moved in ((row.forward, cost.forward_bytes), (row.backward, cost.backward_bytes)):
+            if collective != LOCAL and moved:
+                sent[collective, moved] += 1
+    return sent
+
+
+def _difference(before: Sent, after: Sent) -> Iterator[str]:
+    for sign, changed in (("more", after - before), ("fewer", before - after)):
+        for (collective, moved), count in changed.items():
+            yield f"{count} {sign} {collective} of {bytes_text(moved)}"

@@ -1,0 +1,215 @@
+"""What a plan comes to: a placed program (global shapes, transitions as nodes) and its plan -> `Report`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.ir.facts import ATTENTION, MATMUL, facts_of
+from megafx.ir.nodes import op_name
+from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, is_floating, source_of
+from megafx.ops.owners import OWNER_PARAMETER
+from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
+from megafx.planner.context import Planner
+from megafx.planner.cost import collective_seconds, cost_kind, in_pieces, transition_cost
+from megafx.report.report import INDEX, Line, PricedTransition, Report, fused
+
+
+def describe(program: Program, planner: Planner) -> Report:
+    """PLACED program -> Report."""
+    plan = planner.solved
+    calls = [n for n in program.graph.nodes if n.op == "call_function" and n in planner.rules]
+    rows = [row for node in calls if (row := _row(program, planner, node)) is not None]
+    params = {}
+    for node, spec in program.input_nodes():
+        if spec.kind == "param":
+            placement = plan.params[spec.name]
+            shape = "x".join(str(n) for n in node.meta[VAL].shape)
+            params[spec.name] = (shape, str(placement), plan.replicated.get(spec.name, ""))
+            transitions = _transitions(program, planner, node)
+            if any(m.forward != LOCAL or m.backward != LOCAL for m in transitions):
+                style = "gradient all-reduce"
+                rows.append(Line(spec.name, "parameter", style, str(placement), shape, transitions, ""))
+    removed: dict[str, int] = defaultdict(int)
+    for removal in plan.removals:
+        removed[removal.reason] += removal.count
+    _note_idle_ranks(program, plan.params, plan.t)
+    _note_shared_heads(program, planner, calls)
+    if planner.fusions is not None:
+        fusions = f"all but those that were slower as measured on {planner.fusions.device}"
+    else:
+        profile = planner.config.fusion_profile
+        fusions = (
+            "all (fusion_profile)" if profile is not None else f"all (no measurements for {planner.hardware.name})"
+        )
+    header = {
+        "axis": f"{plan.axis}={plan.t}",
+        "sequence_parallel": plan.sequence_parallel,
+        "workload": ", ".join(f"{k}={v}" for k, v in plan.workload.items()) or "static",
+        "hardware": plan.hardware,
+        "fusions": fusions,
+        "modelled step": f"{plan.cost_us:.0f} us",
+        "planning": f"{plan.statistics.get('planning_seconds', 0.0):.2f} s",
+    }
+    if plan.sequence_parallel:
+        header["tokens"] = _tokens(program, planner, calls)
+    if program.batch is not None:
+        summed, averaged = "summed: the loss is of all their rows", "averaged: each has a loss of its own rows"
+        header["data-parallel ranks"] = (
+            f"{program.batch.ranks} (gradients {summed if program.batch.summed else averaged})"
+        )
+    notes = [str(n) for n in program.notes]
+    return Report(header, rows, params, dict(removed), notes, fusions=fused(program.fusions))
+
+
+def _tokens(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> str:
+    """How ranks share the tokens. A note says where gathers and scatters of them copy, and why."""
+    copied: dict[str, fx.Node] = {}
+    for node in calls:
+        ends = [end for c in planner.solved.transitions.get(node.name, ()) for end in (c.src, c.dst)]
+        shape = program.sizes.shape(node.meta[VAL]) if ends else ()
+        if any(in_pieces(p, shape) and p.dim < len(shape) - 1 for p in ends):
+            copied.setdefault(INDEX.sub(".*", fqn_of(node)) + op_name(node), node)
+    if copied:
+        first = next(iter(copied.values()))
+        others = f" and {len(copied) - 1} more kinds of ops" if len(copied) > 1 else ""
+        program.note(
+            "tokens",
+            f"gathers and scatters of {first.target}{others} copy what they move: ranks hold pieces of each sequence of "
+            f"[{', '.join(map(str, first.meta[VAL].shape))}], since the tokens of an op there are not computed one by one",
+            first,
+        )
+    return "in several dims" if copied else "in one dim, so that gathers and scatters copy nothing"
+
+
+def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) -> None:
+    """Note where fewer ranks than t have any of a parameter (2 heads on 4 ranks): the others compute on padding."""
+    idle: dict[str, str] = {}
+    for fqn, placement in params.items():
+        for count, unit in placement.cut.blocks if placement.is_shard and not isinstance(placement, Owned) else ():
+            busy = -(-count // -(-count // t))  # ranks that a part comes to
+            if busy < t:
+                units = f"{count} units of {unit}" if unit != 1 else f"{count} rows"
+                text = f"{units} are shared by {busy} of {t} ranks; the others hold padding, and compute on it"
+                idle.setdefault(re.sub(r"\.\d+(?=\.)", ".*", fqn), text)
+    notes = [Note("padding", text, fqn) for fqn, text in idle.items()]
+    program.notes += [note for note in notes if note not in program.notes]
+
+
+def _note_shared_heads(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> None:
+    """Note where ranks share key-value heads: their query heads are shards, k and v are whole."""
+    found: dict[Any, Any] = {}
+    t = planner.t
+    for node in calls:
+        choice = planner.solved.ops[node.name]
+        if cost_kind(op_name(node)) != ATTENTION or not choice.out.is_shard or choice.ins[1].is_shard:
+            continue
+        if (heads := node.meta[VAL].shape[choice.out.dim]) != choice.out.cut.size or choice.out.dim != 1:
+            continue
+        kv_heads, local = planner.rules[node].operands[1].node.meta[VAL].shape[1], choice.out.cut.local_size(t)
+        ranges = [piece for rank in range(t) for piece in choice.out.cut.pieces(rank, t)]
+        if heads % kv_heads:
+            continue
+        group, served = heads // kv_heads, [0] * kv_heads
+        for start, _, count in ranges:
+            for head in range(start // group, (start + count - 1) // group + 1):
+                served[head] += 1
+        each = " to ".join(map(str, dict.fromkeys((min(served), max(served)))))
+        plural = "s" if kv_heads > 1 else ""
+        text = (
+            f"{kv_heads} key-value head{plural} on {t} ranks: k and v are gathered, and each head serves {each} ranks, which "
+            f"have {local} of the {heads} query heads"
+        )
+        found.setdefault(INDEX.sub(".*", fqn_of(node)), text)
+    program.notes += [note for fqn, text in found.items() if (note := Note("heads", text, fqn)) not in program.notes]
+
+
+def _row(program: Program, planner: Planner, node: fx.Node) -> Line | None:
+    choice = planner.solved.ops[node.name]
+    rule = planner.rules[node]
+    transitions = _transitions(program, planner, node)
+    communicates = any(m.forward != LOCAL or m.backward != LOCAL for m in transitions)
+    operands = zip(rule.operands, choice.ins, strict=True)
+    weights = [(o, p) for o, p in operands if o.node in planner.weights and len(o.factors) > 1]
+    has_weight = bool(weights) and node not in planner.weights
+    no_rule = rule.kind == "none" and node not in planner.owners
+    if not (communicates or has_weight or no_rule):
+        return None
+    ins = ", ".join(text_of(p, program) for p in choice.ins)
+    shape = "x".join(str(n) for n in weights[0][0].node.meta[VAL].shape) if weights else ""
+    return Line(
+        fqn_of(node) or "<root>",
+        str(node.target).removeprefix("aten.").removesuffix(".default"),
+        style_of(node, choice.out, [p for _, p in weights]) if has_weight else ("replicated" if no_rule else ""),
+        f"{ins} -> {text_of(choice.out, program)}",
+        shape,
+        transitions,
+        str(source_of(node) or ""),
+    )
+
+
+def text_of(placement: Placement, program: Program) -> str:
+    """'S2', or with the layout where it is not one contiguous range: 'S2/8x64', 'S0/batch*(seq)'."""
+    if not placement.is_shard or placement.cut.simple() or isinstance(placement, Owned):
+        return str(placement)
+    text = program.sizes.text
+    blocks = "+".join(text(c) + (f"x{text(u)}" if u != 1 else "") for c, u in placement.cut.blocks)
+    return f"S{placement.dim}/" + (f"{text(placement.cut.rep)}*({blocks})" if placement.cut.rep != 1 else blocks)
+
+
+def style_of(node: fx.Node, out: Placement, weights: list[Placement]) -> str:
+    lookup = "embedding" in str(node.target)
+    if not any(p.is_shard for p in weights):
+        return "on a shard of the sequence" if out.is_shard else "replicated"
+    of_experts = any(p.is_shard and p.dim == 0 for p in weights) and facts_of(node.target).experts
+    if of_experts or node.target is OWNER_PARAMETER:
+        return "expert-parallel"
+    if out.kind == "P":
+        return "vocab-parallel" if lookup else "row-parallel"
+    return "hidden-parallel" if lookup or cost_kind(op_name(node)) != MATMUL else "column-parallel"
+
+
+def _transitions(program: Program, planner: Planner, node: fx.Node) -> tuple[PricedTransition, ...]:
+    """The transitions made of this value, found in the graph."""
+    transitions, stack = [], [node]
+    while stack:
+        value = stack.pop()
+        for user in value.users:
+            if user.target is torch.ops.megafx.transition.default and PLACEMENT in value.meta:
+                transitions.append(priced(program, planner, value, user))
+                stack.append(user)
+    gathered = statistics(program, planner, node)
+    return tuple(transitions) if gathered is None else (*transitions, gathered)
+
+
+def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTransition | None:
+    """The gather of a vocabulary-parallel loss: four statistics a token from each rank, nothing backward. None: of others."""
+    choice = planner.solved.ops.get(node.name)
+    localized = facts_of(node.target).localize
+    if choice is None or choice.out != I or localized is None or choice.factor != localized.factor:
+        return None
+    value, t = node.meta[VAL], planner.t
+    itemsize = max(value.dtype.itemsize, 4)
+    numel = 4 * t * math.prod(program.sizes.workload(n) for n in program.sizes.shape(value))
+    cost_us = round(1e6 * collective_seconds(ALL_GATHER, numel, itemsize, planner.hardware, t), 3)
+    return PricedTransition("S0", "I", ALL_GATHER, LOCAL, payload(ALL_GATHER, numel, t) * itemsize, 0, cost_us, cost_us)
+
+
+def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
+    src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
+    row, val, needs_grad = collectives(src, dst), value.meta[VAL], planner.training and is_floating(value)
+    shape = program.sizes.shape(val)
+    numel = math.prod(program.sizes.workload(n) for n in shape)
+    sizes = (numel, val.dtype.itemsize, planner.hardware, planner.t)
+    pieces = in_pieces(src, shape) or in_pieces(dst, shape)
+    cost = transition_cost(src, dst, *sizes, needs_grad=needs_grad, in_pieces=pieces)
+    ends, backward = (text_of(src, program), text_of(dst, program)), row.backward if needs_grad else LOCAL
+    sent = (cost.forward_bytes, cost.backward_bytes)
+    seconds = (cost.seconds, cost.forward_seconds)
+    return PricedTransition(*ends, row.forward, backward, *sent, *(round(1e6 * s, 3) for s in seconds))

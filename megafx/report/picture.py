@@ -1,0 +1,272 @@
+"""The picture of a plan as plain data: what the page draws, and part of `Report.to_json`. Layers that are alike are one region.
+
+A region is a part of the model in its order: what stands before the layers, one kind of layer, what stands after them. Its
+nodes are ops, and between them the transitions that communicate, as in the PLACED graph. Edges join nodes of all regions.
+Times are microseconds and sizes bytes, of one rank at the workload that the planner prices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.analysis.layers import Layers
+from megafx.ir.nodes import op_name
+from megafx.ir.program import VAL, Program, fqn_of, source_of
+from megafx.placements.types import LOCAL, Placement
+from megafx.planner.context import Planner
+from megafx.planner.cost import op_flops, op_seconds, optimizer_seconds, share
+from megafx.planner.problem import contraction, share_of_op
+from megafx.report.describe import priced, statistics, style_of, text_of
+from megafx.report.report import INDEX, PricedTransition, folded_name
+from megafx.rules.strategies import OpRule
+
+
+@dataclass
+class Drawn:
+    """A node: an op, or a transition that communicates (`move`). region: its index; module: path inside of the region.
+
+    out: kind of the placement of its value (I, R, S, P); us: of one forward pass; kept: bytes held for backward at most.
+    """
+
+    name: str
+    region: int
+    module: str
+    out: str
+    label: str
+    placements: str = ""
+    style: str = ""
+    weight: str = ""
+    value: str = ""
+    us: float = 0.0
+    flops: float = 0.0
+    has_weight: bool = False
+    kept: int = 0
+    move: PricedTransition | None = None
+    inner: PricedTransition | None = None  # a collective that the op does itself
+    source: str = ""
+    why: list[str] = field(default_factory=list)
+    alternatives: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Region:
+    """times: layers that it stands for; layer: whether it is one, and no part of the model before, between or after them."""
+
+    name: str
+    times: int
+    layer: bool
+    nodes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Picture:
+    """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. graph: names of the nodes drawn, in the graph."""
+
+    regions: list[Region]
+    nodes: list[Drawn]
+    edges: list[tuple[int, int]]
+    memory: dict[str, int]
+    gradients: PricedTransition | None  # all-reduces of gradients of parameters that ranks hold whole, together
+    optimizer_us: float
+    training: bool
+
+
+def draw(program: Program, planner: Planner) -> Picture:
+    """PLACED program -> its picture."""
+    return _Draw(program, planner).picture()
+
+
+class _Draw:
+    def __init__(self, program: Program, planner: Planner) -> None:
+        self.program, self.planner, self.plan = program, planner, planner.solved
+        self.params = {node: spec for node, spec in program.input_nodes() if spec.kind == "param"}
+        self.layers = Layers.of({spec.name: node.meta[VAL].shape for node, spec in self.params.items()})
+        self.moves: dict[fx.Node, PricedTransition] = {}
+        self.removed: dict[str, list[str]] = defaultdict(list)
+        for removal in self.plan.removals:
+            self.removed[removal.node].append(f"{removal.count} strategies taken away: {removal.reason}")
+
+    def picture(self) -> Picture:
+        nodes = [n for n in self.program.graph.nodes if n in self.planner.rules or self._communicates(n)]
+        names, where = self._regions(nodes)
+        of_region: dict[str, list[fx.Node]] = defaultdict(list)
+        for node in nodes:
+            of_region[where[node]].append(node)
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for name in names:
+            alike[tuple(self._signature(n, name) for n in of_region[name])].append(name)
+        regions: list[Region] = []
+        drawn: list[Drawn] = []
+        index: dict[fx.Node, int] = {}
+        for number, same in enumerate(alike.values()):
+            fqns = [name.removeprefix("after ") for name in same]
+            shown = folded_name(INDEX.sub(".*", fqns[0]), fqns) if len(same) > 1 else same[0]
+            regions.append(Region(shown, len(same), same[0] in self.layers.paths))
+            for node in of_region[same[0]]:
+                regions[-1].nodes.append(len(drawn))
+                drawn.append(self._drawn(node, number, same[0]))
+            for name in same:
+                index |= dict(zip(of_region[name], regions[-1].nodes, strict=True))
+        edges: dict[tuple[int, int], None] = {}
+        for node in nodes:
+            for source in self._sources(node):
+                if source in index and index[source] < index[node]:  # not from one layer to the next like it
+                    edges[index[source], index[node]] = None
+        self._keep(drawn, index)
+        return Picture(regions, drawn, [*edges], *self._whole(), self.planner.training)
+
+    # -- which nodes, and where
+
+    def _communicates(self, node: fx.Node) -> bool:
+        """Whether it is a transition with a collective; those of parameters' gradients come last, together."""
+        if node.target is not torch.ops.megafx.transition.default:
+            return False
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if "placement" not in source.meta or source in self.params:
+            return False
+        move = priced(self.program, self.planner, source, node)
+        if move.forward != LOCAL or move.backward != LOCAL:
+            self.moves[node] = move
+        return node in self.moves
+
+    def _regions(self, nodes: list[fx.Node]) -> tuple[list[str], dict[fx.Node, str]]:
+        """Names of the regions in order, and the region of each node."""
+        where = dict(zip(nodes, self.layers.regions(fqn_of(n) or "<root>" for n in nodes), strict=True))
+        return list(dict.fromkeys(where.values())), where
+
+    def _signature(self, node: fx.Node, region: str) -> Any:
+        shape = self._value(node)
+        if node in self.moves:
+            return str(self.moves[node]), shape
+        choice = self.plan.ops[node.name]
+        return str(node.target), _inside(fqn_of(node), region), choice.ins, choice.out, shape
+
+    def _sources(self, node: fx.Node) -> Iterable[fx.Node]:
+        """The nodes drawn whose values it reads; transitions without communication are looked through."""
+        for source in node.all_input_nodes:
+            while source.target is torch.ops.megafx.transition.default and source not in self.moves:
+                source = source.all_input_nodes[0]
+            yield source
+
+    # -- one node
+
+    def _drawn(self, node: fx.Node, region: int, name: str) -> Drawn:
+        module, source = _inside(fqn_of(node), name), str(source_of(node) or "")
+        if node in self.moves:
+            move = self.moves[node]
+            label = move.forward if move.forward != LOCAL else f"backward {move.backward}"
+            value = self._value(node)
+            return Drawn(node.name, region, module, move.dst[0], label, f"{move.src} -> {move.dst}", value=value, move=move,
+                         source=source)  # fmt: skip
+        rule, choice = self.planner.rules[node], self.plan.ops[node.name]
+        pairs = list(zip(rule.operands, choice.ins, strict=True))
+        weights = [(o, p) for o, p in pairs if o.node in self.planner.weights and len(o.factors) > 1]
+        has_weight = bool(weights) and node not in self.planner.weights
+        say = lambda p: text_of(p, self.program)  # noqa: E731
+        flops, seconds = self._cost(node, rule)
+        part = share_of_op(choice, op_name(node), self.planner.t)
+        texts = []
+        for operand, placement in weights:
+            spec = self.params.get(operand.node)
+            shape = "x".join(map(str, operand.node.meta[VAL].shape))
+            texts.append(f"{spec.name if spec else operand.node.name} {shape} as {say(placement)}")
+        why = [choice.note] if choice.note else []
+        if rule.kind == "none" and node not in self.planner.owners:
+            why.append(f"computed whole: {rule.reason}")
+        return Drawn(
+            node.name, region, module, choice.out.kind, op_name(node),
+            f"{', '.join(map(say, choice.ins))} -> {say(choice.out)}",
+            style_of(node, choice.out, [p for _, p in weights]) if has_weight else "",
+            "; ".join(texts), self._value(node), round(1e6 * seconds * part, 3), flops * part, has_weight,
+            inner=statistics(self.program, self.planner, node), source=source, why=why + self.removed[node.name],
+        )  # fmt: skip
+
+    def _value(self, node: fx.Node) -> str:
+        value = node.meta[VAL]
+        if not isinstance(value, torch.Tensor):
+            return ""
+        shape = [self.program.sizes.workload(n) for n in self.program.sizes.shape(value)]
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+    def _numel(self, node: fx.Node) -> int:
+        value = node.meta[VAL]
+        if not isinstance(value, torch.Tensor):
+            return 0
+        return math.prod(self.program.sizes.workload(n) for n in self.program.sizes.shape(value))
+
+    def _bytes(self, node: fx.Node) -> int:
+        value = node.meta[VAL]
+        return self._numel(node) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+    def _cost(self, node: fx.Node, rule: OpRule) -> tuple[int, float]:
+        """(FLOPs, seconds) of one forward pass of the whole op."""
+        value = node.meta[VAL]
+        if not isinstance(value, torch.Tensor):
+            return 0, 0.0
+        terms, numel = contraction(self.program, rule), self._numel(node)
+        seconds = op_seconds(
+            op_name(node), out_numel=numel, out_itemsize=value.dtype.itemsize,
+            operand_bytes=[self._bytes(o.node) for o in rule.operands], contraction=terms,
+            hardware=self.planner.hardware, training=False,
+        )  # fmt: skip
+        return op_flops(op_name(node), numel, terms), seconds
+
+    # -- memory
+
+    def _keep(self, drawn: list[Drawn], index: dict[fx.Node, int]) -> None:
+        """Values that backward reads: operands of ops that are not linear in all of them at once. Each counts where it is first
+        read. At most: fused ops may compute theirs again."""
+        if not self.planner.training:
+            return
+        seen: set[tuple[fx.Node, Placement]] = set()
+        counted: set[int] = set()
+        for node, rule in self.planner.rules.items():
+            choice = self.plan.ops[node.name]
+            pairs = [(o.node, p) for o, p in zip(rule.operands, choice.ins, strict=True) if o.active]
+            active = tuple(i for i, o in enumerate(rule.operands) if o.active)
+            if rule.kind == "view" or any(set(active) <= set(group) for group in rule.linear):
+                continue
+            for value, placement in pairs:
+                root = value
+                while self.planner.rules.get(root) is not None and self.planner.rules[root].kind == "view":
+                    root = root.all_input_nodes[0]
+                if root in self.params or (root, placement) in seen:
+                    continue
+                seen.add((root, placement))
+                if index[node] not in counted:
+                    drawn[index[node]].kept += int(self._bytes(value) * share(placement, self.planner.t))
+            counted.add(index[node])  # of like layers the first is drawn
+
+    def _whole(self) -> tuple[dict[str, int], PricedTransition | None, float]:
+        """Bytes of parameters, gradients and AdamW's moments on a rank; the all-reduces of gradients; the optimizer's time."""
+        t, held, optimizer = self.planner.t, 0.0, 0.0
+        sent, us = 0, 0.0
+        for node, spec in self.params.items():
+            part = share(self.plan.params[spec.name], t)
+            held += self._bytes(node) * part
+            optimizer += 1e6 * optimizer_seconds(self._numel(node), self.planner.hardware) * part
+            for user in node.users:
+                if user.target is torch.ops.megafx.transition.default:
+                    move = priced(self.program, self.planner, node, user)
+                    if move.backward != LOCAL:
+                        sent += move.backward_bytes
+                        us += 1e6 * move.backward_bytes / self.planner.hardware.link_bytes_per_second
+        if not self.planner.training:
+            return {"parameters": int(held)}, None, 0.0
+        memory = {"parameters": int(held), "gradients": int(held), "AdamW's moments": int(2 * held)}
+        us = round(us + 1e6 * self.planner.hardware.alpha_seconds, 3)
+        summed = PricedTransition("P", "I", LOCAL, "all_reduce", 0, sent, us) if sent else None
+        return memory, summed, round(optimizer, 3)
+
+
+def _inside(fqn: str, region: str) -> str:
+    """Path inside of a layer; elsewhere the whole path."""
+    return fqn.removeprefix(region).removeprefix(".") if fqn == region or fqn.startswith(f"{region}.") else fqn

@@ -1,0 +1,214 @@
+"""The report: what was done and why, as a table by layer with identical layers folded; `describe.py` makes it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megafx.analysis.communication import Communication
+from megafx.ir.program import Fusion, Note
+from megafx.placements.data_axis import DATA_AXES
+from megafx.placements.types import LOCAL
+from megafx.report.page import page, picture_data
+
+INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
+
+
+@dataclass(frozen=True)
+class PricedTransition:
+    """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward."""
+
+    src: str
+    dst: str
+    forward: str
+    backward: str
+    forward_bytes: int
+    backward_bytes: int
+    cost_us: float
+    forward_us: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{self.src}->{self.dst}"]
+        if self.forward != LOCAL:
+            parts.append(f"fwd {self.forward} {bytes_text(self.forward_bytes)}")
+        if self.backward != LOCAL:
+            parts.append(f"bwd {self.backward} {bytes_text(self.backward_bytes)}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One op worth a line: it has a weight, or it communicates, or it stayed whole."""
+
+    fqn: str
+    op: str
+    style: str
+    placements: str
+    weight: str
+    transitions: tuple[PricedTransition, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Matches of one pattern in like modules. modules: `h.[0-11].mlp`; source: the user's line of the first."""
+
+    pattern: str
+    modules: str
+    count: int
+    source: str
+
+
+@dataclass
+class Report:
+    """str(report), .table(), .html(path), .to_json()."""
+
+    header: dict[str, Any]
+    rows: list[Line]
+    params: dict[str, tuple[str, str, str]]  # FQN -> (global shape, placement, why whole)
+    removed: dict[str, int]  # reason -> strategies taken away
+    notes: list[str] = field(default_factory=list)
+    emitted: list[Communication] | None = None  # what the compiled graph does; None where there is only a plan
+    fusions: list[Fused] = field(default_factory=list)
+    picture: Any = None  # picture.Picture: ops and collectives of each kind of layer
+    step: Any = None  # steps.Step: when they run in a training step
+    peak_bytes: int | None = None  # predicted memory of the busiest rank at its peak
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=150, color_system=None, legacy_windows=False)
+        console.print(", ".join(f"{k} {v}" for k, v in self.header.items()), highlight=False)
+        console.print(self.table())
+        for title, lines in self._lists():
+            for line in [f"\n{title}", *(f"  {line}" for line in lines)] if lines else ():
+                console.print(line, highlight=False, markup=False)
+        return out.getvalue()
+
+    def table(self) -> Table:
+        """A rich table; identical layers are one row, their number in the last column."""
+        table = Table(show_lines=False, pad_edge=False)
+        for name in ("module", "op", "style", "placements", "weight", "collectives (bytes a rank sends)", "times"):
+            table.add_column(name, overflow="fold")
+        for row, times in self.folded():
+            transitions = "\n".join(map(str, row.transitions))
+            table.add_row(row.fqn, row.op, row.style, row.placements, row.weight, transitions, str(times))
+        return table
+
+    def folded(self) -> list[tuple[Line, int]]:
+        """Rows of layers that differ in their index alone become one row, with how many they are."""
+        groups: dict[Any, list[Line]] = defaultdict(list)
+        for row in self.rows:
+            groups[INDEX.sub(".*", row.fqn), row.op, row.style, row.weight, row.transitions].append(row)
+        folded = ((folded_name(key[0], [row.fqn for row in rows]), rows) for key, rows in groups.items())
+        return [(replace(rows[0], fqn=name), len(rows)) for name, rows in folded]
+
+    def collectives(self) -> dict[str, tuple[int, int]]:
+        """'forward all_reduce' -> (count, bytes a rank sends in one step): of the compiled graph, else of the plan. Those of
+        data parallelism, which the plan does not have, name their axis: 'backward all_reduce on dp'.
+
+        The graph has fewer than its plan: the gradients of replicated parameters share all-reduces.
+        """
+        total: dict[str, tuple[int, int]] = {}
+        for what, size in self._sent():
+            count, bytes_moved = total.get(what, (0, 0))
+            total[what] = (count + 1, bytes_moved + size)
+        return total
+
+    def _sent(self) -> Iterator[tuple[str, int]]:
+        if self.emitted is not None:
+            for c in self.emitted:
+                yield f"{c.direction} {c.collective}" + (f" on {c.axis}" if c.axis in DATA_AXES else ""), c.bytes_moved
+            return
+        for t in (t for row in self.rows for t in row.transitions):
+            if t.forward != LOCAL:
+                yield f"forward {t.forward}", t.forward_bytes
+            if t.backward != LOCAL:
+                yield f"backward {t.backward}", t.backward_bytes
+
+    def to_json(self) -> str:
+        """Everything as data: also ops, collectives and their times, as `picture.py` and `steps.py` say."""
+        rows, fusions = [asdict(r) for r in self.rows], [asdict(f) for f in self.fusions]
+        data = {"header": self.header, "rows": rows, "params": self.params, "fusions": fusions}
+        return json.dumps(data | {"removed": self.removed, "notes": self.notes} | self.page_data(), indent=1)
+
+    def html(self, path: str | Path) -> None:
+        """Write the report as one page, which opens offline: the graph of each kind of layer, a step, memory, tables."""
+        Path(path).write_text(page(self.page_data()))
+
+    def page_data(self) -> dict[str, Any]:
+        """What the page holds: its tables are of folded layers."""
+        columns = ["module", "op", "style", "placements", "weight", "collectives (bytes a rank sends)", "times"]
+        rows = [
+            [r.fqn, r.op, r.style, r.placements, r.weight, "; ".join(map(str, r.transitions)), n]
+            for r, n in self.folded()
+        ]
+        fusions = [[f.count, f.pattern, f.modules, f.source] for f in self.fusions]
+        tables: list[Any] = [["Fused", ["times", "pattern", "modules", "source"], fusions]]
+        tables += [[title, [""], [[line] for line in lines]] for title, lines in self._lists() if title != "Fused"]
+        tables.append(["Every op with a weight or a collective", columns, rows])
+        return {"header": self.header, "tables": tables, "peak_bytes": self.peak_bytes} | self._drawn()
+
+    def _drawn(self) -> dict[str, Any]:
+        empty = {"parts": [], "total_us": 0.0, "exposed_us": 0.0, "send_us": 0.0}
+        if self.picture is None:
+            return {"regions": [], "nodes": [], "edges": [], "memory": {}, "step": empty}
+        return picture_data(self.picture, self.step)
+
+    def _lists(self) -> Iterable[tuple[str, list[str]]]:
+        sent = [f"{k}: {n} x, {bytes_text(b)} sent by a rank" for k, (n, b) in self.collectives().items()]
+        yield "Collectives a step" + (" as planned" if self.emitted is None else ""), sent
+        whole: dict[str, list[str]] = defaultdict(list)
+        for fqn, (shape, placement, why) in self.params.items():
+            if not placement.startswith("S"):
+                whole[f"{INDEX.sub('.*', fqn)} {shape}: {why}"].append(fqn)
+        texts = [k + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()]
+        if self.step is not None:
+            step, ms = self.step, lambda us: f"{us / 1e3:.2f} ms"
+            waits = f"{ms(step.exposed_us)} waiting for collectives, of {ms(step.send_us)} in which they run"
+            yield "A step by the cost model", [f"{ms(step.total_us)}: {ms(step.compute_us)} computing, {waits}"]
+            yield "Memory of a rank", [f"{kind}: {bytes_text(size)}" for kind, size in self.picture.memory.items()]
+        yield "Stored whole on every rank", texts
+        yield "Fused", [f"{f.count} x {f.pattern} in {f.modules}" for f in self.fusions]
+        yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]
+        yield "Notes", self.notes
+
+
+def refresh_notes(report: Report, notes: Iterable[Note]) -> None:
+    """Bring in what later passes and the runtime noted."""
+    report.notes = list(dict.fromkeys([*report.notes, *(str(n) for n in notes)]))
+
+
+def fused(fusions: Iterable[Fusion]) -> list[Fused]:
+    """Matches by pattern and module; layers that differ in their index alone are one."""
+    groups: dict[tuple[str, str], list[Fusion]] = defaultdict(list)
+    for fusion in fusions:
+        groups[fusion.pattern, INDEX.sub(".*", fusion.fqn)].append(fusion)
+    return [
+        Fused(pattern, folded_name(folded, [f.fqn for f in same]) or "<root>", len(same), str(same[0].source or ""))
+        for (pattern, folded), same in groups.items()
+    ]
+
+
+def folded_name(pattern: str, fqns: list[str]) -> str:
+    """`h.0.mlp` .. `h.11.mlp`, whose pattern is `h.*.mlp`, are `h.[0-11].mlp`."""
+    first, last = (re.findall(r"(?<=\.)\d+(?=\.|$)", fqn) for fqn in (fqns[0], fqns[-1]))
+    name = pattern
+    for a, b in zip(first, last, strict=False):
+        name = name.replace(".*", f".{a}" if a == b else f".[{a}-{b}]", 1)
+    return name
+
+
+def bytes_text(n: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"

@@ -1,0 +1,56 @@
+"""Products whose rows are padded write into memory that has room for the padding.
+
+Before:  %y = mm(%x, %w); %p = pad_rows(%y, n); %s = reduce_scatter_tensor(%p, ...)
+After:   %p = mm_rows(%x, %w, n); %s = reduce_scatter_tensor(%p, ...)
+Legal because: the rows of a product are contiguous, and nothing else reads it.
+
+`pad_rows` copies where rows are missing when it runs: tokens that the ranks do not divide. What is scattered is most often a
+product. Other values are padded by a copy: a sum of summands, the lookups of an embedding.
+
+Runs on a graph that is executed as it stands. It has to run before calls are made direct.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from megafx.ir.nodes import changed_copy
+from megafx.ir.program import Phase, Program
+from megafx.ops import collectives  # noqa: F401  registers the ops
+from megafx.planner.context import Planner
+
+REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
+aten, ops = torch.ops.aten, torch.ops.megafx
+
+
+def write_padded_rows(program: Program, planner: Planner) -> int:
+    """Return the number of products that are padded in place."""
+    parts = program.partition
+    if planner.config.compile or parts is None:
+        return 0
+    forward, changes = _written(parts.forward)
+    backward = parts.backward
+    if backward is not None:
+        backward, more = _written(backward)
+        changes += more
+    program.partition = replace(parts, forward=forward, backward=backward)
+    return changes
+
+
+def _written(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
+    gm, changes = changed_copy(gm, _write)
+    if changes:
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+    return gm, changes
+
+
+def _write(node: fx.Node) -> bool:
+    product = node.args[0] if node.target is ops.pad_rows.default else None
+    if not isinstance(product, fx.Node) or product.target is not aten.mm.default or len(product.users) > 1:
+        return False
+    node.target, node.args = ops.mm_rows.default, (*product.args, node.args[1])
+    return True

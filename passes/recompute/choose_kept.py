@@ -1,0 +1,143 @@
+"""Choose what is kept for backward, and what backward makes again: checkpointed regions, Megatron's options, a budget in bytes.
+
+Before:  %n = layer_norm_forward(%x, %w); %y = %n[0]; %g = gelu(mm(%y, %v))        # backward reads %y, and the product
+After:   the same graph; %n, %y and the product are tagged (ir.RECOMPUTE)          # it makes both of %x again
+Legal because: what is tagged has no effects and gives the same bits when it runs again; dropout draws from a counter, which is
+an argument. Where that is not known (ops of users, of the data-parallel axis, of one rank) the result is kept. The choice is
+made on the program of all ranks, from its sizes and prices alone, so it is the same on each.
+
+1. Regions (regions.py): what is read inside of a region alone is made again from the region's inputs.
+2. The budget (budget.py): values are dropped one after the other, the cheapest byte first, until the rest fits.
+
+Sums that are fused with the norm behind them are split for backward (`split_norms`): it has the sum, and norms that.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+import megafx.kernels.norm.add_norm  # noqa: F401  registers the ops
+from megafx.analysis.kept import Kept, seconds, total_bytes
+from megafx.config import Config
+from megafx.ir.nodes import in_backward, storage_of
+from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, inherit
+from megafx.ops.again import AGAIN
+from megafx.passes.recompute.budget import Spender, promised_bytes, whole
+from megafx.passes.recompute.regions import regions_of, tag_regions
+from megafx.planner.context import Planner
+
+REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+NAME = "choose_kept"
+mfx = torch.ops.megafx
+
+# Fused sum and norm -> the norm of the sum, and the arguments that it takes of the fused op's.
+_NORMS: dict[Any, tuple[Any, slice]] = {
+    mfx.bias_dropout_add_layer_norm.default: (mfx.layer_norm_forward.default, slice(3, 6)),
+    mfx.bias_dropout_add_rms_norm.default: (mfx.rms_norm_forward.default, slice(3, 6)),
+}
+
+
+def choose_kept(program: Program, planner: Planner) -> int:
+    """Tag what backward makes again; return the number of nodes. `program.recomputed` says what came of it."""
+    if not any(o.kind == "gradient" for o in program.outputs) or not is_asked(program, planner.config):
+        return 0
+    again = split_norms(program)
+    before = _kept(program)
+    without = total_bytes(program, before.saved)
+    regions = regions_of(program, planner)
+    tags = tag_regions(program, planner, regions)
+    mark(tags)
+    promise = promised_bytes(planner.config.activation_memory_budget, without)
+    if promise is not None:
+        mark(Spender(program, planner, _kept(program)).spend(promise))
+    join_norms(program, again)
+    kept = _kept(program)
+    made = [n for n in kept.again if n.meta.get(RECOMPUTE) and n not in before.again]
+    time = sum(seconds(program, n, planner.hardware, planner.t) for n in made)
+    program.recomputed = Recomputed(without, total_bytes(program, kept.saved), promise, time)
+    program.graph.lint()
+    return len(made)
+
+
+def is_asked(program: Program, config: Config) -> bool:
+    """Whether anything but what costs nothing is to be made again."""
+    if config.activation_memory_budget is not None or config.recompute_granularity is not None:
+        return True
+    return any(n.meta.get(REGION) is not None for n in program.graph.nodes)
+
+
+def _kept(program: Program) -> Kept:
+    return Kept(program, lambda n: bool(n.meta.get(RECOMPUTE)))
+
+
+def mark(nodes: Iterable[fx.Node]) -> None:
+    for node in nodes:
+        node.meta[RECOMPUTE] = True
+
+
+# -- norms that are fused with the sum before them
+
+
+def split_norms(program: Program) -> list[fx.Node]:
+    """Give the norm of each fused sum and norm a second origin, the sum, for backward; returns the `megafx.again` nodes."""
+    made = []
+    for node in list(program.graph.nodes):
+        parts = {u.args[1]: u for u in node.users} if node.target in _NORMS and not in_backward(node) else {}
+        if 0 not in parts or 1 not in parts:
+            continue
+        total, normed = parts[0], parts[1]
+        for part in reversed([*parts.values()]):
+            node.append(part)
+        op, taken = _NORMS[node.target]
+        reader = next((r for r in normed.users if not in_backward(r)), normed)
+        summed = max(whole(storage_of(node.args[0])), whole(storage_of(node.args[2])))  # type: ignore[arg-type]
+        statistics = [part for index, part in sorted(parts.items()) if index > 0]
+        emit = _Emit(program, max(parts.values()).next, normed)
+        norm = emit(op, (total, *node.args[taken]), tuple(part.meta[VAL] for part in statistics))
+        new = [norm]
+        for index, part in parts.items():
+            if index > 0:
+                readers = list(part.users)
+                other = emit(operator.getitem, (norm, index - 1), part.meta[VAL])
+                both = emit(AGAIN, (part, other), part.meta[VAL])
+                for each in readers:
+                    each.replace_input_with(part, both)
+                new += [other, both]
+                made.append(both)
+        for each in (node, total):  # it ends what comes before it; the norm begins what reads it
+            each.meta[FQN] = fqn_of(summed)
+            each.meta[REGION] = summed.meta.get(REGION)
+        for each in new:
+            each.meta[FQN] = fqn_of(reader)
+            each.meta[REGION] = reader.meta.get(REGION)
+    return made
+
+
+class _Emit:
+    """Puts nodes in front of `where` that stem from `origin` and have the values given."""
+
+    def __init__(self, program: Program, where: fx.Node, origin: fx.Node) -> None:
+        self.program, self.where, self.origin = program, where, origin
+
+    def __call__(self, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
+        with self.program.graph.inserting_before(self.where):
+            node = self.program.graph.call_function(target, args)
+        node.meta[VAL] = value
+        return inherit(node, self.origin, NAME)
+
+
+def join_norms(program: Program, again: list[fx.Node]) -> None:
+    """Take out the second origins of which backward makes no use."""
+    for both in again:
+        if not both.meta.get(RECOMPUTE):
+            normed, other = both.args
+            both.replace_all_uses_with(normed)
+            norm = other.args[0]
+            for node in (both, other, norm):
+                if not node.users:
+                    program.graph.erase_node(node)

@@ -1,0 +1,287 @@
+"""Covers: report/ (picture.py, steps.py, alternatives.py, page.py, compare.py), and planner/problem.py (`Neighbourhood`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+
+import megafx
+from megafx.capture.export import capture_call
+from megafx.compiler.pipeline import compile_program, plan_only
+from megafx.errors import UsageError
+from megafx.planner.context import Planner
+from megafx.planner.hardware import Hardware
+from megafx.planner.plan import Plan
+from megafx.planner.problem import Neighbourhood
+from megafx.planner.solver import Table, solve
+from megafx.report.page import data_of, page
+from megafx.report.report import Report
+
+LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+SHAPES = {
+    "llama-8b": ("LlamaForCausalLM", LLAMA | {"num_hidden_layers": 3, "vocab_size": 128256}, 8192),
+    "llama-405b": (
+        "LlamaForCausalLM",
+        {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_hidden_layers": 3}
+        | {"num_key_value_heads": 8, "vocab_size": 128256},
+        8192,
+    ),
+    "gpt2": ("GPT2LMHeadModel", {"n_layer": 3}, 1024),
+}
+
+
+@cache
+def made(name: str, t: int = 8) -> tuple[Plan, Report]:
+    architecture, sizes, seq = SHAPES[name]
+    model, _ = megafx.load_model(architecture, sizes)
+    config = megafx.Config(tensor_model_parallel_size=t, seq_length=seq, hardware="h100-nvlink", params_dtype="bf16")
+    plan = megafx.plan(model, config)
+    return plan, megafx.explain(plan)
+
+
+@cache
+def toy(t: int = 2, **options: Any) -> tuple[Plan, Planner]:
+    model, inputs = zoo.build("nanogpt", layers=3)
+    program = capture_call(model, (), inputs(2, 16))
+    config = megafx.Config(tensor_model_parallel_size=t, **options)
+    planner = Planner(config, t, Hardware.load("h100-nvlink"), wants_grad=lambda spec: True, keeps_problem=True)
+    return plan_only(program, planner), planner
+
+
+# -- the picture
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_picture_is_the_plan(name: str) -> None:
+    """Every op that is drawn is placed as the plan says, and all collectives are there with their bytes."""
+    plan, report = made(name)
+    picture = report.picture
+    layers = [r for r in picture.regions if r.layer]
+    assert [r.times for r in layers] == [SHAPES[name][1].get("num_hidden_layers", SHAPES[name][1].get("n_layer"))]
+    sent: dict[str, list[int]] = {}
+    for node in picture.nodes:
+        times = picture.regions[node.region].times
+        for move in (node.move, node.inner):
+            pairs = () if move is None else (("forward", move.forward), ("backward", move.backward))
+            for direction, collective in pairs:
+                size = getattr(move, f"{direction}_bytes")
+                if size:
+                    total = sent.setdefault(f"{direction} {collective}", [0, 0])
+                    total[0], total[1] = total[0] + times, total[1] + times * size
+        if node.move is None:
+            choice = plan.ops[node.name]
+            assert node.out == choice.out.kind
+            assert node.placements.count("->") == 1 and node.source
+    if picture.gradients is not None:
+        wanted = report.collectives().get("backward all_reduce", (0, 0))
+        of_params = [m for r in report.rows if r.op == "parameter" for m in r.transitions]
+        assert picture.gradients.backward_bytes == sum(m.backward_bytes for m in of_params)
+        total = sent.setdefault("backward all_reduce", [0, 0])
+        total[0], total[1] = total[0] + len(of_params), total[1] + picture.gradients.backward_bytes
+        assert tuple(total) == wanted
+    assert {what: tuple(total) for what, total in sent.items()} == report.collectives()
+    assert all(a < b for a, b in picture.edges) and len(set(picture.edges)) == len(picture.edges)
+    reached = {b for _, b in picture.edges}
+    for number, node in enumerate(picture.nodes):  # but views of weights
+        assert number in reached or not picture.regions[node.region].layer or not node.us, node
+
+
+def test_memory_is_that_of_a_rank() -> None:
+    plan, _ = toy(2)
+    report = megafx.explain(plan)
+    held = 0
+    for name, (shape, _, _) in report.params.items():
+        sizes, placement = [int(n) for n in shape.split("x")], plan.params[name]
+        if placement.is_shard:
+            sizes[placement.dim] = placement.cut.local_size(2)
+        held += 8 * int(np.prod(sizes))
+    assert report.picture.memory == {"parameters": held, "gradients": held, "AdamW's moments": 2 * held}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_backward_keeps_is_at_most_what_is_said(sequence_parallel: bool) -> None:
+    plan, planner = toy(2, sequence_parallel=sequence_parallel)
+    model, inputs = zoo.build("nanogpt", layers=3)
+    program = capture_call(model, (), inputs(2, 16))
+    compiled = compile_program(program, Planner(planner.config, 2, planner.hardware, wants_grad=lambda spec: True))
+    parts = compiled.for_rank(None)
+    assert parts.partition is not None
+    saved = sum(parts.partition.saved_bytes(parts.sizes).values())
+    picture = megafx.explain(plan).picture
+    told = sum(picture.regions[n.region].times * n.kept for n in picture.nodes)
+    assert saved <= told <= 2 * saved, (saved, told)
+
+
+# -- a step
+
+
+@pytest.mark.parametrize(("name", "t"), [("llama-8b", 8), ("gpt2", 8), ("gpt2", 1)])
+def test_a_step_adds_up(name: str, t: int) -> None:
+    report = made(name, t)[1]
+    picture, step = report.picture, report.step
+    assert step.total_us == pytest.approx(step.compute_us + step.exposed_us, rel=1e-6)
+    assert step.exposed_us <= step.send_us + 1e-3
+    forward = sum(picture.regions[n.region].times * n.us for n in picture.nodes)
+    assert step.compute_us == pytest.approx(3 * forward + picture.optimizer_us, rel=1e-6)
+    assert (step.send_us > 0) == (t > 1)
+    for lanes in (("compute", "wait"), ("send",)):
+        ends = 0.0
+        for segment in sorted((s for p in step.parts for s in p.segments if s.lane in lanes), key=lambda s: s.start):
+            assert segment.start >= ends - 2e-3, "what runs on one lane does not overlap"
+            ends = segment.start + segment.us
+    assert report.step.total_us == pytest.approx(made(name, t)[0].cost_us, rel=0.25), "what the planner minimises"
+
+
+def test_backward_hides_collectives_behind_the_gradients_of_weights() -> None:
+    step = made("llama-8b")[1].step
+    (part,) = [p for p in step.parts if p.direction == "backward" and p.times > 1]
+    sends = [s for s in part.segments if s.lane == "send"]
+    waits = [s for s in part.segments if s.lane == "wait"]
+    assert sum(w.us for w in waits) < 0.9 * sum(s.us for s in sends)
+
+
+# -- alternatives
+
+
+def test_an_alternative_costs_what_a_plan_with_it_costs() -> None:
+    """With all other ops as they are, and parameters stored as is then cheapest."""
+    plan, planner = toy(2)
+    problem = planner.problem
+    chosen = {}
+    for node in problem.planner.rules:
+        choice = plan.ops[node.name]
+        chosen[node] = [(s.ins, s.out) for s in problem.domains[node]].index((choice.ins, choice.out))
+    around, tried = Neighbourhood(problem, plan), 0
+
+    def solved(node: Any, index: int) -> float:
+        tables = []
+        for other, at in chosen.items():
+            cost = np.full(len(problem.domains[other]), np.inf)
+            cost[index if other is node else at] = 0.0
+            tables.append(Table((("op", other),), cost))
+        return solve(problem.sizes_of_domains, [*problem.tables, *tables]).cost
+
+    names = {n.name for n in megafx.explain(plan).picture.nodes if n.has_weight}
+    for node in [n for n in chosen if n.name in names][:3]:
+        now, best = around.cost(node, chosen[node])[0], solved(node, chosen[node])
+        for index in range(len(problem.domains[node])):
+            added = around.cost(node, index)[0] - now
+            assert added == pytest.approx(solved(node, index) - best, abs=2e-8), (node, problem.domains[node][index])
+            tried += 1
+    assert tried > 10
+
+
+def test_alternatives_are_told_with_their_collectives() -> None:
+    picture = made("llama-8b")[1].picture
+    (down,) = [n for n in picture.nodes if n.module == "mlp.gate_proj"]
+    told = [a for a in down.alternatives if a.startswith("row-parallel (S2, S1 -> P) here would cost +")]
+    assert len(told) == 1 and "1 more reduce_scatter of 196.0 MiB" in told[0], down.alternatives
+    assert any("a matmul weight is sharded where it can be" in text for text in down.why)
+
+
+# -- the page
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    for name in SHAPES:
+        made(name)[1].html(folder / f"{name}.html")
+    return {name: folder / f"{name}.html" for name in SHAPES}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_page_is_small_whole_and_offline(name: str, pages: dict[str, Path]) -> None:
+    text = pages[name].read_text()
+    assert len(text) < 100_000  # 200 kB is the most
+    assert text.isascii() or (text.encode() and "http://" not in text.replace("http://www.w3.org/2000/svg", ""))
+    for loads in ("src=", "href=", "@import", "url(http", "fetch("):
+        assert loads not in text.replace("srcdoc=", ""), loads
+    assert json.dumps(data_of(text)) == json.dumps(json.loads(json.dumps(made(name)[1].page_data())))
+
+
+def test_text_of_the_model_does_not_end_the_script() -> None:
+    data = made("gpt2")[1].page_data()
+    data["header"] = {"axis": "</script><b>"}
+    assert data_of(page(data))["header"] == {"axis": "</script><b>"}
+    assert page(data).count("</script>") == 2
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_script_draws_every_level(name: str, pages: dict[str, Path]) -> None:
+    """In node, with a document that keeps what is drawn: nothing is thrown, boxes of a level do not overlap."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    driver = Path(__file__).parents[1] / "support" / "page_dom.js"
+    done = subprocess.run([node, driver, pages[name]], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    drawn = json.loads(done.stdout)
+    picture = made(name)[1].picture
+    assert len(drawn["levels"]) > 2 * len(picture.regions)
+    for level in drawn["levels"]:
+        boxes = level["boxes"]
+        for i, (x, y, width, height) in enumerate(boxes):
+            for u, v, w, h in boxes[i + 1 :]:
+                assert not (x < u + w and u < x + width and y < v + h and v < y + height), level["path"]
+    told = "\n".join(drawn["details"])
+    shown = [n for n in picture.nodes if n.has_weight]
+    assert all(n.weight in told and n.source in told and all(a in told for a in n.alternatives) for n in shown)
+    for move in [n.move for n in picture.nodes if n.move is not None]:
+        assert f"{move.forward} {megafx.report.report.bytes_text(move.forward_bytes)}" in told or not move.forward_bytes
+    assert "kept for backward" in drawn["memory"] and "waiting for collectives" in drawn["facts"]
+    assert drawn["step"] > len(picture.nodes)
+
+
+@pytest.mark.parametrize("name", ["gpt2"])
+def test_a_browser_draws_it(name: str, pages: dict[str, Path]) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("Chromium is not installed")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command = [browser, *options, f"file://{pages[name]}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.count('class="box') == len(made(name)[1].picture.regions), done.stderr[-500:]
+
+
+# -- two reports
+
+
+def test_two_reports_are_compared(tmp_path: Path, pages: dict[str, Path]) -> None:
+    plan, report = made("gpt2")
+    other = made("gpt2", 1)[1]
+    (tmp_path / "a.json").write_text(report.to_json())
+    other.html(tmp_path / "b.html")
+    assert megafx.diff(pages["gpt2"], tmp_path / "a.json") == ""
+    found = megafx.diff(tmp_path / "a.json", tmp_path / "b.html", html=tmp_path / "both.html").splitlines()
+    assert "-axis: tp=8" in found and "+axis: tp=1" in found
+    assert any(line.startswith("-Collectives a step") for line in found)
+    both = (tmp_path / "both.html").read_text()
+    assert both.count("<iframe") == 2 and "-axis: tp=8" in both and len(both) < 200_000
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(UsageError, match="a saved plan has no report to draw"):
+        megafx.diff(tmp_path / "plan.json", tmp_path / "plan.json", html=tmp_path / "x.html")
+    (tmp_path / "other.txt").write_text("hello")
+    with pytest.raises(UsageError, match="is no report and no plan"):
+        megafx.diff(tmp_path / "other.txt", tmp_path / "plan.json")
+
+
+def test_a_plan_is_priced_in_the_dtype_that_is_asked_for() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 64))
+    config = megafx.Config(tensor_model_parallel_size=2)
+    batch, sizes = torch.ones(8, 64), {}
+    for dtype in (None, "bf16"):
+        inputs = batch if dtype is None else batch.bfloat16()
+        plan = megafx.plan(model, config.replace(params_dtype=dtype), example_inputs=inputs)
+        sizes[dtype] = megafx.explain(plan).picture.memory["parameters"]
+    assert sizes[None] == 2 * sizes["bf16"]
+    assert model[0].weight.dtype == model[1].running_mean.dtype == torch.float32
