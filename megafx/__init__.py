@@ -1,6 +1,17 @@
 """megafx: a plain eager PyTorch transformer becomes a fused, tensor-parallel one."""
 
-from megafx.api import diff, explain, parallelize, plan, replay, sabotage, verify
+from megafx.api import (
+    diff,
+    explain,
+    parallelize,
+    plan,
+    predict_memory,
+    profile,
+    replay,
+    sabotage,
+    search,
+    verify,
+)
 from megafx.checkpoint.checkpoint import LoadedCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from megafx.config import Config
 from megafx.debugging import debug
@@ -33,6 +44,8 @@ __all__ = [
     "load_safetensors",
     "parallelize",
     "plan",
+    "predict_memory",
+    "profile",
     "profile_hardware",
     "register_pattern",
     "register_rule",
@@ -40,5 +53,6 @@ __all__ = [
     "sabotage",
     "save_checkpoint",
     "save_pretrained",
+    "search",
     "verify",
 ]

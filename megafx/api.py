@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megafx.analysis.memory import OPTIMIZERS, Memory
 from megafx.capture.dims import max_length
 from megafx.capture.export import capture_call
 from megafx.capture.huggingface import is_hf_model, synthesize_inputs
-from megafx.compiler.pipeline import plan_only
+from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
 from megafx.equivalence import Sabotage, Verdict, sabotage_call, types_of_call, verify_call
 from megafx.errors import UsageError
 from megafx.ir.dump import diff_folders
+from megafx.placements.data_axis import DataAxis
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
+from megafx.profiling import loss_of, profile_steps
 from megafx.replaying import Replayed, replay_call
 from megafx.report.compare import differences, read_report
 from megafx.report.page import side_by_side
@@ -30,6 +33,8 @@ from megafx.report.report import Report
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
+from megafx.weights.save import bytes_of
+from megafx.what_if import Found, search_call
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -86,6 +91,71 @@ def plan(
     return plan_only(program, Planner(config, t, hardware, wants_grad=lambda spec: True, keeps_problem=True))
 
 
+def predict_memory(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: str = "adamw",
+) -> Memory:
+    """The memory of one rank over a training step, without ranks, a GPU or memory for weights: bytes by kind, the peak of each
+    part of the step, and what is alive then.
+
+    Arguments as in `plan`; sizes are those of example_inputs, else micro_batch_size and seq_length. optimizer: a key of
+    `megafx.analysis.memory.OPTIMIZERS`. Raises what `plan` raises, and PlanError for a budget that cannot be met.
+    """
+    config = resolve(config or Config(), model)
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"no optimizer '{optimizer}' is known", fix=f"one of {', '.join(OPTIMIZERS)}")
+    args, kwargs = example_call(model, example_inputs)
+    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    if config.params_dtype is not None:
+        model = _in_dtype(model, getattr(torch, config.params_dtype))
+    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    ranks = config.data_parallel_size or 1
+    shard = 1 if config.data_parallel == "ddp" else config.data_parallel_shard_size or ranks
+    data = DataAxis(ranks, config.data_parallel, shard, config.data_parallel_bucket_mib * 2**20) if ranks > 1 else None
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    hardware = hardware_of(config, None)
+    planner = Planner(
+        config, config.tensor_model_parallel_size or 1, hardware, data,
+        wants_grad=lambda spec: spec.kind == "param" and spec.name in trained,
+        at_call=example_inputs is not None, device_bytes=hardware.memory_bytes,
+    )  # fmt: skip
+    return compile_program(program, planner).memory(optimizer)
+
+
+def search(
+    model: nn.Module,
+    gpus: int,
+    memory: int | str,
+    config: Config | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    batches: Sequence[int] = (1, 2, 4, 8),
+    shown: int = 10,
+) -> Found:
+    """The fastest configurations of a model on so many GPUs that fit into `memory` bytes each ('80GiB'), best first.
+
+    Tried are tensor- and data-parallel sizes, forms of the latter, sequence parallelism, micro-batch sizes (`batches`), and
+    budgets for what is kept for backward; other fields are those of `config`. str() of the result is a table with step time,
+    MFU, memory, bytes and why each loses to the best; `.config` is that of the best. Needs no ranks, GPU or weights.
+    """
+    try:
+        limit = bytes_of(memory)
+    except UsageError as error:
+        raise UsageError(f"memory={memory!r} is no size", fix="write 80GiB, 80000MiB or a number of bytes") from error
+    config = resolve(config or Config(), model)
+    args, kwargs = example_call(model, example_inputs)
+    loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    if config.params_dtype is not None:
+        model = _in_dtype(model, getattr(torch, config.params_dtype))
+    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    return search_call(program, config, hardware_of(config, None), gpus, limit, batches, shown)
+
+
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """What `model.to(dtype)` would be, as a model of its own whose parameters take no memory."""
     made: dict[int, Any] = {}
@@ -111,6 +181,25 @@ def explain(subject: nn.Module | Plan) -> Report:
             f"{type(subject).__name__} is not parallelized", fix="call megafx.parallelize(model, ...) or megafx.plan"
         )
     return runtime.report()
+
+
+def profile(model: nn.Module, batch: Any, *, steps: int = 3) -> Report:
+    """Run some training steps of a parallelized model, and put measured times beside those of the cost model in its report.
+
+    Collective over its ranks. batch: a call, in the forms of example_inputs; each step runs it forward and backward, without
+    an optimizer, and gradients are None afterwards. Times are of this rank: on a GPU those of kernels, else of the host. The
+    model needs Config(profiler_ranges=True). Raises UsageError without.
+    """
+    report = explain(model)
+    args, kwargs = example_call(model, batch)
+
+    def step() -> None:
+        loss_of(model(*args, **kwargs)).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    profile_steps(step, steps, report)
+    return report
 
 
 def verify(

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import json
 import os
 import platform
 import sys
@@ -53,12 +54,17 @@ def _shown_progress(quiet: bool) -> Iterator[None]:
 
     console = Console(stderr=True, highlight=False)
     with console.status("megafx") if console.is_terminal else contextlib.nullcontext() as status:
+        inside: list[str] = []  # stages that run, one inside of the other
 
         def told(name: str, seconds: float | None) -> None:
-            if seconds is None and status is not None:
-                status.update(name)
-            elif seconds is not None and seconds >= 1.0:
-                console.print(f"{name:<24}{seconds:6.1f} s")
+            if seconds is None:
+                inside.append(name)
+                if status is not None:
+                    status.update(": ".join(inside))
+            else:
+                inside.pop()
+                if seconds >= 1.0 and not inside:
+                    console.print(f"{name:<32}{seconds:6.1f} s")
 
         with progress(told):
             yield
@@ -89,9 +95,17 @@ def _parser() -> argparse.ArgumentParser:
 
     argument = add_for_model(_plan, "megafx.plan", "plan a model and print where everything is")
     argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+    argument("--predict-memory", action="store_true", help="memory of a rank over a step (megafx.predict_memory)")
+    argument(
+        "--gpus", type=int, metavar="N", help="megafx.search: the ten best configurations of N GPUs; needs --memory"
+    )
+    argument("--memory", metavar="SIZE", help="of each, for example 80GiB")
+    told = "cut the model into N balanced stages (megafx.report.stages.pipeline_stages)"
+    argument("--pipeline-stages", type=int, metavar="N", help=told)
     argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
     argument("--html", type=Path, metavar="FILE", help="write the report as a page")
     argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    argument("--model-explorer", type=Path, metavar="FILE", help="write the graph as JSON of Model Explorer")
     argument = add_for_model(
         _verify, "megafx.verify", "run all ranks of one call in this process, and compare with eager"
     )
@@ -203,9 +217,24 @@ def _model(args: argparse.Namespace, device: str = "meta") -> tuple[Any, Any]:
 def _plan(args: argparse.Namespace) -> int:
     import megafx
 
+    if (args.gpus is None) != (args.memory is None):
+        raise UsageError("--gpus and --memory go together", fix="for example --gpus 8 --memory 80GiB")
     model, inputs = _model(args)
-    plan = megafx.plan(model, _config(args), example_inputs=inputs)
+    config = _config(args)
+    if args.gpus is not None:
+        batches = (1, 2, 4, 8) if args.micro_batch_size is None else (args.micro_batch_size,)
+        found = megafx.search(model, args.gpus, args.memory, config, example_inputs=inputs, batches=batches)
+        print(found)
+        return 0 if found.best else 1
+    plan = megafx.plan(model, config, example_inputs=inputs)
+    if args.pipeline_stages is not None:
+        from megafx.report.stages import pipeline_stages
+
+        print(*pipeline_stages(megafx.explain(plan), args.pipeline_stages), sep="\n")
+        return 0
     print(plan)
+    if args.predict_memory:
+        print(megafx.predict_memory(model, config, example_inputs=inputs))
     if args.save:
         plan.save(args.save)
     return 0
@@ -221,6 +250,10 @@ def _explain(args: argparse.Namespace) -> int:
         report.html(args.html)
     if args.json:
         args.json.write_text(report.to_json())
+    if args.model_explorer:
+        from megafx.report.model_explorer import graph_collection
+
+        args.model_explorer.write_text(json.dumps(graph_collection(report, args.model)))
     return 0
 
 

@@ -27,6 +27,7 @@ STYLES: dict[str, tuple[str, ...]] = {
     "replicate": ("ReplicateParallel", "replicated", "replicated_with_grad_allreduce"),
     "sequence": ("SequenceParallel", "sequence_parallel"),
 }
+FIT = "fit"  # Config.activation_memory_budget: what the device has room for
 MEASURE_NOTHING = "all"  # Config.fusion_profile: every fusion is made, whatever was measured
 _STYLE_OF = {name: style for style, names in STYLES.items() for name in (style, *names)}
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -131,8 +132,8 @@ class Config:
     )
     activation_memory_budget: float | int | str | None = _option(
         None,
-        "what a rank may keep for backward: '24GiB', or a fraction (0.0 to 1.0) of what it keeps without a budget. Values that "
-        "do not fit are made again in backward, the cheapest first (docs/memory.md)",
+        "what a rank may keep for backward: '24GiB', or a fraction (0.0 to 1.0) of what it keeps without a budget; 'fit': what "
+        "the device has room for. Values that do not fit are made again in backward, the cheapest first (docs/memory.md)",
     )
     recompute_granularity: Literal["selective", "full"] | None = _option(
         None, "'full': layers are computed again from their inputs; 'selective': the parts that recompute_modules names"
@@ -158,6 +159,10 @@ class Config:
     )
     eager_modules: tuple[str, ...] = _option(
         tuple, "globs of submodules that are not captured: their code runs as it is, on whole tensors"
+    )
+    profiler_ranges: bool = _option(
+        False,
+        "a torch.profiler trace shows what runs under the path of its module (NVTX ranges under emit_nvtx); not with compile",
     )
     check_for_nan_in_loss_and_grad: bool = _option(
         False,
@@ -302,11 +307,11 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def _budget(value: object) -> float | int | None:
-    """None; a float from 0 to 1: a fraction; an int: bytes, which '24GiB' becomes."""
-    allowed = "a size such as '24GiB', a fraction from 0.0 to 1.0, or None"
-    if value is None:
-        return None
+def _budget(value: object) -> float | int | str | None:
+    """None; 'fit'; a float from 0 to 1: a fraction; an int: bytes, which '24GiB' becomes."""
+    allowed = "a size such as '24GiB', a fraction from 0.0 to 1.0, 'fit', or None"
+    if value is None or value == FIT:
+        return value  # type: ignore[return-value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if 0 <= value <= 1:
             return float(value)

@@ -71,11 +71,15 @@ class NamedDims:
         return True
 
     def hints_within_bounds(self) -> dict[str, int]:
-        """The sizes of the trace, as large as the bounds allow that are known now."""
+        """The sizes of the trace, as large as the bounds allow that are known now.
+
+        Below a bound: of the longest sequence, `seq >= bound` holds in the trace, which makes the size a number.
+        """
         taken: set[int] = set()
         found = {}
         for name, hint in self.hints.items():
-            found[name] = prime_up_to(min(hint, self.bounds.get(name, (None, None))[1] or hint), taken)
+            greatest = self.bounds.get(name, (None, None))[1]
+            found[name] = prime_up_to(min(hint, max(greatest - 1, 2)) if greatest else hint, taken)
             taken.add(found[name])
         return found
 
@@ -179,7 +183,7 @@ def _choose_hints(dims: NamedDims, longest: int | None) -> None:
             hint = max(size, BATCH_HINT)
         else:
             hint = size if size >= SEQ_HINTS[0] else next(lengths, SEQ_HINTS[0])
-            hint = min(hint, longest) if longest else hint
+            hint = min(hint, max(longest - 1, 2)) if longest else hint
             dims.bounds[name] = (None, None)
         dims.hints[name] = prime_up_to(hint, taken)
         taken.add(dims.hints[name])

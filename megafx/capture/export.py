@@ -338,6 +338,8 @@ class _Capture:
                 elif isinstance(size.node.expr, sympy.Symbol):
                     program.sizes.symbols.setdefault(dim_name, size.node.expr)
                     program.sizes.workload_of.setdefault(size.node.expr, sizes[dim_name])
+                    program.sizes.of_call[size.node.expr] = self.dims.user.get(dim_name, sizes[dim_name])
+                    program.sizes.traced_of.setdefault(size.node.expr, sizes[dim_name])
 
 
 def _leaf(name: str, value: Any, traced: torch.Tensor | None) -> Leaf:

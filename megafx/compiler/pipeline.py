@@ -7,21 +7,23 @@ nothing to do, as those of data parallelism have on one rank.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from megafx.analysis.communication import Communication, collective_nodes, communication
+from megafx.analysis.memory import Memory, memory
 from megafx.capture.prepare import alone
 from megafx.checks import types
 from megafx.checks.numbers import NumberCheck
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
 from megafx.compiler.runner import Pass, PassFunction, Runner, insert_user_passes
-from megafx.config import Config
+from megafx.config import FIT, Config
 from megafx.debugging import Debug, current
-from megafx.errors import PlacementError
+from megafx.errors import PlacementError, PlanError
 from megafx.ir.program import RECOMPUTE, Note, Program
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.backward.accumulate_products import accumulate_products
@@ -51,6 +53,7 @@ from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.overlap_products import overlap_products
+from megafx.passes.lower.name_ranges import name_ranges
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
@@ -137,6 +140,7 @@ RANK: tuple[PassFunction, ...] = (
     write_padded_rows,
     reuse_buffers,
     call_directly,
+    name_ranges,
 )
 STAGES: dict[str, tuple[PassFunction, ...]] = {
     "planning": PLANNING,
@@ -209,6 +213,14 @@ class Compiled:
             runner.run(program, passes[first:])
         return _executable(program, planner, runner), [i.name for i in program.inputs if i.kind == "pending"]
 
+    def memory(self, optimizer: str = "adamw", held: int | None = None) -> Memory:
+        """Predicted memory of one rank, as `analysis.memory.memory` says."""
+        program = self.program.copy()
+        for step in (partition, regather, reuse_buffers):
+            step(program, self.planner)
+        with program.sizes.at_call() if self.planner.at_call else contextlib.nullcontext():
+            return memory(program, optimizer, held)
+
     def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
         """Every collective of one step, those that backward repeats included. sizes: of the axes besides the plan's."""
         if not any(n.meta.get(RECOMPUTE) for n in collective_nodes(self.program.graph)):
@@ -227,7 +239,41 @@ class Compiled:
 
 def compile_program(program: Program, planner: Planner) -> Compiled:
     """CAPTURED program -> LOWERED; raises what the passes raise."""
+    if planner.config.activation_memory_budget == FIT and planner.training:
+        return _fitting(program, planner)
     return Compiled(program, planner, _run(program, planner, *EVERY_RANK))
+
+
+# Of the device's memory, what is left to the CUDA context, NCCL's buffers and blocks that do not fit together.
+MARGIN = 0.06
+
+
+def _fitting(program: Program, planner: Planner) -> Compiled:
+    """The program with the largest budget whose predicted peak the device has room for, with AdamW's moments."""
+    if planner.device_bytes is None:
+        found = f"activation_memory_budget='fit' on a device whose memory is not known ({planner.hardware.name})"
+        raise PlanError(found, fix="give the bytes (activation_memory_budget='24GiB'), or a profile with memory_bytes")
+    room, peaks = int((1 - MARGIN) * planner.device_bytes), []
+    passes = passes_of(planner, *EVERY_RANK)
+    place = [p.name for p in passes].index(choose_kept.__name__)
+    with alone():
+        runner = _runner(planner, "capture")
+        runner.run(program, passes[:place])
+        for tenths in range(10, -1, -1):
+            tried, other = program.copy(), copy.copy(planner)
+            other.config = planner.config.replace(activation_memory_budget=tenths / 10)
+            try:
+                _runner(other, "lowered", replace(current(), level=0, dump=None)).run(tried, passes[place:])
+            except PlanError:
+                break
+            peaks.append(Compiled(tried, other).memory().peak)
+            if peaks[-1] <= room:
+                return Compiled(tried, other, runner)
+    least = min(peaks) / 2**30
+    raise PlanError(
+        f"the model does not fit: {room / 2**30:.1f} GiB are to be had, and the least that a step takes is {least:.1f} GiB",
+        fix="more tensor-parallel ranks, sequence_parallel=True, data_parallel='fsdp', or a smaller batch",
+    )
 
 
 def plan_only(program: Program, planner: Planner) -> Plan:

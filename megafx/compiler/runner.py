@@ -209,11 +209,24 @@ class Runner:
                 fix="set program.phase at the end of the pass, or correct ENSURES",
             )
         program.graph.lint()
+        _check_sizes(step, program)
         return PassRecord(index, step.name, changes, nodes, len(program.graph.nodes), duration_ms)
 
     def _log(self, level: int, message: str) -> None:
         if self.settings.level >= level and message:
             say(message)
+
+
+def _check_sizes(step: Pass, program: Program) -> None:
+    """Sizes that vary stay symbols: a graph that has the traced number in their place is right for no other."""
+    known = getattr(program.fake_mode.shape_env, "replacements", {})
+    fixed = {name: known[s] for name, s in program.sizes.symbols.items() if s in known and known[s].is_Integer}
+    if fixed:
+        what = ", ".join(f"'{name}' to {number}" for name, number in fixed.items())
+        raise MegafxError(
+            f"pass '{step.name}' fixes the size {what}, which varies between calls",
+            fix="an op of the model asks for the number itself: write it with symbolic sizes, or give a longer example",
+        )
 
 
 def _text(program: Program) -> str:

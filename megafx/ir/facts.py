@@ -13,6 +13,7 @@
 | experts             | planner/overrides.py, report.py: the factor that counts experts                       |
 | inplace             | passes/lower/reuse_buffers.py: the form that writes over an operand                   |
 | recompute           | passes/backward/recompute_activations.py: the op whose result a gradient makes again  |
+| workspace           | analysis/memory.py: memory that the op takes while it runs                            |
 
 Facts of users' ops are their rules (`megafx.register_rule`). Samples are data, so that this file needs no torch.
 """
@@ -62,6 +63,7 @@ class OpFacts:
     experts     the factor of the rule that counts experts: sharding it gives each rank some of them
     inplace     (operand, op): with the arguments of this op, writes the result into that operand
     recompute   name of the op whose result this one, its gradient, can give once more as its last result
+    workspace   (arguments, with shapes for tensors; bytes of an element) -> bytes that it has besides its results while it runs
     """
 
     rule: str | Callable[[Any], Any] | None = None
@@ -75,6 +77,7 @@ class OpFacts:
     experts: str = ""
     inplace: tuple[int, Any] | None = None
     recompute: str = ""
+    workspace: Callable[[Sequence[Any], int], int] | None = None
 
 
 _facts: dict[str, OpFacts] = {}

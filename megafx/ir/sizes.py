@@ -7,8 +7,10 @@ integer that factors in one way only. `Sizes` holds the correspondence, prices t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,8 @@ class RowCount:
 
 
 class Sizes:
-    """The structural integers of one program. symbols: names ('batch', 'seq') of the symbols that have one."""
+    """The structural integers of one program. symbols: names ('batch', 'seq') of the symbols that have one; traced_of: what
+    they were in the trace."""
 
     def __init__(self) -> None:
         self._prime_of: dict[sympy.Expr, int] = {}
@@ -41,7 +44,9 @@ class Sizes:
         self._last = FIRST_PRIME
         self.symbols: dict[str, sympy.Symbol] = {}
         self.workload_of: dict[sympy.Symbol, int] = {}
+        self.traced_of: dict[sympy.Symbol, int] = {}
         self.row_counts: dict[sympy.Symbol, RowCount] = {}  # sizes that data decides (data_sizes.py)
+        self.of_call: dict[sympy.Symbol, int] = {}  # the sizes of the call that was captured
         self._priced: tuple[dict[sympy.Symbol, int], dict[int, int]] = ({}, {})  # a workload, and sizes at it
 
     # -- symbolic -> structural
@@ -113,6 +118,16 @@ class Sizes:
             return False
         return any(not self.row_counts.keys().isdisjoint(a.free_symbols) for a in self.factors(structural)[1])
 
+    def shards_to_one(self, structural: int, t: int) -> bool:
+        """Whether the traced size is symbolic, and ranks hold at most one element of it: torch takes such a size for a number.
+
+        A sequence is traced so short where a table of the model bounds it (capture/dims.py).
+        """
+        coefficient, powers = self.factors(structural)
+        if not powers or not all(self.traced_of.keys() >= atom.free_symbols for atom in powers):
+            return False
+        return math.prod([int(a.xreplace(self.traced_of)) ** p for a, p in powers.items()], start=coefficient) <= t
+
     def workload(self, structural: int) -> int:
         """The size at the workload that the planner prices (`micro_batch_size`, `seq_length`, else the traced hint)."""
         if self._priced[0] != self.workload_of:
@@ -131,6 +146,17 @@ class Sizes:
                 known[symbol] = sympy.Integer(-(-self.workload(count.among) // count.shares))
             coefficient *= int(atom.xreplace(known)) ** power
         return coefficient
+
+    @contextlib.contextmanager
+    def at_call(self) -> Iterator[None]:
+        """Within, the workload is the call that was captured."""
+        before = dict(self.workload_of)
+        self.workload_of.update(self.of_call)
+        try:
+            yield
+        finally:
+            self.workload_of.clear()
+            self.workload_of.update(before)
 
     def text(self, structural: int) -> str:
         """For people: symbols by the names that they have."""

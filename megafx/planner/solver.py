@@ -115,6 +115,7 @@ class _Problem:
         self.sizes = [int(n) for n in domains.values()]
         self.arrays: list[Costs] = []
         self._by_content: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self.tables: list[tuple[tuple[int, ...], int]] = []  # as given; below, without variables that have no choice
         self.scopes: list[tuple[int, ...]] = []
         self.ids: list[int] = []
         empty = [v for v, n in domains.items() if n < 1]
@@ -137,8 +138,14 @@ class _Problem:
             want = tuple([self.sizes[v] for v in scope])
             if self.arrays[k].shape != want or len(set(scope)) != len(scope):
                 raise ValueError(f"table over {names} has shape {self.arrays[k].shape}, its domains are {want}")
-            self.scopes.append(scope)
-            self.ids.append(k)
+            self.tables.append((scope, k))
+        smaller: dict[int, int] = {}
+        for scope, k in self.tables:
+            if k not in smaller:
+                array = self.arrays[k]
+                smaller[k] = self.intern(array.reshape([n for n in array.shape if n != 1])) if 1 in array.shape else k
+            self.scopes.append(tuple([v for v in scope if self.sizes[v] != 1]))
+            self.ids.append(smaller[k])
 
     def intern(self, array: Costs) -> int:
         key = (array.shape, array.tobytes())
@@ -225,11 +232,13 @@ def _eliminate(problem: _Problem, order: list[int]) -> tuple[list[int], int]:
     for i, v in enumerate(order):
         position[v] = i
     buckets: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in order]  # tables, at their first variable to go
-    for scope, k in zip(problem.scopes, problem.ids, strict=True):
+    for scope, k, (whole, _) in zip(problem.scopes, problem.ids, problem.tables, strict=True):
         if scope:
             buckets[min(scope, key=position.__getitem__)].append((scope, k))
         elif not np.isfinite(problem.arrays[k]):
-            raise InfeasibleError((), minimal=True)
+            if not whole:
+                raise InfeasibleError((), minimal=True)
+            raise _DeadEndError(whole[0])
     memo: dict[tuple[Any, ...], _Step | None] = {}
     steps: list[tuple[int, list[int], NDArray[np.intp]]] = []
     hits = 0
@@ -284,7 +293,7 @@ def _conflict(problem: _Problem, dead: int) -> tuple[list[Hashable], bool]:
     itself is found by doubling the radius, then variables are left out one by one, the farthest first.
     """
     forbids = [bool(np.isinf(a).any()) for a in problem.arrays]
-    tables = [(s, k) for s, k in zip(problem.scopes, problem.ids, strict=True) if forbids[k]]
+    tables = [(s, k) for s, k in problem.tables if forbids[k]]
     ball: list[int] = []  # in order of distance
     radius = 0
     for distance, layer in enumerate(nx.bfs_layers(_interaction([dead], (scope for scope, _ in tables)), dead)):

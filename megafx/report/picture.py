@@ -67,7 +67,8 @@ class Region:
 
 @dataclass
 class Picture:
-    """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. graph: names of the nodes drawn, in the graph."""
+    """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. order: (paths of its modules, index of the region
+    that it is drawn as) of every layer, and of every part before, between and after them."""
 
     regions: list[Region]
     nodes: list[Drawn]
@@ -76,6 +77,7 @@ class Picture:
     gradients: PricedTransition | None  # all-reduces of gradients of parameters that ranks hold whole, together
     optimizer_us: float
     training: bool
+    order: list[tuple[tuple[str, ...], int]]
 
 
 def draw(program: Program, planner: Planner) -> Picture:
@@ -120,7 +122,11 @@ class _Draw:
                 if source in index and index[source] < index[node]:  # not from one layer to the next like it
                     edges[index[source], index[node]] = None
         self._keep(drawn, index)
-        return Picture(regions, drawn, [*edges], *self._whole(), self.planner.training)
+        order = []
+        for name in names:
+            own = (name,) if name in self.layers.paths else tuple(dict.fromkeys(map(fqn_of, of_region[name])))
+            order.append((own, drawn[index[of_region[name][0]]].region))
+        return Picture(regions, drawn, [*edges], *self._whole(), self.planner.training, order)
 
     # -- which nodes, and where
 

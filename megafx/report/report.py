@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megafx.analysis.communication import Communication
+from megafx.analysis.memory import Memory
+from megafx.errors import UsageError
 from megafx.ir.program import Fusion, Note
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
@@ -68,6 +70,19 @@ class Fused:
     source: str
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Microseconds of a step under one module (like layers together), as measured and by the cost model."""
+
+    direction: str
+    module: str
+    us: float
+    modelled_us: float
+
+    def __str__(self) -> str:
+        return f"{self.direction} {self.module}: {self.us:.1f} us (modelled {self.modelled_us:.1f} us)"
+
+
 @dataclass
 class Report:
     """str(report), .table(), .html(path), .to_json()."""
@@ -81,7 +96,20 @@ class Report:
     fusions: list[Fused] = field(default_factory=list)
     picture: Any = None  # picture.Picture: ops and collectives of each kind of layer
     step: Any = None  # steps.Step: when they run in a training step
-    peak_bytes: int | None = None  # predicted memory of the busiest rank at its peak
+    measured: list[Measured] = field(default_factory=list)  # by megafx.profile
+    predict: Callable[[], Memory] | None = None  # memory of a rank over a step of the compiled call
+
+    def memory(self) -> Memory:
+        """Predicted memory of a rank, and what is alive at the peak by module and op. Raises UsageError for a plan alone."""
+        if self.predict is None:
+            found = "a plan alone has no graphs whose memory could be predicted"
+            raise UsageError(found, fix="megafx.predict_memory(model, config), or explain() of a parallelized model")
+        return self.predict()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Predicted memory of a rank at its peak; None for a plan alone."""
+        return None if self.predict is None else self.predict().peak
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -176,6 +204,7 @@ class Report:
             waits = f"{ms(step.exposed_us)} waiting for collectives, of {ms(step.send_us)} in which they run"
             yield "A step by the cost model", [f"{ms(step.total_us)}: {ms(step.compute_us)} computing, {waits}"]
             yield "Memory of a rank", [f"{kind}: {bytes_text(size)}" for kind, size in self.picture.memory.items()]
+        yield "Measured, one step", [str(m) for m in self.measured]
         yield "Stored whole on every rank", texts
         yield "Fused", [f"{f.count} x {f.pattern} in {f.modules}" for f in self.fusions]
         yield "Strategies taken away by policies and overrides", [f"{n} x {why}" for why, n in self.removed.items()]

@@ -68,6 +68,8 @@ def find_candidates(
     def add(node: fx.Node, dim: int, layout: Layout) -> None:
         if node in shapes and sizes.from_data(shapes[node][dim]):
             return  # rows that data selects: how many a rank would hold, no other rank's share tells
+        if any(block.count >= FIRST_PRIME and sizes.shards_to_one(block.count, t) for block in layout.blocks):
+            return
         cuts = found.values.setdefault(node, {})
         if (dim, layout) not in cuts:
             cuts[dim, layout] = None

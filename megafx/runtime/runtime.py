@@ -300,7 +300,15 @@ class Runtime:
             agree=self._plan_of_rank_0,
             caches=dict(self.settled.caches),
             axes=self._axes(),
+            at_call=True,
+            device_bytes=self._device_bytes(),
         )
+
+    def _device_bytes(self) -> int | None:
+        device = self.state.device
+        if device.type == "cuda":
+            return int(torch.cuda.get_device_properties(device).total_memory)
+        return self.hardware.memory_bytes
 
     def _plan_of_rank_0(self, plan: Plan) -> Plan:
         """Rank 0's plan on every rank, in the sizes of this rank's graph."""
@@ -435,4 +443,5 @@ class Runtime:
             plan.report.fusions = fused(last.program.fusions)
             if last.program.recomputed is not None:
                 plan.report.header["kept for backward"] = str(last.program.recomputed)
+            plan.report.predict = last.memory
         return plan.report

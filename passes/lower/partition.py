@@ -184,7 +184,7 @@ class _Backward:
             new[node] = graph.placeholder(node.name)
             new[node].meta = dict(node.meta)
         for node in self.order:
-            new[node] = new[node.args[1]] if node.target is AGAIN else graph.node_copy(node, new.__getitem__)
+            new[node] = new[when_repeated(node)[0]] if node.target is AGAIN else graph.node_copy(node, new.__getitem__)
         graph.output(tuple(new[g] if isinstance(g, fx.Node) else g for g in self.gradients))
         return graph
 
@@ -198,7 +198,7 @@ def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any], unread
         new[node].meta = dict(node.meta)
     for node in program.graph.nodes:
         if node in needed and node not in new:
-            new[node] = new[node.args[0]] if node.target is AGAIN else graph.node_copy(node, new.__getitem__)
+            new[node] = new[in_forward(node)[0]] if node.target is AGAIN else graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[n] if isinstance(n, fx.Node) else n for n in outputs))
     return graph
 

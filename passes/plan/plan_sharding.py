@@ -277,6 +277,9 @@ def _why_sequence_is_whole(node: fx.Node, rule: OpRule, problem: Problem) -> str
         return "running it on a shard of the sequence costs more than it saves"
     if len(normalised_places(node, rule)) > 1:
         return f"it normalises over more than the last dim of its input [{shape}], so that tokens are not computed one by one"
+    seq = problem.program.sizes.symbols.get("seq")
+    if seq is not None and problem.program.sizes.traced_of.get(seq, problem.planner.t + 1) <= problem.planner.t:
+        return "the sequences that the model takes are so short that a rank would hold one token or none"
     return (
         f"the tokens of its input [{shape}] were not made one dim, since it is beside no product with a weight; and no dim is "
         "known to be a sequence: that is a dim of dynamic size, or the second one of token ids or a mask [batch, sequence]"

@@ -14,6 +14,7 @@ Sums that are fused with the norm behind them are split for backward (`split_nor
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -44,6 +45,11 @@ _NORMS: dict[Any, tuple[Any, slice]] = {
 
 def choose_kept(program: Program, planner: Planner) -> int:
     """Tag what backward makes again; return the number of nodes. `program.recomputed` says what came of it."""
+    with program.sizes.at_call() if planner.at_call else contextlib.nullcontext():
+        return _choose(program, planner)
+
+
+def _choose(program: Program, planner: Planner) -> int:
     if not any(o.kind == "gradient" for o in program.outputs) or not is_asked(program, planner.config):
         return 0
     again = split_norms(program)
@@ -135,9 +141,8 @@ def join_norms(program: Program, again: list[fx.Node]) -> None:
     """Take out the second origins of which backward makes no use."""
     for both in again:
         if not both.meta.get(RECOMPUTE):
-            normed, other = both.args
+            normed, other = both.all_input_nodes
             both.replace_all_uses_with(normed)
-            norm = other.args[0]
-            for node in (both, other, norm):
+            for node in (both, other, *other.all_input_nodes):
                 if not node.users:
                     program.graph.erase_node(node)

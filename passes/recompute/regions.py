@@ -18,7 +18,7 @@ from torch import fx
 from megafx.analysis.communication import is_start
 from megafx.analysis.kept import Kept, is_free, is_given, is_value
 from megafx.errors import ConfigError
-from megafx.ir.nodes import in_backward, op_name, storage_of
+from megafx.ir.nodes import in_backward, op_name, shows_operand
 from megafx.ir.program import RECOMPUTE, REGION, VAL, Program, fqn_of
 from megafx.ops.again import AGAIN, when_repeated
 from megafx.passes.recompute.budget import allowed, layers_of, model_layers, whole
@@ -78,7 +78,7 @@ def _select(program: Program, name: str, nodes: list[fx.Node], found: Regions) -
     forward = [n for n in nodes if not in_backward(n)]
     if name in ("norm", "layernorm"):
         found.dropped.update(n for n in forward if op_name(n) in NORMS)
-        gathers = [n for n in forward if is_start(n) and whole(storage_of(n.all_input_nodes[0])) in found.dropped]
+        gathers = [n for n in forward if is_start(n) and _made_again_by(n.all_input_nodes[0]) in found.dropped]
         found.dropped.update(
             gathers
         )  # of sequence parallelism: shards of a norm are put together for the product behind it
@@ -108,6 +108,13 @@ def _select(program: Program, name: str, nodes: list[fx.Node], found: Regions) -
             if names
             else "core_attn, norm, act",
         )
+
+
+def _made_again_by(node: fx.Node) -> fx.Node:
+    """The op that makes a value in backward, behind views."""
+    while node.target is AGAIN or shows_operand(node):
+        node = when_repeated(node)[0]
+    return whole(node)
 
 
 def _attention_cores(forward: list[fx.Node]) -> Iterator[list[fx.Node]]:

@@ -89,7 +89,7 @@ def test_debug_ladder(program, capfd, level, has, has_not):
 def test_dumps_are_numbered_and_further_runs_have_folders(program, tmp_path):
     settings = Debug(dump=str(tmp_path / "dumps"))
     run(program, PASSES, settings)
-    names = ["00_capture.txt", "01_canonicalize.txt", "02_use_abs.txt", "03_plan.txt"]
+    names = ["00_capture.txt", "01_canonicalize.txt", "02_use_abs.txt", "03_plan.txt", "about.json"]
     assert sorted(p.name for p in (tmp_path / "dumps").iterdir()) == names
     assert "neg(%0)" in (tmp_path / "dumps" / names[1]).read_text()
     assert "abs(%0)" in (tmp_path / "dumps" / names[2]).read_text()

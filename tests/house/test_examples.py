@@ -1,4 +1,4 @@
-"""Covers: examples/models (plain models, no megafx in them) and examples/train_gpt.py, the loop of the user's own."""
+"""Covers: examples/models (plain models, no megafx in them); examples/train_gpt.py, the loop of the user's own; the scripts."""
 
 import importlib.util
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import megafx
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 IDS = torch.randint(1, 90, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -21,8 +23,8 @@ CALLS = {
 }
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", FOLDER / "models" / f"{name}.py")
+def load(name, folder="models"):
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", FOLDER / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -49,6 +51,40 @@ def test_models_learn(name, cls):
 @pytest.mark.parametrize("name", sorted({name for name, _ in CALLS}))
 def test_models_do_not_know_megafx(name):
     assert "megafx" not in (FOLDER / "models" / f"{name}.py").read_text()
+
+
+# -- scripts, in this process and small
+
+
+def test_plan_405b(tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    load("plan_405b", ".").main(
+        ["--layers", "2", "--gpus", "2", "--memory", "500GiB", "--stages", "2", "--html", str(page)]
+    )
+    printed = capsys.readouterr().out
+    assert "a step: " in printed and "megafx.Config(" in printed
+    assert page.read_text().startswith("<!doctype html>") and page.stat().st_size < 200_000
+
+
+def test_lora():
+    pytest.importorskip("peft")
+    losses = load("lora", ".").main(["--steps", "8", "--layers", "1"])
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_long_context(capsys):
+    losses = load("long_context", ".").main(["--seq", "64", "--layers", "1"])
+    assert losses["None"] == losses["full"]
+    assert "recompute_granularity=full" in capsys.readouterr().out
+
+
+def test_own_pass():
+    module = load("own_pass", ".")
+    module.test_neutral_numbers_disappear(), module.test_others_stay()
+    x = torch.randn(4, 6, 16)
+    plan = megafx.plan(module.Net(), module.main(), example_inputs=x)
+    without = megafx.plan(module.Net(), megafx.Config(tensor_model_parallel_size=2), example_inputs=x)
+    assert len(plan.ops) == len(without.ops) - 2
 
 
 @pytest.mark.dist

@@ -22,7 +22,7 @@ LAYERS = [
     "capture passes checkpoint report",
     "checks",
     "compiler",
-    "runtime testing equivalence named_model measure replaying",
+    "runtime testing equivalence named_model measure replaying what_if profiling",
     "api integrations",
     "__init__",
     "cli",

@@ -121,6 +121,20 @@ def test_deterministic_in_seed_and_op_alone():
     assert not torch.equal(dropout(x, SEED, 0.5, 1, *WHOLE), y)
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 8), (2, 1, 1, 40)])
+def test_a_part_of_a_tensor_is_dropped_as_its_copy(shape):
+    """Rows of another tensor are contiguous, and start where they lie in its memory."""
+    part = torch.randn(shape)[1]
+    assert part.is_contiguous() and part.storage_offset() == 40
+    assert torch.equal(dropout(part, SEED, 0.5, 0, *WHOLE), dropout(part.clone(), SEED, 0.5, 0, *WHOLE))
+    with on_rank(0, 2):
+        one = dropout(part, SEED, 0.5, 0, part.dim() - 1, Layout.contiguous(2 * part.shape[-1], 2).flat(), "tp")
+        other = dropout(
+            part.clone(), SEED, 0.5, 0, part.dim() - 1, Layout.contiguous(2 * part.shape[-1], 2).flat(), "tp"
+        )
+    assert torch.equal(one, other)
+
+
 def test_edges():
     x = torch.randn(4, 6).t()
     assert torch.equal(dropout(x, SEED, 0.0, 0, *WHOLE), x)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ Inputs = Callable[[nn.Module], dict[str, Any]]
 class Architecture:
     """One row. config, model: names of transformers' classes; fields: of the config; kind: as the table says.
 
+    make: probability of dropout -> the module, of a model that is none of transformers'; config and model are empty then.
+
     attention: implementations that the architecture has. least_sharded: of its parameters, at least this fraction is stored in
     shards. tried: run in a few modes only. degrees: numbers of ranks. inputs: model -> kwargs of a call.
     """
@@ -42,24 +45,32 @@ class Architecture:
     tried: bool = False
     degrees: tuple[int, ...] = (2, 3, 4)
     nested: Mapping[str, str] = field(default_factory=dict)  # field -> config class of the dict given for it
+    make: Callable[[float], nn.Module] | None = None
 
     def build(self, *, attention: str, dropout: float = 0.0) -> nn.Module:
         """A fp64 model with all dropout of its config at this probability."""
-        fields = dict(self.fields)
-        for name, kind in self.nested.items():
-            fields[name] = getattr(transformers, kind)(**fields[name]).to_dict()
-        config = getattr(transformers, self.config)(**fields, attn_implementation=attention)
-        set_dropout(config, dropout)
+        make = self.make or partial(self._of_transformers, attention)
         torch.manual_seed(1)
-        model = getattr(transformers, self.model)(config).double()
+        model = make(dropout).double()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         return model
 
+    def _of_transformers(self, attention: str, dropout: float) -> nn.Module:
+        fields = dict(self.fields)
+        for name, kind in self.nested.items():
+            fields[name] = getattr(transformers, kind)(**fields[name]).to_dict()
+        config = getattr(transformers, self.config)(**fields, attn_implementation=attention)
+        set_dropout(config, dropout)
+        torch.manual_seed(1)  # making a config may draw
+        return getattr(transformers, self.model)(config)
+
     @property
     def has_dropout(self) -> bool:
-        """Whether its config knows any dropout."""
+        """Whether its config, or a module of it, knows any dropout."""
+        if self.make is not None:
+            return any(isinstance(m, nn.Dropout) for m in self.make(DROPOUT).modules())
         config = getattr(transformers, self.config)(**self.fields)
         return set_dropout(config, DROPOUT) > 0
 
@@ -118,5 +129,6 @@ def rows() -> dict[str, Architecture]:
     """Name -> row, in the order of the table."""
     import decoders
     import encoders
+    import plain
 
-    return {row.name: row for row in (*decoders.ROWS, *encoders.ROWS)}
+    return {row.name: row for row in (*decoders.ROWS, *encoders.ROWS, *plain.ROWS)}

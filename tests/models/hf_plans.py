@@ -23,6 +23,8 @@ WHOLE = ("replicated_with_grad_allreduce",)
 
 def shipped(row: Architecture) -> dict[str, str]:
     """Glob over modules -> style, as transformers has it; empty without a plan."""
+    if row.make is not None:
+        return {}
     model = getattr(transformers, row.model)
     base = getattr(getattr(transformers, row.config), "base_model_tp_plan", None) or {}
     return {f"{model.base_model_prefix}.{name}": style for name, style in base.items()} | (model._tp_plan or {})

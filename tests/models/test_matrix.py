@@ -31,6 +31,8 @@ PART = {  # attention, training, dropout, t, sequence parallelism
     "OLMo 2": Cell("sdpa", False, False, 3, False),
     "Mixtral": Cell("eager", True, True, 2, "auto"),
     "XLNet": Cell("eager", True, False, 2, "auto"),
+    "VQ autoencoder": Cell("own", True, False, 3, "auto"),
+    "minGPT": Cell("own", True, True, 4, "auto"),
 }
 
 

@@ -250,7 +250,7 @@ def test_budgets_that_say_nothing(value: Any) -> None:
 
 
 def test_budgets() -> None:
-    sizes = {"24GiB": 24 * 2**30, "1.5 MB": 1500000, "0.25": 0.25, 1: 1.0, 4096: 4096, None: None}
+    sizes = {"24GiB": 24 * 2**30, "1.5 MB": 1500000, "0.25": 0.25, 1: 1.0, 4096: 4096, "fit": "fit", None: None}
     for given, wanted in sizes.items():
         assert Config(activation_memory_budget=given).activation_memory_budget == wanted
     with pytest.raises(ConfigError, match="must be 'selective' or 'full', or None"):

@@ -185,6 +185,18 @@ def test_conflict_names_only_what_conflicts():
     assert error.value.variables == ("t0", "t1", "t2") and error.value.minimal
 
 
+def test_what_has_no_choice_has_no_dim():
+    """A value that 100 ops read, all of them with one choice: an ndarray has at most 64 dims."""
+    domains = {"hub": 1, **{i: 1 for i in range(100)}, "free": 2}
+    tables = [Table(("hub", i), np.ones((1, 1))) for i in range(100)] + [Table((7, "free"), np.array([[3.0, 2.0]]))]
+    found = solve(domains, tables)
+    assert (found.cost, found.width, found.assignment["free"]) == (102.0, 0, 1)
+    no = [Table(("hub", 3), np.full((1, 1), np.inf))]
+    with pytest.raises(InfeasibleError) as error:
+        solve(domains, tables + no)
+    assert error.value.variables == ("hub", 3) and error.value.minimal
+
+
 def test_bad_input():
     with pytest.raises(InfeasibleError):
         solve({"a": 0}, [])

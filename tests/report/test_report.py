@@ -23,6 +23,7 @@ from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.planner.problem import Neighbourhood
 from megafx.planner.solver import Table, solve
+from megafx.report.model_explorer import graph_collection
 from megafx.report.page import data_of, page
 from megafx.report.report import Report
 
@@ -285,3 +286,26 @@ def test_a_plan_is_priced_in_the_dtype_that_is_asked_for() -> None:
         sizes[dtype] = megafx.explain(plan).picture.memory["parameters"]
     assert sizes[None] == 2 * sizes["bf16"]
     assert model[0].weight.dtype == model[1].running_mean.dtype == torch.float32
+
+
+# -- Model Explorer
+
+
+@pytest.mark.parametrize("name", ["gpt2"])
+def test_the_graph_for_model_explorer(name: str) -> None:
+    """Its classes GraphCollection, Graph, GraphNode, IncomingEdge and KeyValue: these fields, of these types."""
+    picture = made(name)[1].picture
+    (graph,) = graph_collection(made(name)[1], name)["graphs"]
+    assert len(graph["nodes"]) == len(picture.nodes)
+    ids = {node["id"] for node in graph["nodes"]}
+    edges = [(e["sourceNodeId"], node["id"]) for node in graph["nodes"] for e in node["incomingEdges"]]
+    assert sorted(edges) == sorted((str(a), str(b)) for a, b in picture.edges) and {a for a, _ in edges} <= ids
+    for node, drawn in zip(graph["nodes"], picture.nodes, strict=True):
+        assert set(node) == {"id", "label", "namespace", "attrs", "incomingEdges", "style"}
+        assert all(isinstance(a["value"], str) for a in node["attrs"])
+        attributes = {a["key"]: a["value"] for a in node["attrs"]}
+        assert attributes["placements"] == drawn.placements
+        assert ("forward collective" in attributes) == bool(
+            (drawn.move or drawn.inner) and (drawn.move or drawn.inner).forward_bytes
+        )
+    assert any(node["namespace"] == "transformer.h.[0-2] x 3/attn/c_attn" for node in graph["nodes"])

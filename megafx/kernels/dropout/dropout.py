@@ -36,7 +36,8 @@ def reference(x: Tensor, seed: Tensor, p: float, op_id: int, runs: Sequence[Run]
     key = philox.key_of(seed)
     for run in runs:
         source, target = (
-            a.as_strided((run.rows, run.length), (run.local_stride, 1), run.local_start) for a in (x, out)
+            a.as_strided((run.rows, run.length), (run.local_stride, 1), a.storage_offset() + run.local_start)
+            for a in (x, out)
         )
         # Rows whose starts agree modulo 8 share one alignment: at most 8 families of rows, most often one.
         families = 8 // math.gcd(run.global_stride, 8) if run.rows > 1 else 1

@@ -25,7 +25,7 @@ from megafx.ir.facts import fixed, ids, real
 from megafx.kernels.common.op import InPlace, define_composite, define_gradient, define_op, new_like, wide
 from megafx.kernels.loss.cross_entropy import logits_gradient, token_losses
 from megafx.kernels.loss.cross_entropy_reference import Loss
-from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
+from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks, chunk_bytes
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
@@ -82,6 +82,7 @@ define_op(
     samples=[(fixed(4, 6), fixed(6, 6), fixed(6), ids(6, 4), -100, 0.1, True)],
     reference=forward,
     fake=_fake,
+    workspace=lambda args, itemsize: chunk_bytes(args[0], args[1], itemsize),
 )
 
 

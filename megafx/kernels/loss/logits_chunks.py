@@ -11,7 +11,7 @@ before they round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,13 @@ def chunk_rows(tokens: int, classes: int, itemsize: int) -> int:
     fit = max(1, CHUNK_BYTES // max(1, classes * itemsize))
     chunks = min(MOST_CHUNKS, max(1, -(-tokens // fit)))
     return max(128, -(-tokens // (chunks * 128)) * 128)
+
+
+def chunk_bytes(x: Sequence[int], weight: Sequence[int], itemsize: int) -> int:
+    """Bytes of the buffer of logits, and of a padded weight, for operands of these shapes on CUDA."""
+    classes = -(-weight[0] // CLASS_ALIGNMENT) * CLASS_ALIGNMENT
+    copied = classes * weight[1] if classes != weight[0] else 0
+    return (min(chunk_rows(x[0], weight[0], itemsize), x[0]) * classes + copied) * itemsize
 
 
 class LogitsChunks:

@@ -26,7 +26,7 @@ from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.loss import cross_entropy as parts
 from megafx.kernels.loss.cross_entropy_reference import Loss
 from megafx.kernels.loss.linear_cross_entropy import check_linear
-from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks
+from megafx.kernels.loss.logits_chunks import FP16_FACTOR, LayerGradients, LogitsChunks, chunk_bytes
 
 
 def statistics(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *shard: Any) -> Tensor:
@@ -81,6 +81,7 @@ define_op(
     types="R, S0, S0, R -> stats",
     reference=statistics,
     fake=lambda x, *_: x.new_empty(x.shape[0], 4, dtype=wide(x.dtype)),
+    workspace=lambda args, itemsize: chunk_bytes(args[0], args[1], itemsize),
 )
 define_op(
     f"linear_ce_loss({_LAYER}, {parts.LOSS}) -> Tensor",
@@ -93,6 +94,7 @@ define_op(
     types="R, R, S0, S0, R, stats, R -> P; S0; S0",
     reference=backward,
     fake=lambda grad, x, w, bias, *_: (new_like(x), new_like(w), w.new_empty(0) if bias is None else new_like(bias)),
+    workspace=lambda args, itemsize: chunk_bytes(args[1], args[2], itemsize),
 )
 
 

@@ -27,6 +27,7 @@ class Hardware:
     memory_bytes_per_second  device memory, read plus written
     link_bytes_per_second    bytes that one rank sends per second inside a large collective (NCCL's bus bandwidth)
     alpha_seconds            time of a collective on a tiny tensor, launch included
+    memory_bytes             device memory that a process can have; None: not known
     source                   where the numbers are from: measured (device, date) or datasheet
     """
 
@@ -36,6 +37,7 @@ class Hardware:
     link_bytes_per_second: float
     alpha_seconds: float
     source: str
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
@@ -44,6 +46,8 @@ class Hardware:
             self._positive(f"flops_per_second[{dtype}]", rate)
         for name in ("memory_bytes_per_second", "link_bytes_per_second", "alpha_seconds"):
             self._positive(name, getattr(self, name), zero=name == "alpha_seconds")
+        if self.memory_bytes is not None:
+            self._positive("memory_bytes", self.memory_bytes)
         if not isinstance(self.source, str) or not self.source.strip():
             raise self._bad("source", self.source, "text that says where the numbers are from")
 
@@ -90,7 +94,7 @@ class Hardware:
             raise ConfigError(f"{where} is no mapping of fields", fix=f"fields: {', '.join(known)}")
         for wrong in [k for k in data if k not in known]:
             raise ConfigError(f"{where} has an unknown field '{wrong}'", fix=f"fields: {', '.join(known)}")
-        missing = [k for k in known if k not in data]
+        missing = [k for k in known if k not in data and k != "memory_bytes"]
         if missing:
             raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="see megafx/planner/hardware/h200-nvlink.yaml")
         return Hardware(**data)

@@ -1,0 +1,244 @@
+"""Memory of a training step on one GPU: predicted beside measured at several budgets, and what less memory costs in time.
+
+    python benchmarks/memory.py                        # both parts; about 4 minutes on an H200
+    python benchmarks/memory.py --parts predicted      # five models, three budgets each
+    python benchmarks/memory.py --parts traded         # beside torch.utils.checkpoint, and torch.compile with its budget
+    python benchmarks/memory.py --tiny                 # small shapes; without CUDA it prints what is predicted
+
+predicted: the highest bytes of forward and backward beside parameters and AdamW's moments, by `Compiled.memory()` and by
+torch.cuda.max_memory_allocated(). traded: activations (what a step takes above what stands), and the median time of forward and
+backward. bf16; a model is captured and compiled once, and each budget is chosen on a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from megafx.capture.export import capture_call
+from megafx.checks.simulate import local_inputs
+from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.config import Config
+from megafx.ir.interpret import input_values
+from megafx.passes.recompute.choose_kept import choose_kept
+from megafx.planner.context import Planner
+from megafx.planner.hardware import Hardware
+
+MIB = 2**20
+BUDGETS: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_memory_budget": 0.6},
+    {"activation_memory_budget": 0.3},
+)
+TRADED: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_memory_budget": 0.8},
+    {"activation_memory_budget": 0.6},
+    {"activation_memory_budget": 0.4},
+    {"recompute_granularity": "full"},
+)
+# layers, hidden, heads, key-value heads, ffn, vocabulary, batch, seq
+SHAPES: dict[str, tuple[int, ...]] = {
+    "gpt2-medium": (24, 1024, 16, 16, 4096, 50257, 16, 1024),
+    "llama-1.5b": (16, 2048, 32, 8, 8192, 128256, 4, 2048),
+    "llama-8b-8-layers": (8, 4096, 32, 8, 14336, 128256, 2, 4096),
+    "t5-base": (12, 768, 12, 12, 3072, 32128, 16, 512),
+    "mixtral-like": (4, 1024, 16, 8, 3584, 32000, 4, 1024),
+}
+
+
+def build(name: str, tiny: bool, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(model, a call of it)"""
+    layers, hidden, heads, kv, ffn, vocab, batch, seq = SHAPES[name]
+    if tiny:
+        layers, hidden, heads, kv, ffn, vocab, batch, seq = 2, 64, 4, 2 if kv < heads else 4, 128, 128, 2, 32
+    common = {"vocab_size": vocab, "use_cache": False}
+    stack = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn}
+    stack |= {"num_key_value_heads": kv, "max_position_embeddings": seq}
+    made: dict[str, Callable[[], Any]] = {
+        "gpt2-medium": lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, n_positions=seq, **common)
+        ),
+        "t5-base": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                num_layers=layers,
+                d_model=hidden,
+                num_heads=heads,
+                d_kv=hidden // heads,
+                d_ff=ffn,
+                decoder_start_token_id=0,
+                pad_token_id=0,
+                **common,
+            )
+        ),
+        "mixtral-like": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**stack, **common)),
+    }
+    torch.manual_seed(0)
+    with torch.device(device):
+        llama = lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**stack, **common))  # noqa: E731
+        model = made.get(name, llama)().to(torch.bfloat16).train()
+    ids = torch.randint(1, vocab, (batch, seq), generator=torch.Generator().manual_seed(0)).to(device)
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def compiled(model: Any, call: dict[str, torch.Tensor], hardware: str) -> Compiled:
+    program = capture_call(model, (), call)
+    planner = Planner(Config(), 1, Hardware.load(hardware), wants_grad=lambda spec: spec.kind == "param", at_call=True)
+    return compile_program(program, planner)
+
+
+def chosen(made: Compiled, options: dict[str, Any]) -> Compiled:
+    program, planner = made.program.copy(), copy.copy(made.planner)
+    planner.config = planner.config.replace(**options)
+    choose_kept(program, planner)
+    return Compiled(program, planner)
+
+
+def place_joined(model: Any, made: Compiled) -> None:
+    """Parameters that the graph reads as one follow each other in memory, as `megafx.parallelize` lays them."""
+    parts, params = made.executable().parts, dict(model.named_parameters())
+    names = [spec.name for spec in made.program.inputs]
+    for indices in parts.joins:
+        group = [params[names[i]] for i in indices]
+        flat = torch.cat([p.detach().flatten() for p in group])
+        for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
+            p.data = part.view(p.shape)
+
+
+class Step:
+    """Forward and backward of one choice; gradients are given up at the next."""
+
+    def __init__(self, made: Compiled, model: Any, call: dict[str, torch.Tensor], device: torch.device) -> None:
+        self.executable = made.executable()
+        values = input_values(made.program, model, (), call)
+        values = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+        given = local_inputs(made.program, values, made.plan.params, 1)[0]
+        late = [spec.kind == "tangent" for spec in made.program.inputs]
+        self.inputs = [x.to(device) for x, is_late in zip(given, late, strict=True) if not is_late]
+        self.tangents = [x.to(device) for x, is_late in zip(given, late, strict=True) if is_late]
+
+    def __call__(self) -> Any:
+        outputs, kept = self.executable.forward(self.inputs)
+        assert kept is not None
+        return outputs[0], self.executable.backward(kept, list(self.tangents))
+
+
+def timed(step: Callable[[], Any], steps: int = 5) -> tuple[float, int]:
+    """(median ms, highest bytes allocated) after a first run."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return sorted(times)[steps // 2], torch.cuda.max_memory_allocated()
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def text(options: dict[str, Any]) -> str:
+    return ", ".join(f"{k.removeprefix('activation_memory_')} {v}" for k, v in options.items()) or "all kept"
+
+
+def predicted(names: list[str], tiny: bool, cuda: bool, hardware: str) -> None:
+    print(f"{'model':<20}{'budget':<16}{'kept MiB':>10}{'predicted':>12}{'measured':>12}{'off':>8}{'ms':>10}")
+    for name in names:
+        start = time.perf_counter()
+        model, call = build(name, tiny, torch.device("cuda" if cuda else "meta"))
+        made = compiled(model, call, hardware)
+        seconds = time.perf_counter() - start
+        moments: list[torch.Tensor] = []
+        if cuda:
+            place_joined(model, made)
+            moments = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]
+        for options in BUDGETS:
+            choice = chosen(made, options)
+            found = choice.memory()
+            graphs = max(v for k, v in found.peaks.items() if k != "optimizer step")
+            row = f"{name:<20}{text(options):<16}{found.saved / MIB:>10.1f}{graphs / MIB:>12.1f}"
+            if cuda:
+                free()
+                ms, peak = timed(Step(choice, model, call, torch.device("cuda")), 3)
+                row += f"{peak / MIB:>12.1f}{100 * (graphs / peak - 1):>7.1f}%{ms:>10.1f}"
+            print(row, flush=True)
+        print(f"{'':<20}captured and compiled in {seconds:.0f} s", flush=True)
+        del model, made, moments
+        if cuda:
+            free()
+
+
+def traded(names: list[str], tiny: bool, hardware: str) -> None:
+    device = torch.device("cuda")
+    print(f"{'model':<20}{'mode':<44}{'activations MiB':>16}{'ms':>10}{'memory':>9}{'time':>9}")
+    for name in names:
+        model, call = build(name, tiny, device)
+        made = compiled(model, call, hardware)
+
+        def show(mode: str, step: Callable[[], Any], first: list[tuple[int, float]], name: str = name) -> None:
+            free()
+            standing = torch.cuda.memory_allocated()
+            ms, peak = timed(step)
+            held = peak - standing
+            first.append((held, ms))
+            than = f"{100 * (held / first[0][0] - 1):>8.0f}%{100 * (ms / first[0][1] - 1):>8.1f}%"
+            print(f"{name:<20}{mode:<44}{held / MIB:>16.1f}{ms:>10.1f}{than}", flush=True)
+
+        def eager(model: Any, call: dict[str, torch.Tensor] = call) -> Callable[[], None]:
+            def step() -> None:
+                model(**call).loss.backward()
+                for p in model.parameters():
+                    p.grad = None
+
+            return step
+
+        first: list[tuple[int, float]] = []
+        show("eager", eager(model), first)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        show("eager, torch.utils.checkpoint of each layer", eager(model), first)
+        model.gradient_checkpointing_disable()
+        first = []
+        for budget in (1.0, 0.5):
+            torch._dynamo.reset()
+            torch._functorch.config.activation_memory_budget = budget
+            show(f"torch.compile, its budget {budget}", eager(torch.compile(model)), first)
+        torch._dynamo.reset()
+        place_joined(model, made)
+        first = []
+        for options in TRADED:
+            show(f"megafx, {text(options)}", Step(chosen(made, options), model, call, device), first)
+        del model, made
+        free()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="predicted,traded")
+    parser.add_argument("--models", default=",".join(SHAPES))
+    parser.add_argument("--traded-models", default="llama-8b-8-layers,gpt2-medium")
+    parser.add_argument("--hardware", default="h200-nvlink")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    where = torch.cuda.get_device_name() if cuda else "no CUDA: predicted only"
+    print(f"{where}, torch {torch.__version__}, transformers {transformers.__version__}")
+    if "predicted" in args.parts:
+        predicted(args.models.split(","), args.tiny, cuda, args.hardware)
+    if "traded" in args.parts and cuda:
+        traded(args.traded_models.split(","), args.tiny, args.hardware)
+
+
+if __name__ == "__main__":
+    main()

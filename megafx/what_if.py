@@ -1,0 +1,251 @@
+"""`megafx.search`: which layout of a model on so many GPUs is the fastest that fits, by the cost model.
+
+Tried are all ways to share the GPUs between tensor and data parallelism, the forms of the latter, sequence parallelism on and
+off, micro-batch sizes, and budgets for what is kept for backward. Every tensor-parallel layout is planned as `megafx.plan`
+does, at the first batch size. What is added to its step is coarser:
+
+- Data-parallel ranks have the same link. Their collectives run beside the computation of forward and of backward, and what is
+  longer than that is waited for.
+- A budget of a fraction f costs at most (1 - f) of a forward pass.
+- Memory is that of parameters, gradients, AdamW's moments and of what is kept for backward, an upper bound. The context of the
+  device and buffers of libraries are not in it: ask for 3 GiB less than the device has.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from megafx.compiler.pipeline import passes_of
+from megafx.compiler.runner import Runner
+from megafx.config import Config
+from megafx.debugging import Debug, current, stage
+from megafx.errors import MegafxError, UsageError
+from megafx.ir.program import Program
+from megafx.planner.context import Planner
+from megafx.planner.hardware import Hardware
+from megafx.report.picture import Picture, draw
+from megafx.report.report import bytes_text
+from megafx.report.steps import Step, schedule
+
+FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them
+BUCKET = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration. parts: microseconds of a step by cause; memory: bytes of a rank by kind; mfu: of the matmul rate
+    of the hardware's profile."""
+
+    config: Config
+    parts: dict[str, float]
+    memory: dict[str, int]
+    rows: int  # of all ranks in a step
+    flops: float  # of one rank in a step
+    sent: int  # bytes of a rank
+    rate: float
+
+    @property
+    def step_us(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def us_a_row(self) -> float:
+        return self.step_us / self.rows
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / (self.step_us * 1e-6) / self.rate
+
+    def text(self) -> str:
+        """The Config to paste."""
+        default = Config()
+        given = {f.name: getattr(self.config, f.name) for f in fields(Config)}
+        changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
+        return f"megafx.Config({', '.join(changed)})"
+
+
+@dataclass
+class Found:
+    """best first: those that fit, up to `shown`. least: the smallest memory of those that do not fit, where none does."""
+
+    gpus: int
+    memory: int
+    tried: int
+    best: list[Candidate] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)  # what could not be planned, and why
+    least: Candidate | None = None
+
+    @property
+    def config(self) -> Config:
+        """Of the best. Raises UsageError where nothing fits."""
+        if not self.best:
+            assert self.least is not None
+            raise UsageError(
+                f"nothing fits into {bytes_text(self.memory)} on {self.gpus} GPUs; the least is {bytes_text(self.least.bytes)}",
+                fix=f"more GPUs, or a smaller batch; the least was {self.least.text()}",
+            )
+        return self.best[0].config
+
+    def why(self, other: Candidate) -> str:
+        """Why another is slower than the best: where most of its time for a row goes more."""
+        best = self.best[0]
+        if other is best:
+            return "the fastest"
+        more = {
+            cause: other.parts.get(cause, 0.0) / other.rows - best.parts.get(cause, 0.0) / best.rows
+            for cause in other.parts | best.parts
+        }
+        cause = max(more, key=lambda c: more[c])
+        slower = 100 * (other.us_a_row / best.us_a_row - 1)
+        if slower < 0.1:
+            return f"as fast, with {bytes_text(other.bytes - best.bytes)} more memory"
+        return f"{slower:.0f}% slower: {more[cause] / 1e3:.2f} ms more a row for {cause}"
+
+    def __str__(self) -> str:
+        if not self.best:
+            try:
+                return str(self.config)
+            except UsageError as error:
+                return str(error)
+        out = io.StringIO()
+        console = Console(file=out, width=150, color_system=None, legacy_windows=False)
+        fits = f"{self.tried} configurations of {self.gpus} GPUs tried, {bytes_text(self.memory)} each"
+        console.print(fits, highlight=False)
+        table = Table(show_lines=False, pad_edge=False)
+        for name in ("tp", "dp", "form", "sp", "batch", "budget", "step", "rows/s", "MFU", "memory", "sends", "why"):
+            table.add_column(name, overflow="fold")
+        for c in self.best:
+            k = c.config
+            form = k.data_parallel if (k.data_parallel_size or 1) > 1 else ""
+            numbers = (f"{c.step_us / 1e3:.1f} ms", f"{1e6 / c.us_a_row:.2f}", f"{100 * c.mfu:.0f}%")
+            sizes = (bytes_text(c.bytes), bytes_text(c.sent))
+            what = (
+                k.tensor_model_parallel_size,
+                k.data_parallel_size or 1,
+                form,
+                "on" if k.sequence_parallel else "off",
+            )
+            budget = "" if k.activation_memory_budget is None else k.activation_memory_budget
+            table.add_row(*map(str, (*what, k.micro_batch_size, budget, *numbers, *sizes, self.why(c))))
+        console.print(table)
+        for layout, why in self.refused.items():
+            console.print(f"not planned: {layout}: {why}", highlight=False, markup=False)
+        rate = self.best[0].rate / 1e12
+        console.print(
+            f"MFU counts the whole square of attention, against the matmul rate of the profile, {rate:.0f} TFLOP/s"
+        )
+        return f"{out.getvalue()}\n{self.best[0].text()}"
+
+
+def search_call(
+    program: Program, config: Config, hardware: Hardware, gpus: int, memory: int, batches: Sequence[int], shown: int
+) -> Found:
+    """CAPTURED program -> what was found."""
+    tried: list[Candidate] = []
+    refused: dict[str, str] = {}
+    ready: Program | None = None
+    for t in [t for t in range(gpus, 0, -1) if gpus % t == 0]:
+        for sequence in (False, True) if t > 1 else (False,):
+            options = config.replace(
+                tensor_model_parallel_size=t,
+                sequence_parallel=sequence,
+                data_parallel_size=gpus // t if gpus > t else None,
+            )
+            what = f"tp={t}, sequence_parallel={sequence}"
+            try:
+                with stage(f"plan {what}"):
+                    if ready is None:
+                        ready, shared = _ready(program, options, hardware, t)
+                    start = ready if shared else _ready(program, options, hardware, t)[0]
+                    for picture, step, batch in _priced(start, options, hardware, t, batches):
+                        tried += _with_data(picture, step, options.replace(micro_batch_size=batch), hardware, memory)
+            except MegafxError as error:
+                refused[what] = error.found
+    best = sorted((c for c in tried if c.bytes <= memory), key=lambda c: (c.us_a_row, c.bytes))
+    least = min(tried, key=lambda c: c.bytes, default=None)
+    return Found(gpus, memory, len(tried), best[:shown], refused, least)
+
+
+def _ready(program: Program, config: Config, hardware: Hardware, t: int) -> tuple[Program, bool]:
+    """The program up to planning; and whether it is the same for other numbers of ranks, as it is without experts."""
+    made, planner = program.copy(), Planner(config, t, hardware, wants_grad=lambda spec: True)
+    passes = passes_of(planner, "planning")
+    names = [p.name for p in passes]
+    records = Runner(planner, names, _quiet()).run(made, passes[: names.index("plan_sharding")])
+    return made, not any(r.changes for r in records if "experts" in r.name)
+
+
+def _quiet() -> Debug:
+    return replace(current(), level=0, dump=None, stop_after=None)
+
+
+def _priced(
+    ready: Program, config: Config, hardware: Hardware, t: int, batches: Sequence[int]
+) -> Iterator[tuple[Picture, Step, int]]:
+    """The plan of the first batch size, at each of them."""
+    given = None
+    for batch in batches:
+        program, options = ready.copy(), config.replace(micro_batch_size=batch)
+        planner = Planner(options, t, hardware, wants_grad=lambda spec: True, given=given)
+        passes = passes_of(planner, "planning")
+        names = [p.name for p in passes]
+        first = names.index("plan_sharding")
+        Runner(planner, names, _quiet()).run(program, passes[first : names.index("insert_transitions") + 1])
+        given = planner.solved
+        picture = draw(program, planner)
+        yield picture, schedule(picture), batch
+
+
+def _with_data(picture: Picture, step: Step, config: Config, hardware: Hardware, memory: int) -> Iterator[Candidate]:
+    """One candidate for each form of data parallelism and each budget; of the budgets those up to the first that fits."""
+    d = config.data_parallel_size or 1
+    held = picture.memory
+    params, grads, moments = held["parameters"], held["gradients"], held["AdamW's moments"]
+    times = [r.times for r in picture.regions]
+    kept = sum(times[n.region] * n.kept for n in picture.nodes)
+    forward, backward = (
+        sum(p.times * p.us for p in step.parts if p.direction == way) for way in ("forward", "backward")
+    )
+    moved = sum(times[n.region] * (n.move.forward_bytes + n.move.backward_bytes) for n in picture.nodes if n.move)
+    computing = step.compute_us - picture.optimizer_us
+    layers = max(sum(r.times for r in picture.regions), 1)
+    for form in ("ddp", "zero1", "fsdp") if d > 1 else ("ddp",):
+        once = 1e6 * grads * (d - 1) / d / hardware.link_bytes_per_second
+        latest = 1e6 * min(grads, BUCKET) * (d - 1) / d / hardware.link_bytes_per_second  # of the last bucket
+        waits = {
+            "ddp": max(2 * once - backward, 2 * latest),
+            "zero1": max(once - forward, 0.0) + max(once - backward, latest),
+            "fsdp": max(once - forward, 0.0) + max(2 * once - backward, latest),
+        }
+        whole = {"ddp": 1, "zero1": d, "fsdp": d}[form]
+        gathered = {"ddp": 0, "zero1": params, "fsdp": 2 * params // layers}[form]
+        for fraction in FRACTIONS:
+            again = 0.0 if fraction is None else (1 - fraction) * computing / 3
+            parts = {
+                "computing": computing,
+                "tensor-parallel collectives": step.exposed_us,
+                "data-parallel collectives": waits[form] if d > 1 else 0.0,
+                "the optimizer": picture.optimizer_us / whole,
+                "computing again in backward": again,
+            }
+            used = {
+                "parameters": params // whole + gathered,
+                "gradients": grads // whole,
+                "AdamW's moments": moments // whole,
+                "kept for backward": int(kept * (1 if fraction is None else fraction)),
+            }
+            changed = config.replace(data_parallel=form, activation_memory_budget=fraction)
+            sent = moved + (0 if d == 1 else int(grads * (d - 1) / d * {"ddp": 2, "zero1": 2, "fsdp": 3}[form]))
+            rate = max(hardware.flops_per_second.values())
+            yield Candidate(changed, parts, used, config.micro_batch_size * d, step.flops, sent, rate)
+            if sum(used.values()) <= memory:
+                break

@@ -1,0 +1,53 @@
+"""Put what the graph runs under the path of its module, so that a profile names it.
+
+Before:  %y = mm(%x, %w)                                                        # of module h.0.mlp.up
+After:   %r = enter_range('megafx forward h.0.mlp.up'); %y = mm(%x, %w); leave_range(%r)
+Legal because: a range changes no value. It costs a microsecond or two, so it is made only where it is asked for
+(Config.profiler_ranges), and not for Inductor, whose kernels join ops of several modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+
+from torch import fx
+
+from megafx.ir.program import Phase, Program, fqn_of
+from megafx.ops.ranges import PREFIX, enter_range, leave_range
+from megafx.planner.context import Planner
+
+REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
+
+
+def name_ranges(program: Program, planner: Planner) -> int:
+    """Return the number of ranges."""
+    parts = program.partition
+    if not planner.config.profiler_ranges or planner.config.compile or parts is None:
+        return 0
+    forward, count = with_ranges(parts.forward, "forward")
+    backward, last = parts.backward, parts.last_backward
+    if backward is not None and last is not None:
+        again = last is backward
+        backward, more = with_ranges(backward, "backward")
+        last = backward if again else with_ranges(last, "backward")[0]
+        count += more
+    program.partition = replace(parts, forward=forward, backward=backward, last_backward=last)
+    return count
+
+
+def with_ranges(gm: fx.GraphModule, direction: str) -> tuple[fx.GraphModule, int]:
+    """(the same code, each run of nodes of one module within a range; the number of ranges)."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(gm.graph._codegen)
+    calls = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    count = 0
+    for fqn, nodes in groupby(calls, fqn_of):
+        run = list(nodes)
+        with graph.inserting_before(run[0]):
+            begun = graph.call_function(enter_range, (f"{PREFIX}{direction} {fqn or '<root>'}",))
+        with graph.inserting_after(run[-1]):
+            graph.call_function(leave_range, (begun,))
+        count += 1
+    return fx.GraphModule(gm, graph), count

@@ -1,0 +1,135 @@
+"""Covers: what_if.py (`megafx.search`) and report/stages.py."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+import zoo
+
+import megafx
+from megafx.cli import main
+from megafx.errors import UsageError
+from megafx.report.stages import pipeline_stages
+from megafx.what_if import Found
+
+CONFIG = megafx.Config(hardware="pcie", seq_length=64)
+
+
+@cache
+def found(memory: int = 2**30, batches: tuple[int, ...] = (1, 4)) -> Found:
+    model, inputs = zoo.build("nanogpt", layers=2)
+    return megafx.search(model, 4, memory, CONFIG, example_inputs=inputs(2, 16), batches=batches, shown=1000)
+
+
+def test_every_way_to_share_the_gpus_is_tried() -> None:
+    tried = found()
+    ways = {
+        (
+            c.config.tensor_model_parallel_size,
+            c.config.data_parallel_size or 1,
+            c.config.data_parallel,
+            c.config.sequence_parallel,
+        )
+        for c in tried.best
+    }
+    assert {(t, d) for t, d, _, _ in ways} == {(1, 4), (2, 2), (4, 1)}
+    assert {form for t, _, form, _ in ways if t == 2} == {"ddp", "zero1", "fsdp"}
+    assert {sp for t, _, _, sp in ways if t > 1} == {False, True}
+    assert {c.config.micro_batch_size for c in tried.best} == {1, 4}
+    assert [c.us_a_row for c in tried.best] == sorted(c.us_a_row for c in tried.best)
+    assert not tried.refused
+
+
+@pytest.mark.parametrize(("t", "sequence", "batch"), [(2, True, 1), (4, False, 4)])
+def test_a_layout_is_priced_as_its_plan(t: int, sequence: bool, batch: int) -> None:
+    model, inputs = zoo.build("nanogpt", layers=2)
+    options = CONFIG.replace(tensor_model_parallel_size=t, sequence_parallel=sequence, micro_batch_size=batch)
+    report = megafx.explain(megafx.plan(model, options, example_inputs=inputs(2, 16)))
+    (same,) = [
+        c
+        for c in found().best
+        if c.config.tensor_model_parallel_size == t and c.config.sequence_parallel == sequence
+        and c.config.micro_batch_size == batch and c.config.data_parallel == "ddp"
+    ]  # fmt: skip
+    step, picture = report.step, report.picture
+    assert same.parts["tensor-parallel collectives"] == pytest.approx(step.exposed_us)
+    assert same.parts["computing"] + same.parts["the optimizer"] == pytest.approx(step.compute_us)
+    assert same.memory["parameters"] == picture.memory["parameters"] and same.rows == batch * 4 // t
+    if t == 4:
+        assert same.step_us == pytest.approx(step.total_us)
+
+
+def test_the_config_is_to_be_pasted_and_reasons_are_given() -> None:
+    tried = found()
+    for candidate in tried.best[:5]:
+        assert eval(candidate.text(), {"megafx": megafx}) == candidate.config
+    assert tried.why(tried.best[0]) == "the fastest"
+    assert "% slower: " in tried.why(tried.best[-1]) and "ms more a row for " in tried.why(tried.best[-1])
+    text = str(tried)
+    assert tried.best[0].text() in text and "configurations of 4 GPUs tried" in text
+
+
+def test_what_does_not_fit_gets_a_budget_or_is_left_out() -> None:
+    everything = found()
+    limit = sorted(c.bytes for c in everything.best)[len(everything.best) // 3]
+    tight = found(limit)
+    assert tight.best and all(c.bytes <= limit for c in tight.best)
+    assert any(c.config.activation_memory_budget is not None for c in tight.best)
+    for c in tight.best:
+        assert (c.parts["computing again in backward"] > 0) == (c.config.activation_memory_budget is not None)
+    nothing = found(1000)
+    assert not nothing.best and "nothing fits into 1000 B on 4 GPUs; the least is" in str(nothing)
+    with pytest.raises(UsageError, match="nothing fits"):
+        _ = nothing.config
+
+
+def test_from_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["llama", "--quiet", "--seq", "128", "--batch", "2"]
+    sizes = ["hidden_size=64", "intermediate_size=96", "num_hidden_layers=3", "num_attention_heads=4", "vocab_size=96"]
+    model += [word for size in [*sizes, "num_key_value_heads=2"] for word in ("--set", size)]
+    assert main(["plan", *model, "--gpus", "2", "--memory", "10MiB"]) == 0
+    assert "megafx.Config(tensor_model_parallel_size=" in capsys.readouterr().out
+    assert main(["plan", *model, "--gpus", "2", "--memory", "1000"]) == 1
+    assert main(["plan", *model, "--gpus", "2"]) == 1
+    assert "--gpus and --memory go together" in capsys.readouterr().err
+    assert main(["plan", *model, "--gpus", "2", "--memory", "lots"]) == 1
+    assert "memory='lots' is no size" in capsys.readouterr().err
+    assert main(["plan", *model, "--tp", "2", "--pipeline-stages", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+class Uneven(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        layer = lambda: torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))  # noqa: E731
+        self.layers = torch.nn.ModuleList(layer() for _ in range(6))
+        self.head = torch.nn.Linear(8, 5000)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x).logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_stages_are_balanced_and_hold_each_module_once(count: int) -> None:
+    config = megafx.Config(tensor_model_parallel_size=1, hardware="pcie")
+    report = megafx.explain(megafx.plan(Uneven(), config, example_inputs=torch.zeros(2, 16, dtype=torch.int64)))
+    stages, each = pipeline_stages(report, count), pipeline_stages(report, len(report.picture.order))
+    assert len(stages) == count
+    assert sum(s.us for s in stages) == pytest.approx(sum(s.us for s in each))
+    cuts = itertools.combinations(range(1, len(each)), count - 1)
+    best = min(max(sum(s.us for s in each[a:b]) for a, b in itertools.pairwise((0, *cut, len(each)))) for cut in cuts)
+    assert max(s.us for s in stages) == pytest.approx(best)
+    modules = [m for s in stages for m in s.modules if m.startswith("layers.") and m.count(".") == 1]
+    assert modules == [f"layers.{i}" for i in range(6)]
+    assert "embed" in stages[0].modules and "head" in stages[-1].modules
+    if count == 2:  # the head is as long as several layers
+        assert len(stages[1].modules) < len(stages[0].modules) and "layers.[0-" in str(stages[0])
+    with pytest.raises(UsageError, match="stages for a model of"):
+        pipeline_stages(report, 100)
