@@ -17,7 +17,7 @@ from torch import fx
 from megafx.analysis.communication import STARTS, is_region_gather, is_start, is_wait
 from megafx.analysis.lazy import only_for_lazy
 from megafx.ir.facts import ATTENTION, facts_of
-from megafx.ir.nodes import in_backward, op_name, shows_operand, storage_of
+from megafx.ir.nodes import argument, in_backward, op_name, shows_operand, storage_of
 from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Program, ancestors
 from megafx.ops.again import AGAIN, when_repeated
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL
@@ -36,6 +36,7 @@ aten = torch.ops.aten
 _LEFT = {"addmm": 1, "baddbmm": 1}  # position of the product's left operand, where it is not the first
 # Ops of ours that run a user's code, or hold what one rank alone has.
 _NOT_AGAIN = ("megafx.eager_call", "megafx.owner_", "megafx.batch_sum", "megafx.gather_region")
+_ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")  # what torch's attention becomes
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -149,7 +150,10 @@ def is_replayable(node: fx.Node, axis: str) -> bool:
         return is_wait(node) or (is_start(node) and node.args[-1] == axis)
     if target.namespace not in ("aten", "prims", "megafx") or str(target).startswith(_NOT_AGAIN):
         return False
-    return not target._schema.is_mutable and not any(tag in target.tags for tag in _TAGS)
+    tags = {tag for tag in _TAGS if tag in target.tags}
+    if argument(node, "dropout_p") == 0:  # attention that may drop, and does not
+        tags.discard(torch.Tag.nondeterministic_seeded)
+    return not target._schema.is_mutable and not tags
 
 
 def is_value(node: fx.Node) -> bool:
@@ -197,7 +201,9 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
         return 0.0
     read = [numel(program, v) * v.element_size() for v in operands]
     moved = op_bytes(name, bytes_of(program, node), read)
-    flops = op_flops(name, numel(program, results[0]), _terms(program, node, operands)) if cost_kind(name) else 0
+    name = "scaled_dot_product_attention" if name.startswith(_ATTENTION) else name
+    terms = _terms(program, node, name, operands) if cost_kind(name) else 0
+    flops = op_flops(name, numel(program, results[0]), terms)
     dtype = DTYPE_OF_ITEMSIZE.get(results[0].element_size(), "float32")
     return max(matmul_seconds(flops, dtype, hardware), memory_seconds(moved, hardware))
 
@@ -210,14 +216,14 @@ def copies(node: fx.Node) -> bool:
     return not operand.meta[VAL].is_contiguous()
 
 
-def _terms(program: Program, node: fx.Node, operands: list[torch.Tensor]) -> int:
+def _terms(program: Program, node: fx.Node, name: str, operands: list[torch.Tensor]) -> int:
     """Terms summed for an element of a product; keys of attention."""
     work = lambda size: program.sizes.workload(program.sizes.of(size))  # noqa: E731
     told = facts_of(node.target).terms
     if told is not None:
         shapes = fx.map_arg(node.args, lambda n: tuple(map(work, n.meta[VAL].shape)))
         return int(told(*shapes))
-    if cost_kind(op_name(node)) == ATTENTION:
+    if cost_kind(name) == ATTENTION:
         return work(operands[1].shape[-2])
-    left: Any = node.args[_LEFT.get(op_name(node), 0)]
+    left: Any = node.args[_LEFT.get(name, 0)]
     return work(left.meta[VAL].shape[-1]) if isinstance(left, fx.Node) else 1

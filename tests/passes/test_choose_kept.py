@@ -183,6 +183,8 @@ def test_ops_of_users_and_random_ops_are_kept() -> None:
             graph.call_function(op, (x,)) for op in (*ops, torch.ops.aten.nonzero.default, torch.ops.aten.relu.default)
         ]
     assert [is_replayable(n, "tp") for n in nodes] == [False, False, False, False, True]
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert [is_replayable(graph.call_function(attention, (x, x, x, p)), "tp") for p in (0.0, 0.1)] == [True, False]
     reduce = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "tp"))
     assert is_replayable(reduce, "tp") and not is_replayable(reduce, "dp")
 
