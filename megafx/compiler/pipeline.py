@@ -261,7 +261,7 @@ def _fitting(program: Program, planner: Planner) -> Compiled:
         runner.run(program, passes[:place])
         for tenths in range(10, -1, -1):
             tried, other = program.copy(), copy.copy(planner)
-            other.config = planner.config.replace(activation_memory_budget=tenths / 10)
+            other.config, other.fits = planner.config.replace(activation_memory_budget=tenths / 10), True
             try:
                 _runner(other, "lowered", replace(current(), level=0, dump=None)).run(tried, passes[place:])
             except PlanError:
