@@ -145,6 +145,8 @@ def main() -> int:
                     if seen[what + " " + kind_of(text)] == 1:
                         print(f"\n{what}: {text[:600]}\n  {case}", flush=True)
                         firsts.append((kind_of(text), case))
+            if len(every) % 100 < len(found):
+                print(f"{len(every)} cases: {dict(Counter(what for what, *_ in every))}", flush=True)
     counts = Counter(what for what, *_ in every)
     slowest = max(every, key=lambda row: row[3])
     print(f"\n{dict(counts)} in {time.monotonic() - start:.0f} s; the slowest {slowest[3]:.0f} s: {slowest[2]}")
