@@ -101,6 +101,16 @@ class Config:
     lazy_outputs: bool = _option(
         True, "logits beside a loss that is fused with their layer are computed when they are first read"
     )
+    tp_comm_overlap: bool | Literal["auto"] = _option(
+        "auto",
+        "gathers and scatters of sequence parallelism run in pieces beside their products, through memory that the ranks "
+        "share; 'auto': on GPUs that reach each other's memory (docs/overlap.md)",
+    )
+    cuda_graphs: bool | Literal["auto"] = _option(
+        False,
+        "forward and backward are recorded as CUDA graphs and replayed (docs/cuda_graphs.md); 'auto': where launching the "
+        "kernels takes the host about as long as running them takes the GPU",
+    )
     compile: bool = _option(False, "lower the graphs through Inductor")
     bias_dropout_fusion: bool = _option(True, "fuse bias + dropout + residual sum", fuses=True)
     bias_activation_fusion: bool = _option(

@@ -152,7 +152,7 @@ def search_call(
     """CAPTURED program -> what was found."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
-    ready: Program | None = None
+    ready: dict[bool, tuple[Program, bool]] = {}  # with sequence parallelism or not, of the first number of ranks
     for t in [t for t in range(gpus, 0, -1) if gpus % t == 0]:
         for sequence in (False, True) if t > 1 else (False,):
             options = config.replace(
@@ -163,9 +163,10 @@ def search_call(
             what = f"tp={t}, sequence_parallel={sequence}"
             try:
                 with stage(f"plan {what}"):
-                    if ready is None:
-                        ready, shared = _ready(program, options, hardware, t)
-                    start = ready if shared else _ready(program, options, hardware, t)[0]
+                    start, shared = ready.get(sequence, (program, False))
+                    if not shared or t == 1:
+                        ready[sequence] = _ready(program, options, hardware, t)
+                        start = ready[sequence][0]
                     for picture, step, batch in _priced(start, options, hardware, t, batches):
                         tried += _with_data(picture, step, options.replace(micro_batch_size=batch), hardware, memory)
             except MegafxError as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +21,14 @@ from torch import fx
 from megafx.checks.simulate import CROSS_RANK, Logical, local_inputs, logical_of, shapes_of
 from megafx.compiler.executable import Executable, LazyOutput
 from megafx.compiler.pipeline import Compiled
+from megafx.distributed import exchange
 from megafx.errors import PlacementError
 from megafx.ir.nodes import changed_copy
 from megafx.ir.program import fqn_of, source_of
 from megafx.ops.axes import AxisContext, off_mesh, on_mesh
 from megafx.placements.data_axis import TENSOR_AXIS
+
+BARRIER = "the barrier of an exchange"
 
 
 def run_ranks(compiled: Compiled, values: Mapping[str, Any]) -> Logical:
@@ -35,6 +38,12 @@ def run_ranks(compiled: Compiled, values: Mapping[str, Any]) -> Logical:
     """
     t, program, placements = compiled.plan.t, compiled.program, compiled.plan.params
     meeting, inputs = _Meeting(t), local_inputs(program, values, placements, t)
+    with meeting.exchanges(compiled.planner.config.tp_comm_overlap is True):
+        return _run(compiled, meeting, inputs)
+
+
+def _run(compiled: Compiled, meeting: _Meeting, inputs: list[list[Any]]) -> Logical:
+    t, program, placements = compiled.plan.t, compiled.program, compiled.plan.params
     executables = [meeting.executable(compiled, rank) for rank in range(t)]
     late = [spec.kind == "tangent" for spec in program.inputs]
 
@@ -52,10 +61,21 @@ class _Meeting:
 
     def __init__(self, t: int) -> None:
         self.t, self.turn = t, threading.Condition()
-        self.brought: dict[int, tuple[fx.Node, Any, tuple[Any, ...]]] = {}  # of the ranks that wait
+        self.brought: dict[int, tuple[fx.Node | None, Any, tuple[Any, ...]]] = {}  # of the ranks that wait
         self.given: list[Any] = []  # what the last collective gave each rank
         self.held = self.ended = 0  # collectives so far; ranks that are done
         self.errors: list[BaseException] = []
+        self.memory: list[torch.Tensor] = []  # of the ranks' exchange
+
+    @contextlib.contextmanager
+    def exchanges(self, wanted: bool) -> Iterator[None]:
+        """Let the ranks' graphs exchange through memory, as tp_comm_overlap=True asks for."""
+        for rank in range(self.t) if wanted else ():
+            exchange.install(TENSOR_AXIS, _OneProcess(self, rank))
+        try:
+            yield
+        finally:
+            exchange.remove(TENSOR_AXIS)
 
     def executable(self, compiled: Compiled, rank: int) -> Executable:
         """What `compiled.executable` is on this rank, with collectives that meet here."""
@@ -77,12 +97,12 @@ class _Meeting:
             return False
 
         def meet(*args: Any) -> Any:
-            return self._meet(rank, (node, target, args))
+            return self.meet(rank, (node, target, args))
 
         node.target = meet
         return True
 
-    def _meet(self, rank: int, call: tuple[fx.Node, Any, tuple[Any, ...]]) -> Any:
+    def meet(self, rank: int, call: tuple[fx.Node | None, Any, tuple[Any, ...]]) -> Any:
         self.brought[rank], meeting = call, self.held
         if len(self.brought) == self.t:
             self._collect()
@@ -101,10 +121,10 @@ class _Meeting:
                 raise PlacementError(
                     f"rank {rank} calls {other} with {shapes_of(theirs[0])}, {theirs[1:]} where rank 0 calls {target} "
                     f"with {shapes_of(args[0])}, {args[1:]}",
-                    module=fqn_of(node),
-                    source=source_of(node),
+                    **_located(node),
                 )
-        self.given = CROSS_RANK[target]([self.brought[rank][2][0] for rank in range(self.t)], *args[1:])
+        operands = [self.brought[rank][2][0] for rank in range(self.t)]
+        self.given = operands if target == BARRIER else CROSS_RANK[target](operands, *args[1:])
         self.brought, self.held = {}, self.held + 1
         self.turn.notify_all()
 
@@ -114,8 +134,7 @@ class _Meeting:
             node, target, _ = next(iter(self.brought.values()))
             raise PlacementError(
                 f"rank {next(iter(self.brought))} waits at {target} for ranks that call nothing",
-                module=fqn_of(node),
-                source=source_of(node),
+                **_located(node),
             )
 
     def run(self, function: Callable[[int], list[Any]]) -> list[list[Any]]:
@@ -143,6 +162,27 @@ class _Meeting:
         if self.errors:
             raise self.errors[0]
         return results
+
+
+def _located(node: fx.Node | None) -> dict[str, Any]:
+    return {} if node is None else {"module": fqn_of(node), "source": source_of(node)}
+
+
+class _OneProcess(exchange.Transport):
+    """Memory of all ranks, which are threads. They meet as at collectives."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, meeting.t
+
+    def allocate(self, nbytes: int) -> list[torch.Tensor]:
+        self.barrier()
+        if self.rank == 0:
+            self.meeting.memory = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(self.size)]
+        self.barrier()
+        return self.meeting.memory
+
+    def barrier(self) -> None:
+        self.meeting.meet(self.rank, (None, BARRIER, (None,)))
 
 
 class _Ended(BaseException):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
+from megafx.compiler.cuda_graphs import CudaGraphs
 from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
 from megafx.distributed.parameters import JoinedParameters
 from megafx.errors import UsageError
@@ -45,6 +47,13 @@ class LazyOutputs:
         """Outputs are not made once this tensor has changed in place."""
         if isinstance(value, torch.Tensor):
             self.watched.append((name, value, _version(value)))
+
+    def own(self) -> None:
+        """Copy what forward kept for them to memory of their own, which nobody can change."""
+        pairs = zip(self.saved, self.values, strict=False)
+        kept = {id(v): v for s, v in pairs if s.kind == "value" and isinstance(v, torch.Tensor)}
+        self.values = [kept[id(v)].clone() if id(v) in kept else v for v in self.values]
+        self.watched = [w for w in self.watched if id(w[1]) not in kept]
 
     @property
     def device(self) -> torch.device:
@@ -161,11 +170,26 @@ class Executable:
             for k, indices in enumerate(parts.joins)
         ]
         count = len(parts.forward.graph.find_nodes(op="placeholder")) - len(self._joins)
+        kinds = [i.kind for i in program.inputs if i.kind not in ("tangent", "pending")]
+        self.stored = [kind in ("param", "buffer") for kind in kinds] + [True] * len(
+            self._joins
+        )  # inputs that stay in place
+        self.graphs: CudaGraphs | None = None
+        self._lazy: Callable[[], LazyOutputs | None] = lambda: None  # of the last call, while somebody holds them
         self._watched = [i for i, s in enumerate(parts.saved) if s.shared and s.index < count]
         joined = [s for s in parts.saved if s.index >= count]
         self._watched_parts = [(k, s) for s in joined for k in parts.joins[s.index - count]]
         own = [(s.index, s) for s in parts.saved if s.kind == "input" and s.index < count]
         self.read_in_backward = own + self._watched_parts  # (index of an input, what is kept of it)
+
+    def recorded(self, always: bool, note: Callable[[str], None]) -> Executable:
+        """This one, whose calls are recorded as CUDA graphs and replayed. always, note: of `CudaGraphs`."""
+        stored = {i for i, s in enumerate(self.stored) if s}
+        self.graphs = CudaGraphs(self._forward, self._last_backward, self.outputs, stored, always, note)
+        self._forward = self.graphs.forward
+        if self._last_backward is not None:
+            self._last_backward = self.graphs.backward
+        return self
 
     def compiled(self, **options: Any) -> Executable:
         """This one, run through `torch.compile`, sizes that the program knows as dynamic being so. options: of torch.compile.
@@ -187,6 +211,8 @@ class Executable:
 
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Kept | None]:
         given, inputs = inputs, [_contiguous(x) for x in inputs]
+        if self.graphs is not None and (lazy := self._lazy()) is not None:
+            lazy.own()  # a replay would overwrite what it is made of
         with self._running():
             inputs += [join(inputs) for join in self._joins]
             results = self._forward(*inputs)
@@ -208,6 +234,7 @@ class Executable:
         indices = [k for i in read for k in ((i,) if i < own else parts.joins[i - own])]
         values = [*(inputs[i] for i in read), *values]
         lazy = LazyOutputs(parts.saved_for_lazy, values, self._make_lazy_outputs, indices)
+        self._lazy = weakref.ref(lazy)
         for index, place in enumerate(parts.lazy):
             outputs[place] = LazyOutput(lazy, index)
 

@@ -11,6 +11,8 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from megafx.analysis.communication import Communication, collective_nodes, communication
 from megafx.analysis.memory import Memory, memory
 from megafx.capture.prepare import alone
@@ -51,6 +53,7 @@ from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.call_directly import call_directly
 from megafx.passes.lower.name_ranges import name_ranges
+from megafx.passes.lower.overlap_products import overlap_products
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
@@ -133,6 +136,7 @@ RANK: tuple[PassFunction, ...] = (
     bind_mesh,
     partition,
     regather,
+    overlap_products,
     write_padded_rows,
     reuse_buffers,
     call_directly,
@@ -181,7 +185,13 @@ class Compiled:
 
     def executable(self, gathered: GatheredParameters | None = None) -> Executable:
         """What this rank runs. gathered: parameters of the model that its graphs have gathered and keep."""
-        return _executable(self.program.copy(), self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
+        program = self.program.copy()
+        made = _executable(program, self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
+        self.program.notes += [note for note in program.notes if note not in self.program.notes]
+        wanted = self.planner.config.cuda_graphs
+        if wanted is False or not torch.cuda.is_available():
+            return made
+        return made.recorded(wanted is True, lambda text: self.program.note("cuda graphs", text))
 
     def for_rank(self, axes: Mapping[str, AxisContext] | None) -> Program:
         """PARTITIONED: what the rank at this place runs. Nothing is logged or dumped."""
@@ -251,7 +261,7 @@ def _fitting(program: Program, planner: Planner) -> Compiled:
         runner.run(program, passes[:place])
         for tenths in range(10, -1, -1):
             tried, other = program.copy(), copy.copy(planner)
-            other.config = planner.config.replace(activation_memory_budget=tenths / 10)
+            other.config, other.fits = planner.config.replace(activation_memory_budget=tenths / 10), True
             try:
                 _runner(other, "lowered", replace(current(), level=0, dump=None)).run(tried, passes[place:])
             except PlanError:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafx.config import Config
+from megafx.distributed import exchange
 from megafx.distributed.agreement import check_setting
 from megafx.distributed.failures import wait_at_exit
 from megafx.errors import AgreementError
@@ -45,10 +46,13 @@ def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -
     """
     if mesh is None:
         mesh = _world(config, device)
-        return Meshes(None) if mesh is None else _meshes(config, mesh)
-    made = _meshes(config, mesh)
-    if made.tensor is not None:
-        check_setting(config, made.everyone or made.tensor.get_group())
+        made = Meshes(None) if mesh is None else _meshes(config, mesh)
+    else:
+        made = _meshes(config, mesh)
+        if made.tensor is not None:
+            check_setting(config, made.everyone or made.tensor.get_group())
+    if made.tensor is not None and made.tensor.size() > 1:
+        exchange.prepare(made.tensor.get_group(), torch.device(made.tensor.device_type), config.tp_comm_overlap)
     return made
 
 

@@ -148,13 +148,19 @@ class Recomputed:
     """What `choose_kept` came to, for one rank at the workload.
 
     without: bytes that would be kept if nothing were made again; kept: bytes that are. promise: the bytes that a budget allows.
-    seconds: modelled time of what backward makes again.
+    seconds: modelled time of what backward makes again. at: a promise of bytes, whatever a call's sizes: the bytes that are
+    kept, as an expression in them.
     """
 
     without: int
     kept: int
     promise: int | None
     seconds: float
+    at: Any = None
+
+    def holds(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether a call of these sizes keeps no more than what is promised."""
+        return self.promise is None or self.at is None or int(self.at.xreplace(sizes)) <= self.promise
 
     def __str__(self) -> str:
         mib = lambda n: f"{n / 2**20:,.1f} MiB"  # noqa: E731

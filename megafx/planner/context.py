@@ -36,8 +36,8 @@ class Planner:
     solving. agree: this rank's plan -> the plan of all ranks. caches: path in a key-value cache -> the placement that it
     leaves a graph at. gradients: what data-parallel ranks do with theirs: reduce them, hold them back (`no_sync`), or add
     what was held and reduce. axes: this rank's place on each mesh axis; None: there is one rank, or this is for all of them.
-    at_call: memory is counted at the sizes of the call that was captured, not at those that are priced. device_bytes: memory of
-    a rank's device, where that is known.
+    at_call: memory is counted at the sizes of the call that was captured, not at those that are priced. fits: its budget, a
+    fraction, is what a device has room for. device_bytes: memory of a rank's device, where that is known.
     """
 
     config: Config
@@ -52,6 +52,7 @@ class Planner:
     gradients: Gradients = "reduce"
     axes: Mapping[str, AxisContext] | None = None
     at_call: bool = False
+    fits: bool = False
     device_bytes: int | None = None
     fusions: FusionProfile | None = field(init=False)  # what was measured on this hardware
     # decided by plan_sharding

@@ -186,8 +186,12 @@ class BoundGraph:
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
 
     def fits(self, call: Call) -> bool:
-        """Whether sizes and values are those of the graph, and buffers that it relies on hold what they held."""
-        return self.compiled.spec.mismatch(call.args, call.kwargs, call.loss_inputs) is None and self.tables.holds()
+        """Whether sizes and values are those of the graph, buffers that it relies on hold what they held, and what it keeps for
+        backward is within a budget in bytes."""
+        spec, chosen = self.compiled.spec, self.compiled.program.recomputed
+        if spec.mismatch(call.args, call.kwargs, call.loss_inputs) is not None or not self.tables.holds():
+            return False
+        return chosen is None or chosen.at is None or chosen.holds(bind_sizes(spec, call))
 
     def run(self, call: Call) -> Any:
         inputs, user = self._inputs(call)

@@ -439,6 +439,7 @@ class Runtime:
         plan.report.header["graphs captured"] = self.captures
         plan.report.emitted = None if last is None else self.communication()
         if last is not None:
+            refresh_notes(plan.report, last.program.notes)
             plan.report.fusions = fused(last.program.fusions)
             if last.program.recomputed is not None:
                 plan.report.header["kept for backward"] = str(last.program.recomputed)

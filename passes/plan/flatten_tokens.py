@@ -271,11 +271,11 @@ def _reshaped(value: fx.Node) -> Iterator[fx.Node]:
 
 def _source(value: fx.Node) -> fx.Node:
     """What the value is with dims of one element here and there."""
-    while (
-        value.target in (*RESHAPES, aten.unsqueeze.default)
-        and value.args[0].meta[VAL].shape[-1] == value.meta[VAL].shape[-1]
-    ):  # type: ignore[union-attr]
-        value = value.args[0]  # type: ignore[assignment]
+    while value.target in (*RESHAPES, aten.unsqueeze.default):
+        before: Any = value.args[0]
+        if before.meta[VAL].shape[-1] != value.meta[VAL].shape[-1]:
+            break
+        value = before
     return value
 
 

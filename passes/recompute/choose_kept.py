@@ -15,15 +15,17 @@ Sums that are fused with the norm behind them are split for backward (`split_nor
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 import megafx.kernels.norm.add_norm  # noqa: F401  registers the ops
-from megafx.analysis.kept import Kept, seconds, total_bytes
+from megafx.analysis.kept import Kept, is_given, seconds, tensors_of, total_bytes
 from megafx.config import Config
 from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, inherit
@@ -65,7 +67,9 @@ def _choose(program: Program, planner: Planner) -> int:
     kept = _kept(program)
     made = [n for n in kept.again if n.meta.get(RECOMPUTE) and n not in before.again]
     time = sum(seconds(program, n, planner.hardware, planner.t) for n in made)
-    program.recomputed = Recomputed(without, total_bytes(program, kept.saved), promise, time)
+    absolute = isinstance(planner.config.activation_memory_budget, int) or planner.fits
+    at = kept_formula(program, kept) if absolute and planner.at_call else None
+    program.recomputed = Recomputed(without, total_bytes(program, kept.saved), promise, time, at)
     program.graph.lint()
     return len(made)
 
@@ -75,6 +79,13 @@ def is_asked(program: Program, config: Config) -> bool:
     if config.activation_memory_budget is not None or config.recompute_granularity is not None:
         return True
     return any(n.meta.get(REGION) is not None for n in program.graph.nodes)
+
+
+def kept_formula(program: Program, kept: Kept) -> sympy.Expr:
+    """The bytes that are kept, in the sizes of a call."""
+    sizes = program.sizes
+    values = [v for node in kept.saved for v in tensors_of(node.meta.get(VAL)) if not is_given(node)]
+    return sympy.Add(*(sizes.expr(math.prod(sizes.shape(v))) * v.element_size() for v in values))
 
 
 def _kept(program: Program) -> Kept:

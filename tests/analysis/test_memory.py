@@ -180,6 +180,19 @@ def test_explain_says_what_is_alive_at_the_peak() -> None:
     assert re.search(r"kept for backward .* \(budget", str(report).replace("\n", " "))
 
 
+def test_a_larger_call_keeps_the_promise_too() -> None:
+    model, batch = small()
+    model = megafx.parallelize(model, megafx.Config(activation_memory_budget="600KB"), example_inputs=batch)
+    kept = []
+    for rows in (8, 4, 16, 12):
+        model(torch.randn(rows, 16, 64)).square().mean().backward()
+        chosen = model.megafx.settled.last.program.recomputed
+        kept.append(chosen.kept)
+        assert chosen.kept <= 600_000
+    graphs = [graph for known in model.megafx.graphs.values() for graph in known]
+    assert len(graphs) == 2, kept  # 8 rows, and 4; 16, and 12
+
+
 def test_fit_takes_the_largest_budget_that_the_device_has_room_for() -> None:
     case = Case.of("nanogpt", layers=3, embd=64)
     options = {"wants_grad": lambda spec: spec.kind == "param"}

@@ -21,6 +21,7 @@ from ranks import (
 from torch import nn
 
 import megafx
+from megafx.distributed import exchange
 from megafx.runtime.outputs import LazyTensor
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -151,6 +152,20 @@ def _dropout(name: str, **options: Any) -> str:
 @check(2, 3)
 def dropout_of_nanogpt_sequence_parallel() -> str:
     return _dropout("nanogpt", sequence_parallel=True)
+
+
+@check(2, 3)
+def dropout_of_nanogpt_with_overlap() -> str:
+    """Gathers and scatters in pieces, through files that the ranks share."""
+    return _dropout("nanogpt", sequence_parallel=True, tp_comm_overlap=True)
+
+
+@check(2)
+def llama_with_overlap() -> str:
+    options = {"sequence_parallel": True, "tp_comm_overlap": True}
+    seen = Pair("llama", **options).parallelize().train(torch.optim.AdamW, fused=True, **ADAMW)
+    assert exchange._exchanges, "no exchange was made"
+    return seen
 
 
 @check(2)

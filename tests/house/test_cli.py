@@ -133,7 +133,7 @@ def test_verify_and_replay_by_name(tmp_path, monkeypatch, capsys):
         main(["plan", *model, "--tp", "2", "--quiet"])
     capsys.readouterr()
     assert main(["replay", "dumped", *model]) == 0
-    assert "the same 12 graphs" in capsys.readouterr().out
+    assert re.search(r"the same \d+ graphs", capsys.readouterr().out)
     file = tmp_path / "dumped" / "04_fuse.txt"
     file.write_text(file.read_text().replace("gelu", "silu"))
     assert main(["replay", "dumped", *model]) == 1

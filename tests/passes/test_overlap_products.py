@@ -1,0 +1,116 @@
+"""Covers: passes/lower/overlap_products.py, on all ranks in one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import megafx
+from megafx.distributed import exchange
+from megafx.passes.lower import overlap_products
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, bias: bool, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, width, bias=bias)
+        self.up, self.down = nn.Linear(width, 2 * width, bias=bias), nn.Linear(2 * width, width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norms[0](x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)))), self.dropout, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self, bias: bool = True, dropout: float = 0.1, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(40, 24), nn.Embedding(16, 24)
+        self.blocks = nn.ModuleList(Block(24, 6, bias, dropout) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 40, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
+
+
+def config(t: int, **options: object) -> megafx.Config:
+    return megafx.Config(tensor_model_parallel_size=t, sequence_parallel=True, tp_comm_overlap=True, **options)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Counter:
+    """How many calls of each kind the pass writes for rank 0."""
+    found: Counter = Counter()
+    run = overlap_products._Overlap.run
+
+    def counted(self):
+        gm, changes = run(self)
+        if self.end[1] == 0:
+            found.update(
+                n.target.__name__ for n in gm.graph.nodes if getattr(n.target, "__module__", "") == exchange.__name__
+            )
+        return gm, changes
+
+    monkeypatch.setattr(overlap_products._Overlap, "run", counted)
+    return found
+
+
+def verify(t: int, batch: int, seq: int, **options: object):
+    torch.manual_seed(0)
+    model = Net(**{k: v for k, v in options.items() if k in ("bias", "dropout", "blocks")}).double()
+    return megafx.verify(model, config(t), example_inputs=(torch.randint(0, 40, (batch, seq)),))
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("t", "batch", "seq", "bias"),
+    [
+        (2, 2, 8, True),
+        (3, 3, 5, True),
+        pytest.param(2, 1, 7, False, marks=SLOW),
+        pytest.param(4, 2, 9, False, marks=SLOW),
+    ],
+)
+def test_overlapped_graphs_are_exact(t, batch, seq, bias):
+    verdict = verify(t, batch, seq, bias=bias)
+    assert verdict, verdict
+
+
+def test_what_overlaps(calls):
+    """Gathers of forward have their products; so have scatters, but that of the embedding. Gathers of backward run beside
+    gradients of weights."""
+    assert verify(2, 2, 8, bias=False, dropout=0.0)
+    fused = {"gather_matmul": 5, "matmul_scatter_start": 8}
+    assert dict(calls) == {
+        **fused,
+        "gather_start": 5,
+        "gather_wait": 5,
+        "scatter_start": 1,
+        "scatter_wait": 9,
+        "begin": 2,
+    }
+
+
+def test_a_sum_that_leaves_out_a_rank_shows(monkeypatch):
+    whole = exchange.scatter_wait
+    monkeypatch.setattr(exchange, "scatter_wait", lambda pending, *end: whole(pending, *end) - pending.parts[-1])
+    assert not verify(2, 2, 8, blocks=1)
+
+
+def test_memory_that_others_write_shows(monkeypatch):
+    """Were what is gathered always left in the slot, backward would read what came there later."""
+    gather = exchange.Exchange.gather
+    monkeypatch.setattr(exchange.Exchange, "gather", lambda self, x, own: gather(self, x, False))
+    assert not verify(2, 2, 8, blocks=2)
