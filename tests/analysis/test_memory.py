@@ -115,6 +115,23 @@ def test_results_that_are_no_tensors_take_nothing() -> None:
     assert found.end == 2 * 2048  # what nobody takes goes at once
 
 
+def test_attention_backward_holds_its_dropout_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Case.of("nanogpt", layers=2, dropout=0.1).compile(1, lazy_outputs=False)
+    whole = made.memory().backward
+    monkeypatch.setattr("megafx.analysis.memory._workspace", lambda program, node: 0)
+    without = made.memory().backward
+    assert whole is not None and without is not None
+    work, q = (
+        made.program.sizes,
+        next(n for n in made.program.graph.nodes if "attention_backward" in str(n.target)).args[1],
+    )
+    batch, heads, length, _ = (work.workload(work.of(n)) for n in q.meta["val"].shape)
+    rows = -(-length // 64) * 64
+    wanted = batch * heads * (rows * rows // 8 + 2 * 4 * rows)
+    more = [a - b for (name, a), (_, b) in zip(whole.points, without.points, strict=True) if "attention_b" in name]
+    assert more == [-(-wanted // BLOCK) * BLOCK] * 2
+
+
 # -- the formulas of activations (Korthikanti et al. 2022, table 2), for a block of GPT
 
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from megafx.ir.facts import ATTENTION, QUERY_HEADS, SEED, Localized, fixed, mask, real
 from megafx.kernels.attention import attention_reference as reference
-from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside
-from megafx.kernels.common.draw import DRAW
+from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside, scratch
+from megafx.kernels.common.draw import DRAW, draws
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
 from megafx.rules.families import Arg, OpCall, RuleText
 
@@ -101,6 +101,11 @@ def _backward(grad: Tensor, *args: Any, into: Sequence[Tensor] | None = None) ->
 
         return attention_backward_triton.backward(grad, x, *args[6:8], into=into)
     return reference.backward(grad, x, into)
+
+
+def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 9) -> int:
+    """options: where they start."""
+    return scratch(*args[1:4], itemsize, args[options + 2], draws(args[options + 4])).bytes
 
 
 def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:
@@ -229,6 +234,7 @@ define_op(
     samples=[(_GRADIENT, _Q, _K, _V, fixed(2, 1, 6, 4), mask(2, 4), None, _GRADIENT, _LSE, *_PLAIN)],
     reference=_backward,
     fake=lambda grad, q, k, v, *_: (heads_inside(q), heads_inside(k), heads_inside(v)),
+    workspace=_backward_bytes,
     launches=True,
 )
 # Gradients side by side in one tensor, as a fused q, k, v projection reads them: passes/backward/pack_attention_gradients.py
@@ -236,6 +242,7 @@ define_op(
     f"attention_backward_packed(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, int[] order, {_OPTIONS}) -> Tensor",
     reference=_backward_packed,
     fake=_packed_shape,
+    workspace=lambda args, itemsize: _backward_bytes(args, itemsize, options=10),
     launches=True,
 )
 define_op(

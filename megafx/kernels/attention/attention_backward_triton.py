@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.attention.attention_bits_triton import keep_bytes, kept_tile, kept_words, leave, spread
-from megafx.kernels.attention.attention_reference import Inputs, heads_inside
+from megafx.kernels.attention.attention_reference import WORKSPACE, Inputs, heads_inside, scratch
 from megafx.kernels.attention.attention_triton import (
     Prepared,
     coordinates,
@@ -38,8 +38,6 @@ from megafx.kernels.attention.attention_triton import (
 )
 from megafx.kernels.common.op import launch
 from megafx.kernels.common.tiles_triton import LOG2E
-
-WORKSPACE = 2**29  # bytes for ds, or else for the dropout's bits (s * t / 8 bytes a head), at a time
 
 # -- dq
 
@@ -317,15 +315,12 @@ def backward(
     then = {**key_config(c), "TMA": tma, "DROP": c.dropped, **(by_key or {})}
     last = {**dict(BM=64, BN=64, STAGES=3, num_warps=4, GROUP=16), "TMA": tma, **(by_product or {})}
     ep, fp, groups = c.flags["EP"], c.flags["FP"], c.h // c.n
-    rows, keys = (triton.cdiv(n, 64) * 64 for n in (c.s, c.t))
-    padded = c.b * c.h * rows
+    padded = c.b * c.h * triton.cdiv(c.s, 64) * 64
     stats = torch.empty(2 * padded, dtype=torch.float32, device=c.q.device)
-    size = rows * keys * groups * c.q.element_size()  # of ds of the heads that share k and v
-    apart = separate if separate is not None else c.width == 256 and not x.window and size <= workspace
-    each = size if apart else rows * keys * groups // 8 if c.dropped else 0
-    step = min(c.b * c.n, max(1, workspace // each)) if each else c.b * c.n
-    kept = torch.empty(step * groups * rows * keys // 32 if c.dropped else 0, dtype=torch.int32, device=c.q.device)
-    ds = torch.empty(step * groups * rows * keys, dtype=c.q.dtype, device=c.q.device) if apart else None
+    plan = (c.q.shape, c.k.shape, c.v.shape, c.q.element_size(), x.window, c.dropped)
+    apart, step, weights, _ = scratch(*plan, workspace, separate)
+    kept = torch.empty(weights // 32 if c.dropped else 0, dtype=torch.int32, device=c.q.device)
+    ds = torch.empty(weights, dtype=c.q.dtype, device=c.q.device) if apart else None
     for head in range(0, c.b * c.n, step):  # of k and v
         heads = min(step, c.b * c.n - head)
         bm, bn, tma = first["BM"], first["BN"], first["TMA"]

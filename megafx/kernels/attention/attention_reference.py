@@ -200,3 +200,36 @@ def heads_inside(x: Tensor) -> Tensor:
     """An empty [b, h, s, d] that lies in memory as [b, s, h, d]: what projections read and write."""
     batch, heads, length, width = x.shape
     return x.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+WORKSPACE = 2**29  # bytes that the Triton backward has for ds, or else for the dropout's bits, at a time
+
+
+class Scratch(NamedTuple):
+    """What the Triton backward holds besides its results. attention_backward_triton.py says what it is for.
+
+    apart: whether ds lies in memory; step: heads of k and v at a time; weights: of these heads, in whole tiles;
+    bytes: of ds, the dropout's bits and the statistics.
+    """
+
+    apart: bool
+    step: int
+    weights: int
+    bytes: int
+
+
+def scratch(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], itemsize: int, window: int, dropped: bool,
+    workspace: int = WORKSPACE, apart: bool | None = None,
+) -> Scratch:  # fmt: skip
+    """Of operands of these shapes. apart: None is where that is faster."""
+    heads, kv_heads = q[0] * q[1], k[0] * k[1]
+    rows, keys = (-(-n // 64) * 64 for n in (q[2], k[2]))
+    weights = rows * keys * (q[1] // k[1])  # of the heads that share k and v
+    if apart is None:
+        width = max(q[3], v[3]) * itemsize
+        apart = 128 < width <= 256 and not window and weights * itemsize <= workspace
+    each = weights * itemsize if apart else weights // 8 if dropped else 0
+    step = min(kv_heads, max(1, workspace // each)) if each else kv_heads
+    held = step * weights
+    return Scratch(apart, step, held, held * itemsize * apart + held // 8 * dropped + 2 * heads * rows * 4)
