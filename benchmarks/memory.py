@@ -23,10 +23,10 @@ import torch
 import transformers
 
 from megafx.capture.export import capture_call
-from megafx.checks.simulate import local_inputs
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.ir.interpret import input_values
+from megafx.ir.program import VAL
 from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
@@ -118,11 +118,12 @@ class Step:
     def __init__(self, made: Compiled, model: Any, call: dict[str, torch.Tensor], device: torch.device) -> None:
         self.executable = made.executable()
         values = input_values(made.program, model, (), call)
-        values = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
-        given = local_inputs(made.program, values, made.plan.params, 1)[0]
-        late = [spec.kind == "tangent" for spec in made.program.inputs]
-        self.inputs = [x.to(device) for x, is_late in zip(given, late, strict=True) if not is_late]
-        self.tangents = [x.to(device) for x, is_late in zip(given, late, strict=True) if is_late]
+        nodes = made.program.input_nodes()
+        # The model's own parameters: copies would be measured too, and would not lie as `place_joined` laid them.
+        self.inputs = [values[spec.name].detach().to(device) for _, spec in nodes if spec.kind != "tangent"]
+        self.tangents = [
+            torch.ones((), dtype=n.meta[VAL].dtype, device=device) for n, i in nodes if i.kind == "tangent"
+        ]
 
     def __call__(self) -> Any:
         outputs, kept = self.executable.forward(self.inputs)

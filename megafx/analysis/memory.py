@@ -224,8 +224,10 @@ def walk(
             break
         own = root[node] is node
         if own and node not in held:
-            sizes = [_rounded(program, v) for v in tensors_of(node.meta.get(VAL))]
-            if isinstance(node.meta[VAL], (tuple, list)):  # each result is freed by itself
+            value = node.meta[VAL]
+            several = isinstance(value, (tuple, list))
+            sizes = [_rounded(program, v) for v in (value if several else [value])]  # 0 of what is no tensor
+            if several:  # each result is freed by itself
                 parts = [u for u in node.users if u.target is operator.getitem]
                 for part in parts:
                     apart = root[part] is part

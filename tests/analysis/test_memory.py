@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import re
 import weakref
 from collections import Counter
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megafx
-from megafx.analysis.memory import BLOCK, CUBLAS_WORKSPACE
+from megafx.analysis.memory import BLOCK, CUBLAS_WORKSPACE, walk
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import local_inputs
 from megafx.compiler.pipeline import Compiled, compile_program
@@ -96,6 +97,22 @@ def test_what_is_predicted_is_what_graphs_hold(
     assert found.workload == {"batch": 2, "seq": 16} and found.backward is not None
     forward, backward, saved = measured(case, made)
     assert (found.saved, found.forward.peak, found.backward.peak) == (saved, forward, backward)
+
+
+def test_results_that_are_no_tensors_take_nothing() -> None:
+    """cuDNN's attention on CUDA: output, log-sum-exp, None, None, two ints, and tensors behind them."""
+    tensor = torch.empty(4, 128, device="meta")
+    graph = torch.fx.Graph()
+    made = graph.call_function(torch.ops.aten._scaled_dot_product_cudnn_attention.default, ())
+    made.meta["val"] = (tensor, tensor.clone(), None, None, 16, 16, tensor.clone(), tensor.clone())
+    parts = [graph.call_function(operator.getitem, (made, i)) for i in (0, 2, 4, 6)]
+    for part in parts:
+        part.meta["val"] = made.meta["val"][part.args[1]]
+    graph.output((parts[0], parts[3]))
+    program = Case.of("nanogpt").program
+    found = walk(program, torch.fx.GraphModule(torch.nn.Module(), graph), {})
+    assert found.points[0] == (made.name, 4 * 2048)
+    assert found.end == 2 * 2048  # what nobody takes goes at once
 
 
 # -- the formulas of activations (Korthikanti et al. 2022, table 2), for a block of GPT
