@@ -38,7 +38,8 @@ def accumulate_products(program: Program, planner: Planner) -> int:
             continue
         build = Builder(program, node, second, NAME)
         total = build(aten.addmm.default, first, *second.args)
-        shape = next(iter(first.users)).args[1] if node.args[0] is not first else None
+        views = [x.args[1] for x in node.args if isinstance(x, fx.Node) and x.target in RESHAPES]
+        shape = views[0] if views else None  # one of the two may be no view, of the shape that the other one has
         build.origin = node
         node.replace_all_uses_with(total if shape is None else build(aten.view.default, total, shape))
         changes += 1

@@ -208,8 +208,7 @@ def _keeps_rows(node: fx.Node) -> bool:
     if node.target in COPIES or node.target is PAD:
         return True
     if node.target is aten.slice.Tensor:
-        dim, begin = (*node.args[1:3], 0, 0)[:2]
-        return begin == 0 and dim == 0 and len(node.args) < 5 and len(shape) > 1
+        return len(node.args) == 4 and node.args[1:3] == (0, 0) and len(shape) > 1
     if node.target not in RESHAPES:
         return False
     before = _before(node).meta[VAL].shape

@@ -183,7 +183,7 @@ def test_values_that_a_replay_overwrites_show(replays, monkeypatch):
 def test_on_a_gpu(loop, monkeypatch):
     replay, count = cuda_graphs._Recorded.replay, []
     monkeypatch.setattr(cuda_graphs._Recorded, "replay", lambda self, *a: (count.append(1), replay(self, *a))[1])
-    recorded, ordinary = (model.cuda() for model in pair())
+    recorded, ordinary = (model.float().cuda() for model in pair())  # ops of the library's fp64 forms wait for the GPU
     ids = [x.cuda() for x in batches(12)]
     assert equal(train(recorded, ids, **loop), train(ordinary, ids, **loop))
     assert len(count) >= 5

@@ -45,6 +45,19 @@ def test_three_linears_on_one_input() -> None:
         torch.testing.assert_close(got[name], expected, rtol=1e-12, atol=1e-13)
 
 
+def test_one_of_the_products_is_seen_through_a_view() -> None:
+    values = weights() | {"x": torch.randn(5, 4).double()}
+    for flip in (False, True):
+
+        def function(q: Any, k: Any, v: Any, x: Any, flip: bool = flip) -> tuple[Any, ...]:
+            one, other = torch.mm(x, k.t()), torch.mm(x, v.t()).view(5, 2)
+            return (other + one if flip else one + other,)
+
+        program = local_program(function, values)
+        assert accumulate_products(program, make_planner()) == 1
+        torch.testing.assert_close(program.gm(*values.values())[0], function(**values)[0])
+
+
 def test_a_product_that_is_used_again_is_left() -> None:
     def function(q: Any, k: Any, v: Any, x: Any) -> tuple[Any, ...]:
         a = torch.mm(x, k.t())
