@@ -105,7 +105,8 @@ def _backward(grad: Tensor, *args: Any, into: Sequence[Tensor] | None = None) ->
 
 def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 9) -> int:
     """options: where they start."""
-    return scratch(*args[1:4], itemsize, args[options + 2], draws(args[options + 4])).bytes
+    q, k, v = args[1:4]
+    return scratch(q, k, v, itemsize, args[options + 2], draws(args[options + 4])).bytes
 
 
 def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:
