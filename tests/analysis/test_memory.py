@@ -14,17 +14,22 @@ import pytest
 import torch
 import zoo
 from harness import Case
+from local_programs import local_program
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megafx
+from megafx.analysis.kept import seconds
 from megafx.analysis.memory import BLOCK, CUBLAS_WORKSPACE, walk
 from megafx.capture.export import capture_call
 from megafx.checks.simulate import local_inputs
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.errors import PlanError, UsageError
+from megafx.ir.nodes import op_name
 from megafx.passes.lower.partition import cut
 from megafx.passes.recompute.choose_kept import choose_kept
+from megafx.planner.cost import matmul_seconds
+from megafx.planner.hardware import Hardware
 from megafx.testing import make_planner
 
 
@@ -259,3 +264,16 @@ def test_a_budget_brings_the_peak_down() -> None:
         assert found.backward is not None
         peaks.append(max(found.forward.peak, found.backward.peak))
     assert max(peaks) == peaks[0] and peaks[-1] < 0.95 * peaks[0]
+
+
+def test_a_fused_loss_is_priced_as_its_products() -> None:
+    """With gradients it makes three; were it priced as the memory it moves, a budget would have backward make it again."""
+    x, w, ids = torch.empty(512, 1024), torch.empty(4096, 1024), torch.zeros(512, dtype=torch.int64)
+
+    def function(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ops.megafx.linear_cross_entropy_forward(x, w, None, ids, -100, 0.0, True)
+
+    program = local_program(function, {"x": x, "w": w, "ids": ids})
+    (node,) = [n for n in program.graph.nodes if op_name(n) == "linear_cross_entropy_forward"]
+    hardware = Hardware.load("h200-nvlink")
+    assert seconds(program, node, hardware, 1) >= matmul_seconds(3 * 2 * 512 * 1024 * 4096, "float32", hardware)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.ir.facts import fixed, ids, real
+from megafx.ir.facts import MATMUL, fixed, ids, real
 from megafx.kernels.common.op import InPlace, define_composite, define_gradient, define_op, new_like, wide
 from megafx.kernels.loss.cross_entropy import logits_gradient, token_losses
 from megafx.kernels.loss.cross_entropy_reference import Loss
@@ -80,6 +80,8 @@ define_op(
     "float label_smoothing, bool gradients) -> (Tensor, Tensor, Tensor, Tensor)",
     rule="nl: t! k!, v! k!, v!, ~t! -> ; t! k!; v! k!; v!",
     samples=[(fixed(4, 6), fixed(6, 6), fixed(6), ids(6, 4), -100, 0.1, True)],
+    cost=MATMUL,
+    terms=lambda x, w, bias, target, index, smoothing, gradients: x[0] * x[1] * w[0] * (3 if gradients else 1),
     reference=forward,
     fake=_fake,
     workspace=lambda args, itemsize: chunk_bytes(args[0], args[1], itemsize),

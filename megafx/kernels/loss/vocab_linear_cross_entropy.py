@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafx.ir.facts import MATMUL
 from megafx.kernels.common.op import define_gradient, define_op, new_like, wide
 from megafx.kernels.loss import cross_entropy as parts
 from megafx.kernels.loss.cross_entropy_reference import Loss
@@ -79,6 +80,8 @@ _LAYER = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
 define_op(
     f"linear_ce_stats({_LAYER}, {parts.SHARDED}) -> Tensor",
     types="R, S0, S0, R -> stats",
+    cost=MATMUL,
+    terms=lambda x, w, *_: x[1] * w[0] // 4,  # an element of the result is one of 4 of a row of logits
     reference=statistics,
     fake=lambda x, *_: x.new_empty(x.shape[0], 4, dtype=wide(x.dtype)),
     workspace=lambda args, itemsize: chunk_bytes(args[0], args[1], itemsize),
@@ -92,6 +95,8 @@ define_op(
 define_op(
     f"linear_ce_loss_backward(Tensor grad, {_LAYER}, {parts.GRADIENT}) -> (Tensor, Tensor, Tensor)",
     types="R, R, S0, S0, R, stats, R -> P; S0; S0",
+    cost=MATMUL,
+    terms=lambda grad, x, w, *_: 3 * w[0],
     reference=backward,
     fake=lambda grad, x, w, bias, *_: (new_like(x), new_like(w), w.new_empty(0) if bias is None else new_like(bias)),
     workspace=lambda args, itemsize: chunk_bytes(args[1], args[2], itemsize),
