@@ -379,7 +379,7 @@ class Restless(Lambda):
         self.calls += 1
         self.log.append(self.calls)
         self.register_forward_hook(lambda m, a, out: out)
-        assert not self.gradient_checkpointing
+        assert self.gradient_checkpointing  # its regions are read from the calls
         assert self.layerdrop == 0.0
         self.cache = self.lin(x)
         if self.fail:
@@ -402,6 +402,5 @@ def test_model_is_as_before(fail: bool) -> None:
     if not fail:
         assert sorted(n.message.split(":")[0] for n in program.notes) == [
             "forward stores a tensor in cache",
-            "gradient checkpointing is on in the model",
             "layerdrop=0.5 of module ''",
         ]

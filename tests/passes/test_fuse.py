@@ -154,7 +154,7 @@ def test_results_of_a_local_op_have_the_placements_of_what_they_replace(cases):
     assert len(fused) == 2
     for node in fused:
         assert PLACEMENT not in node.meta
-        assert [str(u.meta[PLACEMENT]) for u in node.users] == ["S1", "S1"]
+        assert [str(u.meta[PLACEMENT]) for u in node.users] == ["S0", "S0"]
         assert all(u.meta["made_by"][-1] == "fuse_local" for u in node.users)
 
 

@@ -293,7 +293,7 @@ def test_explain_of_a_plan(gpt_plan: Plan, tmp_path: Path) -> None:
         "column-parallel",
         "row-parallel",
         "vocab-parallel",
-        "P->S1 fwd reduce_scatter",
+        "P->S0 fwd reduce_scatter",
         "bwd all_gather",
         "Stored whole on every rank",
         "h.*.attn.proj.bias 24: added once, on rank 0, to the partial result of a row-parallel op (2 of them)",
