@@ -57,7 +57,6 @@ RULES: dict[str, str] = {
     "aten.mm.default": "lin: m k, k n -> m n",
     "aten.mul.Tensor": "lin: ..., ... -> ...",
     "aten.mv.default": "lin: m k, k -> m",
-    "aten._native_batch_norm_legit.default": "nl[1]: b! c ...!, c, +c, ~c, ~c -> b! c ...!; ~c; ~c",
     "aten._native_batch_norm_legit.no_stats": "nl[1]: b! c ...!, c, +c -> b! c ...!; ~c; ~c",
     "aten._native_batch_norm_legit_no_training.default": "nl[1]: b c ..., c, +c, ~c, ~c -> b c ...; *; *",
     "aten.native_batch_norm_backward.default": ("nl[0]: b! c ...!, b! c ...!, c, ~c, ~c, c, c -> b! c ...!; c; c"),

@@ -95,7 +95,7 @@ def test_ranks_that_part_at_a_collective() -> None:
     (first, *_) = made.program.graph.find_nodes(op="call_function", target=all_reduce)
 
     def meet(rank: int, *calls: Any) -> list[Any]:
-        return [meeting._meet(rank, (first, all_reduce, call)) for call in calls]
+        return [meeting.meet(rank, (first, all_reduce, call)) for call in calls]
 
     meeting = _Meeting(2)
     x, y = torch.ones(2), torch.ones(3)
