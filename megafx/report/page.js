@@ -34,7 +34,7 @@ const sent = (m) => [["forward", m.forward, m.forward_bytes, m.forward_us],
   ["backward", m.backward, m.backward_bytes, m.cost_us - m.forward_us]].filter((x) => x[2] > 0);
 const ruler = document.createElement("canvas").getContext("2d");
 function widthOf(text, font) { ruler.font = font + ' system-ui, "DejaVu Sans", sans-serif'; return ruler.measureText(text).width; }
-const fit = (text, width) => { while (text.length > 1 && widthOf(text, "11px") > width) text = text.slice(0, -2) + "\u2026"; return text.length > 8 || !text.endsWith("\u2026") ? text : ""; };
+const fit = (text, width) => { while (text.length > 1 && widthOf(text, "11px") > width) text = text.slice(0, -2) + "\u2026"; return widthOf(text, "11px") <= width && (text.length > 8 || !text.endsWith("\u2026")) ? text : ""; };
 const nameOf = (n) => (n.module ? n.module + ": " : "") + n.label;
 
 function tip(element, text) {
@@ -58,7 +58,9 @@ function grouped(region, module) { // boxes in graph order: a collective, an op,
   for (const i of regions[region].nodes) {
     const n = nodes[i], steps = n.module.split("."), last = found[found.length - 1];
     if (module !== null && n.module !== module && !n.module.startsWith(module + ".")) continue;
-    const child = regions[region].layer ? steps[0] : n.module;
+    let end = 1; // a child of a layer; of a list in it, what stands in the list: layer.0.SelfAttention
+    while (/^\d+$/.test(steps[end])) end += 2;
+    const child = regions[region].layer ? steps.slice(0, end).join(".") : n.module;
     if (n.move) found.push({ label: n.label, nodes: [i], move: n.move, region });
     else if (module !== null || child === "")
       found.push({ label: (steps.length > depth && n.module ? steps.slice(depth).join(".") + ": " : "") + n.label, nodes: [i], op: true, region });
@@ -269,7 +271,7 @@ function help() {
   make("h3", {}, place, "How to read this");
   const items = make("ul", {}, place);
   for (const text of [
-    "Every rank runs every box, from top to bottom and from left to right. Layers that are alike are drawn once: \u00d7 32.",
+    "Every rank runs every box, from top to bottom and from left to right. Layers that are alike are drawn once, with their number.",
     "Colour says how the ranks hold a box's result: a slice each, or all of it, or summands.",
     "Yellow pills are collectives: the bytes that a rank sends, and the time by the cost model. They also run in backward.",
     "Hover over a box: its weights, cost, line of code, why it is so, and what else it could be.",
@@ -394,7 +396,7 @@ function drawTexts() {
     card((data.peak_bytes ? bytes(data.peak_bytes) : bytes(sum(Object.values(data.memory), (v) => v) + kept)) + " a rank",
       data.peak_bytes ? "predicted peak of memory" : "of memory, at most: parameters, gradients, AdamW, and what is kept for backward");
     const [count, size] = data.sent;
-    card(bytes(size) + " sent by a rank", count ? `in ${plural(count, "collective")} a step, which take ${time(step.send_us)}` : "no collectives");
+    card(bytes(size) + " sent", count ? `by a rank in ${plural(count, "collective")} a step, which take ${time(step.send_us)}` : "by a rank: no collectives");
     card((step.flops / step.total_us / 1e6).toFixed(0) + " TFLOP/s a rank", "in products and attention, over the whole step");
   }
   for (const [name, value] of Object.entries(data.header)) if (name !== "axis" && name !== "modelled step") { // both are told above
