@@ -352,12 +352,16 @@ def _with_sizes_checked(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _inductor_options() -> dict[str, Any]:
-    """Numbers reach our kernels as fp32, as they do outside of Inductor, where it knows the choice: as fp64, which is its
-    default, they would make a kernel's sums fp64 (and those that run in a loop an error)."""
+    """Choices of Inductor that differ from its defaults, where it knows them.
+
+    Numbers reach our kernels as fp32, as they do outside of it: as fp64 they would make a kernel's sums fp64 (and those that run
+    in a loop an error). Collectives stay where `schedule_collectives` put them (from torch 2.14 on Inductor moves them): it
+    knows only its own, and ranks whose graphs differ would start them and ours in different orders.
+    """
     from torch._inductor import config
 
-    name = "_use_fp64_for_unbacked_floats"
-    return {name: False} if hasattr(config, name) else {}
+    wanted = {"_use_fp64_for_unbacked_floats": False, "aten_distributed_optimizations.enable_simple_overlap": False}
+    return {name: value for name, value in wanted.items() if name in config._config}  # type: ignore[attr-defined]
 
 
 def _unboxed(gm: fx.GraphModule) -> fx.GraphModule:
