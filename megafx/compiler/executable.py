@@ -354,8 +354,8 @@ def _with_sizes_checked(gm: fx.GraphModule) -> fx.GraphModule:
 def _inductor_options() -> dict[str, Any]:
     """Choices of Inductor that differ from its defaults, where it knows them.
 
-    Numbers reach our kernels as fp32, as they do outside of it: as fp64 they would make a kernel's sums fp64 (and those that run
-    in a loop an error). Collectives stay where `schedule_collectives` put them (from torch 2.14 on Inductor moves them): it
+    Numbers reach our kernels as fp32, as they do outside of it: as fp64 they would make a kernel's sums fp64 (and those that
+    run in a loop an error). Collectives stay where `schedule_collectives` put them (from torch 2.14 on Inductor moves them): it
     knows only its own, and ranks whose graphs differ would start them and ours in different orders.
     """
     from torch._inductor import config
