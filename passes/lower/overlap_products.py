@@ -11,7 +11,7 @@ A gather whose product does not follow at once, and a scatter of what no product
 that `schedule_collectives` put between them run meanwhile. Small ones, those of other groups, and all-reduces stay.
 
 Gathered values are in the exchange's slot where only products and views read them, before the next operation's barrier; else
-they have memory of their own. Runs on graphs that are executed as they stand.
+they have memory of their own.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ def overlap_products(program: Program, planner: Planner) -> int:
     if not found:
         return 0
     reason = exchange.why_not(place.group_name, place.rank)
-    if planner.config.compile:
-        reason = reason or "Inductor runs the graphs"
     if reason:
         program.note("overlap", f"tensor-parallel communication does not run beside products: {reason}")
         return 0
