@@ -51,9 +51,8 @@ def compile_chains(program: Program, planner: Planner) -> int:
     graphs = [gm for gm in (parts.forward, parts.backward, parts.last_backward) if gm is not None]
     found = {gm: chains_of(gm.graph) for gm in dict.fromkeys(graphs)}
     if wanted == "auto":
-        gain = sum(
-            _saved(program, planner, c) for gm in (parts.forward, parts.last_backward) for c in found.get(gm, ())
-        )
+        once = [gm for gm in (parts.forward, parts.last_backward) if gm is not None]
+        gain = sum(_saved(program, planner, chain) for gm in once for chain in found[gm])
         step = planner.solved.cost_us * 1e-6
         told = f"ops beside its kernels and products would take {gain * 1e6:.0f} us less of the modelled {step * 1e6:.0f} us"
         if gain < LEAST_GAIN * step:
