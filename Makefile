@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RANKS ?= 2
+# megafx takes torch 2.15 too (pyproject.toml); up to here pip finds a CPU build where it is offered one (see below).
 TORCH ?= torch>=2.11,<2.14
 BIN := $(VENV)/bin
 
