@@ -27,9 +27,8 @@ from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.profiling import loss_of, profile_steps
 from megafx.replaying import Replayed, replay_call
-from megafx.report.compare import differences, read_report
 from megafx.report.page import side_by_side
-from megafx.report.report import Report
+from megafx.report.report import Report, differences, read_report
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
@@ -88,7 +87,9 @@ def plan(
     program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
     t = config.tensor_model_parallel_size or 1
     hardware = hardware_of(config, None)
-    return plan_only(program, Planner(config, t, hardware, wants_grad=lambda spec: True, keeps_problem=True))
+    made = plan_only(program, Planner(config, t, hardware, wants_grad=lambda spec: True, keeps_problem=True))
+    made.report.model = type(model).__name__
+    return made
 
 
 def predict_memory(
@@ -180,7 +181,9 @@ def explain(subject: nn.Module | Plan) -> Report:
         raise UsageError(
             f"{type(subject).__name__} is not parallelized", fix="call megafx.parallelize(model, ...) or megafx.plan"
         )
-    return runtime.report()
+    report = runtime.report()
+    report.model = type(subject).__name__
+    return report
 
 
 def profile(model: nn.Module, batch: Any, *, steps: int = 3) -> Report:

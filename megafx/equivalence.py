@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,10 +110,11 @@ class Sabotage:
 
 @dataclass
 class _Trial:
-    """One call on t ranks and on one. values: logical, by input; wanted: what one process computes; limit: tolerance."""
+    """One call on t ranks and on one. values: logical, by input; wanted: what one process computes; limit: tolerance;
+    single: compiles the call for one rank."""
 
     sharded: Compiled
-    single: Compiled
+    single: Callable[[], Compiled]
     values: dict[str, Any]
     wanted: simulate.Logical
     reference: str
@@ -147,7 +149,7 @@ def verify_call(
     trial = _trial(model, args, kwargs, config, hardware, loss_fn, loss_inputs, tolerance)
     verdict = trial.verdict(run_ranks(trial.sharded, trial.values))
     if not verdict.ok:
-        sharded, single = trial.sharded, trial.single
+        sharded, single = trial.sharded, trial.single()
         ours = simulate.local_inputs(sharded.program, trial.values, sharded.plan.params, trial.t)
         theirs = simulate.local_inputs(single.program, trial.values, single.plan.params, 1)[0]
         limit = trial.limit
@@ -220,29 +222,29 @@ def _trial(
     if any(x.device.type == "meta" for x in (*model.parameters(), *leaves)):
         raise UsageError("verify computes, so it needs real weights and inputs", fix="materialise the model first")
 
-    def compiled(ranks: int) -> Compiled:
-        program = capture_call(
-            model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules
-        )
-        return compile_program(program, Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param"))
+    captured = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
 
-    sharded, single = compiled(t), compiled(1)
+    def compiled(ranks: int) -> Compiled:
+        planner = Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param")
+        return compile_program(captured.copy(), planner)
+
+    sharded, single = compiled(t), functools.cache(lambda: compiled(1))
     plain = copy.deepcopy(model)
-    eager = _eager_outputs(plain, single.program, args, kwargs, loss_fn, loss_inputs)
+    eager = _eager_outputs(plain, captured, args, kwargs, loss_fn, loss_inputs)
     seed = torch.initial_seed() % 2**62
     values = input_values(sharded.program, model, args, kwargs, loss_inputs=loss_inputs, seed=seed)
     values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
-    differentiated = [single.program.outputs[i].name for i in single.differentiated]
+    differentiated = [sharded.program.outputs[i].name for i in sharded.differentiated]
     tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
     values |= tangents
     random = any(spec.kind == "seed" for spec in sharded.program.inputs)
     if random:
-        wanted = run_ranks(single, values)
+        wanted = run_ranks(single(), values)
     else:
         torch.autograd.backward([eager[name] for name in tangents], [*tangents.values()])
         outputs = {name: value.detach() for name, value in eager.items()}
         wanted = simulate.Logical(outputs, {name: p.grad for name, p in plain.named_parameters()})
-    limit = _rounding(single) if tolerance is None else tolerance
+    limit = _rounding(sharded) if tolerance is None else tolerance
     return _Trial(sharded, single, values, wanted, "megafx at t=1" if random else "eager", limit)
 
 

@@ -1,19 +1,28 @@
 """Gathers and reduce-scatters in pieces, beside the products that use or make the pieces.
 
     gather_start, gather_wait            all_gather_into_tensor and wait_tensor
+    regather_start                       after a reduce-scatter: the second half of an all-reduce
     gather_matmul                        the same, and products with each rank's rows as they arrive
     scatter_start, scatter_wait          reduce_scatter_tensor ("sum") and wait_tensor
     matmul_scatter_start                 a product whose rows leave for their rank as soon as they are made
 
-Each rank has two slots of memory that the others of its group can read and write (`Transport.allocate`), used in turn. A gather
+Each rank has slots of memory that the others of its group can read and write (`Transport.allocate`), used in turn. A gather
 puts its rows into its slot, meets the others at a barrier, and copies their rows from theirs. A reduce-scatter copies its
 summands into the slots of the others, meets them, and sums what came. On GPUs the memory is torch's symmetric memory, copies
 are made by the copy engines on a stream of their own, and products do not share their multiprocessors with a collective's
 kernel. Nothing but copies runs on that stream: a kernel there can starve behind a product.
 
-Why two slots are enough: each operation has one barrier, and an operation is finished (its copies have arrived, its sum is
-made) before this rank enters the barrier of the next. So who writes a slot again has passed the barrier of the operation in
-between, which its readers entered after they had finished. Ranks call the same operations in the same order.
+What makes the rows of a gather may write them into the slot itself (`rows_of_next`), so that nobody copies them.
+
+When a slot may be written again. Each operation has one barrier, and it is finished (its copies have arrived, its sum is made)
+before this rank enters the barrier of the next. A reduce-scatter is finished before the next operation begins. Ranks call the
+same operations in the same order. So a rank that begins operation n + SLOTS has passed the barrier of operation n + SLOTS - 1
+(of n + SLOTS - 2 where it makes rows ahead), which its readers entered after they had finished n. From this follows:
+
+    a gathered value in the slot           can be read until the barrier of operation n + SLOTS - 1: others write there later
+    this rank's own rows, in its own slot  can be read until operation n + SLOTS begins: nobody else writes there
+
+Two slots would do. The third lets rows of a residual stream lie in a slot until the next rows of that stream are made.
 
 Sums are those of ranks 0, 1, ... in this order on every rank, accumulated as torch.sum does.
 
@@ -40,7 +49,7 @@ from torch.fx.node import has_side_effect
 from megafx.distributed.agreement import gather_objects
 from megafx.distributed.failures import timeout_of
 
-SLOTS = 2
+SLOTS = 3
 
 
 class Transport(ABC):
@@ -51,7 +60,12 @@ class Transport(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> list[Tensor]:
-        """Memory of each rank as this one sees it: uint8[nbytes]. Collective. What was allocated before may go."""
+        """Memory of each rank as this one sees it: uint8[nbytes]. Collective. Nobody copies from or to what was allocated
+        before; values may still be in it until `release`."""
+
+    def release(self) -> None:
+        """Let go of what was allocated before the last time."""
+        return None
 
     @abstractmethod
     def barrier(self) -> None:
@@ -77,6 +91,7 @@ class PeerMemory(Transport):
         self.milliseconds = max(1, int(timeout_of(group).total_seconds() * 1000))
         self.handle: Any = None
         self.memory: list[Tensor] = []
+        self.before: list[Any] = []  # handles and tensors of earlier allocations
 
     def allocate(self, nbytes: int) -> list[Tensor]:
         import torch.distributed._symmetric_memory as symmetric
@@ -85,11 +100,16 @@ class PeerMemory(Transport):
             torch.cuda.synchronize(self.device)
             self.barrier()
             torch.cuda.synchronize(self.device)
-        self.memory = []
+            self.before.append((self.handle, self.memory))
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.handle = symmetric.rendezvous(own, self.group)
         self.memory = [self.handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]
         return self.memory
+
+    def release(self) -> None:
+        if self.before:
+            torch.cuda.synchronize(self.device)
+            self.before.clear()
 
     def barrier(self) -> None:
         self.handle.barrier(channel=0, timeout_ms=self.milliseconds)
@@ -131,7 +151,8 @@ class Pending:
     """A gather or a reduce-scatter under way. value: what it gives, once finished.
 
     parts: [ranks, rows, ...], in this rank's slot but for gathers to memory of their own. copies: by rank, what was started:
-    of a gather that rank's rows, of a reduce-scatter the rows that leave for it. held: memory that copies read.
+    of a gather that rank's rows, of a reduce-scatter the rows that leave for it. held: memory that copies read. mine: of a
+    gather, this rank's rows in its slot.
     """
 
     parts: Tensor
@@ -139,6 +160,7 @@ class Pending:
     shape: Sequence[int]
     copies: dict[int, Any] = field(default_factory=dict)
     held: list[Tensor] = field(default_factory=list)
+    mine: Tensor | None = None
     value: Tensor | None = None
 
 
@@ -152,51 +174,76 @@ class Exchange:
         self.count = self.slot_bytes = 0
         self.memory: list[Tensor] = []
         self.under_way: list[Pending] = []  # in order; a reduce-scatter is the last of them
+        self.next: list[Tensor] | None = None  # slots of the gather to come, whose rows are being made there
 
     def begin(self) -> None:
         """Start with the first slot, which the others may have read last."""
         self._finish_all()
+        self.next = None
+        self.transport.release()
         if self.count:
             self.transport.barrier()
             self.count = 0
 
-    def _open(self, shape: Sequence[int], like: Tensor) -> list[Tensor]:
+    def _open(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """The next slot of each rank as a tensor [ranks, *shape], shape being that of one rank's rows."""
         if self.under_way and self.under_way[-1].scatters:
             self._finish_all()
-        nbytes = self.size * math.prod(shape) * like.element_size()
+        nbytes = self.size * math.prod(shape) * dtype.itemsize
         if nbytes > self.slot_bytes:
             self._finish_all()
             self.slot_bytes = (nbytes + 255) // 256 * 256
             self.memory = []
             self.memory = self.transport.allocate(SLOTS * self.slot_bytes)
+        return self._slots(shape, dtype)
+
+    def _slots(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        assert self.next is None, "rows were made for a gather that did not come"
         self.count += 1
+        nbytes = self.size * math.prod(shape) * dtype.itemsize
         start = self.count % SLOTS * self.slot_bytes
-        return [m[start : start + nbytes].view(like.dtype).view(self.size, *shape) for m in self.memory]
+        return [m[start : start + nbytes].view(dtype).view(self.size, *shape) for m in self.memory]
 
     def _finish_all(self) -> None:
         for pending in list(self.under_way):
             self.finish(pending)
 
+    def rows_of_next(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """This rank's rows in the slot of the gather that comes next, to be written."""
+        self.next = self._open(shape, dtype)
+        return self.next[self.rank][self.rank]
+
     def gather(self, x: Tensor, own: bool) -> Pending:
         """x: [rows, ...] -> [ranks x rows, ...], under way. own: to memory of its own, not in the slot."""
-        slots = self._open(x.shape, x)
-        parts = slots[self.rank]
-        parts[self.rank].copy_(x)
-        if own:
-            parts = x.new_empty(parts.shape)
-            parts[self.rank].copy_(x)
+        slots, self.next = self.next, None
+        if slots is None or slots[self.rank][self.rank].data_ptr() != x.data_ptr():
+            slots = self._open(x.shape, x.dtype) if slots is None else slots
+            slots[self.rank][self.rank].copy_(x)
+        mine = slots[self.rank][self.rank]
+        parts = x.new_empty(slots[self.rank].shape) if own else slots[self.rank]
         self._finish_all()
         self.transport.barrier()
-        pending = Pending(parts, False, (self.size * x.shape[0], *x.shape[1:]))
+        pending = Pending(parts, False, (self.size * x.shape[0], *x.shape[1:]), mine=mine)
         for rank in self.others:
             pending.copies[rank] = self.transport.copy(parts[rank], slots[rank][rank])
+        if own:
+            pending.copies[self.rank] = self.transport.copy(parts[self.rank], mine)
         self.under_way.append(pending)
         return pending
 
+    def regather(self, pending: Pending, own: bool) -> Pending:
+        """A reduce-scatter under way -> a gather of what it gives, which is summed in the slot: together an all-reduce."""
+        rows = None
+        if pending.value is None:
+            for earlier in self.under_way[: self.under_way.index(pending)]:
+                self.finish(earlier)
+            self.next = self._slots(pending.shape, pending.parts.dtype)  # as large as that of the reduce-scatter
+            rows = self.next[self.rank][self.rank]
+        return self.gather(self.finish(pending, rows), own)
+
     def scatter(self, rows: Sequence[int], like: Tensor) -> tuple[Pending, list[Tensor]]:
         """A reduce-scatter of summands [ranks, *rows] to come, each rank's by `send`; and the slots, for `send`."""
-        slots = self._open(rows, like)
+        slots = self._open(rows, like.dtype)
         pending = Pending(slots[self.rank], True, rows)
         self.under_way.append(pending)
         return pending, slots
@@ -210,7 +257,8 @@ class Exchange:
         if rank in pending.copies:
             self.transport.arrived(pending.copies.pop(rank))
 
-    def finish(self, pending: Pending) -> Tensor:
+    def finish(self, pending: Pending, out: Tensor | None = None) -> Tensor:
+        """Its value. out: memory for it, where it is a reduce-scatter and the first under way."""
         while pending.value is None:  # operations end in order
             first = self.under_way.pop(0)
             for rank in list(first.copies):
@@ -218,7 +266,7 @@ class Exchange:
             if first.scatters:
                 self.transport.barrier()
                 parts = first.parts
-                first.value = torch.add(parts[0], parts[1]) if self.size == 2 else parts.sum(0)
+                first.value = torch.add(parts[0], parts[1], out=out) if self.size == 2 else torch.sum(parts, 0, out=out)
             else:
                 first.value = first.parts.view(first.shape)
             first.held.clear()
@@ -296,6 +344,17 @@ def gather_start(x: Tensor, group: str, rank: int, own: bool) -> Pending:
     return _exchanges[group, rank].gather(x, own)
 
 
+def rows_of_next(x: Tensor, dtype: torch.dtype, group: str, rank: int) -> Tensor:
+    """Memory for this rank's rows of the gather that comes next, in its slot: of the shape of x. No operation may begin before
+    that gather does."""
+    return _exchanges[group, rank].rows_of_next(x.shape, dtype)
+
+
+def regather_start(pending: Pending, group: str, rank: int, own: bool) -> Pending:
+    """A reduce-scatter under way -> under way: the gather of what it gives. Together an all-reduce; for `gather_wait`."""
+    return _exchanges[group, rank].regather(pending, own)
+
+
 def gather_wait(pending: Pending, group: str, rank: int) -> Tensor:
     """-> [ranks x rows, ...]"""
     return _exchanges[group, rank].finish(pending)
@@ -311,12 +370,16 @@ def gather_matmul(
     exchange = _exchanges[group, rank]
     pending = exchange.gather(x, own)
     parts = pending.parts.view(exchange.size, -1, x.shape[-1])
-    rows = parts.shape[1]
+    assert pending.mine is not None
+    mine, rows = pending.mine.view(parts.shape[1:]), parts.shape[1]
     products = [x.new_empty(exchange.size * rows, w.shape[1]) for w in weights]
     for source in (exchange.rank, *exchange.others):
-        exchange.arrived(pending, source)
+        part = mine
+        if source != exchange.rank:
+            exchange.arrived(pending, source)
+            part = parts[source]
         for weight, bias, product in zip(weights, biases, products, strict=True):
-            _product(parts[source], weight, bias, product[source * rows : (source + 1) * rows])
+            _product(part, weight, bias, product[source * rows : (source + 1) * rows])
     return exchange.finish(pending), *products
 
 

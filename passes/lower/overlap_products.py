@@ -1,21 +1,26 @@
-"""Sequence parallelism's gathers and scatters in pieces, beside the products that use or make the pieces.
+"""Tensor-parallel collectives in pieces, beside the products that use or make the pieces.
 
 Before:  %g = wait_tensor(all_gather_into_tensor(%x, 2, '7')); %y = mm(view(%g), %w)
          %s = reduce_scatter_tensor(view(mm(%a, %v)), 'sum', 2, '7'); %dw = mm(%b, %c); %z = wait_tensor(%s)
+         %r = wait_tensor(all_reduce(mm(%d, %u), 'sum', '7'))
 After:   %g, %y = gather_matmul(%x, [%w], [None], '7', rank, own)
          %s = matmul_scatter_start(%a, %v, shape, '7', rank); %dw = mm(%b, %c); %z = scatter_wait(%s, '7', rank)
+         %t = matmul_scatter_start(%d, %u, shape, '7', rank); %r = gather_wait(regather_start(%t, '7', rank, own), '7', rank)
 Legal because: rows of a product depend on the same rows of its left operand alone, and rows are in the order of their ranks
-(`_keeps_rows`); each function is what it replaces (distributed/exchange.py). Both sides sum in the order of the ranks.
+(`_keeps_rows`); each function is what it replaces (distributed/exchange.py). All sum in the order of the ranks.
 
 A gather whose product does not follow at once, and a scatter of what no product made, start and are waited for apart: products
-that `schedule_collectives` put between them run meanwhile. Small ones, those of other groups, and all-reduces stay.
+that `schedule_collectives` put between them run meanwhile. An all-reduce is a reduce-scatter and a gather: the gather starts
+as soon as the sum is there. Small collectives stay, and all-reduces that the library is faster at, and those of other groups.
 
-Gathered values are in the exchange's slot where only products and views read them, before the next operation's barrier; else
-they have memory of their own. Runs on graphs that are executed as they stand.
+Gathered values are in the exchange's slot where only products and views read them, early enough; else they have memory of
+their own. What is gathered is made in the slot where a fused op makes it and everybody reads it early enough: before the slot
+is used again.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from dataclasses import replace
@@ -24,23 +29,32 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.analysis.communication import is_product, is_wait
+from megafx.analysis.communication import is_product, is_start, is_wait
 from megafx.distributed import exchange
 from megafx.ir.nodes import COPIES, RESHAPES, shows_operand, storage_of
 from megafx.ir.program import VAL, Phase, Program, inherit
+from megafx.kernels.common.op import writes_into
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import TENSOR_AXIS
-from megafx.placements.moves import same_size
+from megafx.placements.moves import same_size, same_sizes
+from megafx.placements.types import ALL_REDUCE
 from megafx.planner.context import Planner
+from megafx.planner.cost import collective_seconds
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "overlap_products"
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
+REDUCE = c10d.all_reduce.default
 # Bytes of the whole tensor below which a collective of the library is as fast (one transfer has about 16 us of its own).
 LEAST_BYTES = 2**20
+# What a transfer takes before the first byte arrives, its barrier included, and bytes a second in one direction between two
+# GPUs. Measured: H200, NVLink, 2026-11-21, copies beside products.
+TRANSFER_SECONDS, TRANSFER_RATE = 25e-6, 372e9
 PAD = torch.ops.megafx.pad_rows.default
 PRODUCTS = (aten.mm.default, aten.addmm.default)
+GATHERS = (exchange.gather_start, exchange.gather_matmul, exchange.regather_start)
+BEGIN = (*GATHERS, exchange.scatter_start, exchange.matmul_scatter_start)  # operations of the exchange, in order
 
 
 def overlap_products(program: Program, planner: Planner) -> int:
@@ -48,19 +62,16 @@ def overlap_products(program: Program, planner: Planner) -> int:
     parts, axes = program.partition, planner.axes
     if parts is None or axes is None or TENSOR_AXIS not in axes or planner.config.tp_comm_overlap is False:
         return 0
-    place = axes[TENSOR_AXIS]
-    least = 0 if planner.config.tp_comm_overlap is True else LEAST_BYTES
+    find = _Finder(program, planner, axes[TENSOR_AXIS])
     graphs = [gm for gm in (parts.forward, parts.backward) if gm is not None]
-    found = [gm for gm in graphs if _collectives(program, gm, place.group_name, least)]
+    found = [gm for gm in graphs if find(gm)]
     if not found:
         return 0
-    reason = exchange.why_not(place.group_name, place.rank)
-    if planner.config.compile:
-        reason = reason or "Inductor runs the graphs"
+    reason = exchange.why_not(find.place.group_name, find.place.rank)
     if reason:
         program.note("overlap", f"tensor-parallel communication does not run beside products: {reason}")
         return 0
-    made = {gm: _Overlap(program, gm, place, least).run() for gm in found}
+    made = {gm: _Overlap(find, gm).run() for gm in found}
     new = {gm: changed for gm, (changed, _) in made.items()}
     backward = parts.backward if parts.backward is None else new.get(parts.backward, parts.backward)
     forward = new.get(parts.forward, parts.forward)
@@ -68,40 +79,57 @@ def overlap_products(program: Program, planner: Planner) -> int:
     return sum(count for _, count in made.values())
 
 
-def _collectives(program: Program, gm: fx.GraphModule, group: str, least: int) -> list[fx.Node]:
-    """Starts, in order, of collectives of at least so many bytes."""
-    found = []
-    for node in gm.graph.nodes:
-        if node.target not in (GATHER, SCATTER) or node.args[-1] != group or len(node.users) != 1:
-            continue
-        value = (node if node.target is GATHER else node.args[0]).meta[VAL]
-        elements = program.sizes.workload(math.prod(program.sizes.shape(value)))
-        summed = node.target is GATHER or node.args[1] == "sum"
-        if summed and value.ndim > 1 and elements * value.element_size() >= least and is_wait(next(iter(node.users))):
-            found.append(node)
-    return found
+class _Finder:
+    """Which collectives of a graph run in pieces."""
+
+    def __init__(self, program: Program, planner: Planner, place: AxisContext) -> None:
+        self.program, self.place, self.hardware = program, place, planner.hardware
+        self.always = planner.config.tp_comm_overlap is True
+
+    def __call__(self, gm: fx.GraphModule) -> list[fx.Node]:
+        """Their starts, in order."""
+        return [node for node in gm.graph.nodes if self._is_one(node)]
+
+    def _is_one(self, node: fx.Node) -> bool:
+        kinds = (GATHER, SCATTER, REDUCE)
+        if node.target not in kinds or node.args[-1] != self.place.group_name or len(node.users) != 1:
+            return False
+        value: Any = (node if node.target is GATHER else node.args[0]).meta[VAL]  # type: ignore[union-attr]
+        summed = node.target is GATHER or (node.args[1] == "sum" and value.dtype.is_floating_point)
+        if not summed or value.ndim < 2 or not is_wait(next(iter(node.users))):
+            return False
+        elements = self.program.sizes.workload(math.prod(self.program.sizes.shape(value)))
+        if node.target is REDUCE and not self._pays(node, elements, value.element_size()):
+            return False
+        return self.always or elements * value.element_size() >= LEAST_BYTES
+
+    def _pays(self, node: fx.Node, elements: int, itemsize: int) -> bool:
+        """Whether a reduce-scatter (hidden, where a product makes the rows) and a gather take less than an all-reduce does."""
+        t = self.place.size
+        one = elements * itemsize * (t - 1) / t / TRANSFER_RATE
+        hidden = _product_behind(node.args[0]) is not None
+        pair = 2 * TRANSFER_SECONDS + one * (1 if hidden else 2)
+        return self.always or pair < collective_seconds(ALL_REDUCE, elements, itemsize, self.hardware, t)
 
 
 class _Overlap:
     """Rewrites a copy of one graph."""
 
-    def __init__(self, program: Program, gm: fx.GraphModule, place: AxisContext, least: int) -> None:
+    def __init__(self, find: _Finder, gm: fx.GraphModule) -> None:
         self.graph = fx.Graph()
         self.graph.output(self.graph.graph_copy(gm.graph, {}))
         self.graph.set_codegen(gm.graph._codegen)
         self.gm = fx.GraphModule(gm, self.graph)
-        self.end = (place.group_name, place.rank)
-        self.starts = _collectives(program, self.gm, place.group_name, least)
-        self.barriers: list[fx.Node] = []  # of each operation: the call that meets the other ranks
-        self.gathers: list[tuple[int, fx.Node, fx.Node]] = []  # operation, call that has `own`, what is gathered
+        self.end = (find.place.group_name, find.place.rank)
+        self.t = find.place.size
+        self.starts = find(self.gm)
+        self.ahead: dict[fx.Node, fx.Node] = {}  # gather -> what makes its rows in the slot
 
     def run(self) -> tuple[fx.GraphModule, int]:
+        rewrite: dict[Any, Any] = {GATHER: self._gather, SCATTER: self._scatter, REDUCE: self._reduce}
         for start in self.starts:
             (wait,) = start.users
-            if start.target is GATHER:
-                self._gather(start, wait)
-            else:
-                self._scatter(start, wait)
+            rewrite[start.target](start, wait)
         self._choose_memory()
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(first):
@@ -145,8 +173,6 @@ class _Overlap:
             wait.replace_all_uses_with(gathered)
         self.graph.erase_node(wait)
         self.graph.erase_node(start)
-        self.barriers.append(call)
-        self.gathers.append((len(self.barriers) - 1, call, gathered))
 
     def _products(self, start: fx.Node, wait: fx.Node) -> list[fx.Node]:
         """Products that have the gathered rows on their left and can run where the first of them does; none where another
@@ -158,45 +184,119 @@ class _Overlap:
             return []
         return [n for n in found if all(a < found[0] for a in n.all_input_nodes if a is not _left(n))]
 
-    def _choose_memory(self) -> None:
-        """Gather to memory of its own, unless products alone read what is gathered, before the next barrier."""
-        for index, call, gathered in self.gathers:
-            readers = _readers(gathered)
-            safe = all(n.target in PRODUCTS and not _adds(n, gathered) for n in readers)
-            following = self.barriers[index + 1 : index + 2]
-            if not safe or any(barrier < n for n in readers for barrier in following):
-                call.args = (*call.args[:-1], True)
-
     def _scatter(self, start: fx.Node, wait: fx.Node) -> None:
         x: Any = start.args[0]
-        product, shape = self._product_behind(x)
-        if product is not None:
+        product, shape = _product_behind(x), _sizes(x)
+        if product is not None and shape is not None:
             begun = self._call(start, exchange.matmul_scatter_start, *product.args, shape, *self.end)
         else:
             begun = self._call(start, exchange.scatter_start, x, *self.end)
         ended = self._call(wait, exchange.scatter_wait, begun, *self.end)
-        self.barriers.append(ended)
-        wait.replace_all_uses_with(ended)
+        self._replace(start, wait, ended)
+
+    def _reduce(self, start: fx.Node, wait: fx.Node) -> None:
+        """An all-reduce of [.., n], whose rows become as many as the ranks divide. Products that run between its start and its
+        wait run beside the gather, and where no product makes the rows, the first half of them beside the reduce-scatter."""
+        x: Any = start.args[0]
+        shape, product = self._all_sizes(start, x), _product_behind(x)
+        rows = functools.reduce(lambda a, b: self._compute(start, operator.mul, a, b), shape[:-1])
+        more = self._compute(start, operator.add, rows, self.t - 1)
+        padded = self._compute(start, operator.mul, self._compute(start, operator.floordiv, more, self.t), self.t)
+        between = [n for n in _between(start, wait) if is_product(n)]
+        behind, value = start.next, x.meta[VAL]
+        if product is not None:
+            begun = self._call(start, exchange.matmul_scatter_start, *product.args, [padded, shape[-1]], *self.end)
+        else:
+            flat = x if len(shape) == 2 else self._call(start, aten.view.default, x, [rows, shape[-1]], value=value)
+            flat = flat if padded is rows else self._call(start, PAD, flat, padded, value=value)
+            begun = self._call(start, exchange.scatter_start, flat, *self.end, value=value)
+            behind = between[len(between) // 2] if between else wait
+        gathering = self._call(behind, exchange.regather_start, begun, *self.end, False, value=value)
+        gathered = self._call(wait, exchange.gather_wait, gathering, *self.end)
+        made = gathered if padded is rows else self._call(wait, aten.slice.Tensor, gathered, 0, 0, rows)
+        made = made if len(shape) == 2 else self._call(wait, aten.view.default, made, shape)
+        self._replace(start, wait, made)
+
+    def _all_sizes(self, where: fx.Node, x: fx.Node) -> list[Any]:
+        """The sizes of a value, as numbers and nodes."""
+        known = _sizes(x)
+        if known is not None:
+            return known
+        size = aten.sym_size.int
+        return [
+            n if isinstance(n, int) else self._call(where, size, x, d, value=n) for d, n in enumerate(x.meta[VAL].shape)
+        ]
+
+    def _compute(self, where: fx.Node, operation: Any, a: Any, b: Any) -> Any:
+        """A size, computed now or by a node."""
+        if isinstance(a, int) and isinstance(b, int):
+            return operation(a, b)
+        return self._call(
+            where, operation, a, b, value=operation(*(x.meta[VAL] if isinstance(x, fx.Node) else x for x in (a, b)))
+        )
+
+    def _replace(self, start: fx.Node, wait: fx.Node, made: fx.Node) -> None:
+        x: Any = start.args[0]
+        wait.replace_all_uses_with(made)
         self.graph.erase_node(wait)
         self.graph.erase_node(start)
-        while product is not None and not x.users and x.op == "call_function":
+        while not x.users and x.op == "call_function" and isinstance(x.args[0], fx.Node):
             dead, x = x, _before(x)
             self.graph.erase_node(dead)
 
-    def _product_behind(self, x: Any) -> tuple[fx.Node | None, list[Any]]:
-        """(product whose rows are those of x, padded at the end, and are read by nobody else; sizes of x as the graph has
-        them). (None, []) where there is none."""
-        shape, node = _sizes(x), x
-        while shape is not None and isinstance(node, fx.Node) and len(node.users) == 1:
-            if node.target is aten.mm.default:
-                return node, shape
-            if not _keeps_rows(node):
-                break
-            node = _before(node)
-        return None, []
+    # -- whose memory
+
+    def _choose_memory(self) -> None:
+        """Gathered values and what is gathered: in slots, or in memory of their own."""
+        begins = [n for n in self.graph.nodes if n.target in BEGIN]
+        place = {n: i for i, n in enumerate(self.graph.nodes)}
+        barriers = [n if n.target in GATHERS else next(iter(n.users)) for n in begins]
+        for index, call in reversed([*enumerate(begins)]):
+            if call.target not in GATHERS:
+                continue
+            gathered = next(n for n in call.users if n.target is exchange.gather_wait or n.args[1:] == (0,))
+            readers = _readers(gathered)
+            following = barriers[index + exchange.SLOTS - 1 :][:1]
+            safe = all(n.target in PRODUCTS and not _adds(n, gathered) for n in readers)
+            if not safe or any(place[barrier] < place[n] for n in readers for barrier in following):
+                call.args = (*call.args[:-1], True)
+            if call.target is not exchange.regather_start:
+                over = next((self.ahead.get(n, n) for n in begins[index + exchange.SLOTS :][:1]), None)
+                self._make_in_slot(call, barriers[index - 1] if index else None, over, place)
+
+    def _make_in_slot(
+        self, call: fx.Node, after: fx.Node | None, over: fx.Node | None, place: dict[fx.Node, int]
+    ) -> None:
+        """Let the fused op that makes what is gathered write it into the slot. after: the operation before has passed its
+        barrier; over: somebody writes there again."""
+        x: Any = call.args[0]
+        producer, result = (x.args[0], x.args[1]) if x.target is operator.getitem else (x, 0)
+        into, readers = writes_into(producer.target), _readers(x)
+        if into is None or producer.kwargs or any(n.op == "output" or is_start(n) for n in readers):
+            return
+        value = x.meta[VAL]
+        alike = same_sizes(producer.args[0].meta[VAL].shape, value.shape) and value.is_contiguous()
+        early = after is not None and place[producer] < place[after]
+        if not alike or early or (over is not None and any(place[over] <= place[n] for n in readers)):
+            return
+        slot = self._call(producer, exchange.rows_of_next, producer.args[0], value.dtype, *self.end, value=value)
+        producer.target, producer.args = into, (slot, result, *producer.args)
+        self.ahead[call] = producer
 
 
 # -- rows
+
+
+def _product_behind(x: Any) -> fx.Node | None:
+    """The product whose rows are those of x, padded at the end or not, and which are read by nobody else."""
+    node = x
+    while isinstance(node, fx.Node) and len(node.users) == 1:
+        if node.target is aten.mm.default:
+            return node
+        if not _keeps_rows(node):
+            break
+        node = _before(node)
+    return None
 
 
 def _keeps_rows(node: fx.Node) -> bool:

@@ -109,6 +109,55 @@ def test_products_and_scatter(size, missing):
             torch.testing.assert_close(value, whole[rank * rows : (rank + 1) * rows])
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("own", [True, False])
+def test_all_reduce(size, own):
+    lefts, rights = values(size, size * 2 - 1, 5), values(size, 5, 4, seed=1)
+    whole = sum(a @ b for a, b in zip(lefts, rights, strict=True))
+
+    def reduce(rank: int) -> list[Tensor]:
+        found = []
+        for _ in range(4):
+            begun = exchange.matmul_scatter_start(lefts[rank], rights[rank], [size * 2, 4], GROUP, rank)
+            begun = exchange.regather_start(begun, GROUP, rank, own)
+            found.append(exchange.gather_wait(begun, GROUP, rank)[:-1].clone())
+        begun = exchange.matmul_scatter_start(lefts[rank], rights[rank], [size * 2, 4], GROUP, rank)
+        other = exchange.gather_start(lefts[rank], GROUP, rank, True)  # ends the reduce-scatter
+        begun = exchange.regather_start(begun, GROUP, rank, own)
+        found.append(exchange.gather_wait(begun, GROUP, rank)[:-1].clone())
+        assert torch.equal(exchange.gather_wait(other, GROUP, rank), torch.cat(lefts))
+        return found
+
+    for found in run(size, reduce):
+        for value in found:
+            torch.testing.assert_close(value, whole)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_are_made_in_the_slot(size):
+    """They can be read until the third operation after theirs begins; larger ones are of other memory."""
+    xs = values(size, 3, 5)
+
+    def gather(rank: int) -> list[tuple[Tensor, Tensor]]:
+        found, kept = [], None
+        for step in range(8):
+            shape = 3 + step // 4, 5
+            rows = exchange.rows_of_next(torch.empty(shape), torch.float64, GROUP, rank)
+            rows.copy_(xs[rank].new_full(shape, rank + 10 * step) if kept is None else kept[: shape[0]].new_ones(shape))
+            if kept is not None:
+                rows[:3] += kept[:3]
+            kept = rows
+            y = exchange.gather_wait(exchange.gather_start(rows, GROUP, rank, step % 2 == 0), GROUP, rank)
+            if step % 3 == 0:
+                exchange.scatter_wait(exchange.scatter_start(y * 2, GROUP, rank), GROUP, rank)
+            found.append(y.view(size, *shape)[:, :3].clone())
+        return found
+
+    for found in run(size, gather):
+        for step, y in enumerate(found):
+            assert [float(y[r].unique()) for r in range(size)] == [r + step for r in range(size)]
+
+
 def chain(size: int) -> tuple[list[Any], list[Tensor]]:
     """(what the ranks get, what they should): operations of all kinds and sizes, some begun before the last one ended."""
     xs = values(size, 2, 3)

@@ -220,6 +220,28 @@ def test_fused_ops_repeat_their_launches(launches: list[Any], name: str, args: l
     assert any(isinstance(step, Launch) for step in forms(replay)[0].steps)
 
 
+def test_results_are_made_in_memory_that_is_given(launches: list[Any]) -> None:
+    """Where launches are repeated, kernels write there; before that, and where the memory does not fit, a copy does."""
+    address = lambda v: v.data_ptr() if isinstance(v, Tensor) else v  # noqa: E731
+    call = torch.ops.megafx.rms_norm_forward.default
+    into = module.writes_into(call)
+    assert into is not None and module.writes_into(torch.ops.aten.mm.default) is None
+    x, w = torch.randn(4, 32).to(BF16), torch.ones(32, dtype=BF16)
+    for turn in range(4):
+        slots = torch.zeros(3, 4, 32, dtype=BF16)
+        y, rstd = into(slots[1], 0, x, w, 1e-5, 0.0)
+        values = launches.pop()[2]
+        written = [address(v) for v in values]
+        assert y.data_ptr() == slots[1].data_ptr() and rstd.shape == (4,)
+        assert (slots[1].data_ptr() in written) == (turn > 1), turn
+    odd = torch.zeros(4 * 32 + 1, dtype=BF16)[1:].view(4, 32)  # not where Triton compiled for
+    y, _ = into(odd, 0, x, w, 1e-5, 0.0)
+    written = [address(v) for v in launches.pop()[2]]
+    assert y is odd and odd.data_ptr() not in written
+    _, rstd = into(torch.empty(4), 1, x, w, 1e-5, 0.0)
+    assert rstd.data_ptr() in [address(v) for v in launches.pop()[2]]
+
+
 def test_copies_are_repeated_and_what_reads_values_is_not() -> None:
     def copies(x: Tensor, n: int) -> Tensor:
         return x.contiguous() if n else torch.zeros(3).copy_(x[:3, 0])

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import megafx
 from megafx.distributed import exchange
+from megafx.errors import PlacementError
 from megafx.passes.lower import overlap_products
 
 
@@ -43,8 +44,8 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
 
 
-def config(t: int, **options: object) -> megafx.Config:
-    return megafx.Config(tensor_model_parallel_size=t, sequence_parallel=True, tp_comm_overlap=True, **options)
+def config(t: int, sp: bool = True, **options: object) -> megafx.Config:
+    return megafx.Config(tensor_model_parallel_size=t, sequence_parallel=sp, tp_comm_overlap=True, **options)
 
 
 @pytest.fixture
@@ -65,10 +66,20 @@ def calls(monkeypatch) -> Counter:
     return found
 
 
-def verify(t: int, batch: int, seq: int, **options: object):
+def verify(t: int, batch: int, seq: int, sp: bool = True, **options: object):
     torch.manual_seed(0)
-    model = Net(**{k: v for k, v in options.items() if k in ("bias", "dropout", "blocks")}).double()
-    return megafx.verify(model, config(t), example_inputs=(torch.randint(0, 40, (batch, seq)),))
+    own = {k: options.pop(k) for k in ("bias", "dropout", "blocks") if k in options}
+    return megafx.verify(
+        Net(**own).double(), config(t, sp, **options), example_inputs=(torch.randint(0, 40, (batch, seq)),)
+    )
+
+
+def is_wrong() -> bool:
+    """Whether numbers differ, between ranks or from eager's."""
+    try:
+        return not verify(2, 2, 8, blocks=2)
+    except PlacementError as error:
+        return "differs between ranks" in str(error)
 
 
 SLOW = pytest.mark.slow
@@ -88,9 +99,36 @@ def test_overlapped_graphs_are_exact(t, batch, seq, bias):
     assert verdict, verdict
 
 
+@pytest.mark.parametrize(
+    ("t", "batch", "seq", "bias"),
+    [(2, 2, 8, True), (3, 2, 5, False), pytest.param(4, 3, 7, True, marks=SLOW)],
+)
+def test_all_reduces_are_exact(t, batch, seq, bias, calls):
+    """Without sequence parallelism; rows that the ranks do not divide."""
+    verdict = verify(t, batch, seq, sp=False, bias=bias)
+    assert verdict, verdict
+    assert calls["regather_start"] >= 8 and calls["matmul_scatter_start"] >= 6
+
+
+def test_all_reduces_that_the_library_is_faster_at_stay(monkeypatch):
+    """By the cost model: small ones. On request all go in pieces."""
+    found: list[tuple[bool, ...]] = []
+    pays = overlap_products._Finder._pays
+
+    def asked(self, node, elements, itemsize):
+        wanted, self.always = self.always, False
+        found.append(tuple(pays(self, node, n, 2) for n in (2**16, 2**20, 2**26)))
+        self.always = wanted
+        return pays(self, node, elements, itemsize)
+
+    monkeypatch.setattr(overlap_products._Finder, "_pays", asked)
+    assert verify(2, 2, 8, sp=False, blocks=1, hardware="h200-nvlink")
+    assert {*found} == {(False, False, True)}
+
+
 def test_what_overlaps(calls):
     """Gathers of forward have their products; so have scatters, but that of the embedding. Gathers of backward run beside
-    gradients of weights."""
+    gradients of weights. All but the last write what they gather into the slot: that one gathers a loss's gradient."""
     assert verify(2, 2, 8, bias=False, dropout=0.0)
     fused = {"gather_matmul": 5, "matmul_scatter_start": 8}
     assert dict(calls) == {
@@ -99,6 +137,7 @@ def test_what_overlaps(calls):
         "gather_wait": 5,
         "scatter_start": 1,
         "scatter_wait": 9,
+        "rows_of_next": 9,
         "begin": 2,
     }
 
@@ -113,4 +152,17 @@ def test_memory_that_others_write_shows(monkeypatch):
     """Were what is gathered always left in the slot, backward would read what came there later."""
     gather = exchange.Exchange.gather
     monkeypatch.setattr(exchange.Exchange, "gather", lambda self, x, own: gather(self, x, False))
-    assert not verify(2, 2, 8, blocks=2)
+    assert is_wrong()
+
+
+def test_rows_that_are_written_over_too_early_show(monkeypatch):
+    """What is made in a slot may be read until the third operation from it begins."""
+    slots = exchange.Exchange._slots
+
+    def one(self, shape, dtype):
+        with monkeypatch.context() as m:
+            m.setattr(exchange, "SLOTS", 1)
+            return slots(self, shape, dtype)
+
+    monkeypatch.setattr(exchange.Exchange, "_slots", one)
+    assert is_wrong()

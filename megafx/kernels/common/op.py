@@ -183,6 +183,38 @@ def _directly(op: OpOverload) -> Callable[..., Any]:
     return call
 
 
+@functools.cache
+def writes_into(op: OpOverload) -> Callable[..., Any] | None:
+    """call(memory, result, *args) -> op(*args), that result in this memory. None for what is not one of these ops.
+
+    memory: of the result's shape and dtype, contiguous. Kernels whose launches are repeated (replay.py) write there in the
+    first place; else the result is copied.
+    """
+    plain = direct(op)
+    if plain is None:
+        return None
+    implementation = _implementations[op]
+
+    def call(memory: Tensor, result: int, *args: Any) -> Any:
+        repeated = getattr(implementation, "repeated", None)
+        if (
+            _mode_count()
+            or type(args[0]) not in _PLAIN
+            or repeated is None
+            or not (runs_triton(args[0]) and replay.supported())
+        ):
+            found = plain(*args)
+        else:
+            found = repeated(*args, place=(result, memory))
+        made = found if isinstance(found, Tensor) else found[result]
+        if made.data_ptr() != memory.data_ptr():
+            memory.copy_(made)
+        return memory if isinstance(found, Tensor) else (*found[:result], memory, *found[result + 1 :])
+
+    call.__name__ = call.__qualname__ = f"{plain.__name__}_into"
+    return call
+
+
 def tracing() -> bool:
     """Whether Inductor traces: what is computed now are nodes of its graph."""
     return getattr(_tracing, "on", False)
@@ -253,6 +285,7 @@ def _choice(reference: Callable[..., Any], launcher: Callable[..., Any], placed:
             return reference(*args)
         return repeated(*args) if replay.supported() else launcher(*args)
 
+    implementation.repeated = repeated  # type: ignore[attr-defined]
     return implementation
 
 

@@ -19,6 +19,7 @@ from megafx.ir.nodes import aten_ops
 ALLOCATIONS = aten_ops("empty.memory_format empty_like empty_strided new_empty new_empty_strided")
 # Deterministic, and the form of the result follows from that of the operands.
 CALLS = aten_ops("_assert_async.msg _to_copy cat clone copy_ fill_.Scalar full new_zeros ones zero_ zeros zeros_like")
+ALIGNMENT = 16  # bytes; Triton compiles for starts that it divides
 QUESTIONS = aten_ops("promote_types result_type.Tensor")  # answered by the form alone
 
 _local = threading.local()
@@ -130,25 +131,47 @@ class Launch:
 
 
 class Recording:
-    """steps; results: the tensor's number, None for None; one `alone` or a tuple. device: of memory and launches."""
+    """steps; results: the tensor's number, None for None; one `alone` or a tuple. device: of memory and launches.
+    operands: how many tensors a call gives."""
 
-    def __init__(self, steps: list[Any], results: list[int | None], alone: bool, device: int | None) -> None:
+    def __init__(
+        self, steps: list[Any], results: list[int | None], alone: bool, device: int | None, operands: int
+    ) -> None:
         self.steps, self.results, self.alone, self.device = steps, results, alone, device
+        makers = [i for i, s in enumerate(steps) if isinstance(s, Make) or (isinstance(s, Call) and s.makes)]
+        self.maker = [
+            None if n is None or n < operands else makers[n - operands] for n in results
+        ]  # step of each result
 
-    def play(self, tensors: list[Tensor]) -> Any:
+    def play(self, tensors: list[Tensor], place: tuple[int, Tensor] | None = None) -> Any:
+        """place: a result, by number, and memory that `fits` it: the result is made there."""
         if self.device is None:
-            return self._play(tensors, 0)
+            return self._play(tensors, 0, place)
         driver = triton_runtime()[0].active
         stream = driver.get_current_stream(self.device)
         if self.device == driver.get_current_device():
-            return self._play(tensors, stream)
+            return self._play(tensors, stream, place)
         with torch.cuda.device(self.device):
-            return self._play(tensors, stream)
+            return self._play(tensors, stream, place)
 
-    def _play(self, tensors: list[Tensor], stream: int) -> Any:
+    def fits(self, result: int, memory: Tensor) -> bool:
+        """Whether that result may be made in this memory: the recording allocates such memory for it."""
+        maker = self.maker[result]
+        step = None if maker is None else self.steps[maker]
+        if not isinstance(step, Make) or memory.data_ptr() % ALIGNMENT:
+            return False
+        wanted = step.size, step.stride, step.dtype, step.device
+        return wanted == (tuple(memory.shape), memory.stride(), memory.dtype, memory.device)
+
+    def _play(self, tensors: list[Tensor], stream: int, place: tuple[int, Tensor] | None) -> Any:
         starts = [x.data_ptr() for x in tensors]
-        for step in self.steps:
-            step.run(tensors, starts, stream)
+        given = None if place is None else self.maker[place[0]]
+        for i, step in enumerate(self.steps):
+            if i == given:
+                tensors.append(place[1])  # type: ignore[index]
+                starts.append(place[1].data_ptr())  # type: ignore[index]
+            else:
+                step.run(tensors, starts, stream)
         if self.alone:
             return tensors[self.results[0]]  # type: ignore[index]
         return tuple([None if i is None else tensors[i] for i in self.results])
@@ -213,7 +236,7 @@ class Recorder(TorchDispatchMode):
             self._try(self._finished, self.result, made)
         if self.reason:
             return self.reason
-        return Recording(self.steps, made, isinstance(self.result, Tensor), self.device)
+        return Recording(self.steps, made, isinstance(self.result, Tensor), self.device, len(self.operands))
 
     def _try(self, step: Callable[..., None], *args: Any) -> None:
         try:

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafx.kernels.common.recording import Recorder, Recording, triton_runtime
+from megafx.kernels.common.recording import ALIGNMENT, Recorder, Recording, triton_runtime
 from megafx.ops import axes
 
 # Versions whose compiled kernels are started as recording.Launch does: the first, and the first that is not (3.6 and 3.9 were
 # tried).
 KNOWN_TRITON = ((3, 6), (3, 10))
 MOST_FORMS = 4096  # of one op; then all are forgotten
-ALIGNMENT = 16  # bytes; Triton compiles for starts that it divides
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype)
@@ -44,7 +43,8 @@ class Replay:
         self.launcher, self.placed = launcher, placed
         self.forms: dict[Any, Recording | str] = {}  # or 'once' (called once), or why it is not recorded
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: Any, place: tuple[int, Tensor] | None = None) -> Any:
+        """place: a result, by number, and memory for it, which is used where a recording is repeated."""
         if _mode_count():
             return self.launcher(*operands)
         tensors: list[Tensor] = []
@@ -67,7 +67,8 @@ class Replay:
         key = tuple(form)
         found = self.forms.get(key)
         if type(found) is Recording:
-            return found.play(tensors) if _unhooked() else self.launcher(*operands)
+            fits = place if place is not None and found.fits(*place) else None
+            return found.play(tensors, fits) if _unhooked() else self.launcher(*operands)
         if found is None:
             if len(self.forms) >= MOST_FORMS:
                 self.forms.clear()
