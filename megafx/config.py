@@ -152,6 +152,14 @@ class Config:
         tuple,
         "for 'selective': core_attn (the default), norm, act, mlp, moe, shared_experts, mla_up_proj, or globs of module names",
     )
+    cpu_offloading: bool = _option(
+        False,
+        "kept values wait for backward in pinned memory of the host: with a budget, those that fit behind the compute and as "
+        "many as it asks for; without one, those of the layers that cpu_offloading_num_layers says (docs/memory.md)",
+    )
+    cpu_offloading_num_layers: int | None = _option(
+        None, "number of layers, the first ones, whose kept values are offloaded; None: all but the last", least=1
+    )
     gradient_accumulation_fusion: bool = _option(
         False,
         "gradients of bf16 and fp16 parameters are fp32, and products that make them write fp32: of the first micro-batch into "
@@ -223,6 +231,12 @@ class Config:
         if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
             raise _error("recompute_modules", names, "a list of names, or of globs of module names")
         object.__setattr__(self, "recompute_modules", tuple(names))
+        if self.cpu_offloading_num_layers is not None and not self.cpu_offloading:
+            raise _error(
+                "cpu_offloading_num_layers", self.cpu_offloading_num_layers, "unset where cpu_offloading is off"
+            )
+        if self.cpu_offloading and self.cuda_graphs is True:
+            raise _error("cpu_offloading", True, "False where cuda_graphs=True: its copies are on streams of their own")
         for name, known in (("granularity", ("selective", "full")), ("method", ("uniform", "block"))):
             value = getattr(self, f"recompute_{name}")
             if value not in (None, *known):

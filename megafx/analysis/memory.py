@@ -22,6 +22,7 @@ from megafx.analysis.kept import copies, numel, tensors_of
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import aten_ops, op_name, shows_operand, writes
 from megafx.ir.program import VAL, Partition, Program, Saved, fqn_of
+from megafx.ops.offload import is_on_host
 
 BLOCK = 512  # bytes to which the CUDA caching allocator rounds (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 # What cuBLAS holds on a stream: 4096 KiB x 8 on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB).
@@ -227,6 +228,7 @@ def walk(
             value = node.meta[VAL]
             several = isinstance(value, (tuple, list))
             sizes = [_rounded(program, v) for v in (value if several else [value])]  # 0 of what is no tensor
+            sizes = [0] * len(sizes) if is_on_host(node) else sizes
             if several:  # each result is freed by itself
                 parts = [u for u in node.users if u.target is operator.getitem]
                 for part in parts:

@@ -61,6 +61,7 @@ from megafx.passes.lower.overlap_products import overlap_products
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.passes.lower.schedule_offload import schedule_offload
 from megafx.passes.lower.write_padded_rows import write_padded_rows
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
@@ -141,6 +142,7 @@ RANK: tuple[PassFunction, ...] = (
     drop_expert_values,
     bind_mesh,
     partition,
+    schedule_offload,
     regather,
     overlap_products,
     write_padded_rows,
@@ -204,7 +206,7 @@ class Compiled:
         made = _executable(program, self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
         self.program.notes += [note for note in program.notes if note not in self.program.notes]
         wanted = self.planner.config.cuda_graphs
-        if wanted is False or not torch.cuda.is_available():
+        if wanted is False or self.planner.config.cpu_offloading or not torch.cuda.is_available():
             return made
         return made.recorded(wanted is True, lambda text: self.program.note("cuda graphs", text))
 
@@ -231,7 +233,7 @@ class Compiled:
     def memory(self, optimizer: str = "adamw", held: int | None = None) -> Memory:
         """Predicted memory of one rank, as `analysis.memory.memory` says."""
         program = self.program.copy()
-        for step in (partition, regather, reuse_buffers):
+        for step in (partition, schedule_offload, regather, reuse_buffers):
             step(program, self.planner)
         with program.sizes.at_call() if self.planner.at_call else contextlib.nullcontext():
             return memory(program, optimizer, held)

@@ -11,6 +11,7 @@ Meta keys of a node (the only ones that passes may rely on):
     recompute  True on forward nodes whose value backward computes again (`partition`) instead of keeping it
     tokens     dims (structural) that the value's first dim stands for, where `flatten_tokens` made one of several
     region     number of the call of torch.utils.checkpoint, the outermost one, in which the node was traced
+    layer      number of the node's layer in the order of use, where kept values are offloaded (`choose_kept`)
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by",
 TOKENS = "tokens"
 RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
 REGION = "region"
+LAYER = "layer"
 
 
 class Phase(IntEnum):
@@ -148,8 +150,8 @@ class Recomputed:
     """What `choose_kept` came to, for one rank at the workload.
 
     without: bytes that would be kept if nothing were made again; kept: bytes that are. promise: the bytes that a budget allows.
-    seconds: modelled time of what backward makes again. at: a promise of bytes, whatever a call's sizes: the bytes that are
-    kept, as an expression in them.
+    seconds: modelled time of what backward makes again. offloaded: bytes that wait on the host. at: a promise of bytes,
+    whatever a call's sizes: the bytes that are kept, as an expression in them.
     """
 
     without: int
@@ -157,6 +159,7 @@ class Recomputed:
     promise: int | None
     seconds: float
     at: Any = None
+    offloaded: int = 0
 
     def holds(self, sizes: Mapping[Any, int]) -> bool:
         """Whether a call of these sizes keeps no more than what is promised."""
@@ -165,6 +168,8 @@ class Recomputed:
     def __str__(self) -> str:
         mib = lambda n: f"{n / 2**20:,.1f} MiB"  # noqa: E731
         text = f"{mib(self.kept)} of {mib(self.without)}, the rest made again in {1e6 * self.seconds:.0f} us"
+        if self.offloaded:
+            text = f"{text}, {mib(self.offloaded)} of it on the host"
         return text if self.promise is None else f"{text} (budget {mib(self.promise)})"
 
 

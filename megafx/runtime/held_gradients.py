@@ -209,7 +209,7 @@ class HeldBack:
         check(gradients)
         for i, name in enumerate(names):
             if name in there:
-                if gradients[i].data_ptr() != there[name].data_ptr():  # a graph that runs again, or is Inductor's
+                if gradients[i].data_ptr() != there[name].data_ptr():  # a graph that may run again
                     there[name].copy_(gradients[i])
                 gradients[i] = None
         return gradients
