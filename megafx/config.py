@@ -111,7 +111,11 @@ class Config:
         "forward and backward are recorded as CUDA graphs and replayed (docs/cuda_graphs.md); 'auto': where launching the "
         "kernels takes the host about as long as running them takes the GPU",
     )
-    compile: bool = _option(False, "lower the graphs through Inductor")
+    compile: bool | Literal["auto"] = _option(
+        False,
+        "Inductor compiles the ops that megafx has no kernels for, chain by chain; 'auto': where that is modelled to pay "
+        "(docs/fusion.md)",
+    )
     bias_dropout_fusion: bool = _option(True, "fuse bias + dropout + residual sum", fuses=True)
     bias_activation_fusion: bool = _option(
         True, "fuse bias + GeLU or another activation, and gated linear units (SwiGLU)", fuses=True
@@ -162,7 +166,7 @@ class Config:
     )
     profiler_ranges: bool = _option(
         False,
-        "a torch.profiler trace shows what runs under the path of its module (NVTX ranges under emit_nvtx); not with compile",
+        "a torch.profiler trace shows what runs under the path of its module (NVTX ranges under emit_nvtx)",
     )
     check_for_nan_in_loss_and_grad: bool = _option(
         False,

@@ -52,6 +52,7 @@ from megafx.passes.fuse.share_logsumexp import share_logsumexp
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.call_directly import call_directly
+from megafx.passes.lower.compile_chains import compile_chains
 from megafx.passes.lower.name_ranges import name_ranges
 from megafx.passes.lower.overlap_products import overlap_products
 from megafx.passes.lower.partition import partition
@@ -139,6 +140,7 @@ RANK: tuple[PassFunction, ...] = (
     overlap_products,
     write_padded_rows,
     reuse_buffers,
+    compile_chains,
     call_directly,
     name_ranges,
 )
@@ -309,5 +311,4 @@ def _executable(
     with alone():
         runner.run(program, passes_of(planner, "rank"))
     axes = planner.axes
-    made = Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes), gathered)
-    return made.compiled() if planner.config.compile else made
+    return Executable(program, contextlib.nullcontext if axes is None else lambda: on_mesh(axes), gathered)

@@ -139,7 +139,7 @@ def declines(program: Program, planner: Planner) -> Declines | None:
     if profile is None:
         return None
     price_workload(program, planner.config)
-    mode = mode_of(planner.config.compile, planner.training)
+    mode = mode_of(planner.config.compile is True, planner.training)
     redraw = {p.name for p in registered_patterns() if p.redraws}
     redraw |= profile.needed_by(redraw)
 

@@ -3,7 +3,7 @@
 Before:  %y = mm(%x, %w)                                                        # of module h.0.mlp.up
 After:   %r = enter_range('megafx forward h.0.mlp.up'); %y = mm(%x, %w); leave_range(%r)
 Legal because: a range changes no value. It costs a microsecond or two, so it is made only where it is asked for
-(Config.profiler_ranges), and not for Inductor, whose kernels join ops of several modules.
+(Config.profiler_ranges).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 def name_ranges(program: Program, planner: Planner) -> int:
     """Return the number of ranges."""
     parts = program.partition
-    if not planner.config.profiler_ranges or planner.config.compile or parts is None:
+    if not planner.config.profiler_ranges or parts is None:
         return 0
     forward, count = with_ranges(parts.forward, "forward")
     backward, last = parts.backward, parts.last_backward

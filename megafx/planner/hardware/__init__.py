@@ -28,6 +28,7 @@ class Hardware:
     link_bytes_per_second    bytes that one rank sends per second inside a large collective (NCCL's bus bandwidth)
     alpha_seconds            time of a collective on a tiny tensor, launch included
     memory_bytes             device memory that a process can have; None: not known
+    launch_seconds           time of the host to launch one op
     source                   where the numbers are from: measured (device, date) or datasheet
     """
 
@@ -38,6 +39,7 @@ class Hardware:
     alpha_seconds: float
     source: str
     memory_bytes: int | None = None
+    launch_seconds: float = 6e-6
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
@@ -94,7 +96,7 @@ class Hardware:
             raise ConfigError(f"{where} is no mapping of fields", fix=f"fields: {', '.join(known)}")
         for wrong in [k for k in data if k not in known]:
             raise ConfigError(f"{where} has an unknown field '{wrong}'", fix=f"fields: {', '.join(known)}")
-        missing = [k for k in known if k not in data and k != "memory_bytes"]
+        missing = [k for k in known if k not in data and k not in ("memory_bytes", "launch_seconds")]
         if missing:
             raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="see megafx/planner/hardware/h200-nvlink.yaml")
         return Hardware(**data)
