@@ -152,6 +152,16 @@ class Config:
         tuple,
         "for 'selective': core_attn (the default), norm, act, mlp, moe, shared_experts, mla_up_proj, or globs of module names",
     )
+    gradient_accumulation_fusion: bool = _option(
+        False,
+        "gradients of bf16 and fp16 parameters are fp32, and products that make them write fp32: of the first micro-batch into "
+        "`.grad`, of later ones on top of it; `param.main_grad` is the same tensor (docs/memory.md)",
+    )
+    accumulate_allreduce_grads_in_fp32: bool = _option(
+        False,
+        "gradients of bf16 and fp16 parameters are cast to fp32 where they are made: they are reduced over ranks, accumulated, "
+        "and given to `.grad` and `main_grad` as such",
+    )
     fusion_profile: str | None = _option(
         None,
         "measurements, by which a fusion that was slower is left out: name of a profile (planner/hardware/fusions/*.yaml), or "
@@ -223,6 +233,11 @@ class Config:
             if value and self.recompute_granularity != granularity:
                 wanted = f"unset, as recompute_granularity is {self.recompute_granularity!r} and not {granularity!r}"
                 raise _error(name, value, wanted)
+
+    @property
+    def gradients_in_fp32(self) -> bool:
+        """Whether gradients of bf16 and fp16 parameters are fp32."""
+        return self.gradient_accumulation_fusion or self.accumulate_allreduce_grads_in_fp32
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, validated again."""

@@ -138,10 +138,10 @@ def memory(program: Program, optimizer: str = "adamw", held: int | None = None) 
     inputs = sum(
         _rounded(program, n.meta[VAL]) for n, i in program.input_nodes() if i.kind in ("user", "buffer", "constant")
     )
-    wanted = {o.name for o in program.outputs if o.kind == "gradient"}
-    gradients = sum(
-        _rounded(program, n.meta[VAL]) for n, i in program.input_nodes() if i.kind == "param" and i.name in wanted
-    )
+    made = {o.name: r for r, o in zip(program.results(), program.outputs, strict=True) if o.kind == "gradient"}
+    trained = [(n.meta[VAL], made[i.name]) for n, i in program.input_nodes() if i.kind == "param" and i.name in made]
+    stepped = sum(_rounded(program, value) for value, _ in trained)
+    gradients = sum(_rounded(program, value, result) for value, result in trained)
     joins = [n for n in parts.forward.graph.find_nodes(op="placeholder")][len(program.inputs) - _late(program) :]
     gathered = sum(_rounded(program, n.meta[VAL]) for k, n in enumerate(joins) if k in parts.gathered)
     states, temporary = OPTIMIZERS[optimizer]
@@ -155,8 +155,8 @@ def memory(program: Program, optimizer: str = "adamw", held: int | None = None) 
         backward = walk(program, parts.last_backward, saved, also=also, pinned=_pinned(parts))
     training = backward is not None
     return Memory(
-        params, gradients, (held if held is not None else states * gradients) if training else 0, gathered, inputs,
-        sum((saved or {}).values()), CUBLAS_WORKSPACE, temporary * gradients if training else 0, forward, backward,
+        params, gradients, (held if held is not None else states * stepped) if training else 0, gathered, inputs,
+        sum((saved or {}).values()), CUBLAS_WORKSPACE, temporary * stepped if training else 0, forward, backward,
         {name: program.sizes.workload(program.sizes.of_expr(s)) for name, s in program.sizes.symbols.items()},
     )  # fmt: skip
 
@@ -296,8 +296,12 @@ class _Shape(tuple):  # type: ignore[type-arg]
     """A shape among arguments."""
 
 
-def _rounded(program: Program, value: Any) -> int:
-    return _block(numel(program, value) * value.element_size()) if isinstance(value, torch.Tensor) else 0
+def _rounded(program: Program, value: Any, like: Any = None) -> int:
+    """Bytes of a tensor. like: a node of the dtype, where that is another."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    dtype = (like.meta[VAL] if isinstance(like, fx.Node) else value).dtype
+    return _block(numel(program, value) * dtype.itemsize)
 
 
 def _block(size: int) -> int:
