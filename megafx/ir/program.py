@@ -198,6 +198,18 @@ class Partition:
     gathered: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     last_backward: fx.GraphModule | None = None
 
+    def changed(self, change: Callable[[fx.GraphModule, str], tuple[fx.GraphModule, int]]) -> tuple[Partition, int]:
+        """(the partition with the graphs that change(graph, "forward" or "backward") makes, the sum of its counts). Changes
+        of the last backward are not counted: they are those of backward."""
+        forward, count = change(self.forward, "forward")
+        backward, last = self.backward, self.last_backward
+        if backward is not None:
+            backward, more = change(backward, "backward")
+            count += more
+        if last is not None:
+            last = backward if last is self.backward else change(last, "backward")[0]
+        return replace(self, forward=forward, backward=backward, last_backward=last), count
+
     def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
         """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
         total: dict[str, int] = {}
