@@ -7,6 +7,7 @@ serve as two ranks of an axis; what data-parallel ranks do with other ops is tha
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -171,6 +172,14 @@ class BatchRows:
         """Whether the op takes a number that depends on the size of the batch, other than in a list of sizes."""
         expr = getattr(getattr(given.meta.get(VAL), "node", None), "expr", None)
         return expr is not None and self.symbol in expr.free_symbols and any(a is given for a in node.args)
+
+
+def limit_sizes(program: Program, symbol: sympy.Symbol, least: int, greatest: int | None = None) -> None:
+    """Let the program serve calls alone whose batch is of these sizes. greatest: None: as it is."""
+    if program.call is not None:
+        known, most = program.call.ranges.get(symbol, (0, sys.maxsize))
+        bounds = max(known, least), most if greatest is None else greatest
+        program.call = replace(program.call, ranges={**program.call.ranges, symbol: bounds}, _verdicts={})
 
 
 def has_tensor(node: fx.Node) -> bool:

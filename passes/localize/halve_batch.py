@@ -2,7 +2,7 @@
 
 Before:  %x = transition(%e, P, S0, ..)                  # [ceil(b*s/2) h], marked HALVED; %e has ROWS
          %y = rms_norm(%x, %w); %z = transition(%y, S0, R, ..); .. %l = linear(%z, %head)
-After:   %e1, %e2 = split_with_sizes(%e, [(b+1)//2*s, b//2*s])
+After:   %e1, %e2 = split_with_sizes(%e, [(b-b//2)*s, b//2*s])
          %x1 = transition(%e1, P, S0, ..); %x2 = transition(%e2, P, S0, ..); %y1 = rms_norm(%x1, %w); %z1 = transition(%y1, ..)
          %y2 = rms_norm(%x2, %w); .. %z = cat([%z1, %z2]); %l = linear(%z, %head)
 Legal because: one rank's graph is right for a batch of any size, so also for each half; and the rows of a marked value are
@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
-from megafx.analysis.batch_rows import has_tensor
+from megafx.analysis.batch_rows import has_tensor, limit_sizes
 from megafx.analysis.kept import seconds
 from megafx.ir.contracts import ends_of, layout_of
 from megafx.ir.facts import MATMUL
@@ -57,6 +57,7 @@ def halve_batch(program: Program, planner: Planner) -> int:
             program.note("halves", f"the batch is not cut into halves: {reason}")
         return 0
     halver.run()
+    limit_sizes(program, halver.batch, 2)
     return len(halver.marked)
 
 
@@ -75,7 +76,10 @@ class _Halver:
                 self.inside[node] = None
         self.marked = [*self.inside]
         batch = program.sizes.symbols["batch"]
-        self.parts = [{batch: FloorDiv(batch + 1, 2)}, {batch: FloorDiv(batch, 2)}]
+        self.parts = [
+            {batch: batch - FloorDiv(batch, 2)},
+            {batch: FloorDiv(batch, 2)},
+        ]  # which add up to it by themselves
         self.batch = batch
         self.emit = SizeEmitter(program.graph, program.sizes)
         self.made: list[dict[fx.Node, fx.Node]] = [{}, {}]  # of each half: node -> its copy, or the half of it
@@ -160,6 +164,8 @@ class _Halver:
             both = build(aten.split_with_sizes.default, node, [self._size(i, rows) for i in (0, 1)], dim)
             for i in (0, 1):
                 self.made[i][node] = build(operator.getitem, both, i)
+                if PLACEMENT in node.meta:
+                    self.made[i][node].meta[PLACEMENT] = self._placement(i, node.meta[PLACEMENT])
         return self.made[half][node]
 
     def _joined(self, node: fx.Node, where: fx.Node) -> fx.Node:
@@ -220,7 +226,8 @@ class _Halver:
         """(order of both halves' ops on one GPU and one link, seconds). passes: how often an op's work is done. talk: seconds
         of a collective."""
         ready: list[dict[fx.Node, float]] = [{}, {}]
-        place, order, now, link = [0, 0], [], 0.0, 0.0
+        order: list[tuple[int, fx.Node]] = []
+        place, now, link = [0, 0], 0.0, 0.0
         while len(order) < 2 * len(self.marked):
             at = {
                 i: max((ready[i].get(a, 0.0) for a in self.marked[place[i]].all_input_nodes), default=0.0)
@@ -231,9 +238,9 @@ class _Halver:
             node = self.marked[place[half]]
             narrow = NARROW if cost_kind(op_name(node)) == MATMUL else 1.0
             now = done = max(now, at[half]) + passes * self.times[node][0] / 2 * narrow
-            sent = talk(self.times[node]) / 2
+            sent = talk(self.times[node])
             if sent:
-                done = link = max(link, now) + sent
+                done = link = max(link, now) + (sent + self.planner.hardware.alpha_seconds) / 2
             ready[half][node] = done
             order.append((half, node))
             place[half] += 1

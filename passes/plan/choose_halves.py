@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megafx.analysis.batch_rows import BatchRows
+from megafx.analysis.batch_rows import BatchRows, limit_sizes
 from megafx.ir.contracts import ends_of
 from megafx.ir.facts import MATMUL
 from megafx.ir.nodes import op_name
@@ -42,7 +42,10 @@ def choose_halves(program: Program, planner: Planner) -> int:
 
     symbol = program.sizes.symbols.get("batch")
     if symbol is None:
-        return len(_none(program, planner, "its size is a number in this graph, as that of a single row is"))
+        return len(_none(program, planner, "its size is a number in this graph"))
+    if program.sizes.of_call.get(symbol) == 1:
+        limit_sizes(program, symbol, 1, 1)  # calls of more rows get a graph of their own
+        return len(_none(program, planner, "it is one row"))
     rows = BatchRows(program, symbol)
     chosen = _chosen(program, planner, rows)
     for node in chosen:
