@@ -251,9 +251,9 @@ def _explain(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(report.to_json())
     if args.model_explorer:
-        from megafx.report.model_explorer import graph_collection
+        from megafx.report.picture import graph_collection
 
-        args.model_explorer.write_text(json.dumps(graph_collection(report, args.model)))
+        args.model_explorer.write_text(json.dumps(graph_collection(report.picture, args.model)))
     return 0
 
 

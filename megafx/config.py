@@ -116,7 +116,11 @@ class Config:
         "forward and backward are recorded as CUDA graphs and replayed (docs/cuda_graphs.md); 'auto': where launching the "
         "kernels takes the host about as long as running them takes the GPU",
     )
-    compile: bool = _option(False, "lower the graphs through Inductor")
+    compile: bool | Literal["auto"] = _option(
+        False,
+        "Inductor compiles the ops that megafx has no kernels for, chain by chain; 'auto': where that is modelled to pay "
+        "(docs/fusion.md)",
+    )
     bias_dropout_fusion: bool = _option(True, "fuse bias + dropout + residual sum", fuses=True)
     bias_activation_fusion: bool = _option(
         True, "fuse bias + GeLU or another activation, and gated linear units (SwiGLU)", fuses=True
@@ -153,6 +157,24 @@ class Config:
         tuple,
         "for 'selective': core_attn (the default), norm, act, mlp, moe, shared_experts, mla_up_proj, or globs of module names",
     )
+    cpu_offloading: bool = _option(
+        False,
+        "kept values wait for backward in pinned memory of the host: with a budget, those that fit behind the compute and as "
+        "many as it asks for; without one, those of the layers that cpu_offloading_num_layers says (docs/memory.md)",
+    )
+    cpu_offloading_num_layers: int | None = _option(
+        None, "number of layers, the first ones, whose kept values are offloaded; None: all but the last", least=1
+    )
+    gradient_accumulation_fusion: bool = _option(
+        False,
+        "gradients of bf16 and fp16 parameters are fp32, and products that make them write fp32: of the first micro-batch into "
+        "`.grad`, of later ones on top of it; `param.main_grad` is the same tensor (docs/memory.md)",
+    )
+    accumulate_allreduce_grads_in_fp32: bool = _option(
+        False,
+        "gradients of bf16 and fp16 parameters are cast to fp32 where they are made: they are reduced over ranks, accumulated, "
+        "and given to `.grad` and `main_grad` as such",
+    )
     fusion_profile: str | None = _option(
         None,
         "measurements, by which a fusion that was slower is left out: name of a profile (planner/hardware/fusions/*.yaml), or "
@@ -167,7 +189,7 @@ class Config:
     )
     profiler_ranges: bool = _option(
         False,
-        "a torch.profiler trace shows what runs under the path of its module (NVTX ranges under emit_nvtx); not with compile",
+        "a torch.profiler trace shows what runs under the path of its module (NVTX ranges under emit_nvtx)",
     )
     check_for_nan_in_loss_and_grad: bool = _option(
         False,
@@ -214,6 +236,12 @@ class Config:
         if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
             raise _error("recompute_modules", names, "a list of names, or of globs of module names")
         object.__setattr__(self, "recompute_modules", tuple(names))
+        if self.cpu_offloading_num_layers is not None and not self.cpu_offloading:
+            raise _error(
+                "cpu_offloading_num_layers", self.cpu_offloading_num_layers, "unset where cpu_offloading is off"
+            )
+        if self.cpu_offloading and self.cuda_graphs is True:
+            raise _error("cpu_offloading", True, "False where cuda_graphs=True: its copies are on streams of their own")
         for name, known in (("granularity", ("selective", "full")), ("method", ("uniform", "block"))):
             value = getattr(self, f"recompute_{name}")
             if value not in (None, *known):
@@ -224,6 +252,11 @@ class Config:
             if value and self.recompute_granularity != granularity:
                 wanted = f"unset, as recompute_granularity is {self.recompute_granularity!r} and not {granularity!r}"
                 raise _error(name, value, wanted)
+
+    @property
+    def gradients_in_fp32(self) -> bool:
+        """Whether gradients of bf16 and fp16 parameters are fp32."""
+        return self.gradient_accumulation_fusion or self.accumulate_allreduce_grads_in_fp32
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, validated again."""

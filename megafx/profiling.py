@@ -34,7 +34,7 @@ def profile_steps(step: Callable[[], None], steps: int, report: Report) -> None:
             us = event.device_time_total or event.cpu_time_total  # on a device: of the kernels that it started
             found[event.key.removeprefix(PREFIX)] = max(found.get(event.key.removeprefix(PREFIX), 0.0), us / steps)
     if not found:
-        fix = "parallelize the model with Config(profiler_ranges=True), without compile=True"
+        fix = "parallelize the model with Config(profiler_ranges=True)"
         raise UsageError("the graphs of this model name no modules", fix=fix)
     report.measured = beside_model(found, report.picture)
 

@@ -12,6 +12,7 @@ given is traced as if called directly, and its nodes are marked (ir.REGION): `ch
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,9 @@ from megafx.ops.eager_call import MADE_UP, eager_call_of, made_up
 RTOL = 1e-6  # hand-written derivatives have constants of 8 digits
 _OURS = ("torch.", "megafx.")
 _REGION = "megafx_region"
+BUILT_IN = isinstance(vars(Function)["apply"], types.ClassMethodDescriptorType)
+# Whose `apply` is replaced: below `Function`, whose bound `apply` models may hold; there is no such place for a built-in.
+APPLY_OF: type = Function if BUILT_IN else _SingleLevelFunction
 _modules: dict[type[Function], nn.Module] = {}  # graphs hold weak references
 
 
@@ -70,25 +74,46 @@ def region_of(node: fx.Node) -> int | None:
     return found
 
 
-def apply_of_capture(note: Callable[[str], None], regions: Regions) -> Any:
-    """A `Function.apply` for which calls whose gradient is not that of their forward are nodes of what is traced."""
-    busy = False
+class Applied:
+    """Calls of Functions in a trace: those whose gradient is not that of their forward are nodes of what is traced.
 
-    def apply(cls: type[Function], *args: Any) -> Any:
-        nonlocal busy
-        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]  # as if defined in its class
+    A call is seen at `Function.apply`. From torch 2.15 on that is a built-in: one that a model has bound before the capture
+    (`relu = MyRelu.apply`) is not looked up again, so such a call is seen where it comes to the class's `forward`.
+    """
+
+    def __init__(self, note: Callable[[str], None], regions: Regions) -> None:
+        self.note, self.regions, self.busy = note, regions, False
+
+    def apply(self, cls: type[Function], *args: Any) -> Any:
+        """What stands at `APPLY_OF`."""
+        plain = super(APPLY_OF, cls).apply  # type: ignore[misc,arg-type]  # as if defined in its class
+        return self._call(cls, args, lambda: plain(*args), torch.is_grad_enabled())
+
+    def forward(self, cls: type[Function]) -> Callable[[Any], Any]:
+        """What stands at `cls.forward`, which built-in code calls without gradients."""
+
+        def of(old: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any) -> Any:
+                given = args if cls.setup_context is not Function.setup_context else args[1:]
+                return self._call(cls, given, lambda: old(*args), True)
+
+            return forward
+
+        return of
+
+    def _call(self, cls: type[Function], args: tuple[Any, ...], plain: Callable[[], Any], enabled: bool) -> Any:
         if cls is checkpoint.CheckpointFunction:
             function, _, *given = args
-            with regions.enter():
+            with self.regions.enter():
                 return function(*given)
         tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if busy or cls.__module__.startswith(_OURS) or not differentiated:
-            return plain(*args)
-        busy = True
+        differentiated = enabled and any(x.requires_grad for x in tensors)
+        if self.busy or cls.__module__.startswith(_OURS):
+            return plain()
+        self.busy = True
         try:
-            if same_gradient(cls, args):
-                return plain(*args)
+            if not differentiated or same_gradient(cls, args):
+                return plain()
             if any(callable(x) and not isinstance(x, type) for x in pytree.tree_leaves(args)):
                 raise CaptureError(
                     f"{cls.__qualname__} ({cls.__module__}) is given a function to call, as checkpointing does, and its "
@@ -96,24 +121,37 @@ def apply_of_capture(note: Callable[[str], None], regions: Regions) -> Any:
                     source=current_user_line(),
                     fix="call the function itself; torch.utils.checkpoint is left out by itself",
                 )
-            note(
+            self.note(
                 f"{cls.__qualname__} ({cls.__module__}) has a backward that is not the derivative of its forward, or could not "
                 "be compared with it: its own code runs on every rank, on whole tensors"
             )
             return eager_call_of(_modules.setdefault(cls, _Applied(cls)), cls.__qualname__, args)
         finally:
-            busy = False
+            self.busy = False
 
-    return classmethod(apply)
+
+def classes_bound_early() -> list[type[Function]]:
+    """All Functions, where `apply` is a built-in that models may hold; else none."""
+    if not BUILT_IN:
+        return []
+    found, todo = [], [Function]
+    while todo:
+        subclasses = todo.pop().__subclasses__()
+        todo += subclasses
+        found += [c for c in subclasses if not c.__module__.startswith(_OURS)]
+    return found
+
+
+# What runs round a checkpointed function (use_reentrant=False): the second name is that of torch 2.15.
+GENERATOR = "_checkpoint_without_reentrant_generator"
+GENERATOR = next(name for name in (f"{GENERATOR}_impl", GENERATOR) if hasattr(checkpoint, name))
 
 
 def checkpointing_of_capture(note: Callable[[str], None], regions: Regions) -> Callable[..., Iterator[None]]:
-    """What runs round a checkpointed function (use_reentrant=False): it marks a region."""
+    """What stands at `GENERATOR`: it marks a region."""
 
-    def generator(
-        function: Any, preserve: Any, context: Any = checkpoint.noop_context_fn, *args: Any
-    ) -> Iterator[None]:
-        if context is not checkpoint.noop_context_fn:
+    def generator(function: Any, *given: Any, **options: Any) -> Iterator[None]:
+        if options.get("context_fn", (*given, None, None)[1]) is not checkpoint.noop_context_fn:
             note(
                 "context_fn of torch.utils.checkpoint is not followed: all of the region is computed again from its inputs. "
                 "Config(activation_memory_budget=...) chooses value by value"

@@ -28,14 +28,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.capture.checks import passing_checks
-from megafx.capture.functions import Regions, apply_of_capture, checkpointing_of_capture
+from megafx.capture.functions import (
+    APPLY_OF,
+    GENERATOR,
+    Applied,
+    Regions,
+    checkpointing_of_capture,
+    classes_bound_early,
+)
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.capture.program import ROOT
@@ -96,13 +102,14 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
     table = [Replacement(SymNode, "guard_bool", lambda old: passing_checks(old, note), why)]
 
     why = "a Function whose backward is not the derivative of its forward becomes one node"
-    # Below `Function`, whose bound `apply` models may hold.
     regions = Regions()
-    table += [Replacement(_SingleLevelFunction, "apply", lambda old: apply_of_capture(note, regions), why)]
+    applied = Applied(note, regions)
+    table += [Replacement(APPLY_OF, "apply", lambda old: classmethod(applied.apply), why)]
+    table += [Replacement(c, "forward", applied.forward(c), why) for c in classes_bound_early()]
 
     why = "the hooks of checkpointing cannot be traced: what is computed inside is marked, for the graph to compute it again"
     new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note, regions)  # noqa: E731
-    table += [Replacement(checkpoint, "_checkpoint_without_reentrant_generator", new, why)]
+    table += [Replacement(checkpoint, GENERATOR, new, why)]
 
     why = "a graph computes with parameters as they are: code that converts a module is an error"
     table += [Replacement(nn.Module, "_apply", lambda old: _refusing_conversions(model), why)]

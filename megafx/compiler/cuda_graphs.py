@@ -62,7 +62,7 @@ class _Sizes:
     forward: _Recorded | None = None
     backward: _Recorded | None = None
     refused: str = ""
-    waits: bool = False  # for the GPU, in forward
+    waits: bool = False  # for the GPU, in the last forward that ran as before
     missed: int = 0  # calls whose parameters were not where they were
     held: list[weakref.ref[Tensor]] = field(default_factory=list)  # kept values of the last replay
 
@@ -165,7 +165,7 @@ class CudaGraphs:
                 torch.cuda.set_sync_debug_mode(mode)
         here.host = time.perf_counter() - begun
         end.record()
-        here.events = start, end
+        here.events, here.waits = (start, end), False  # the first call waits while its kernels are loaded
         for warning in caught:
             if "synchroniz" in str(warning.message):
                 here.waits = True

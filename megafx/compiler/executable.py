@@ -1,4 +1,4 @@
-"""Run a compiled program on this rank: a forward graph and a backward graph, as generated Python code or through Inductor.
+"""Run a compiled program on this rank: a forward graph and a backward graph, as generated Python code.
 
 Both run without autograd and without ambient autocast: derivatives are nodes already, and dtypes are what the graph says.
 Values are freed after their last use, kept ones too.
@@ -7,13 +7,11 @@ Values are freed after their last use, kept ones too.
 from __future__ import annotations
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 from torch.distributed.tensor import DTensor
 
 from megafx.compiler.cuda_graphs import CudaGraphs
@@ -21,10 +19,8 @@ from megafx.compiler.gathered_parameters import Gathered, GatheredParameters
 from megafx.distributed.parameters import JoinedParameters
 from megafx.errors import UsageError
 from megafx.ir.call_spec import no_autocast
-from megafx.ir.program import VAL, Program, Saved
+from megafx.ir.program import Program, Saved
 from megafx.ops import collectives  # noqa: F401  registers pad_rows
-
-aten = torch.ops.aten
 
 
 class LazyOutputs:
@@ -191,19 +187,6 @@ class Executable:
             self._last_backward = self.graphs.backward
         return self
 
-    def compiled(self, **options: Any) -> Executable:
-        """This one, run through `torch.compile`, sizes that the program knows as dynamic being so. options: of torch.compile.
-
-        Each graph is compiled by itself: compiled around autograd, Inductor would partition again, by rules that know
-        neither our collectives nor our tags. Kept values live until backward ends. The program is one compiled with
-        Config(compile=True): call_directly and reuse_buffers leave its graphs to Inductor.
-        """
-        self._forward = _compiled(self.parts.forward, options)
-        if self.parts.backward is not None:
-            run = _compiled(_unboxed(self.parts.backward), options)
-            self._backward = self._last_backward = lambda arguments: run(*arguments)
-        return self
-
     def takes_what(self, other: Executable) -> bool:
         """Whether backward can run on what the other one's forward keeps."""
         mine, theirs = ([(s.kind, s.index, s.fqn, s.numel) for s in x.parts.saved] for x in (self, other))
@@ -293,75 +276,3 @@ def _tangent(tangent: torch.Tensor | None, like: tuple[Any, Any, Any]) -> torch.
         shape, dtype, device = like
         return torch.zeros(shape, dtype=dtype, device=device)
     return tangent.contiguous()
-
-
-def _compiled(gm: fx.GraphModule, options: dict[str, Any]) -> Callable[..., Any]:
-    """`torch.compile` with dynamic sizes, except those that the graph has as numbers: the first call's tensors say so.
-
-    Where sizes of a later call make torch compile again, that call's tensors have no marks: checks in the graph say it then.
-    Without them the number of features is unknown, and with it what a kernel's loads are aligned to.
-    """
-    from torch._dynamo import mark_static  # half a second that eager runs need not pay
-
-    if not options:
-        options = {"options": _inductor_options()}
-    values = [n.meta.get(VAL) for n in gm.graph.find_nodes(op="placeholder")]
-    run = torch.compile(_with_sizes_checked(gm), **{"dynamic": True, **options})
-    marked = False
-
-    def call(*arguments: Any) -> Any:
-        nonlocal marked
-        if not marked:
-            for argument, value in zip(arguments, values, strict=True):
-                for dim, _ in _numbers(value) if isinstance(argument, torch.Tensor) else ():
-                    mark_static(argument, dim)
-            marked = True
-        return run(*arguments)
-
-    return call
-
-
-def _numbers(value: Any) -> list[tuple[int, int]]:
-    """(dim, size) where the graph has the size of a value as a number."""
-    shape = value.shape if isinstance(value, torch.Tensor) else ()
-    return [(dim, size) for dim, size in enumerate(shape) if isinstance(size, int)]
-
-
-def _with_sizes_checked(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same code, which first checks the sizes that it has as numbers, of what it uses: other inputs may be anything.
-
-    `pad_rows`, which may be a view, becomes a padding: torch.compile takes no views but its own.
-    """
-    graph = fx.Graph()
-    result = graph.graph_copy(gm.graph, {})
-    graph.output(result)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.megafx.pad_rows.default):
-        value, rows = node.args
-        with graph.inserting_before(node):
-            more = graph.call_function(operator.sub, (rows, graph.call_function(aten.sym_size.int, (value, 0))))
-            pads = [0] * (2 * value.meta[VAL].dim() - 1)  # type: ignore[union-attr]
-            node.replace_all_uses_with(graph.call_function(aten.constant_pad_nd.default, (value, [*pads, more])))
-        graph.erase_node(node)
-    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-        for node in graph.find_nodes(op="placeholder"):
-            for dim, size in _numbers(node.meta.get(VAL)) if node.users else ():
-                found = graph.call_function(aten.sym_size.int, (node, dim))
-                equal = graph.call_function(operator.eq, (found, size))
-                graph.call_function(torch._check, (equal,))
-    return fx.GraphModule(gm, graph)
-
-
-def _inductor_options() -> dict[str, Any]:
-    """Numbers reach our kernels as fp32, as they do outside of Inductor, where it knows the choice: as fp64, which is its
-    default, they would make a kernel's sums fp64 (and those that run in a loop an error)."""
-    from torch._inductor import config
-
-    name = "_use_fp64_for_unbacked_floats"
-    return {name: False} if hasattr(config, name) else {}
-
-
-def _unboxed(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same code with ordinary arguments."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)

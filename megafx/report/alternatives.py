@@ -45,6 +45,8 @@ def price_alternatives(picture: Picture, problem: Problem, plan: Plan) -> None:
             told = ", ".join(_difference(before, _sent(problem, moves)))
             row = f"{', '.join(map(plan.text_of, ins))} -> {plan.text_of(out)}"
             text = f"{style} ({row}) here would cost {added_us:+.1f} us" + (f": {told}" if told else "")
+            if added_us < 0:  # the plan is the optimum of what policies leave
+                text += "; a policy rules it out"
             found[style] = (added_us, text)
         drawn.alternatives = [text for _, text in sorted(found.values())]
 

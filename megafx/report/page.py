@@ -12,22 +12,26 @@ from typing import Any
 BODY = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head><body>
 <h1>{title}</h1>
+<p>{about}</p>
+<div id="headline"></div>
 <dl id="facts"></dl>
+<div class="drawn">
 <h2>The model</h2>
-<p class="told">Layers that are alike are drawn once. Click to look inside; hover over a box for its cost, its line of code,
-what was chosen and why, and what else it could be. Rounded boxes are collectives.</p>
-<p class="legend" id="legend"></p>
+<div class="legend" id="legend"></div>
 <div id="path"></div>
 <div id="graph"><div id="drawing"></div><div id="about"></div></div>
-<h2>A step</h2>
-<p class="told">By the cost model, of one rank: it computes (in the colours above), waits for a collective (red), and sends
-(yellow). Layers that are alike are drawn once, with their number.</p>
+<h2>A training step of one rank</h2>
+<p class="told">By the cost model. Above, the whole step to scale: computing (grey), and waiting for collectives (red). Click on
+a part of it to see it below: what is computed, in the colours of the graph; which collectives run beside it; and where the rank
+waits for them. Backward takes twice the time of forward.</p>
 <div id="step"></div>
-<h2>Memory of a rank</h2>
+<h2>Memory of one rank over the step</h2>
 <p class="told">Parameters and gradients follow from the plan; moments are those of AdamW in the parameters' dtype. What is kept
 for backward is at most this, since fused ops compute some of it again.</p>
 <div id="memory"></div>
+</div>
 <div id="texts"></div>
+<div id="tip"></div>
 <script type="application/json" id="data">{data}</script>
 <script>{script}</script>
 </body></html>
@@ -47,13 +51,13 @@ def _asset(name: str) -> str:
     return Path(__file__).with_name(name).read_text()
 
 
-def page(data: dict[str, Any], title: str = "megafx plan") -> str:
+def page(data: dict[str, Any]) -> str:
     """The page of a report's data (`Report.page_data`)."""
     text = json.dumps(data, separators=(",", ":")).replace(
         "<", "\\u003c"
     )  # so that no text of the model ends the script
-    style, script = _asset("page.css"), _asset("page.js")
-    return BODY.format(title=html.escape(title), style=style, data=text, script=script)
+    title, about = (html.escape(data[key]) for key in ("title", "about"))
+    return BODY.format(title=title, about=about, style=_asset("page.css"), data=text, script=_asset("page.js"))
 
 
 def data_of(text: str) -> dict[str, Any]:
@@ -67,7 +71,8 @@ def data_of(text: str) -> dict[str, Any]:
 
 def side_by_side(before: dict[str, Any], after: dict[str, Any], text: str) -> str:
     """Two reports in one page, below what differs between them."""
-    pages = {"before": html.escape(page(before, "before")), "after": html.escape(page(after, "after"))}
+    sides = {"before": before, "after": after}
+    pages = {name: html.escape(page({**data, "title": f"{name}: {data['title']}"})) for name, data in sides.items()}
     return SIDES.format(title="two plans", style=_asset("page.css"), text=html.escape(text or "no difference"), **pages)
 
 

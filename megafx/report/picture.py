@@ -24,7 +24,7 @@ from megafx.planner.context import Planner
 from megafx.planner.cost import op_flops, op_seconds, optimizer_seconds, share
 from megafx.planner.problem import contraction, share_of_op
 from megafx.report.describe import priced, statistics, style_of, text_of
-from megafx.report.report import INDEX, PricedTransition, folded_name
+from megafx.report.report import INDEX, PricedTransition, bytes_text, folded_name
 from megafx.rules.strategies import OpRule
 
 
@@ -93,7 +93,8 @@ class _Draw:
         self.moves: dict[fx.Node, PricedTransition] = {}
         self.removed: dict[str, list[str]] = defaultdict(list)
         for removal in self.plan.removals:
-            self.removed[removal.node].append(f"{removal.count} strategies taken away: {removal.reason}")
+            many = "strategies" if removal.count > 1 else "strategy"
+            self.removed[removal.node].append(f"{removal.count} {many} taken away: {removal.reason}")
 
     def picture(self) -> Picture:
         nodes = [n for n in self.program.graph.nodes if n in self.planner.rules or self._communicates(n)]
@@ -276,3 +277,48 @@ class _Draw:
 def _inside(fqn: str, region: str) -> str:
     """Path inside of a layer; elsewhere the whole path."""
     return fqn.removeprefix(region).removeprefix(".") if fqn == region or fqn.startswith(f"{region}.") else fqn
+
+
+# -- the JSON of Model Explorer (`GraphCollection`), for those who have that viewer; written without importing it
+
+COLOURS = {"S": "#a8dcc3", "R": "#f9c995", "I": "#cbd7e3", "P": "#d0b8f2"}  # as in page.css
+SENDS = "#f2c230"
+
+
+def graph_collection(picture: Picture, label: str = "megafx plan") -> dict[str, Any]:
+    """One graph: a node for each op and collective; the module path is the namespace, so that modules fold."""
+    nodes = []
+    for number, drawn in enumerate(picture.nodes):
+        region = picture.regions[drawn.region]
+        layer = f"{region.name} x {region.times}" if region.times > 1 else region.name
+        namespace = "/".join([layer, *filter(None, drawn.module.split("."))])
+        attributes = {
+            "placements": drawn.placements,
+            "style": drawn.style,
+            "value": drawn.value,
+            "weight": drawn.weight,
+            "forward (us)": "" if drawn.move else f"{drawn.us:.1f}",
+            "kept for backward": bytes_text(drawn.kept) if drawn.kept else "",
+            "source": drawn.source,
+            "why": "\n".join(drawn.why),
+            "instead": "\n".join(drawn.alternatives),
+        }
+        move = drawn.move or drawn.inner
+        if move is not None:
+            for way, what in (("forward", move.forward), ("backward", move.backward)):
+                size = getattr(move, f"{way}_bytes")
+                attributes[f"{way} collective"] = f"{what} {bytes_text(size)}" if size else ""
+        nodes.append(
+            {
+                "id": str(number),
+                "label": drawn.label,
+                "namespace": namespace,
+                "attrs": [{"key": key, "value": value} for key, value in attributes.items() if value],
+                "incomingEdges": [
+                    {"sourceNodeId": str(a), "sourceNodeOutputId": "0", "targetNodeInputId": str(i)}
+                    for i, a in enumerate(a for a, b in picture.edges if b == number)
+                ],
+                "style": {"backgroundColor": SENDS if drawn.move else COLOURS[drawn.out]},
+            }
+        )
+    return {"label": label, "graphs": [{"id": "plan", "nodes": nodes}]}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +22,7 @@ from megafx.errors import UsageError
 from megafx.ir.program import Fusion, Note
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
-from megafx.report.page import page, picture_data
+from megafx.report.page import data_of, page, picture_data
 
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
@@ -98,6 +100,7 @@ class Report:
     step: Any = None  # steps.Step: when they run in a training step
     measured: list[Measured] = field(default_factory=list)  # by megafx.profile
     predict: Callable[[], Memory] | None = None  # memory of a rank over a step of the compiled call
+    model: str = ""  # name of its class
 
     def memory(self) -> Memory:
         """Predicted memory of a rank, and what is alive at the peak by module and op. Raises UsageError for a plan alone."""
@@ -179,11 +182,24 @@ class Report:
             [r.fqn, r.op, r.style, r.placements, r.weight, "; ".join(map(str, r.transitions)), n]
             for r, n in self.folded()
         ]
-        fusions = [[f.count, f.pattern, f.modules, f.source] for f in self.fusions]
-        tables: list[Any] = [["Fused", ["times", "pattern", "modules", "source"], fusions]]
-        tables += [[title, [""], [[line] for line in lines]] for title, lines in self._lists() if title != "Fused"]
-        tables.append(["Every op with a weight or a collective", columns, rows])
-        return {"header": self.header, "tables": tables, "peak_bytes": self.peak_bytes} | self._drawn()
+        tables: list[Any] = [["Every op with a weight or a collective", columns, rows]]
+        for title, lines in self._lists():
+            if title == "Fused":
+                fusions = [[f.count, f.pattern, f.modules, f.source] for f in self.fusions]
+                tables.append([title, ["times", "pattern", "modules", "source"], fusions])
+            elif title not in ("A step by the cost model", "Memory of a rank"):  # which are drawn
+                tables.append([title, [""], [[line] for line in lines]])
+        elements = sum(math.prod(map(int, shape.split("x"))) for shape, _, _ in self.params.values() if shape)
+        sent, ranks = list(self.collectives().values()), str(self.header.get("axis", "")).partition("=")[2]
+        data = {
+            "title": self.model or "megafx plan",
+            "about": f"{elements:,} parameters, tensor-parallel over {ranks} rank{'' if ranks == '1' else 's'}",
+            "header": self.header,
+            "tables": tables,
+            "sent": [sum(count for count, _ in sent), sum(size for _, size in sent)],
+            "peak_bytes": self.peak_bytes,
+        }
+        return data | self._drawn()
 
     def _drawn(self) -> dict[str, Any]:
         empty = {"parts": [], "total_us": 0.0, "exposed_us": 0.0, "send_us": 0.0}
@@ -241,3 +257,38 @@ def bytes_text(n: int) -> str:
         if n >= size:
             return f"{n / size:.1f} {unit}"
     return f"{n} B"
+
+
+# -- two reports, of pages or JSON files that `explain` wrote, compared line by line
+
+
+def read_report(path: str | Path) -> dict[str, Any] | None:
+    """The data of a report's page or JSON file; None where the file is another one. Raises UsageError where there is none."""
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"there is no file '{path}'", fix="give two saved plans, two reports or two dump folders")
+    try:
+        text = path.read_text()
+        data = data_of(text) if text.startswith("<!doctype html>") else json.loads(text)
+    except (ValueError, UnicodeDecodeError) as error:
+        fix = "write one with `megafx explain --html FILE` or `--json FILE`, or a plan with `megafx plan --save FILE`"
+        raise UsageError(f"'{path}' is no report and no plan: {error}", fix=fix) from error
+    return data if isinstance(data, dict) and "tables" in data else None
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """A line with - or + for each line of one report that the other does not have; '' where there is none."""
+    a, b = list(_lines(before)), list(_lines(after))
+    return "\n".join(difflib.unified_diff(a, b, "before", "after", lineterm="", n=0))
+
+
+def _lines(data: dict[str, Any]) -> Iterator[str]:
+    for name, value in data["header"].items():
+        if name != "planning":  # how long it took
+            yield f"{name}: {value}"
+    yield from (f"{kind}: {bytes_text(size)}" for kind, size in data["memory"].items())
+    for title, _, rows in data["tables"]:
+        yield from (f"{title}: {' | '.join(map(str, row))}" for row in rows)
+    for node in data["nodes"]:
+        where = f"{data['regions'][node['region']]['name']} {node['module']} {node['label']}"
+        yield f"{where}: {node['placements']}, {node['us']:.1f} us"

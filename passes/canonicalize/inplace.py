@@ -178,7 +178,9 @@ class _Functionalizer:
             new: fx.Node = rest[0]  # type: ignore[assignment]
         else:
             new = emit(functional_form(node), old, *rest, **kwargs)  # type: ignore[misc,arg-type]
-        if new.meta[VAL].dtype != value.dtype:
+        if new.meta[VAL].device != value.device:  # copy_ takes a number from the host
+            new = emit(aten.to.device, new, value.device, value.dtype)
+        elif new.meta[VAL].dtype != value.dtype:
             new = emit(aten.to.dtype, new, value.dtype)
         if not self.editor.same_shape(new.meta[VAL], value):
             new = emit(aten.expand.default, new, self.editor.shape(value))

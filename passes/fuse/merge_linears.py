@@ -122,7 +122,7 @@ class _Merger:
         columns = sum(n.args[1].meta[VAL].shape[0] for n in group)  # type: ignore[union-attr]
         profile = self.planner.fusions
         if profile is not None and profile.measured(pattern):
-            mode = mode_of(self.planner.config.compile, training)
+            mode = mode_of(self.planner.config.compile is True, training)
             shape = self.program.sizes.shape(group[0].meta[VAL])
             elements = self.program.sizes.workload(math.prod(shape[:-1])) * columns
             slower = profile.slower(pattern, elements, mode)

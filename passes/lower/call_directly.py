@@ -5,12 +5,11 @@ After:   %y = glu(%gate, %up, "silu");                 %z = %y.view([4, 8])
 Legal because: the graph is run without autograd and on plain tensors, where `kernels.op.direct` is what the dispatcher would
 end in (under dispatch modes it calls the op), and a binding calls the same operator (in half the time of an OpOverload).
 
-Runs on a graph that is executed as it stands. Numbers that the dispatcher would convert are written as the schema has them.
+Numbers that the dispatcher would convert are written as the schema has them.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,16 +37,9 @@ REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 def call_directly(program: Program, planner: Planner) -> int:
     """Return the number of such calls."""
     parts = program.partition
-    if planner.config.compile or parts is None:
+    if parts is None:
         return 0
-    forward, changes = with_direct_calls(parts.forward)
-    backward, last = parts.backward, parts.last_backward
-    if backward is not None and last is not None:
-        again = last is backward
-        backward, more = with_direct_calls(backward)
-        last = backward if again else with_direct_calls(last)[0]
-        changes += more
-    program.partition = replace(parts, forward=forward, backward=backward, last_backward=last)
+    program.partition, changes = parts.changed(lambda gm, direction: with_direct_calls(gm))
     return changes
 
 

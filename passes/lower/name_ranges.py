@@ -3,12 +3,11 @@
 Before:  %y = mm(%x, %w)                                                        # of module h.0.mlp.up
 After:   %r = enter_range('megafx forward h.0.mlp.up'); %y = mm(%x, %w); leave_range(%r)
 Legal because: a range changes no value. It costs a microsecond or two, so it is made only where it is asked for
-(Config.profiler_ranges), and not for Inductor, whose kernels join ops of several modules.
+(Config.profiler_ranges).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 
 from torch import fx
@@ -23,16 +22,9 @@ REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 def name_ranges(program: Program, planner: Planner) -> int:
     """Return the number of ranges."""
     parts = program.partition
-    if not planner.config.profiler_ranges or planner.config.compile or parts is None:
+    if not planner.config.profiler_ranges or parts is None:
         return 0
-    forward, count = with_ranges(parts.forward, "forward")
-    backward, last = parts.backward, parts.last_backward
-    if backward is not None and last is not None:
-        again = last is backward
-        backward, more = with_ranges(backward, "backward")
-        last = backward if again else with_ranges(last, "backward")[0]
-        count += more
-    program.partition = replace(parts, forward=forward, backward=backward, last_backward=last)
+    program.partition, count = parts.changed(with_ranges)
     return count
 
 

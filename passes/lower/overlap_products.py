@@ -15,7 +15,7 @@ as soon as the sum is there. Small collectives stay, and all-reduces that the li
 
 Gathered values are in the exchange's slot where only products and views read them, early enough; else they have memory of
 their own. What is gathered is made in the slot where a fused op makes it and everybody reads it early enough: before the slot
-is used again. Runs on graphs that are executed as they stand.
+is used again.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ def overlap_products(program: Program, planner: Planner) -> int:
     if not found:
         return 0
     reason = exchange.why_not(find.place.group_name, find.place.rank)
-    if planner.config.compile:
-        reason = reason or "Inductor runs the graphs"
     if reason:
         program.note("overlap", f"tensor-parallel communication does not run beside products: {reason}")
         return 0

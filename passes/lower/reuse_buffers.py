@@ -4,7 +4,7 @@ Before:  %c = addmm(%a, %x, %w)              # %a is made by this graph, or kept
 After:   %c = addmm_(%a, %x, %w)
 Legal because: the op reads each element of the operand only to write the same element, and the operand has no other reader.
 
-Runs on a graph that is executed as it stands; Inductor plans memory by itself. Which ops: those with `inplace` facts.
+Which ops: those with `inplace` facts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megafx.ir.program import VAL, Phase, Program
 from megafx.planner.context import Planner
 
 declare("aten.addmm.default", inplace=(0, torch.ops.aten.addmm_.default))
+declare("aten.add.Tensor", inplace=(0, torch.ops.aten.add_.Tensor))
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
@@ -30,12 +31,13 @@ REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 def reuse_buffers(program: Program, planner: Planner) -> int:
     """Return the number of calls that write in place. A backward that runs again must find what was kept."""
     parts = program.partition
-    if planner.config.compile or parts is None:
+    if parts is None:
         return 0
     forward, changes = write_in_place(parts.forward)
     last = parts.backward
     if last is not None:
         owned = {s.name for s in parts.saved if s.kind == "value" and not s.shared}
+        owned |= {node.name for node, spec in program.input_nodes() if spec.kind == "pending"}
         last, more = write_in_place(last, owned)
         changes += more
     program.partition = replace(parts, forward=forward, last_backward=last)

@@ -7,12 +7,10 @@ Legal because: the rows of a product are contiguous, and nothing else reads it.
 `pad_rows` copies where rows are missing when it runs: tokens that the ranks do not divide. What is scattered is most often a
 product. Other values are padded by a copy: a sum of summands, the lookups of an embedding.
 
-Runs on a graph that is executed as it stands. It has to run before calls are made direct.
+It has to run before calls are made direct.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -29,14 +27,9 @@ aten, ops = torch.ops.aten, torch.ops.megafx
 def write_padded_rows(program: Program, planner: Planner) -> int:
     """Return the number of products that are padded in place."""
     parts = program.partition
-    if planner.config.compile or parts is None:
+    if parts is None:
         return 0
-    forward, changes = _written(parts.forward)
-    backward = parts.backward
-    if backward is not None:
-        backward, more = _written(backward)
-        changes += more
-    program.partition = replace(parts, forward=forward, backward=backward)
+    program.partition, changes = parts.changed(lambda gm, direction: _written(gm))
     return changes
 
 

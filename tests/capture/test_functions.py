@@ -112,6 +112,20 @@ def test_a_derivative_by_hand_is_traced_and_sharded() -> None:
     assert {"up.weight", "down.weight"} <= {*megafx.plan(model, TWO, example_inputs=example()).params}
 
 
+class HalfStraightThrough(StraightThrough):
+    """Inherits its forward."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 0.5 * grad
+
+
+def test_a_backward_beside_an_inherited_forward_is_kept() -> None:
+    torch.manual_seed(0)
+    found = megafx.verify(Net(HalfStraightThrough.apply).double(), TWO, example_inputs=example())
+    assert found.ok, str(found)
+
+
 def test_without_gradients_forward_is_traced() -> None:
     with torch.no_grad():
         program = capture_call(Net(StraightThrough.apply), (example()[0].float(),))

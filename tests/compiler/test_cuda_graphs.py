@@ -181,9 +181,10 @@ def test_values_that_a_replay_overwrites_show(replays, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("loop", [{}, {"every": 3}, {"together": 2, "every": 2}, {"in_place": True}])
 def test_on_a_gpu(loop, monkeypatch):
-    replay, count = cuda_graphs._Recorded.replay, []
+    replay, count, sizes = cuda_graphs._Recorded.replay, [], []
     monkeypatch.setattr(cuda_graphs._Recorded, "replay", lambda self, *a: (count.append(1), replay(self, *a))[1])
+    monkeypatch.setattr(cuda_graphs, "_Sizes", lambda made=cuda_graphs._Sizes: sizes.append(made()) or sizes[-1])
     recorded, ordinary = (model.float().cuda() for model in pair())  # ops of the library's fp64 forms wait for the GPU
     ids = [x.cuda() for x in batches(12)]
     assert equal(train(recorded, ids, **loop), train(ordinary, ids, **loop))
-    assert len(count) >= 5
+    assert len(count) >= 5, [(s.calls, s.refused, s.waits, s.missed, s.is_held()) for s in sizes]

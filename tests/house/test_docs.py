@@ -1,18 +1,22 @@
 """Covers: README.md and docs/*.md. Their Python runs as it stands; commands, files and links that they name exist."""
 
 import ast
+import dataclasses
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import api_page
 import pytest
 
+import megafx
 from megafx.cli import _parser
-from megafx.config import FUSIONS
+from megafx.config import FUSIONS, Config
 from megafx.debugging import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +108,58 @@ def test_every_block_runs_or_says_why_not():
         for language, more, _ in FENCE.findall(page.read_text()):
             assert language in ("python", "sh", "text"), f"{page.name}: a block of '{language}'"
             assert language != "python" or not more or re.fullmatch(r"no-run: .{10,}", more), f"{page.name}: {more}"
+
+
+def test_what_is_shown_as_printed_is_printed(done):
+    for page in PAGES:
+        for more, text in blocks(page, "text"):
+            assert more != "printed" or text in done[page.name][0], f"{page.name} does not print: {text}"
+
+
+# -- pages that follow the sources
+
+
+def test_every_function_and_option_is_told():
+    listed = [name for names in api_page.GROUPS.values() for name in names]
+    assert sorted([*listed, "Config"]) == sorted(megafx.__all__), "api_page.GROUPS lists them"
+    assert api_page.PAGE.read_text() == api_page.page(), "run `python tests/house/api_page.py`"
+
+
+def test_options_beside_those_of_megatron():
+    """Every field of Config stands in the page, and the page names no other."""
+    text = (ROOT / "docs" / "megatron.md").read_text()
+    pairs, own = text.partition("These have no option")[0], text.partition("options are megafx's own")[2]
+    cells = re.findall(r"^\| .*? \| (`.*?) \|", pairs, re.MULTILINE) + re.findall(r"^\| (`.*?) \|", own, re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)]
+    fields = {f.name for f in dataclasses.fields(Config)}
+    assert set(named) - fields == set() and fields - {*named} - {"data_parallel"} == set()
+
+
+# -- the site
+
+
+def _build(folder: Path, site: Path) -> "subprocess.CompletedProcess[str]":
+    pytest.importorskip("material", reason="mkdocs-material is not installed: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_site_is_built_and_holds_every_page(tmp_path):
+    done = _build(ROOT, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = {path.stem for path in tmp_path.glob("*.html")}
+    assert built >= {"index", "results", *(page.stem for page in PAGES if page != README)}
+
+
+def test_a_link_that_leads_nowhere_stops_the_site(tmp_path):
+    for name in ("docs", "examples", "benchmarks/RESULTS.md", "mkdocs.yml", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    page = tmp_path / "docs" / "overlap.md"
+    page.write_text(page.read_text() + "\n[nowhere](nowhere.md)\n")
+    done = _build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0 and "nowhere.md" in done.stdout + done.stderr
 
 
 # -- the README

@@ -400,3 +400,20 @@ def test_autocast_becomes_casts() -> None:
     found = torch.autograd.grad(run_program(program, model, (x,)), (model.w, x))
     for a, b in zip(wanted, found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_number_of_the_host_is_written_to_the_device() -> None:
+    """As Transformers' T5 sets the first token of its decoder. No GPU is needed: the graph is that of a model on meta."""
+
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        y[:, 1:] = x[:, :-1]
+        y[:, 0] = torch.tensor(3.0, device="cpu")
+        return y
+
+    with torch.device("meta"):
+        model, x = Function(fn, {}), torch.zeros(2, 6, 8)
+    program = capture_call(model, (x,), device=torch.device("meta"))
+    canonicalize_program(program)
+    moved = program.graph.find_nodes(op="call_function", target=aten.to.device)
+    assert [n.meta[VAL].device.type for n in moved] == ["meta"]

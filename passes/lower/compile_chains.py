@@ -1,0 +1,314 @@
+"""What no kernel of ours covers, as functions that Inductor compiles: chains of pointwise ops, reductions and copies.
+
+Before:  %a = add(%x, %y); %b = silu(%a); %c = mul(%b, %z); %d = mm(view(%c), %w)
+After:   %r = chain(%x, %y, %z); %c = getitem(%r, 0); %d = mm(view(%c), %w)
+Legal because: a chain computes what its ops compute, and the ops stand together in the order of the graph: what they read is
+there before, and nobody reads what they make before the last of them.
+
+Products, attention, collectives, their pieces (overlap_products) and kernels of megafx stay calls of the graph, since Inductor
+would call the same ones. Chains that are alike are one function (kernels/common/chain.py): those of like layers are compiled
+once. With compile='auto' they are made where that is modelled to save a part of the step.
+
+Runs after `reuse_buffers`, which needs to see whose memory is whose.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.ir.nodes import COPIES, aten_ops, is_view
+from megafx.ir.program import VAL, Phase, Program, inherit
+from megafx.kernels.common.chain import Chain, Operand, Size, Stride
+from megafx.planner.context import Planner
+from megafx.planner.cost import memory_seconds
+
+REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
+NAME = "compile_chains"
+aten = torch.ops.aten
+# Besides pointwise ops, by torch's tag.
+OTHERS = COPIES | aten_ops(
+    "sum sum.dim_IntList mean mean.dim amax amin prod any any.dim all all.dim argmax argmin var.correction var_mean.correction "
+    "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data native_layer_norm _to_copy to.dtype cat stack "
+    "full zeros ones full_like zeros_like ones_like scalar_tensor arange constant_pad_nd slice_backward select_backward "
+    "slice_scatter select_scatter embedding gather tril triu where.self masked_fill.Scalar masked_fill.Tensor copy repeat flip "
+)
+# Of the modelled step: what chains have to save for compile='auto' to make them.
+LEAST_GAIN = 0.02
+_chains: dict[Any, Chain] = {}
+
+
+def compile_chains(program: Program, planner: Planner) -> int:
+    """Return the number of chains."""
+    parts, wanted = program.partition, planner.config.compile
+    if not wanted or parts is None:
+        return 0
+    graphs = [gm for gm in (parts.forward, parts.backward, parts.last_backward) if gm is not None]
+    found = {gm: chains_of(gm.graph) for gm in dict.fromkeys(graphs)}
+    if wanted == "auto":
+        once = [gm for gm in (parts.forward, parts.last_backward) if gm is not None]
+        gain = sum(_saved(program, planner, chain) for gm in once for chain in found[gm])
+        step = planner.solved.cost_us * 1e-6
+        told = f"ops beside its kernels and products would take {gain * 1e6:.0f} us less of the modelled {step * 1e6:.0f} us"
+        if gain < LEAST_GAIN * step:
+            program.note("compile", f"the graphs run without Inductor: {told}")
+            return 0
+        program.note("compile", f"Inductor compiles chains of ops: {told}")
+    made = {gm: with_chains(program, gm) for gm, chains in found.items() if chains}
+    new: Callable[[Any], Any] = lambda gm: made.get(gm, gm)  # noqa: E731
+    program.partition = replace(
+        parts, forward=new(parts.forward), backward=new(parts.backward), last_backward=new(parts.last_backward)
+    )
+    return sum(map(len, found.values()))
+
+
+# -- which ops
+
+
+def is_work(node: fx.Node) -> bool:
+    """Whether it is an op that Inductor makes a part of a kernel."""
+    target = node.target
+    if target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_work(source)
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+        return False
+    if target not in OTHERS and (torch.Tag.pointwise not in target.tags or is_view(node)):
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and _is_dense(node)
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """Whether all tensors that it reads are on its device (a number may be on the host), and none is complex."""
+    values = [n.meta.get(VAL) for n in (node, *node.all_input_nodes)]
+    tensors = [x for v in values for x in (v if isinstance(v, (tuple, list)) else [v]) if isinstance(x, torch.Tensor)]
+    return len({x.device for x in tensors}) == 1 and not any(x.is_complex() for x in tensors)
+
+
+def _shows(node: fx.Node) -> bool:
+    """Whether it is a view, or a part of one."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and _shows(node.args[0])
+    return is_view(node) and not is_work(node)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.meta.get(VAL), (int, torch.SymInt))
+
+
+@dataclass
+class Found:
+    """nodes: ops that hang together, in order; inside: those of them that the function computes. The others are views."""
+
+    nodes: list[fx.Node]
+    inside: set[fx.Node]
+
+    def working(self) -> list[fx.Node]:
+        return [n for n in self.nodes if is_work(n)]
+
+
+def chains_of(graph: fx.Graph) -> list[Found]:
+    """Ops that stand together and hang together, at least two that work. Sizes may be computed in between of what is there
+    before."""
+    found: list[Found] = []
+    run: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and (is_work(node) or _shows(node)):
+            run[node] = None
+        elif not _is_size(node) or any(a in run for a in node.all_input_nodes):
+            found += _connected(run)
+            run = {}
+    return [*found, *_connected(run)]
+
+
+def _connected(run: dict[fx.Node, None]) -> list[Found]:
+    """The parts of a run that share values or operands, each in order."""
+    root: dict[fx.Node, fx.Node] = {}
+
+    def top(node: fx.Node) -> fx.Node:
+        while root.setdefault(node, node) is not node:
+            node = root[node]
+        return node
+
+    for node in run:
+        for operand in node.all_input_nodes:
+            if operand in run or not _is_size(operand):
+                root[top(node)] = top(operand)
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    for node in run:
+        parts.setdefault(top(node), []).append(node)
+    found = []
+    for part in parts.values():
+        inside: set[fx.Node] = set()  # ops that work, and views that they read
+        read: set[fx.Node] = set()
+        for node in reversed(part):
+            if is_work(node) or node in read:
+                inside.add(node)
+                read.update(node.all_input_nodes)
+        several = [n for n in inside if isinstance(n.meta[VAL], (tuple, list))]
+        given = {x for n in inside for x in n.all_input_nodes} - inside
+        whole = all(u in inside for n in several for u in n.users)
+        known = all(isinstance(x.meta.get(VAL), (torch.Tensor, torch.SymInt)) for x in given)
+        if whole and known and sum(is_work(n) and n.target is not operator.getitem for n in inside) > 1:
+            found.append(Found(part, inside))
+    return found
+
+
+# -- what they save
+
+
+def _bytes(program: Program, node: fx.Node) -> float:
+    value = node.meta.get(VAL)
+    if not isinstance(value, torch.Tensor):
+        return 0.0
+    return float(program.sizes.workload(program.sizes.of(value.numel())) * value.dtype.itemsize)
+
+
+def _saved(program: Program, planner: Planner, chain: Found) -> float:
+    """Seconds that one kernel takes less than the ops one by one."""
+    working, inside = chain.working(), chain.inside
+    apart = sum(_bytes(program, x) for n in working for x in (n, *n.all_input_nodes))
+    given = {x for n in inside for x in n.all_input_nodes} - inside
+    results = [n for n in working if any(u not in inside for u in n.users)]
+    launches = (len(working) - 1) * planner.hardware.launch_seconds
+    joined = sum(_bytes(program, x) for x in (*given, *results))
+    return memory_seconds(max(apart - joined, 0.0), planner.hardware) + launches
+
+
+# -- rewriting
+
+
+def with_chains(program: Program, gm: fx.GraphModule) -> fx.GraphModule:
+    """The same code with its chains as calls."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(gm.graph._codegen)
+    for chain in chains_of(graph):
+        _replace(program, graph, chain)
+    graph.lint()
+    return fx.GraphModule(gm, graph)
+
+
+def _replace(program: Program, graph: fx.Graph, chain: Found) -> None:
+    inside, end = chain.inside, chain.nodes[-1]
+    staying: dict[fx.Node, None] = {}  # views that are read outside: a call returns none
+    for node in reversed(chain.nodes):
+        outside = node not in inside or any(u not in inside or u in staying for u in node.users)
+        if outside and not is_work(node):
+            staying[node] = None
+    outer = lambda user: user not in inside or user in staying  # noqa: E731
+    working = [n for n in chain.working() if isinstance(n.meta[VAL], torch.Tensor)]
+    results = [n for n in working if any(map(outer, n.users))]
+    nodes = [n for n in chain.nodes if n in inside]
+    given = [*dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in inside)]
+    try:
+        function = _chain(program, nodes, given, results)
+    except _Strided:
+        return
+    with graph.inserting_after(end):
+        call = inherit(graph.call_function(function, tuple(given)), end, NAME)
+    call.meta[VAL] = tuple(n.meta[VAL] for n in results)
+    last, moved = call, {call}
+    for place, node in enumerate(results):
+        with graph.inserting_after(last):
+            last = inherit(graph.call_function(operator.getitem, (call, place)), node, NAME)
+        last.meta[VAL] = node.meta[VAL]
+        moved.add(last)
+        node.replace_all_uses_with(last, delete_user_cb=outer)
+    for node in chain.nodes:
+        if node in staying and any(a in moved for a in node.all_input_nodes):
+            last.append(node)
+            moved.add(node)
+            last = node
+    for node in reversed(chain.nodes):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _chain(program: Program, nodes: list[fx.Node], given: list[fx.Node], results: list[fx.Node]) -> Chain:
+    """The function of a chain, the same for all that are alike."""
+    named = _Names(program)
+    operands = [named.operand(n.meta[VAL]) for n in given]
+    index = {n: i for i, n in enumerate((*given, *nodes))}
+    places: Callable[[fx.Node], Any] = lambda n: fx.node.map_arg((n.args, n.kwargs), lambda x: _Place(index[x]))  # noqa: E731
+    key = (*operands, *((n.target, repr(places(n))) for n in nodes), *(index[n] for n in results))
+    if key not in _chains:
+        graph, new = fx.Graph(), {}
+        for i, node in enumerate(given):
+            new[node] = graph.placeholder(f"x{i}")
+        for node in nodes:
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].meta = {}
+        graph.output(tuple(new[n] for n in results))
+        _chains[key] = Chain(fx.GraphModule({}, graph), operands, named.hints)
+    return _chains[key]
+
+
+class _Place(int):
+    """Stands for a value in the text of an op's arguments."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
+class _Names:
+    """Names of symbolic sizes that are the same in chains that are alike: products of symbols in the order of their use.
+
+    hints: their values at the call that was captured, with 2 for a size of 1.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.sizes = program.sizes
+        self.letters: dict[Any, str] = {}
+        self.hints: dict[str, int] = {}
+        self.values = {s: max(2, n) for s, n in (self.sizes.workload_of | self.sizes.of_call).items()}
+
+    def size(self, n: int | torch.SymInt) -> Size:
+        structural = self.sizes.of(n)
+        number, powers = self.sizes.factors(structural)
+        if not powers:
+            return number
+        letters = [f"{self.letters.setdefault(a, f's{len(self.letters)}')}**{p}" for a, p in powers.items()]
+        name = "*".join((str(number), *letters))
+        known = all(a.free_symbols <= self.values.keys() for a in powers)
+        self.hints[name] = (
+            int(self.sizes.expr(structural).xreplace(self.values)) if known else self.sizes.workload(structural)
+        )
+        return name
+
+    def operand(self, value: torch.Tensor | torch.SymInt) -> Operand | str:
+        if isinstance(value, torch.Tensor):
+            sizes = tuple(self.size(n) for n in value.shape)
+            return Operand(sizes, self._strides(value, sizes), value.dtype, value.device)
+        size = self.size(value)
+        if isinstance(size, int):
+            raise _Strided
+        return size
+
+    def _strides(self, value: torch.Tensor, names: tuple[Size, ...]) -> tuple[Stride, ...]:
+        """Each a number, or the size of a dim times that dim's stride."""
+        sizes, numbers = ([self.sizes.of(n) for n in found] for found in (value.shape, value.stride()))
+        made: dict[int, Stride] = {}
+        for dim in sorted(range(len(sizes)), key=lambda d: numbers[d]):
+            inner = [d for d in made if sizes[d] > 1 and sizes[d] * numbers[d] == numbers[dim]]
+            if self.sizes.is_static(numbers[dim]):
+                made[dim] = numbers[dim]
+            elif inner:
+                made[dim] = _times(made[inner[0]], names[inner[0]])
+            else:
+                raise _Strided
+        return tuple(made[d] for d in range(len(sizes)))
+
+
+class _Strided(Exception):
+    """The strides of a value are no products of its sizes."""
+
+
+def _times(stride: Stride, size: Size) -> Stride:
+    number, names = (stride, ()) if isinstance(stride, int) else stride
+    return (number * size, names) if isinstance(size, int) else (number, (*names, size))
