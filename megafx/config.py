@@ -106,6 +106,11 @@ class Config:
         "gathers and scatters of sequence parallelism run in pieces beside their products, through memory that the ranks "
         "share; 'auto': on GPUs that reach each other's memory (docs/overlap.md)",
     )
+    tp_batch_overlap: bool | Literal["auto"] = _option(
+        "auto",
+        "layers run on two halves of the batch, so that tensor-parallel collectives of one run beside the other's ops; 'auto': "
+        "where that is faster by the cost model, and tp_comm_overlap is False (docs/overlap.md)",
+    )
     cuda_graphs: bool | Literal["auto"] = _option(
         False,
         "forward and backward are recorded as CUDA graphs and replayed (docs/cuda_graphs.md); 'auto': where launching the "
@@ -151,6 +156,9 @@ class Config:
     recompute_modules: tuple[str, ...] = _option(
         tuple,
         "for 'selective': core_attn (the default), norm, act, mlp, moe, shared_experts, mla_up_proj, or globs of module names",
+    )
+    distribute_saved_activations: bool = _option(
+        False, "for 'full': the inputs of layers that are kept lie spread over the tensor-parallel ranks"
     )
     cpu_offloading: bool = _option(
         False,
@@ -231,6 +239,13 @@ class Config:
         if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
             raise _error("recompute_modules", names, "a list of names, or of globs of module names")
         object.__setattr__(self, "recompute_modules", tuple(names))
+        if self.distribute_saved_activations:
+            if self.recompute_granularity != "full":
+                raise _error("distribute_saved_activations", True, "False where recompute_granularity is not 'full'")
+            if self.sequence_parallel is True:
+                raise _error(
+                    "distribute_saved_activations", True, "False where sequence_parallel=True keeps slices anyway"
+                )
         if self.cpu_offloading_num_layers is not None and not self.cpu_offloading:
             raise _error(
                 "cpu_offloading_num_layers", self.cpu_offloading_num_layers, "unset where cpu_offloading is off"
