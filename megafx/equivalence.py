@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,36 @@ class Sabotage:
         )
 
 
+@dataclass(frozen=True)
+class VerifiedCall:
+    """A call of a model that is not parallelized yet. loss_fn(output, **loss_inputs) -> loss, where it makes none itself."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    config: Config
+    hardware: Hardware
+    loss_fn: Callable[..., Tensor] | None = None
+    loss_inputs: Mapping[str, Any] | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.config.tensor_model_parallel_size or 2
+
+    def captured(self) -> Program:
+        return capture_call(
+            self.model,
+            self.args,
+            self.kwargs,
+            loss_fn=self.loss_fn,
+            loss_inputs=self.loss_inputs,
+            eager=self.config.eager_modules,
+        )
+
+    def planner(self, ranks: int, config: Config) -> Planner:
+        return Planner(config, ranks, self.hardware, wants_grad=lambda spec: spec.kind == "param")
+
+
 @dataclass
 class _Trial:
     """One call on t ranks and on one. values: logical, by input; wanted: what one process computes; limit: tolerance;
@@ -140,23 +170,13 @@ class _Trial:
         return verdict
 
 
-def verify_call(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    config: Config,
-    hardware: Hardware,
-    *,
-    loss_fn: Callable[..., Tensor] | None = None,
-    loss_inputs: Mapping[str, Any] | None = None,
-    tolerance: float | None = None,
-) -> Verdict:
+def verify_call(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
     """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process.
 
     Ranks run what real ones run (`run_ranks`): their own graphs, after all passes, with collectives among themselves.
     The model is used as it is (train or eval, with its weights) and left unchanged.
     """
-    trial = _trial(model, args, kwargs, config, hardware, loss_fn, loss_inputs, tolerance)
+    trial = _trial(call, call.config, tolerance)
     verdict = trial.verdict(run_ranks(trial.sharded, trial.values))
     if not verdict.ok:
         sharded, single = trial.sharded, trial.single()
@@ -167,32 +187,22 @@ def verify_call(
     return verdict
 
 
-def verify_on_ranks(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    config: Config,
-    hardware: Hardware,
-    *,
-    loss_fn: Callable[..., Tensor] | None = None,
-    loss_inputs: Mapping[str, Any] | None = None,
-    tolerance: float | None = None,
-) -> Verdict:
+def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
     """`verify_call` on the ranks of the world: each runs a copy of the model on all of them, and one by itself.
 
     Collective. Weights and inputs are those of rank 0; the verdict is the same on every rank. Raises UsageError where the ranks
     are not all tensor-parallel.
     """
-    device = next(iter(model.parameters())).device
-    meshes = make_meshes(config, None, device)
+    device = next(iter(call.model.parameters())).device
+    meshes = make_meshes(call.config, None, device)
     if meshes.data is not None or meshes.tensor is None:
         found = "real ranks are compared with one process for tensor parallelism alone"
         raise UsageError(
             found, fix="leave data_parallel_size at 1, and start as many ranks as tensor_model_parallel_size"
         )
     seed = torch.initial_seed() % 2**62
-    args, kwargs, loss_inputs, seed = broadcast_data((tuple(args), dict(kwargs), loss_inputs, seed))
-    plain = copy.deepcopy(model)
+    args, kwargs, loss_inputs, seed = broadcast_data((tuple(call.args), dict(call.kwargs), call.loss_inputs, seed))
+    plain, loss_fn = copy.deepcopy(call.model), call.loss_fn
     for tensor in (*plain.parameters(), *plain.buffers()):
         torch.distributed.broadcast(tensor.detach(), 0)
     t = torch.distributed.get_world_size()
@@ -209,15 +219,16 @@ def verify_on_ranks(
         named = {torch.utils._pytree.keystr(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
         chosen = {name for name, x in named.items() if x.requires_grad} if wanted is None else wanted
         if chosen:
-            torch.autograd.backward([named[name] for name in chosen], [torch.ones_like(named[name]) for name in chosen])
+            roots = [x for name, x in named.items() if name in chosen]
+            torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
         gradients = {name: p.grad for name, p in of.named_parameters()} if runtime is None else full_gradients(of)
         return simulate.Logical({name: x.detach() for name, x in named.items()}, gradients), chosen
 
     def parallel(meshes: Meshes, config: Config) -> tuple[nn.Module, Runtime]:
-        runtime = Runtime(copy.deepcopy(plain), config, meshes, hardware, loss_fn)
+        runtime = Runtime(copy.deepcopy(plain), config, meshes, call.hardware, loss_fn)
         return make_parallel(runtime), runtime
 
-    sharded, runtime = parallel(meshes, config)
+    sharded, runtime = parallel(meshes, call.config)
     found, chosen = run(sharded, runtime, None)
     assert runtime.settled.last is not None
     program = runtime.settled.last.program
@@ -225,7 +236,7 @@ def verify_on_ranks(
     verdict.backend = f"{torch.distributed.get_backend()} on {device.type}"
     if any(spec.kind == "seed" for spec in program.inputs):
         verdict.reference = "megafx at t=1"
-        alone = config.replace(tensor_model_parallel_size=1, data_parallel_size=1)
+        alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1)
         wanted, _ = run(*parallel(Meshes(None), alone), chosen)
     else:
         wanted, _ = run(plain, None, chosen)
@@ -235,22 +246,13 @@ def verify_on_ranks(
         for total, part in zip((verdict.outputs, verdict.gradients), mine, strict=True):
             total.update({name: max(error, total.get(name, 0.0)) for name, error in part.items()})
     if not verdict.ok:
-        options: Any = {"loss_fn": loss_fn, "loss_inputs": loss_inputs, "tolerance": tolerance}
-        simulated = verify_call(plain, args, kwargs, config.replace(tensor_model_parallel_size=t), hardware, **options)
-        verdict.divergence = simulated.divergence
+        config = call.config.replace(tensor_model_parallel_size=t)
+        whole = replace(call, model=plain, args=args, kwargs=kwargs, loss_inputs=loss_inputs, config=config)
+        verdict.divergence = verify_call(whole, tolerance).divergence
     return verdict
 
 
-def sabotage_call(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    config: Config,
-    hardware: Hardware,
-    *,
-    loss_fn: Callable[..., Tensor] | None = None,
-    loss_inputs: Mapping[str, Any] | None = None,
-) -> Sabotage:
+def sabotage_call(call: VerifiedCall) -> Sabotage:
     """Take away each collective of the call's graph, put another in its place, and see whether the comparison notices.
 
     The type checker gets the same graph before transitions become collectives, without each transition in turn.
@@ -261,8 +263,8 @@ def sabotage_call(
         kept.append(program.copy())
         return 0
 
-    watched = config.replace(passes=(*config.passes, ("after coalesce_gradients", keep)))
-    trial = _trial(model, args, kwargs, watched, hardware, loss_fn, loss_inputs, None)
+    watched = call.config.replace(passes=(*call.config.passes, ("after coalesce_gradients", keep)))
+    trial = _trial(call, watched, None)
     program, plan, t = trial.sharded.program, trial.sharded.plan, trial.t
 
     def is_right() -> bool:
@@ -297,26 +299,20 @@ def sabotage_call(
     return found
 
 
-def _trial(
-    model: nn.Module, args: Any, kwargs: Any, config: Config, hardware: Hardware, loss_fn: Any, loss_inputs: Any,
-    tolerance: float | None,
-) -> _Trial:  # fmt: skip
-    t = config.tensor_model_parallel_size or 2
-    leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if any(x.device.type == "meta" for x in (*model.parameters(), *leaves)):
+def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Trial:
+    leaves = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+    if any(x.device.type == "meta" for x in (*call.model.parameters(), *leaves)):
         raise UsageError("verify computes, so it needs real weights and inputs", fix="materialise the model first")
-
-    captured = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    captured, t = call.captured(), call.ranks
 
     def compiled(ranks: int) -> Compiled:
-        planner = Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param")
-        return compile_program(captured.copy(), planner)
+        return compile_program(captured.copy(), call.planner(ranks, config))
 
     sharded, single = compiled(t), functools.cache(lambda: compiled(1))
-    plain = copy.deepcopy(model)
-    eager = _eager_outputs(plain, captured, args, kwargs, loss_fn, loss_inputs)
+    plain = copy.deepcopy(call.model)
+    eager = _eager_outputs(plain, captured, call)
     seed = torch.initial_seed() % 2**62
-    values = input_values(sharded.program, model, args, kwargs, loss_inputs=loss_inputs, seed=seed)
+    values = input_values(sharded.program, call.model, call.args, call.kwargs, loss_inputs=call.loss_inputs, seed=seed)
     values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
     differentiated = [sharded.program.outputs[i].name for i in sharded.differentiated]
     tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
@@ -332,13 +328,11 @@ def _trial(
     return _Trial(sharded, single, values, wanted, "megafx at t=1" if random else "eager", limit)
 
 
-def _eager_outputs(
-    plain: nn.Module, program: Program, args: Any, kwargs: Any, loss_fn: Any, loss_inputs: Any
-) -> dict[str, Tensor]:
+def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> dict[str, Tensor]:
     """Tensor outputs of the plain model, with autograd's graph, by the names that the graph gives them."""
-    output = plain(*args, **kwargs)
-    if loss_fn is not None and loss_inputs:
-        output = (loss_fn(output, **loss_inputs), output)
+    output = plain(*call.args, **call.kwargs)
+    if call.loss_fn is not None and call.loss_inputs:
+        output = (call.loss_fn(output, **call.loss_inputs), output)
     assert program.call is not None
     leaves = torch.utils._pytree.tree_leaves(output, is_leaf=is_cache)
     leaves = [leaf for leaf in leaves if not is_cache(leaf)]  # a graph makes none that was not asked for
@@ -348,23 +342,12 @@ def _eager_outputs(
     return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
 
-def types_of_call(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    config: Config,
-    hardware: Hardware,
-    *,
-    loss_fn: Callable[..., Tensor] | None = None,
-    loss_inputs: Mapping[str, Any] | None = None,
-) -> Verdict:
+def types_of_call(call: VerifiedCall) -> Verdict:
     """Check the types of the joint graph alone: no numbers, so the model may be on the meta device."""
-    t = config.tensor_model_parallel_size or 2
-    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
-    verdict = Verdict(t, "the types of its values", 0.0)
+    program, verdict = call.captured(), Verdict(call.ranks, "the types of its values", 0.0)
     try:
         with debug(check=1):
-            compile_program(program, Planner(config, t, hardware, wants_grad=lambda spec: spec.kind == "param"))
+            compile_program(program, call.planner(call.ranks, call.config))
     except PlacementError as error:
         verdict.refused = error
     return verdict

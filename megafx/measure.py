@@ -1,6 +1,7 @@
 """`megafx.profile_hardware`: measure what the planner prices a machine by, and write it as a profile.
 
-Large matmuls by dtype, a copy in device memory and, on two ranks or more, all-reduces of a large and of a tiny tensor.
+Large matmuls by dtype, a copy in device memory, one to the host and, on two ranks or more, all-reduces of a large and of a tiny
+tensor.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def profile_hardware(
                 fix="start with `torchrun --nproc-per-node 2 -m megafx.cli profile-hardware FILE`, or name a profile with link",
             )
         flops = {dtype: _matmul_flops(getattr(torch, dtype), device) for dtype in dtypes}
-        memory = _copy_rate(device)
+        memory, host = _copy_rate(device), _host_rate(device)
         rate, alpha = _link(device, ranks) if ranks > 1 else _link_of(link)
     finally:
         if started:
@@ -65,7 +66,9 @@ def profile_hardware(
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     told = f"measured on {ranks}x {what}, {datetime.date.today()}, torch {torch.__version__}"
     told += "" if ranks > 1 else f"; the link is that of {link}"
-    found = Hardware(name or (Path(path).stem if path else what), flops, memory, rate, alpha, told)
+    found = Hardware(
+        name or (Path(path).stem if path else what), flops, memory, rate, alpha, told, host_bytes_per_second=host
+    )
     if path is not None and os.environ.get("RANK", "0") == "0":
         Path(path).write_text(yaml.safe_dump(asdict(found), sort_keys=False))
     return found
@@ -99,6 +102,13 @@ def _copy_rate(device: torch.device) -> float:
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * source.numel() / _seconds(lambda: target.copy_(source), device)
+
+
+def _host_rate(device: torch.device) -> float:
+    """Bytes copied to (pinned) memory of the host in a second."""
+    source = torch.ones(COPY_BYTES[device.type] // 4, dtype=torch.uint8, device=device)
+    target = torch.empty(source.shape, dtype=source.dtype, pin_memory=device.type == "cuda")
+    return source.numel() / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def _link(device: torch.device, ranks: int) -> tuple[float, float]:

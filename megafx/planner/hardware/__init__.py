@@ -29,6 +29,7 @@ class Hardware:
     alpha_seconds            time of a collective on a tiny tensor, launch included
     memory_bytes             device memory that a process can have; None: not known
     launch_seconds           time of the host to launch one op
+    host_bytes_per_second    bytes copied to pinned memory of the host, or back, in a second; None: not known
     source                   where the numbers are from: measured (device, date) or datasheet
     """
 
@@ -40,6 +41,7 @@ class Hardware:
     source: str
     memory_bytes: int | None = None
     launch_seconds: float = 6e-6
+    host_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
@@ -50,6 +52,8 @@ class Hardware:
             self._positive(name, getattr(self, name), zero=name == "alpha_seconds")
         if self.memory_bytes is not None:
             self._positive("memory_bytes", self.memory_bytes)
+        if self.host_bytes_per_second is not None:
+            self._positive("host_bytes_per_second", self.host_bytes_per_second)
         if not isinstance(self.source, str) or not self.source.strip():
             raise self._bad("source", self.source, "text that says where the numbers are from")
 
@@ -96,7 +100,9 @@ class Hardware:
             raise ConfigError(f"{where} is no mapping of fields", fix=f"fields: {', '.join(known)}")
         for wrong in [k for k in data if k not in known]:
             raise ConfigError(f"{where} has an unknown field '{wrong}'", fix=f"fields: {', '.join(known)}")
-        missing = [k for k in known if k not in data and k not in ("memory_bytes", "launch_seconds")]
+        missing = [
+            k for k in known if k not in data and k not in ("memory_bytes", "launch_seconds", "host_bytes_per_second")
+        ]
         if missing:
             raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="see megafx/planner/hardware/h200-nvlink.yaml")
         return Hardware(**data)
