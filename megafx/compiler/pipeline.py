@@ -77,6 +77,7 @@ def describe_plan(program: Program, planner: Planner) -> int:
     report = planner.solved.report = describe(program, planner)
     report.picture = draw(program, planner)
     report.step = schedule(report.picture)
+    report.header["modelled step"] = f"{report.step.total_us:.0f} us"
     if planner.problem is not None:
         price_alternatives(report.picture, planner.problem, planner.solved)
     return 0
