@@ -17,6 +17,7 @@ import torch
 from train_tp import SHAPES, Model, WithLoss, places_of
 
 import megafx
+from megafx.report.report import Report
 
 RECORDED = {
     ("llama", 1, "ideal", 4): 400.6,
@@ -35,7 +36,7 @@ RECORDED = {
 Row = tuple[str, int, str, int]
 
 
-def report_of(row: Row, hardware: str) -> megafx.Report:
+def report_of(row: Row, hardware: str) -> Report:
     """The report of a plan of this row's model on meta."""
     name, ranks, mode, batch = row
     layout, *flags = mode.split("-")

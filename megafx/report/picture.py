@@ -202,6 +202,7 @@ class _Draw:
         has_weight = bool(weights) and node not in self.planner.weights
         say = lambda p: text_of(p, self.program)  # noqa: E731
         flops, times = self._cost(node, rule, choice, has_weight)
+        once, back, of_weight = (round(1e6 * seconds, 3) for seconds in times)
         texts = []
         for operand, placement in weights:
             spec = self.params.get(operand.node)
@@ -214,7 +215,7 @@ class _Draw:
             node.name, region, module, choice.out.kind, op_name(node),
             f"{', '.join(map(say, choice.ins))} -> {say(choice.out)}",
             style_of(node, choice.out, [p for _, p in weights]) if has_weight else "",
-            "; ".join(texts), self._value(node), *(round(1e6 * seconds, 3) for seconds in times), flops, has_weight,
+            "; ".join(texts), self._value(node), once, flops=flops, has_weight=has_weight, back_us=back, weight_us=of_weight,
             inner=statistics(self.program, self.planner, node), source=source, why=why + self.removed[node.name],
         )  # fmt: skip
 
@@ -252,11 +253,11 @@ class _Draw:
         flops = op_flops(name, numel, terms) * part
         if kind == MATMUL and value.ndim:
             held = share(choice.out, self.planner.t)
-            n = self.program.sizes.workload(self.program.sizes.of(value.shape[-1]))
-            n *= held if choice.out.is_shard and choice.out.dim == value.ndim - 1 else 1.0  # type: ignore[assignment]
+            cut = held if choice.out.is_shard and choice.out.dim == value.ndim - 1 else 1.0
+            n = self.program.sizes.workload(self.program.sizes.of(value.shape[-1])) * cut
             m, k = numel * held / max(n, 1), terms * part / held
             shapes = ((m, n, k), (m, k, n), (k, n, m))
-            once, back, weight = (product_seconds(*shape, dtype, itemsize, hardware) for shape in shapes)
+            once, back, weight = (product_seconds(a, b, c, dtype, itemsize, hardware) for a, b, c in shapes)
             return flops, (once, back, weight) if has_weight else (once, back + weight, 0.0)
         if kind == ATTENTION:
             causal = bool(argument(node, "is_causal", False) or argument(node, "causal", False))

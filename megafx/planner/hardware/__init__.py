@@ -38,7 +38,7 @@ class Hardware:
     attention                FLOP/s, of what is not masked: 'forward', 'backward', and both with 'dropout ' before it
     collectives              collective -> ranks -> (seconds of a tiny one, bytes that a rank sends per second)
     hidden                   part of a collective's time that a product beside it hides: its kernel gets multiprocessors late
-    beside                   time of a product while 'copies' from another rank run, or a collective of the 'library': times alone
+    beside                   time of a product beside 'copies' between ranks, or a collective of the 'library', over that alone
     transfer_seconds         what a copy from another rank's memory takes before its first byte, a barrier included
     transfer_bytes_per_second  of such copies, in one direction; None: ranks do not reach each other's memory
     """
