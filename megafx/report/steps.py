@@ -229,7 +229,8 @@ class _Schedule:
             copies = end - begun
         if collective == REDUCE_SCATTER:
             return _Sent(i, begun, fixed + copies, copies=True, sums=sums)
-        return _Sent(i, begun, 2 * fixed + copies + sums + 1e6 * once / rate, copies=True)
+        summed = max(begun + fixed + copies, at) + sums  # then the sums are gathered
+        return _Sent(i, begun, summed + fixed + 1e6 * once / rate - begun, copies=True)
 
     def _copied(self, node: Drawn) -> float:
         """Microseconds of copies of a transition whose shards are several ranges of memory."""
