@@ -3,10 +3,12 @@
     torchrun --nproc-per-node 2 benchmarks/train_tp.py                                  # Llama-8B shape, B=4 and 1
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --model gpt --batch 8 --modes ideal,sp,sp-plain,megatron-sp
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --modes sp,tp --profile          # where the time goes
+    torchrun --nproc-per-node 2 benchmarks/train_tp.py --modes ideal,tp,sp,sp-halves,async-tp --losses 50 --plot step.png
     torchrun --nproc-per-node 2 benchmarks/train_tp.py --tiny --modes sp,tp,dtensor     # two small layers on CPUs: does it run
 
 Modes: `ideal` is the step of one GPU with megafx, divided by the number of GPUs. `tp`, `sp`, `auto`: layouts of megafx;
-`-plain`: without overlap (tp_comm_overlap=False); `-graphs`: as CUDA graphs; `-compile`: through Inductor. `dtensor`,
+`-plain`: without overlap (tp_comm_overlap=False); `-halves`: on two halves of the batch (tp_batch_overlap=True), as in
+`sp-halves` and `tp-plain-halves`; `-graphs`: as CUDA graphs; `-compile`: through Inductor. `dtensor`,
 `dtensor-compile`, `async-tp`: torch's parallelize_module with sequence parallelism and loss_parallel, eager, with layers
 compiled, and with its async TP. `megatron`, `megatron-sp`: Megatron Core with SDPA, where that is installed. `hf-tp`:
 transformers' own plan (llama).
@@ -14,6 +16,10 @@ transformers' own plan (llama).
 bf16 parameters, fused AdamW, labels = input ids. All modes of a batch size are built first; then each round runs a few
 steps of each, so that clocks that fall under load fall for all. A time is the median over rounds of the slowest rank. Peak: of
 one mode's own tensors and its step. Exposed: time in which communication alone runs, by the profiler.
+
+Before that, each mode takes --losses steps on batches that come again, from the same weights (megafx and DTensor; with dropout
+megafx alone) and seeds. `losses`: the largest relative difference of a step's loss from the first mode's, which rounding to
+bf16 explains up to 2%; the run fails where a mode of megafx is farther off. --plot (with matplotlib): times, and these losses.
 """
 
 from __future__ import annotations
@@ -39,6 +45,9 @@ from torch.nn import functional as F
 import megafx
 
 Step = Callable[[Tensor], Tensor]
+BATCHES = 4  # that come again while losses are recorded
+# Relative difference between two curves that rounding explains: benchmarks/bf16_curves.py, with warm-up.
+NOISE = 2e-2
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,7 @@ def with_megafx(mode: str, s: Shape, batch: int, device: torch.device) -> tuple[
         sequence_parallel={"sp": True, "tp": False, "ideal": False, "auto": "auto"}[layout],
         tp_comm_overlap=False if "plain" in flags else "auto" if device.type == "cuda" else True,
         compile="compile" in flags,
+        tp_batch_overlap="halves" in flags,
         cuda_graphs="graphs" in flags,
         micro_batch_size=batch,
         seq_length=s.seq,
@@ -345,7 +355,7 @@ class Run:
     step: Callable[[Tensor], Tensor]
     first: float  # seconds of the first step, compilation included
     peak: float  # GB
-    loss: float
+    losses: list[float]  # of the steps before the first round
     times: list[float] = field(default_factory=list)  # ms of a step, one entry a round
     error: str = ""
 
@@ -373,13 +383,13 @@ def prepare(mode: str, s: Shape, batch: int, device: torch.device, steps: int) -
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    loss = step(batch_of(s, batch, device, 0))
+    torch.manual_seed(1)  # of dropout
+    found = [step(batch_of(s, batch, device, 0))]
     first = time.monotonic() - start
-    for number in range(1, steps):
-        loss = step(batch_of(s, batch, device, number))
-    value = float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss)
+    found += [step(batch_of(s, batch, device, number % BATCHES)) for number in range(1, steps)]
+    losses = [float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss) for loss in found]
     peak = (torch.cuda.max_memory_allocated() - before) / 1e9 if cuda else 0.0
-    return Run(mode, step, first, peak, value)
+    return Run(mode, step, first, peak, losses)
 
 
 def batch_of(s: Shape, batch: int, device: torch.device, number: int) -> Tensor:
@@ -467,7 +477,56 @@ def row(run: Run, ranks: int) -> dict[str, Any]:
     times = [t / share for t in run.times]
     middle = statistics.median(times) if times else float("nan")
     spread = (max(times) - min(times)) / middle * 100 if times else 0.0
-    return {"mode": run.mode, "ms": middle, "spread": spread, "peak": run.peak, "first": run.first, "loss": run.loss}
+    return {
+        "mode": run.mode,
+        "ms": middle,
+        "spread": spread,
+        "peak": run.peak,
+        "first": run.first,
+        "losses": run.losses,
+    }
+
+
+def comparable(mode: str, s: Shape) -> bool:
+    """Whether it starts from the weights that megafx starts from, and draws the same dropout."""
+    return maker(mode) is with_megafx or (maker(mode) is with_dtensor and not s.dropout)
+
+
+def apart(rows: list[dict[str, Any]], s: Shape) -> None:
+    """Note how far each curve is from the first one that can be compared."""
+    wanted = next((r["losses"] for r in rows if comparable(r["mode"], s)), [])
+    for r in rows:
+        pairs = zip(r["losses"], wanted, strict=True) if comparable(r["mode"], s) else ()
+        r["apart"] = max((abs(a - b) / abs(b) for a, b in pairs), default=None)
+
+
+def plot(found: list[dict[str, Any]], path: Path) -> str:
+    """Times of all modes and their losses, a row a batch size. -> what was done."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no plot: matplotlib is not installed"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(found), 2, figsize=(12, 4 * len(found)), squeeze=False)
+    for (bars, curves), run in zip(axes, found, strict=True):
+        rows = [r for r in run["rows"] if r["ms"] == r["ms"]]
+        bars.barh([r["mode"] for r in rows], [r["ms"] for r in rows], color="tab:blue")
+        bars.invert_yaxis()
+        ideal = next((r["ms"] for r in rows if r["mode"] == "ideal"), None)
+        if ideal:
+            bars.axvline(ideal, color="black", linestyle="--", linewidth=1)
+        bars.set_xlabel("ms a step")
+        bars.set_title(f"{run['model']}, B={run['batch']}")
+        for r in rows:
+            curves.plot(r["losses"], label=r["mode"], linewidth=1)
+        curves.set_xlabel("step")
+        curves.set_title("loss")
+        curves.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    return f"plot: {path}"
 
 
 def main() -> None:
@@ -479,7 +538,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a round")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--losses", type=int, default=3, help="steps before the first round, whose losses are compared")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="an image of times and losses")
     args = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -488,26 +549,31 @@ def main() -> None:
     dist.init_process_group(None, device_id=device if device.type == "cuda" else None)
     s = (TINY if args.tiny else SHAPES)[args.model]
     say = print if rank == 0 else lambda *_, **__: None
-    found = []
+    found: list[dict[str, Any]] = []
+    wrong: list[str] = []
     for batch in map(int, args.batch.split(",")):
         runs = []
         for mode in args.modes.split(","):
             try:
-                runs.append(prepare(mode, s, batch, device, 3))
+                runs.append(prepare(mode, s, batch, device, args.losses))
             except Exception as error:
                 say(f"{mode}: {type(error).__name__}: {str(error)[:300]}")
         ids = batch_of(s, batch, device, 0)
         measure(runs, ids, args.rounds, args.steps)
         rows = [row(run, ranks) for run in runs]
+        apart(rows, s)
         ideal = next((r["ms"] for r in rows if r["mode"] == "ideal"), None)
         say(
             f"\n{args.model}, B={batch}, s={s.seq}, {ranks} ranks, {args.rounds} rounds of {args.steps} steps; {clocks()}"
         )
-        say("| mode | ms a step | spread | of ideal | peak GB | first step, s | loss |\n|---|---|---|---|---|---|---|")
+        say(f"| mode | ms a step | spread | of ideal | peak GB | first step, s | loss {args.losses} | losses |")
+        say("|---|---|---|---|---|---|---|---|")
         for r in rows:
             part = f"{r['ms'] / ideal:.3f}" if ideal else ""
-            line = "| {mode} | {ms:.1f} | {spread:.1f}% | {part} | {peak:.1f} | {first:.0f} | {loss:.4f} |"
-            say(line.format(part=part, **r))
+            off = "" if r["apart"] is None else f"{r['apart']:.1e}"
+            line = "| {mode} | {ms:.1f} | {spread:.1f}% | {part} | {peak:.1f} | {first:.0f} | {last:.4f} | {off} |"
+            say(line.format(part=part, off=off, last=r["losses"][-1], **r))
+        wrong += [r["mode"] for r in rows if maker(r["mode"]) is with_megafx and (r["apart"] or 0.0) > NOISE]
         for run, r in zip(runs, rows, strict=True):
             if args.profile and device.type == "cuda":
                 r["profile"] = exposed(run.step, ids)
@@ -520,7 +586,11 @@ def main() -> None:
         runs.clear()
     if args.json and rank == 0:
         args.json.write_text(json.dumps({"device": str(device), "torch": torch.__version__, "runs": found}, indent=1))
+    if args.plot and rank == 0:
+        say(plot(found, args.plot))
     dist.destroy_process_group()
+    if wrong:
+        raise SystemExit(f"losses differ by more than {NOISE:.0%} from those of the first mode: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

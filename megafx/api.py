@@ -18,7 +18,7 @@ from megafx.capture.huggingface import is_hf_model, synthesize_inputs
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
-from megafx.equivalence import Sabotage, Verdict, sabotage_call, types_of_call, verify_call
+from megafx.equivalence import Sabotage, Verdict, VerifiedCall, sabotage_call, types_of_call, verify_call
 from megafx.errors import UsageError
 from megafx.ir.dump import diff_folders
 from megafx.placements.data_axis import DataAxis
@@ -222,8 +222,8 @@ def verify(
     types: check only the types of the graph's values; nothing is computed, and the model may be on the meta device.
     """
     if types:
-        return types_of_call(model, **_verified(model, config, example_inputs, loss_fn, draw=False))
-    return verify_call(model, tolerance=tolerance, **_verified(model, config, example_inputs, loss_fn))
+        return types_of_call(_verified(model, config, example_inputs, loss_fn, draw=False))
+    return verify_call(_verified(model, config, example_inputs, loss_fn), tolerance)
 
 
 def sabotage(
@@ -237,21 +237,19 @@ def sabotage(
 
     The result is true where every such graph is found wrong. Arguments as of `verify`.
     """
-    return sabotage_call(model, **_verified(model, config, example_inputs, loss_fn))
+    return sabotage_call(_verified(model, config, example_inputs, loss_fn))
 
 
 def _verified(
     model: nn.Module, config: Config | None, example_inputs: Any, loss_fn: Any, draw: bool = True
-) -> dict[str, Any]:
-    """Arguments of the functions of equivalence.py."""
+) -> VerifiedCall:
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
     if example_inputs is None and draw:
         kwargs = draw_inputs(model, kwargs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    call = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "loss_inputs": loss_inputs}
-    return call | {"config": config, "hardware": hardware_of(config, device)}
+    return VerifiedCall(model, args, kwargs, config, hardware_of(config, device), loss_fn, loss_inputs)
 
 
 def diff(before: Plan | str | Path, after: Plan | str | Path, *, html: str | Path | None = None) -> str:

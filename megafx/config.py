@@ -106,6 +106,11 @@ class Config:
         "gathers and scatters of sequence parallelism run in pieces beside their products, through memory that the ranks "
         "share; 'auto': on GPUs that reach each other's memory (docs/overlap.md)",
     )
+    tp_batch_overlap: bool | Literal["auto"] = _option(
+        "auto",
+        "layers run on two halves of the batch, so that tensor-parallel collectives of one run beside the other's ops; 'auto': "
+        "where that is faster by the cost model, and tp_comm_overlap is False (docs/overlap.md)",
+    )
     cuda_graphs: bool | Literal["auto"] = _option(
         False,
         "forward and backward are recorded as CUDA graphs and replayed (docs/cuda_graphs.md); 'auto': where launching the "
@@ -151,6 +156,24 @@ class Config:
     recompute_modules: tuple[str, ...] = _option(
         tuple,
         "for 'selective': core_attn (the default), norm, act, mlp, moe, shared_experts, mla_up_proj, or globs of module names",
+    )
+    cpu_offloading: bool = _option(
+        False,
+        "kept values wait for backward in pinned memory of the host: with a budget, those that fit behind the compute and as "
+        "many as it asks for; without one, those of the layers that cpu_offloading_num_layers says (docs/memory.md)",
+    )
+    cpu_offloading_num_layers: int | None = _option(
+        None, "number of layers, the first ones, whose kept values are offloaded; None: all but the last", least=1
+    )
+    gradient_accumulation_fusion: bool = _option(
+        False,
+        "gradients of bf16 and fp16 parameters are fp32, and products that make them write fp32: of the first micro-batch into "
+        "`.grad`, of later ones on top of it; `param.main_grad` is the same tensor (docs/memory.md)",
+    )
+    accumulate_allreduce_grads_in_fp32: bool = _option(
+        False,
+        "gradients of bf16 and fp16 parameters are cast to fp32 where they are made: they are reduced over ranks, accumulated, "
+        "and given to `.grad` and `main_grad` as such",
     )
     fusion_profile: str | None = _option(
         None,
@@ -213,6 +236,12 @@ class Config:
         if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
             raise _error("recompute_modules", names, "a list of names, or of globs of module names")
         object.__setattr__(self, "recompute_modules", tuple(names))
+        if self.cpu_offloading_num_layers is not None and not self.cpu_offloading:
+            raise _error(
+                "cpu_offloading_num_layers", self.cpu_offloading_num_layers, "unset where cpu_offloading is off"
+            )
+        if self.cpu_offloading and self.cuda_graphs is True:
+            raise _error("cpu_offloading", True, "False where cuda_graphs=True: its copies are on streams of their own")
         for name, known in (("granularity", ("selective", "full")), ("method", ("uniform", "block"))):
             value = getattr(self, f"recompute_{name}")
             if value not in (None, *known):
@@ -223,6 +252,11 @@ class Config:
             if value and self.recompute_granularity != granularity:
                 wanted = f"unset, as recompute_granularity is {self.recompute_granularity!r} and not {granularity!r}"
                 raise _error(name, value, wanted)
+
+    @property
+    def gradients_in_fp32(self) -> bool:
+        """Whether gradients of bf16 and fp16 parameters are fp32."""
+        return self.gradient_accumulation_fusion or self.accumulate_allreduce_grads_in_fp32
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, validated again."""

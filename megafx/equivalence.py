@@ -108,6 +108,36 @@ class Sabotage:
         )
 
 
+@dataclass(frozen=True)
+class VerifiedCall:
+    """A call of a model that is not parallelized yet. loss_fn(output, **loss_inputs) -> loss, where it makes none itself."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    config: Config
+    hardware: Hardware
+    loss_fn: Callable[..., Tensor] | None = None
+    loss_inputs: Mapping[str, Any] | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.config.tensor_model_parallel_size or 2
+
+    def captured(self) -> Program:
+        return capture_call(
+            self.model,
+            self.args,
+            self.kwargs,
+            loss_fn=self.loss_fn,
+            loss_inputs=self.loss_inputs,
+            eager=self.config.eager_modules,
+        )
+
+    def planner(self, ranks: int, config: Config) -> Planner:
+        return Planner(config, ranks, self.hardware, wants_grad=lambda spec: spec.kind == "param")
+
+
 @dataclass
 class _Trial:
     """One call on t ranks and on one. values: logical, by input; wanted: what one process computes; limit: tolerance;
@@ -130,23 +160,13 @@ class _Trial:
         return verdict
 
 
-def verify_call(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    config: Config,
-    hardware: Hardware,
-    *,
-    loss_fn: Callable[..., Tensor] | None = None,
-    loss_inputs: Mapping[str, Any] | None = None,
-    tolerance: float | None = None,
-) -> Verdict:
+def verify_call(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
     """Compare output, loss and every gradient of config.tensor_model_parallel_size simulated ranks with one process.
 
     Ranks run what real ones run (`run_ranks`): their own graphs, after all passes, with collectives among themselves.
     The model is used as it is (train or eval, with its weights) and left unchanged.
     """
-    trial = _trial(model, args, kwargs, config, hardware, loss_fn, loss_inputs, tolerance)
+    trial = _trial(call, call.config, tolerance)
     verdict = trial.verdict(run_ranks(trial.sharded, trial.values))
     if not verdict.ok:
         sharded, single = trial.sharded, trial.single()
@@ -157,16 +177,7 @@ def verify_call(
     return verdict
 
 
-def sabotage_call(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    config: Config,
-    hardware: Hardware,
-    *,
-    loss_fn: Callable[..., Tensor] | None = None,
-    loss_inputs: Mapping[str, Any] | None = None,
-) -> Sabotage:
+def sabotage_call(call: VerifiedCall) -> Sabotage:
     """Take away each collective of the call's graph, put another in its place, and see whether the comparison notices.
 
     The type checker gets the same graph before transitions become collectives, without each transition in turn.
@@ -177,8 +188,8 @@ def sabotage_call(
         kept.append(program.copy())
         return 0
 
-    watched = config.replace(passes=(*config.passes, ("after coalesce_gradients", keep)))
-    trial = _trial(model, args, kwargs, watched, hardware, loss_fn, loss_inputs, None)
+    watched = call.config.replace(passes=(*call.config.passes, ("after coalesce_gradients", keep)))
+    trial = _trial(call, watched, None)
     program, plan, t = trial.sharded.program, trial.sharded.plan, trial.t
 
     def is_right() -> bool:
@@ -213,26 +224,20 @@ def sabotage_call(
     return found
 
 
-def _trial(
-    model: nn.Module, args: Any, kwargs: Any, config: Config, hardware: Hardware, loss_fn: Any, loss_inputs: Any,
-    tolerance: float | None,
-) -> _Trial:  # fmt: skip
-    t = config.tensor_model_parallel_size or 2
-    leaves = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if any(x.device.type == "meta" for x in (*model.parameters(), *leaves)):
+def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Trial:
+    leaves = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+    if any(x.device.type == "meta" for x in (*call.model.parameters(), *leaves)):
         raise UsageError("verify computes, so it needs real weights and inputs", fix="materialise the model first")
-
-    captured = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
+    captured, t = call.captured(), call.ranks
 
     def compiled(ranks: int) -> Compiled:
-        planner = Planner(config, ranks, hardware, wants_grad=lambda spec: spec.kind == "param")
-        return compile_program(captured.copy(), planner)
+        return compile_program(captured.copy(), call.planner(ranks, config))
 
     sharded, single = compiled(t), functools.cache(lambda: compiled(1))
-    plain = copy.deepcopy(model)
-    eager = _eager_outputs(plain, captured, args, kwargs, loss_fn, loss_inputs)
+    plain = copy.deepcopy(call.model)
+    eager = _eager_outputs(plain, captured, call)
     seed = torch.initial_seed() % 2**62
-    values = input_values(sharded.program, model, args, kwargs, loss_inputs=loss_inputs, seed=seed)
+    values = input_values(sharded.program, call.model, call.args, call.kwargs, loss_inputs=call.loss_inputs, seed=seed)
     values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
     differentiated = [sharded.program.outputs[i].name for i in sharded.differentiated]
     tangents = {name: torch.ones_like(eager[name]) for name in differentiated}
@@ -248,13 +253,11 @@ def _trial(
     return _Trial(sharded, single, values, wanted, "megafx at t=1" if random else "eager", limit)
 
 
-def _eager_outputs(
-    plain: nn.Module, program: Program, args: Any, kwargs: Any, loss_fn: Any, loss_inputs: Any
-) -> dict[str, Tensor]:
+def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> dict[str, Tensor]:
     """Tensor outputs of the plain model, with autograd's graph, by the names that the graph gives them."""
-    output = plain(*args, **kwargs)
-    if loss_fn is not None and loss_inputs:
-        output = (loss_fn(output, **loss_inputs), output)
+    output = plain(*call.args, **call.kwargs)
+    if call.loss_fn is not None and call.loss_inputs:
+        output = (call.loss_fn(output, **call.loss_inputs), output)
     assert program.call is not None
     leaves = torch.utils._pytree.tree_leaves(output, is_leaf=is_cache)
     leaves = [leaf for leaf in leaves if not is_cache(leaf)]  # a graph makes none that was not asked for
@@ -264,23 +267,12 @@ def _eager_outputs(
     return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
 
-def types_of_call(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    config: Config,
-    hardware: Hardware,
-    *,
-    loss_fn: Callable[..., Tensor] | None = None,
-    loss_inputs: Mapping[str, Any] | None = None,
-) -> Verdict:
+def types_of_call(call: VerifiedCall) -> Verdict:
     """Check the types of the joint graph alone: no numbers, so the model may be on the meta device."""
-    t = config.tensor_model_parallel_size or 2
-    program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
-    verdict = Verdict(t, "the types of its values", 0.0)
+    program, verdict = call.captured(), Verdict(call.ranks, "the types of its values", 0.0)
     try:
         with debug(check=1):
-            compile_program(program, Planner(config, t, hardware, wants_grad=lambda spec: spec.kind == "param"))
+            compile_program(program, call.planner(call.ranks, call.config))
     except PlacementError as error:
         verdict.refused = error
     return verdict

@@ -1,6 +1,6 @@
 """`megafx.profile_hardware`: measure what the planner prices a machine by, and write it as a profile.
 
-Large matmuls by dtype, a copy in device memory and, on two ranks or more, collectives by kind and number of ranks. On GPUs
+Large matmuls by dtype, a copy in device memory, one to the host and, on two ranks or more, collectives by kind and number of ranks. On GPUs
 also what a schedule needs (report/steps.py): products by shape, attention, launches, and what runs beside what.
 """
 
@@ -72,7 +72,7 @@ def profile_hardware(
                 fix="start with `torchrun --nproc-per-node 2 -m megafx.cli profile-hardware FILE`, or name a profile with link",
             )
         flops = {dtype: _matmul_flops(getattr(torch, dtype), device) for dtype in dtypes}
-        memory = _copy_rate(device)
+        memory, host = _copy_rate(device), _host_rate(device)
         collectives = _collectives(device, ranks)
         alpha, rate = collectives[ALL_REDUCE][ranks] if ranks > 1 else _link_of(link)
         schedule = _schedule(device, ranks) if device.type == "cuda" else {}
@@ -84,7 +84,7 @@ def profile_hardware(
     told += "" if ranks > 1 else f"; the link is that of {link}"
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     found = Hardware(
-        name or (Path(path).stem if path else what), flops, memory, rate, alpha, told, total,
+        name or (Path(path).stem if path else what), flops, memory, rate, alpha, told, total, host,
         collectives={kind: {n: list(pair) for n, pair in by.items()} for kind, by in collectives.items()}, **schedule,
     )  # fmt: skip
     if path is not None and os.environ.get("RANK", "0") == "0":
@@ -121,6 +121,13 @@ def _copy_rate(device: torch.device) -> float:
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * source.numel() / _seconds(lambda: target.copy_(source), device)
+
+
+def _host_rate(device: torch.device) -> float:
+    """Bytes copied to (pinned) memory of the host in a second."""
+    source = torch.ones(COPY_BYTES[device.type] // 4, dtype=torch.uint8, device=device)
+    target = torch.empty(source.shape, dtype=source.dtype, pin_memory=device.type == "cuda")
+    return source.numel() / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def _collectives(device: torch.device, ranks: int) -> dict[str, dict[int, tuple[float, float]]]:

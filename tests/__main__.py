@@ -28,7 +28,11 @@ QUICK = {  # folder -> its test files, or all
     "placements": [],
     "rules": ["grammar"],
     "planner": ["cost", "solver"],
-    "passes": ["build_joint_graph", "canonicalize", "expand_transitions", "insert_transitions", "partition"],
+    "passes/backward": ["build_joint_graph"],
+    "passes/canonicalize": ["canonicalize"],
+    "passes/communicate": ["expand_transitions"],
+    "passes/lower": ["partition"],
+    "passes/plan": ["insert_transitions"],
     "patterns": ["glu", "rope"],
     "runtime": ["runtime"],
 }

@@ -20,6 +20,7 @@ from megafx.ir.facts import ATTENTION, facts_of
 from megafx.ir.nodes import argument, in_backward, op_name, shows_operand, storage_of
 from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Program, ancestors
 from megafx.ops.again import AGAIN, when_repeated
+from megafx.ops.offload import is_on_host
 from megafx.placements.types import ALL_GATHER, ALL_TO_ALL
 from megafx.planner.cost import (
     DTYPE_OF_ITEMSIZE,
@@ -174,7 +175,9 @@ def numel(program: Program, value: torch.Tensor) -> int:
 
 
 def bytes_of(program: Program, node: fx.Node) -> int:
-    """Bytes of a node's tensors, at the workload."""
+    """Bytes of a node's tensors on the device, at the workload."""
+    if is_on_host(node):
+        return 0
     return sum(numel(program, v) * v.element_size() for v in tensors_of(node.meta.get(VAL)))
 
 

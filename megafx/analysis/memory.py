@@ -22,6 +22,7 @@ from megafx.analysis.kept import copies, numel, tensors_of
 from megafx.ir.facts import facts_of
 from megafx.ir.nodes import aten_ops, op_name, shows_operand, writes
 from megafx.ir.program import VAL, Partition, Program, Saved, fqn_of
+from megafx.ops.offload import is_on_host
 
 BLOCK = 512  # bytes to which the CUDA caching allocator rounds (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 # What cuBLAS holds on a stream: 4096 KiB x 8 on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB).
@@ -138,10 +139,10 @@ def memory(program: Program, optimizer: str = "adamw", held: int | None = None) 
     inputs = sum(
         _rounded(program, n.meta[VAL]) for n, i in program.input_nodes() if i.kind in ("user", "buffer", "constant")
     )
-    wanted = {o.name for o in program.outputs if o.kind == "gradient"}
-    gradients = sum(
-        _rounded(program, n.meta[VAL]) for n, i in program.input_nodes() if i.kind == "param" and i.name in wanted
-    )
+    made = {o.name: r for r, o in zip(program.results(), program.outputs, strict=True) if o.kind == "gradient"}
+    trained = [(n.meta[VAL], made[i.name]) for n, i in program.input_nodes() if i.kind == "param" and i.name in made]
+    stepped = sum(_rounded(program, value) for value, _ in trained)
+    gradients = sum(_rounded(program, value, result) for value, result in trained)
     joins = [n for n in parts.forward.graph.find_nodes(op="placeholder")][len(program.inputs) - _late(program) :]
     gathered = sum(_rounded(program, n.meta[VAL]) for k, n in enumerate(joins) if k in parts.gathered)
     states, temporary = OPTIMIZERS[optimizer]
@@ -155,8 +156,8 @@ def memory(program: Program, optimizer: str = "adamw", held: int | None = None) 
         backward = walk(program, parts.last_backward, saved, also=also, pinned=_pinned(parts))
     training = backward is not None
     return Memory(
-        params, gradients, (held if held is not None else states * gradients) if training else 0, gathered, inputs,
-        sum((saved or {}).values()), CUBLAS_WORKSPACE, temporary * gradients if training else 0, forward, backward,
+        params, gradients, (held if held is not None else states * stepped) if training else 0, gathered, inputs,
+        sum((saved or {}).values()), CUBLAS_WORKSPACE, temporary * stepped if training else 0, forward, backward,
         {name: program.sizes.workload(program.sizes.of_expr(s)) for name, s in program.sizes.symbols.items()},
     )  # fmt: skip
 
@@ -227,6 +228,7 @@ def walk(
             value = node.meta[VAL]
             several = isinstance(value, (tuple, list))
             sizes = [_rounded(program, v) for v in (value if several else [value])]  # 0 of what is no tensor
+            sizes = [0] * len(sizes) if is_on_host(node) else sizes
             if several:  # each result is freed by itself
                 parts = [u for u in node.users if u.target is operator.getitem]
                 for part in parts:
@@ -296,8 +298,12 @@ class _Shape(tuple):  # type: ignore[type-arg]
     """A shape among arguments."""
 
 
-def _rounded(program: Program, value: Any) -> int:
-    return _block(numel(program, value) * value.element_size()) if isinstance(value, torch.Tensor) else 0
+def _rounded(program: Program, value: Any, like: Any = None) -> int:
+    """Bytes of a tensor. like: a node of the dtype, where that is another."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    dtype = (like.meta[VAL] if isinstance(like, fx.Node) else value).dtype
+    return _block(numel(program, value) * dtype.itemsize)
 
 
 def _block(size: int) -> int:

@@ -301,7 +301,7 @@ def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:
 def _told(checker: _Checker, node: fx.Node) -> Placement:
     """How an op that draws was told that its result is cut."""
     given = draw_of(node)
-    dim, flat = int(given.shard_dim), given.layout
+    dim, flat = int(given.shard_dim), given.cut
     return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
 
 

@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -24,15 +25,17 @@ from megafx.compiler.runner import Pass, PassFunction, Runner, insert_user_passe
 from megafx.config import FIT, Config
 from megafx.debugging import Debug, current
 from megafx.errors import PlacementError, PlanError
-from megafx.ir.program import RECOMPUTE, Note, Program
+from megafx.ir.program import RECOMPUTE, VAL, Note, Program
 from megafx.ops.axes import AxisContext, on_mesh
 from megafx.passes.backward.accumulate_products import accumulate_products
 from megafx.passes.backward.build_joint_graph import build_joint_graph
+from megafx.passes.backward.gradients_in_fp32 import gradients_in_fp32
 from megafx.passes.backward.join_slice_gradients import join_slice_gradients
 from megafx.passes.backward.pack_attention_gradients import pack_attention_gradients
 from megafx.passes.backward.postpone_lazy_outputs import postpone_lazy_outputs
 from megafx.passes.backward.recompute_activations import recompute_activations
 from megafx.passes.canonicalize.canonicalize import canonicalize
+from megafx.passes.communicate.add_pending import add_pending
 from megafx.passes.communicate.coalesce_gradients import coalesce_gradients
 from megafx.passes.communicate.data_parallel import data_parallel
 from megafx.passes.communicate.expand_transitions import expand_transitions
@@ -49,6 +52,7 @@ from megafx.passes.fuse.fuse_local import fuse_local
 from megafx.passes.fuse.group_experts import group_experts
 from megafx.passes.fuse.merge_linears import merge_linears
 from megafx.passes.fuse.share_logsumexp import share_logsumexp
+from megafx.passes.localize.halve_batch import halve_batch
 from megafx.passes.localize.localize_shapes import localize_shapes
 from megafx.passes.lower.bind_mesh import bind_mesh
 from megafx.passes.lower.call_directly import call_directly
@@ -58,7 +62,9 @@ from megafx.passes.lower.overlap_products import overlap_products
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.regather import regather
 from megafx.passes.lower.reuse_buffers import reuse_buffers
+from megafx.passes.lower.schedule_offload import schedule_offload
 from megafx.passes.lower.write_padded_rows import write_padded_rows
+from megafx.passes.plan.choose_halves import choose_halves
 from megafx.passes.plan.flatten_tokens import flatten_tokens
 from megafx.passes.plan.insert_transitions import insert_transitions
 from megafx.passes.plan.place_batch import place_batch
@@ -108,14 +114,23 @@ PLANNING: tuple[PassFunction, ...] = (
     flatten_tokens,
     plan_sharding,
     insert_transitions,
+    choose_halves,
     describe_plan,
 )
 # One rank's shapes.
-LOCAL: tuple[PassFunction, ...] = (localize_shapes, fuse_linear_loss, fuse_local, merge_linears, group_experts)
+LOCAL: tuple[PassFunction, ...] = (
+    localize_shapes,
+    fuse_linear_loss,
+    fuse_local,
+    merge_linears,
+    group_experts,
+    halve_batch,
+)
 # Forward and backward in one graph. A graph without gradients goes without these.
 BACKWARD: tuple[PassFunction, ...] = (
     build_joint_graph,
     postpone_lazy_outputs,
+    gradients_in_fp32,
     coalesce_gradients,
     check_types,
     join_slice_gradients,
@@ -129,6 +144,7 @@ COMMUNICATION: tuple[PassFunction, ...] = (
     expand_transitions,
     gather_parameters,
     choose_kept,
+    add_pending,
     data_parallel,
     schedule_collectives,
 )
@@ -137,6 +153,7 @@ RANK: tuple[PassFunction, ...] = (
     drop_expert_values,
     bind_mesh,
     partition,
+    schedule_offload,
     regather,
     overlap_products,
     write_padded_rows,
@@ -160,6 +177,14 @@ def pipeline(config: Config) -> dict[str, list[Pass]]:
     stages = {name: [Pass.of(function) for function in stage] for name, stage in STAGES.items()}
     insert_user_passes([*stages.values()], config)
     return stages
+
+
+class Pending(NamedTuple):
+    """A gradient of earlier calls that a backward graph takes: this rank's, as the graph makes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass
@@ -192,7 +217,7 @@ class Compiled:
         made = _executable(program, self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
         self.program.notes += [note for note in program.notes if note not in self.program.notes]
         wanted = self.planner.config.cuda_graphs
-        if wanted is False or not torch.cuda.is_available():
+        if wanted is False or self.planner.config.cpu_offloading or not torch.cuda.is_available():
             return made
         return made.recorded(wanted is True, lambda text: self.program.note("cuda graphs", text))
 
@@ -203,23 +228,23 @@ class Compiled:
         _runner(planner, "lowered", quiet).run(program, passes_of(planner, "rank"))
         return program
 
-    def held_back(self, gradients: Gradients) -> tuple[Executable, list[str]]:
-        """The same with another backward, which takes what this one's forward keeps (`data_parallel`).
-
-        The names are those of the gradients that it takes besides.
-        """
+    def held_back(self, gradients: Gradients) -> tuple[Executable, list[Pending]]:
+        """The same with another backward, which takes what this one's forward keeps (`add_pending`, `data_parallel`), and the
+        gradients that it takes besides."""
         assert self.program.before_reduction is not None
         program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
         runner, passes = _runner(planner, "before_reduction"), passes_of(planner, "communication")
-        first = [p.name for p in passes].index(data_parallel.__name__)
+        first = [p.name for p in passes].index(add_pending.__name__)
         with alone():
             runner.run(program, passes[first:])
-        return _executable(program, planner, runner), [i.name for i in program.inputs if i.kind == "pending"]
+        made = _executable(program, planner, runner)
+        late = [(i.name, n.meta[VAL]) for n, i in program.input_nodes() if i.kind == "pending"]
+        return made, [Pending(name, tuple(map(int, value.shape)), value.dtype) for name, value in late]
 
     def memory(self, optimizer: str = "adamw", held: int | None = None) -> Memory:
         """Predicted memory of one rank, as `analysis.memory.memory` says."""
         program = self.program.copy()
-        for step in (partition, regather, reuse_buffers):
+        for step in (partition, schedule_offload, regather, reuse_buffers):
             step(program, self.planner)
         with program.sizes.at_call() if self.planner.at_call else contextlib.nullcontext():
             return memory(program, optimizer, held)

@@ -146,7 +146,7 @@ class SharedFiles(Transport):
         dist.barrier(self.group)
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """A gather or a reduce-scatter under way. value: what it gives, once finished.
 

@@ -9,6 +9,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim.optimizer import _foreach_supported_types, register_optimizer_step_pre_hook
 
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import make_spec, placement_of
@@ -49,6 +51,62 @@ def as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     for name, value in vars(like).items():
         setattr(param, name, value)
     return param
+
+
+class MainGradParameter(nn.Parameter):
+    """A parameter whose gradient Megatron's optimizers find too."""
+
+    @property
+    def main_grad(self) -> torch.Tensor | None:
+        """`.grad`, by Megatron's name."""
+        return self.grad
+
+    @main_grad.setter
+    def main_grad(self, value: torch.Tensor | None) -> None:
+        self.grad = value
+
+
+_foreach_supported_types.append(MainGradParameter)  # optimizers ask for the exact type
+
+
+_LOW = (torch.bfloat16, torch.float16)
+# Optimizers of torch that move their moments, of the parameter's dtype, towards the gradient, which must be of the same.
+_ONE_DTYPE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+
+
+def take_fp32_gradients(parameters: Iterable[nn.Parameter | None]) -> None:
+    """Let `.grad` of bf16 and fp16 parameters be fp32, and `main_grad` be another name of every parameter's `.grad`."""
+    for parameter in parameters:
+        if parameter is None:
+            continue
+        if parameter.dtype in _LOW:
+            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            _refuse_low_moments()
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = MainGradParameter
+
+
+@cache
+def _refuse_low_moments() -> None:
+    """Before a step that would end midway in an error of torch."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if not (isinstance(optimizer, _ONE_DTYPE) or group.get("fused")):
+                continue
+            for p in group["params"]:
+                if p.grad is None or p.dtype not in _LOW or p.grad.dtype != torch.float32:
+                    continue
+                moment = optimizer.state.get(p, {}).get("exp_avg")
+                if group.get("fused") or moment is None or moment.dtype in _LOW:
+                    how = " (fused)" if group.get("fused") else ""
+                    raise UsageError(
+                        f"{type(optimizer).__name__}.step(){how} takes no fp32 gradients of {p.dtype} parameters",
+                        fix="keep the parameters in fp32, and call the model under torch.autocast; or step fp32 copies of "
+                        "them, with copy.grad = parameter.main_grad",
+                    )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def refuse_stale_optimizers(model: nn.Module) -> None:
@@ -225,6 +283,11 @@ def _memory(x: torch.Tensor) -> int:
 
 def _is_plain(x: torch.Tensor) -> bool:
     """Whether x is an ordinary contiguous tensor that fills its memory."""
-    if type(x) not in (torch.Tensor, nn.Parameter) or x.is_meta or not x.is_contiguous() or x.is_inference():
+    if (
+        type(x) not in (torch.Tensor, nn.Parameter, MainGradParameter)
+        or x.is_meta
+        or not x.is_contiguous()
+        or x.is_inference()
+    ):
         return False
     return x.untyped_storage().nbytes() == x.numel() * x.element_size()

@@ -12,6 +12,8 @@ where units do not divide. Which operations see what:
 
 from __future__ import annotations
 
+import functools
+from copy import copy as copied
 from typing import Any, cast
 
 import torch
@@ -32,8 +34,28 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> TPTensor:
     return _new(TPTensor, local, spec, requires_grad=False)  # type: ignore[return-value]
 
 
+@functools.lru_cache(1024)
+def spec_of(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The same spec for another dtype: gradients of bf16 parameters may be fp32."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype == dtype:
+        return spec
+    found = copied(spec)
+    found.tensor_meta = meta._replace(dtype=dtype)
+    return found
+
+
 class TPTensor(DispatchedTensor):
     """See the module docstring. Made by `wrap`, or from a parameter by `params.replicate_parameters`."""
+
+    @property
+    def main_grad(self) -> torch.Tensor | None:
+        """`.grad`, by Megatron's name."""
+        return self.grad
+
+    @main_grad.setter
+    def main_grad(self, value: torch.Tensor | None) -> None:
+        self.grad = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPTensor:
         if id(self) not in memo:
@@ -41,6 +63,7 @@ class TPTensor(DispatchedTensor):
             vars(copy).update(vars(self))
             memo[id(self)] = copy
             if self.is_leaf and self.grad is not None:
+                copy.grad_dtype = self.grad_dtype
                 copy.grad = self.grad.__deepcopy__(memo)
         return cast(TPTensor, memo[id(self)])
 

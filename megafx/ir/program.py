@@ -10,7 +10,10 @@ Meta keys of a node (the only ones that passes may rely on):
     phase      'backward' on backward nodes of a joint graph
     recompute  True on forward nodes whose value backward computes again (`partition`) instead of keeping it
     tokens     dims (structural) that the value's first dim stands for, where `flatten_tokens` made one of several
+    halved     True on nodes that may run on two halves of the batch (`choose_halves`)
+    rows       the dim of a value that has a row for each of the batch's, where halves of the batch run
     region     number of the call of torch.utils.checkpoint, the outermost one, in which the node was traced
+    layer      number of the node's layer in the order of use, where kept values are offloaded (`choose_kept`)
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE = "val", "source", "fqn", "made_by",
 TOKENS = "tokens"
 RECOMPUTE = "megafx_recompute"  # torch has a "recompute" of its own
 REGION = "region"
+HALVED, ROWS = "halved", "rows"
+LAYER = "layer"
 
 
 class Phase(IntEnum):
@@ -148,8 +153,8 @@ class Recomputed:
     """What `choose_kept` came to, for one rank at the workload.
 
     without: bytes that would be kept if nothing were made again; kept: bytes that are. promise: the bytes that a budget allows.
-    seconds: modelled time of what backward makes again. at: a promise of bytes, whatever a call's sizes: the bytes that are
-    kept, as an expression in them.
+    seconds: modelled time of what backward makes again. offloaded: bytes that wait on the host. at: a promise of bytes,
+    whatever a call's sizes: the bytes that are kept, as an expression in them.
     """
 
     without: int
@@ -157,6 +162,7 @@ class Recomputed:
     promise: int | None
     seconds: float
     at: Any = None
+    offloaded: int = 0
 
     def holds(self, sizes: Mapping[Any, int]) -> bool:
         """Whether a call of these sizes keeps no more than what is promised."""
@@ -165,6 +171,8 @@ class Recomputed:
     def __str__(self) -> str:
         mib = lambda n: f"{n / 2**20:,.1f} MiB"  # noqa: E731
         text = f"{mib(self.kept)} of {mib(self.without)}, the rest made again in {1e6 * self.seconds:.0f} us"
+        if self.offloaded:
+            text = f"{text}, {mib(self.offloaded)} of it on the host"
         return text if self.promise is None else f"{text} (budget {mib(self.promise)})"
 
 
@@ -192,6 +200,18 @@ class Partition:
     joins: tuple[tuple[int, ...], ...] = ()
     gathered: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     last_backward: fx.GraphModule | None = None
+
+    def changed(self, change: Callable[[fx.GraphModule, str], tuple[fx.GraphModule, int]]) -> tuple[Partition, int]:
+        """(the partition with the graphs that change(graph, "forward" or "backward") makes, the sum of its counts). Changes
+        of the last backward are not counted: they are those of backward."""
+        forward, count = change(self.forward, "forward")
+        backward, last = self.backward, self.last_backward
+        if backward is not None:
+            backward, more = change(backward, "backward")
+            count += more
+        if last is not None:
+            last = backward if last is self.backward else change(last, "backward")[0]
+        return replace(self, forward=forward, backward=backward, last_backward=last), count
 
     def saved_bytes(self, sizes: Sizes) -> dict[str, int]:
         """Module path -> bytes that its forward nodes keep for backward on one rank, at the workload."""
@@ -274,7 +294,7 @@ def located(node: fx.Node) -> dict[str, Any]:
 
 def inherit(node: fx.Node, origin: fx.Node, by: str) -> fx.Node:
     """Give a new node the user's line and module of the node that it stems from, and the pass that made it."""
-    for key in (SOURCE, FQN, PHASE, RECOMPUTE, REGION, "nn_module_stack", "stack_trace"):
+    for key in (SOURCE, FQN, PHASE, RECOMPUTE, REGION, HALVED, "nn_module_stack", "stack_trace"):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
     node.meta[MADE_BY] = (*origin.meta.get(MADE_BY, ()), by)

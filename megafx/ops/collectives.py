@@ -140,8 +140,8 @@ def batch_sum(x: Tensor, axis: str, size: int) -> Tensor:
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """x: [n, ...] -> [rows, ...] with zeros behind; x itself where n is rows."""
-    return TENSORS.pad_rows(x, rows)
+    """x: [n, ...] -> [rows, ...] with zeros behind, contiguous; x itself where it is that already."""
+    return TENSORS.pad_rows(x, rows).contiguous()
 
 
 def mm_rows(a: Tensor, b: Tensor, rows: int) -> Tensor:

@@ -23,7 +23,7 @@ from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.strategies import OpRule
 
 Accepts = frozenset[str | Placement]  # kinds ('S'), tags ('S1') or full placements
-Gradients = Literal["reduce", "hold", "add"]
+Gradients = Literal["reduce", "hold", "add", "accumulate"]
 
 
 @dataclass
@@ -34,10 +34,11 @@ class Planner:
     data-parallel axis. wants_grad: input -> whether its gradient is wanted; None: a graph without backward. fixed: storage
     of parameters (and of caches that come in) where an earlier graph has settled it. given: a plan to apply instead of
     solving. agree: this rank's plan -> the plan of all ranks. caches: path in a key-value cache -> the placement that it
-    leaves a graph at. gradients: what data-parallel ranks do with theirs: reduce them, hold them back (`no_sync`), or add
-    what was held and reduce. axes: this rank's place on each mesh axis; None: there is one rank, or this is for all of them.
-    at_call: memory is counted at the sizes of the call that was captured, not at those that are priced. fits: its budget, a
-    fraction, is what a device has room for. device_bytes: memory of a rank's device, where that is known.
+    leaves a graph at. gradients: what data-parallel ranks do with theirs: reduce them, hold them back (`no_sync`), add
+    what was held and reduce, or add to what is there and hold that. axes: this rank's place on each mesh axis; None: there is
+    one rank, or this is for all of them. at_call: memory is counted at the sizes of the call that was captured, not at those
+    that are priced. fits: its budget, a fraction, is what a device has room for. device_bytes: memory of a rank's device,
+    where that is known.
     """
 
     config: Config

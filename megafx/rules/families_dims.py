@@ -82,6 +82,14 @@ def _slice(call: OpCall) -> RuleText | str:
     return RuleText(plain, parts={-1: Part(f"f{d}", start, start + out)})
 
 
+@family("aten.split_with_sizes")
+def _split(call: OpCall) -> RuleText:
+    shape, d = call.first.shape, call.dim()
+    part = dims(shape, (d,)).replace(f"f{d}!", "1")
+    text = f"lin: {dims(shape, (d,))} -> {'; '.join([part] * len(call.results))}"
+    return RuleText(text, {f"f{d}": "each result is a part of the dim"})
+
+
 @family("aten.select.int", "aten.select_copy.int")
 def _select(call: OpCall) -> RuleText:
     shape, d = call.first.shape, call.dim()

@@ -27,7 +27,7 @@ from megafx.distributed.board import BACKWARD, FORWARD, Board, Entry, calls_diff
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import Slot, shard_like
-from megafx.distributed.tensor import TPTensor, wrap
+from megafx.distributed.tensor import TPTensor, spec_of, wrap
 from megafx.errors import LostRankError, UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Saved
@@ -268,15 +268,19 @@ class BoundGraph:
             make = CacheShard if self.outputs[index].cache else make
             outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
 
-    def backward(self, kept: Any, tangents: list[Any], retain: bool) -> list[Any]:
-        """Gradients, one for each of `wrt`."""
-        holding, held = self.compiled.holding, self.state.held
-        if holding is not None and (held.now or held.sums):
+    def backward(self, kept: Any, tangents: list[Any], retain: bool, edges: Sequence[Any]) -> list[Any]:
+        """Gradients, one for each of `wrt`; None where they have been put aside, or added to `.grad`. edges: where autograd
+        sends each."""
+        holding, held, found = self.compiled.holding, self.state.held, None
+        if holding is not None and (held.now or held.sums or holding.fused):
             parameters = {n: p for n, slot in self.state.slots.items() if (p := slot.get()) is not None}
-            found = holding.backward(held, parameters, self.wrt_names, kept, tangents, retain)
-            if found is not None:
-                return found
-        return self.executable.backward(kept, tangents, retain)
+            if held.now or held.sums:
+                found = holding.backward(held, parameters, self.wrt_names, kept, tangents, retain)
+            elif self.state.meshes.data is None:
+                found = holding.accumulate(
+                    parameters, self.wrt_names, edges, kept, tangents, retain, self.check_gradients
+                )
+        return self.executable.backward(kept, tangents, retain) if found is None else found
 
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
@@ -347,14 +351,16 @@ class _Run(torch.autograd.Function):
                 if boards is not None:
                     step, shared = ctx.numbers
                     boards.backward(graph, step, shared, graph.state.held.now)
-                gradients = graph.backward(ctx.kept, given, retain)
+                edges = [edge for edge, _ in ctx.next_functions]
+                gradients = graph.backward(ctx.kept, given, retain, edges)
                 graph.check_gradients(gradients)
         except LostRankError:
             if boards is not None:
                 boards.explain()
             raise
         specs = ctx.specs
-        return (None, *[g if s is None or g is None else wrap(g, s) for g, s in zip(gradients, specs, strict=True)])
+        pairs = zip(gradients, specs, strict=True)
+        return (None, *[g if s is None or g is None else wrap(g, spec_of(s, g.dtype)) for g, s in pairs])
 
 
 def _local_tangent(tangent: Any, output: TPTensor | None) -> Any:

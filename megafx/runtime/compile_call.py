@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
-from megafx.compiler.pipeline import Compiled, compile_program, plan_only
+from megafx.compiler.pipeline import Compiled, Pending, compile_program, plan_only
 from megafx.ir.program import PLACEMENT, Program
 from megafx.placements.types import I, Placement
 from megafx.planner.context import Gradients, Planner
@@ -66,11 +66,12 @@ def compile_call(call: Call, is_training: bool, capture: Capture, planner: Plann
     joined = [[names[i] for i in indices] for k, indices in enumerate(parts.joins) if k not in parts.gathered]
     made = CompiledCall(program, executable, compiled.wrt, compiled.differentiated, stored, joined)
     if program.before_reduction is not None:
-        made.holding = HeldBack(functools.cache(functools.partial(_held_back, compiled, executable)))
+        of = functools.cache(functools.partial(_held_back, compiled, executable))
+        made.holding = HeldBack(of, planner.config.gradient_accumulation_fusion)
     return made
 
 
-def _held_back(compiled: Compiled, executable: Executable, gradients: Gradients) -> tuple[Executable, list[str]]:
+def _held_back(compiled: Compiled, executable: Executable, gradients: Gradients) -> tuple[Executable, list[Pending]]:
     made, pending = compiled.held_back(gradients)
     assert made.takes_what(executable), "the backward graphs of one call keep the same"
     return made, pending

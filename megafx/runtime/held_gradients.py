@@ -1,4 +1,6 @@
-"""Gradients that a rank holds back while `no_sync` is on, until a backward outside of it reduces their sums.
+"""Backward graphs that add to gradients of earlier calls: to those that `no_sync` holds back, and to those in `.grad`.
+
+A rank holds gradients back while `no_sync` is on, until a backward outside of it reduces their sums.
 
 They are whole gradients of this rank's tensor-parallel shards. `.grad` does not show them, since it has values of all
 data-parallel ranks only. Instead `.grad` holds a marker, a `HeldGradient` without values. If the marker is gone, zero_grad
@@ -7,6 +9,9 @@ before it changes anything.
 
 The marker is a tensor class because `.grad` takes nothing else, and because `zero_grad(set_to_none=False)`, clipping and
 steps of any optimizer have to notice it.
+
+With `gradient_accumulation_fusion` on one data-parallel rank, products add to `.grad` itself, where autograd would add to it in
+place and nothing watches the parameter. Autograd then gets nothing more to add.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megafx.distributed.tensor import TPTensor
+from megafx.compiler.pipeline import Pending
+from megafx.distributed.tensor import TPTensor, local_of, spec_of
 from megafx.errors import UsageError
 
 aten = torch.ops.aten
@@ -34,10 +40,10 @@ class HeldGradient(TPTensor):
     drop: Callable[[], None]
 
     @staticmethod
-    def of(parameter: TPTensor, drop: Callable[[], None]) -> HeldGradient:
+    def of(parameter: TPTensor, dtype: torch.dtype, drop: Callable[[], None]) -> HeldGradient:
         local = parameter._local_tensor
-        nothing = local.new_full((), torch.nan).expand(local.shape)
-        mark: Any = TPTensor.__new__(HeldGradient, nothing, parameter._spec, requires_grad=False)
+        nothing = local.new_full((), torch.nan, dtype=dtype).expand(local.shape)
+        mark: Any = TPTensor.__new__(HeldGradient, nothing, spec_of(parameter._spec, dtype), requires_grad=False)
         mark.drop = drop
         _refuse_steps()
         return mark
@@ -100,23 +106,26 @@ class HeldGradients:
     sums: dict[str, Tensor] = field(default_factory=dict)
     seen: dict[str, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
 
-    def add(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if name in self.sums:
+    def add(self, name: str, parameter: nn.Parameter, gradient: Tensor, summed: bool) -> None:
+        """summed: the gradient has in it what was held, and is the graph's no more."""
+        if summed:
+            self.sums[name] = gradient
+        elif name in self.sums:
             self.sums[name].add_(gradient)
         else:
             self.sums[name] = gradient.clone()
         if parameter.grad is None:
             assert isinstance(parameter, TPTensor)
             owner = weakref.ref(parameter)
-            parameter.grad = HeldGradient.of(parameter, lambda: self.drop(name, owner()))
+            parameter.grad = HeldGradient.of(parameter, gradient.dtype, lambda: self.drop(name, owner()))
         assert parameter.grad is not None
         self.seen[name] = weakref.ref(parameter.grad), parameter.grad._version
 
-    def take(self, name: str, parameter: Tensor | None) -> Tensor:
-        """Give away what is held of a parameter; 0 where nothing is."""
-        found = self.sums.get(name)
-        self.drop(name, parameter)
-        return torch.zeros(()) if found is None else found
+    def take(self, wanted: Pending, parameter: Tensor) -> Tensor:
+        """Give away what is held of a parameter; zeros where nothing is."""
+        found = self.sums.get(wanted.name)
+        self.drop(wanted.name, parameter)
+        return _zeros(wanted, parameter) if found is None else found
 
     def drop(self, name: str, parameter: Tensor | None) -> None:
         self.sums.pop(name, None)
@@ -141,9 +150,13 @@ class HeldGradients:
 
 @dataclass
 class HeldBack:
-    """The other backward graphs of a call. of(kind): what runs it, and the names of the gradients that it takes besides."""
+    """The other backward graphs of a call. of(kind): what runs it, and the gradients that it takes besides.
 
-    of: Callable[[Any], tuple[Any, list[str]]]
+    fused: products add to what is there (`gradient_accumulation_fusion`).
+    """
+
+    of: Callable[[Any], tuple[Any, list[Pending]]]
+    fused: bool = False
 
     def backward(
         self,
@@ -156,15 +169,76 @@ class HeldBack:
     ) -> list[Any] | None:
         """Gradients for `names` (of `parameters`; None: other inputs), or None where the call's own backward is to run."""
         held.settle(parameters)
+        own = {name for name in names if name is not None}
         if held.now:
-            run, _ = self.of("hold")
-            gradients = run.backward(kept, tangents, retain)
+            summed = self.fused and bool(held.sums.keys() & own)
+            run, wanted = self.of("accumulate" if summed else "hold")
+            pending = [held.sums[w.name] if w.name in held.sums else _zeros(w, parameters[w.name]) for w in wanted]
+            gradients = run.backward(kept, tangents, retain, pending)
             for name, gradient in zip(names, gradients, strict=True):
                 if name is not None and gradient is not None:
-                    held.add(name, parameters[name], gradient)
+                    held.add(name, parameters[name], gradient, summed)
             return [g if name is None else None for name, g in zip(names, gradients, strict=True)]
-        if not held.sums.keys() & {name for name in names if name is not None}:
+        if not held.sums.keys() & own:
             return None
         run, wanted = self.of("add")
-        pending = [held.take(name, parameters[name]) for name in wanted]
+        pending = [held.take(w, parameters[w.name]) for w in wanted]
         return list(run.backward(kept, tangents, retain, pending))
+
+    def accumulate(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        names: Sequence[str | None],
+        edges: Sequence[Any],
+        kept: Any,
+        tangents: list[Any],
+        retain: bool,
+        check: Callable[[list[Any]], None],
+    ) -> list[Any] | None:
+        """As `backward`, on one data-parallel rank: adds to `.grad` where that may be. edges: where autograd sends each
+        gradient; check: to be called with all of them. None for a parameter: its gradient is in `.grad`."""
+        ready = {
+            n for n, edge in zip(names, edges, strict=True) if n is not None and adds_in_place(parameters[n], edge)
+        }
+        if not ready:
+            return None
+        run, wanted = self.of("accumulate")
+        there = {w.name: local_of(_grad(parameters[w.name])) for w in wanted if w.name in ready}
+        pending = [there[w.name] if w.name in there else _zeros(w, parameters[w.name]) for w in wanted]
+        gradients = list(run.backward(kept, tangents, retain, pending))
+        check(gradients)
+        for i, name in enumerate(names):
+            if name in there:
+                if gradients[i].data_ptr() != there[name].data_ptr():  # a graph that may run again
+                    there[name].copy_(gradients[i])
+                gradients[i] = None
+        return gradients
+
+
+def adds_in_place(parameter: nn.Parameter, edge: Any) -> bool:
+    """Whether autograd is to add this parameter's gradient to one that is there, and nobody looks at what is added.
+
+    edge: the node that autograd sends it to.
+    """
+    grad, dtype = parameter.grad, parameter.grad_dtype or parameter.dtype  # type: ignore[attr-defined]
+    if grad is None or edge is None or grad.requires_grad or grad.dtype != dtype or isinstance(grad, HeldGradient):
+        return False
+    if type(grad) not in (Tensor, TPTensor) or not local_of(grad).is_contiguous():
+        return False
+    if isinstance(grad, TPTensor) and grad._spec.placements != parameter._spec.placements:  # type: ignore[attr-defined]
+        return False
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(edge))
+    except RuntimeError:  # torch.autograd.grad takes the gradient away
+        return False
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _zeros(wanted: Pending, parameter: Tensor) -> Tensor:
+    return torch.zeros(wanted.shape, dtype=wanted.dtype, device=parameter.device)

@@ -26,7 +26,13 @@ from megafx.distributed import agreement
 from megafx.distributed.board import FORWARD, GRADIENTS, TRAINING, Entry, calls_differ, make_board
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
-from megafx.distributed.parameters import parameter_slots, place_joined, shard_over_data, shard_parameters
+from megafx.distributed.parameters import (
+    parameter_slots,
+    place_joined,
+    shard_over_data,
+    shard_parameters,
+    take_fp32_gradients,
+)
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, LostRankError, UsageError
 from megafx.ir import dump
@@ -90,6 +96,8 @@ class Runtime:
         self.modules = list(self.model.modules())
         self.configs = configs_of(self.model)
         self.state.slots = dict(parameter_slots(self.model))
+        if self.config.gradients_in_fp32:
+            take_fp32_gradients(slot.get() for slot in self.state.slots.values())
         self.children = [(m._modules, k, c) for m in self.modules for k, c in m._modules.items()]
 
     def _check_tree(self) -> None:

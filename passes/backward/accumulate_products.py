@@ -10,17 +10,22 @@ Legal because: addmm is the sum; both products are used nowhere else.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from megafx.ir.nodes import RESHAPES
 from megafx.ir.program import VAL, Builder, Phase, Program
 from megafx.ir.sizes import Sizes
+from megafx.kernels.products_fp32 import addmm_fp32, mm_fp32
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.JOINT, Phase.JOINT
 NAME = "accumulate_products"
 aten = torch.ops.aten
+# Product -> what adds it to something.
+SUMS: dict[Any, Any] = {aten.mm.default: aten.addmm.default, mm_fp32: addmm_fp32}
 
 
 def accumulate_products(program: Program, planner: Planner) -> int:
@@ -32,12 +37,12 @@ def accumulate_products(program: Program, planner: Planner) -> int:
         first, second = (_product(x) for x in node.args)
         if first is None or second is None or first is second or not _alike(first, second, program.sizes):
             continue
-        if second.target is not aten.mm.default:
+        if second.target not in SUMS:
             first, second = second, first
-        if second.target is not aten.mm.default:
+        if second.target not in SUMS:
             continue
         build = Builder(program, node, second, NAME)
-        total = build(aten.addmm.default, first, *second.args)
+        total = build(SUMS[second.target], first, *second.args)
         views = [x.args[1] for x in node.args if isinstance(x, fx.Node) and x.target in RESHAPES]
         shape = views[0] if views else None  # one of the two may be no view, of the shape that the other one has
         build.origin = node
@@ -52,7 +57,7 @@ def _product(node: fx.Node) -> fx.Node | None:
     """The product that the value is, or is a view of, where nothing else uses it."""
     if len(node.users) == 1 and node.target in RESHAPES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node if node.target in (aten.mm.default, aten.addmm.default) and len(node.users) == 1 else None
+    return node if node.target in (*SUMS, *SUMS.values()) and len(node.users) == 1 else None
 
 
 def _alike(first: fx.Node, second: fx.Node, sizes: Sizes) -> bool:

@@ -28,7 +28,7 @@ from torch import fx
 
 from megafx.analysis.layers import Layers
 from megafx.ir.nodes import BACKWARD, shows_operand, storage_of
-from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Input, Phase, Program
+from megafx.ir.program import PHASE, PLACEMENT, VAL, Builder, Phase, Program
 from megafx.ir.sizes import SizeEmitter
 from megafx.passes.communicate.emit import NodeOps, join_flat, of_many_modules, split_flat
 from megafx.placements.data_axis import BATCH_AXIS, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis, rows_of
@@ -44,20 +44,14 @@ aten, mfx = torch.ops.aten, torch.ops.megafx
 def data_parallel(program: Program, planner: Planner) -> int:
     """Return the number of collectives added.
 
-    planner.gradients: "reduce" leaves `program.before_reduction` for the other two. "hold" leaves gradients this rank's own
-    (`no_sync`); "add" takes, as further inputs of backward ('pending'), what was held before, and reduces the sums.
+    planner.gradients: "hold" and "accumulate" leave gradients this rank's own (`no_sync`); the others reduce them.
     """
     if planner.data is None:
         return 0
-    gradients = planner.gradients
-    if gradients == "reduce":
-        program.before_reduction = program.copy()
     adder = _Adder(program, planner.data, planner.t, planner.solved.params)
     adder.sum_over_batch()
     adder.sum_outputs()
-    if gradients == "add":
-        adder.add_pending()
-    if gradients != "hold":
+    if planner.gradients in ("reduce", "add"):
         adder.reduce_gradients()
     program.graph.eliminate_dead_code()
     program.graph.lint()
@@ -125,18 +119,6 @@ class _Adder:
         for i, (node, spec) in enumerate(zip(self.program.results(), self.program.outputs, strict=True)):
             if spec.kind == "gradient" and spec.name in params and isinstance(node, fx.Node):
                 yield i, node, spec.name
-
-    def add_pending(self) -> None:
-        """Gradients of earlier calls come in as further inputs of backward."""
-        output, results = self.program.output_node(), list(self.program.results())
-        last = self.program.placeholders()[-1]
-        for i, node, name in [*self._of_parameters()]:
-            with self.program.graph.inserting_after(last):
-                last = self.program.graph.placeholder(f"pending_{i}")
-            last.meta[VAL] = node.meta[VAL]
-            self.program.inputs.append(Input("pending", name))
-            results[i] = _marked(Builder(self.program, output, node, NAME)(aten.add.Tensor, node, last))
-        output.args = (tuple(results),)
 
     def reduce_gradients(self) -> None:
         """The results that show the base of a bucket's gradients come to show its sum."""

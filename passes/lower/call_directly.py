@@ -10,7 +10,6 @@ Numbers that the dispatcher would convert are written as the schema has them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,14 +39,7 @@ def call_directly(program: Program, planner: Planner) -> int:
     parts = program.partition
     if parts is None:
         return 0
-    forward, changes = with_direct_calls(parts.forward)
-    backward, last = parts.backward, parts.last_backward
-    if backward is not None and last is not None:
-        again = last is backward
-        backward, more = with_direct_calls(backward)
-        last = backward if again else with_direct_calls(last)[0]
-        changes += more
-    program.partition = replace(parts, forward=forward, backward=backward, last_backward=last)
+    program.partition, changes = parts.changed(lambda gm, direction: with_direct_calls(gm))
     return changes
 
 

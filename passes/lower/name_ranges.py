@@ -8,7 +8,6 @@ Legal because: a range changes no value. It costs a microsecond or two, so it is
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 
 from torch import fx
@@ -25,14 +24,7 @@ def name_ranges(program: Program, planner: Planner) -> int:
     parts = program.partition
     if not planner.config.profiler_ranges or parts is None:
         return 0
-    forward, count = with_ranges(parts.forward, "forward")
-    backward, last = parts.backward, parts.last_backward
-    if backward is not None and last is not None:
-        again = last is backward
-        backward, more = with_ranges(backward, "backward")
-        last = backward if again else with_ranges(last, "backward")[0]
-        count += more
-    program.partition = replace(parts, forward=forward, backward=backward, last_backward=last)
+    program.partition, count = parts.changed(with_ranges)
     return count
 
 

@@ -250,25 +250,29 @@ class _Overlap:
         """Gathered values and what is gathered: in slots, or in memory of their own."""
         begins = [n for n in self.graph.nodes if n.target in BEGIN]
         place = {n: i for i, n in enumerate(self.graph.nodes)}
-        barriers = [n if n.target in GATHERS else next(iter(n.users)) for n in begins]
+        waits = [place[n if n.target in GATHERS else next(iter(n.users))] for n in begins]
+        end = len(place)
+
+        def begin(index: int) -> int:
+            """Where an operation begins: where its rows are made, if that is in the slot."""
+            return place[self.ahead.get(begins[index], begins[index])] if index < len(begins) else end
+
         for index, call in reversed([*enumerate(begins)]):
             if call.target not in GATHERS:
                 continue
             gathered = next(n for n in call.users if n.target is exchange.gather_wait or n.args[1:] == (0,))
-            readers = _readers(gathered)
-            following = barriers[index + exchange.SLOTS - 1 :][:1]
+            readers, last = _readers(gathered), index + exchange.SLOTS - 1
             safe = all(n.target in PRODUCTS and not _adds(n, gathered) for n in readers)
-            if not safe or any(place[barrier] < place[n] for n in readers for barrier in following):
+            # the barrier of a reduce-scatter comes when it is waited for, or when the next operation begins
+            barrier = min(waits[last], begin(last + 1)) if last < len(begins) else end
+            if not safe or any(barrier < place[n] for n in readers):
                 call.args = (*call.args[:-1], True)
             if call.target is not exchange.regather_start:
-                over = next((self.ahead.get(n, n) for n in begins[index + exchange.SLOTS :][:1]), None)
-                self._make_in_slot(call, barriers[index - 1] if index else None, over, place)
+                self._make_in_slot(call, waits[index - 1] if index else -1, begin(index + exchange.SLOTS), place)
 
-    def _make_in_slot(
-        self, call: fx.Node, after: fx.Node | None, over: fx.Node | None, place: dict[fx.Node, int]
-    ) -> None:
-        """Let the fused op that makes what is gathered write it into the slot. after: the operation before has passed its
-        barrier; over: somebody writes there again."""
+    def _make_in_slot(self, call: fx.Node, after: int, before: int, place: dict[fx.Node, int]) -> None:
+        """Let the fused op that makes what is gathered write it into the slot, if it runs after the operation before was waited
+        for, and what it makes is read before somebody writes there again."""
         x: Any = call.args[0]
         producer, result = (x.args[0], x.args[1]) if x.target is operator.getitem else (x, 0)
         into, readers = writes_into(producer.target), _readers(x)
@@ -276,8 +280,7 @@ class _Overlap:
             return
         value = x.meta[VAL]
         alike = same_sizes(producer.args[0].meta[VAL].shape, value.shape) and value.is_contiguous()
-        early = after is not None and place[producer] < place[after]
-        if not alike or early or (over is not None and any(place[over] <= place[n] for n in readers)):
+        if not alike or place[producer] < after or any(place[n] >= before for n in readers):
             return
         slot = self._call(producer, exchange.rows_of_next, producer.args[0], value.dtype, *self.end, value=value)
         producer.target, producer.args = into, (slot, result, *producer.args)

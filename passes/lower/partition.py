@@ -37,6 +37,7 @@ from megafx.analysis.lazy import only_for_lazy
 from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import RECOMPUTE, VAL, Partition, Phase, Program, Saved, ancestors, fqn_of, source_of
 from megafx.ops.again import AGAIN, in_forward, when_repeated
+from megafx.ops.offload import is_on_host
 from megafx.planner.context import Planner
 
 REQUIRES, ENSURES = Phase.BOUND, Phase.PARTITIONED
@@ -128,7 +129,7 @@ def _kind(node: fx.Node) -> Literal["input", "size", "value"]:
 def _describe(program: Program, node: fx.Node, index: dict[fx.Node, int], outputs: set[fx.Node]) -> Saved:
     value, kind, numel, itemsize = node.meta[VAL], _kind(node), 0, 0
     tensor = isinstance(value, torch.Tensor)
-    if kind == "value":
+    if kind == "value" and not is_on_host(node):
         numel, itemsize = math.prod(program.sizes.shape(value)), value.element_size()
     shared = tensor and (kind == "input" or storage_of(node) in outputs)
     name = program.inputs[index[node]].name if node.op == "placeholder" else node.name

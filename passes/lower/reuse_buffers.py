@@ -23,6 +23,7 @@ from megafx.ir.program import VAL, Phase, Program
 from megafx.planner.context import Planner
 
 declare("aten.addmm.default", inplace=(0, torch.ops.aten.addmm_.default))
+declare("aten.add.Tensor", inplace=(0, torch.ops.aten.add_.Tensor))
 
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
@@ -36,6 +37,7 @@ def reuse_buffers(program: Program, planner: Planner) -> int:
     last = parts.backward
     if last is not None:
         owned = {s.name for s in parts.saved if s.kind == "value" and not s.shared}
+        owned |= {node.name for node, spec in program.input_nodes() if spec.kind == "pending"}
         last, more = write_in_place(last, owned)
         changes += more
     program.partition = replace(parts, forward=forward, last_backward=last)

@@ -12,8 +12,6 @@ It has to run before calls are made direct.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import fx
 
@@ -31,12 +29,7 @@ def write_padded_rows(program: Program, planner: Planner) -> int:
     parts = program.partition
     if parts is None:
         return 0
-    forward, changes = _written(parts.forward)
-    backward = parts.backward
-    if backward is not None:
-        backward, more = _written(backward)
-        changes += more
-    program.partition = replace(parts, forward=forward, backward=backward)
+    program.partition, changes = parts.changed(lambda gm, direction: _written(gm))
     return changes
 
 

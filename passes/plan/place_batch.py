@@ -19,33 +19,28 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from megafx.analysis.batch_rows import FILLS, LIKE, LOSSES, REPEATS, Row, WholeSizes, cut, has_tensor, reduction, rows
 from megafx.errors import PlanError
 from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import VAL, Batch, Builder, Phase, Program, located
-from megafx.ir.sizes import SizeEmitter, Sizes
+from megafx.ir.sizes import SizeEmitter
 from megafx.ops.axes import with_batch
 from megafx.placements.data_axis import BATCH_AXIS
-from megafx.placements.types import I, Layout, P, Placement, R, S
+from megafx.placements.types import I, P, Placement, R
 from megafx.planner.context import Planner
-from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
+from megafx.rules.strategies import OpRule, rule_for
 
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "place_batch"
 aten, ops = torch.ops.aten, torch.ops.megafx
 MEANS = (aten.mean.default, aten.mean.dim)
-# Losses of two values of the same shape, element by element, with a reduction: none, mean or sum (at::Reduction).
-LOSSES = frozenset(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"))
-# A value made of no tensor has the same rows on every rank where all its elements are alike.
-FILLS = frozenset(("full", "zeros", "ones", "empty", "scalar_tensor"))
-LIKE = frozenset(name for what in ("zeros", "ones", "full", "empty") for name in (f"{what}_like", f"new_{what}"))
 
 
 def place_batch(program: Program, planner: Planner) -> int:
@@ -70,30 +65,10 @@ def place_batch(program: Program, planner: Planner) -> int:
     return spelled_out + _Typer(program, ranks, symbol).run()
 
 
-class _WholeSizes(Sizes):
-    """Structural sizes of the batch of all ranks: where one rank has `batch`, they have `ranks * batch`."""
-
-    def __init__(self, sizes: Sizes, symbol: sympy.Symbol, ranks: int) -> None:
-        own = {"_prime_of": dict(sizes._prime_of), "_atom_of": dict(sizes._atom_of), "_memo": {}}
-        self.__dict__.update(sizes.__dict__, **own)
-        self.batch, self.ranks = symbol, ranks
-
-    def _prime(self, atom: sympy.Expr) -> int:
-        return super()._prime(atom) * (self.ranks if atom == self.batch else 1)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A way to run an op: what its operands have to be and what its results are."""
-
-    ins: tuple[Placement, ...]
-    outs: tuple[Placement, ...]
-
-
 class _Typer:
     def __init__(self, program: Program, ranks: int, symbol: sympy.Symbol) -> None:
         self.program, self.ranks, self.symbol = program, ranks, symbol
-        self.sizes = _WholeSizes(program.sizes, symbol, ranks)
+        self.sizes = WholeSizes(program.sizes, symbol, ranks)
         self.batch = self.sizes.of_expr(symbol)
         self.view = replace(program, sizes=self.sizes)
         self.facts: dict[fx.Node, Any] = {}
@@ -107,7 +82,7 @@ class _Typer:
             if node.op == "placeholder":
                 cut = inputs[node].kind == "user" and isinstance(node.meta[VAL], torch.Tensor)
                 self.facts[node] = self._cut(node) if cut else R
-            elif node.op == "call_function" and _has_tensor(node):
+            elif node.op == "call_function" and has_tensor(node):
                 self.facts[node] = self._typed(node)
         losses = [spec.loss for spec in self.program.outputs]
         kinds = []
@@ -121,13 +96,11 @@ class _Typer:
 
     def _cut(self, node: fx.Node) -> Placement:
         """S on the one dim that has the batch; R where none has. Leading rows are the batch's in a dim of several."""
-        shape = self.sizes.shape(node.meta[VAL])
-        dims = [d for d, n in enumerate(shape) if n % self.batch == 0 and n]
-        strange = [n for n in shape if n % self.batch and self.sizes.mentions(n, "batch")]
-        if strange or len(dims) > 1:
+        found = cut(self.sizes, node.meta[VAL], self.batch, self.ranks)
+        if found is None:
             what = f"has the batch in its shape {tuple(node.meta[VAL].shape)} in a way that cannot be cut"
             raise self._error(node, what)
-        return S(dims[0], Layout.contiguous(shape[dims[0]], self.ranks)) if dims else R
+        return found
 
     # -- ops
 
@@ -151,7 +124,7 @@ class _Typer:
         for operand, have, want in zip(rule.operands, held, chosen.ins, strict=True):
             if have == P and want != P:
                 node.replace_input_with(operand.node, self._whole(operand.node))
-        if chosen.outs[0] == P and (node.target in MEANS or (name in LOSSES and _reduction(node) == 1)):
+        if chosen.outs[0] == P and (node.target in MEANS or (name in LOSSES and reduction(node) == 1)):
             self._divide(node)
         if chosen.outs[0].is_shard and is_draw(node) and draw_of(node).p and draw_of(node).seed is not None:
             self._draw_rows(node, chosen.outs[0])
@@ -163,14 +136,14 @@ class _Typer:
         if isinstance(value, (tuple, list)):
             return tuple(R for _ in value)
         fact = self._cut(node)
-        if fact.is_shard and not str(node.target).startswith(("aten.expand", "aten.repeat", "aten.broadcast_to")):
+        if fact.is_shard and not str(node.target).startswith(REPEATS):
             raise self._error(node, "gives values that need not be alike for all rows of the batch a batch dim")
         return fact
 
-    def _choose(self, node: fx.Node, rule: OpRule, held: list[Placement]) -> _Row:
+    def _choose(self, node: fx.Node, rule: OpRule, held: list[Placement]) -> Row:
         """The row of the op's rule that its operands fit, with the fewest sums over ranks."""
-        best: tuple[int, _Row] | None = None
-        for made in self._rows(rule, held):
+        best: tuple[int, Row] | None = None
+        for made in rows(rule, held, self.ranks):
             price = 0
             for operand, have, want in zip(rule.operands, held, made.ins, strict=True):
                 if have == want or (have == R and want == I):
@@ -188,33 +161,6 @@ class _Typer:
             what = f"has operands that are {where} on the data-parallel axis, which no row of its rule takes"
             raise self._error(node, what)
         return best[1]
-
-    def _rows(self, rule: OpRule, held: list[Placement]) -> Iterator[_Row]:
-        template = rule.template
-        count = len(template.results)
-        if template.op.split(".")[1] in LOSSES and held[0].is_shard:
-            yield _Row((held[0],) * len(held), (P if _reduction(rule.node) else held[0],))
-            return
-        yield _Row((R,) * len(held), (R,) * count)
-        for group, outs in template.groups:
-            if group:
-                ins = tuple(P if i in group else R for i in range(len(held)))
-                yield _Row(ins, tuple(P if kind == "P" else R for kind in outs) if template.kind != "view" else (P,))
-        for i, have in enumerate(held):
-            if not have.is_shard:
-                continue
-            if template.kind == "view":
-                made = row(template, f"dim{have.dim}", have.cut, self.ranks)
-                if made is not None:
-                    yield _Row(made.ins, (made.out,))
-                continue
-            for factor, layout in factor_layouts(template, i, have.dim, have.cut, self.ranks):
-                if template.written_out(factor):
-                    continue
-                operands = [place(template, k, factor, layout, self.ranks) for k in range(len(held))]
-                results = [place(template, -1, factor, layout, self.ranks, k) for k in range(count)]
-                if None not in operands and None not in results:
-                    yield _Row(tuple(p for p in operands if p), tuple(p for p in results if p))
 
     # -- what depends on the other ranks
 
@@ -324,15 +270,5 @@ def _variance(build: Builder, node: fx.Node, sizes: SizeEmitter) -> fx.Node:
     return build(aten.div.Tensor, build(aten.mul.Tensor, biased, count), left)
 
 
-def _reduction(node: fx.Node) -> Any:
-    """at::Reduction of a loss: 0 none, 1 mean, 2 sum."""
-    return argument(node, "reduction")
-
-
 def _say(fact: Any) -> str:
     return {"R": "whole", "P": "sums over a rank's rows"}.get(getattr(fact, "kind", ""), f"cut as {fact}")
-
-
-def _has_tensor(node: fx.Node) -> bool:
-    value = node.meta.get(VAL)
-    return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else (value,)))

@@ -10,9 +10,9 @@ back only while its own backward runs. Where that is not enough, borders go: tho
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -61,13 +61,22 @@ class Step:
     instead: list[fx.Node]
 
 
-class Spender:
-    """Drops what a `Kept` keeps."""
+class Offload(Protocol):
+    """Values that wait on the host (offload.py): those chosen, and those that may go too."""
 
-    def __init__(self, program: Program, planner: Planner, kept: Kept) -> None:
-        self.program, self.planner, self.kept = program, planner, kept
+    away: dict[fx.Node, None]
+
+    def further(self) -> Iterator[fx.Node]: ...
+
+
+class Spender:
+    """Drops what a `Kept` keeps. offload: what has gone to the host, and what may."""
+
+    def __init__(self, program: Program, planner: Planner, kept: Kept, offload: Offload | None = None) -> None:
+        self.program, self.planner, self.kept, self.offload = program, planner, kept, offload
+        self.away = {} if offload is None else offload.away
         self.allowed = allowed(program, planner)
-        self.total = total_bytes(program, kept.saved)
+        self.total = total_bytes(program, (n for n in kept.saved if n not in self.away))
         self.layer = layers_of(program)
         self.times: dict[fx.Node, float] = {}
         self.dropped: list[fx.Node] = []
@@ -82,6 +91,11 @@ class Spender:
             if size >= count:
                 break
             size *= 2
+        for node in self.offload.further() if self.offload is not None else ():
+            if self.total <= promise:
+                break
+            self.away[node] = None
+            self.total -= bytes_of(self.program, node)
         if self.total > promise:
             worst = max(self.kept.saved, key=lambda n: bytes_of(self.program, n))
             raise PlanError(
@@ -97,7 +111,7 @@ class Spender:
         before = len(self.dropped)
         chunks: dict[int, list[fx.Node]] = {}
         for node in self.kept.saved:
-            if is_value(node):
+            if is_value(node) and node not in self.away:
                 chunks.setdefault(self._chunk(node, size), []).append(whole(node))
         makers = {chunk: dict.fromkeys(nodes) for chunk, nodes in chunks.items()}
         heap = [step for chunk in makers if (step := self._next(makers[chunk], chunk, size)) is not None]
@@ -117,7 +131,8 @@ class Spender:
         """The cheapest step inside of a chunk."""
         found: Step | None = None
         for maker in list(makers):
-            values = [n for n in (maker, *maker.users) if n in self.kept.saved and whole(n) is maker]
+            here = [n for n in (maker, *maker.users) if n in self.kept.saved and n not in self.away]
+            values = [n for n in here if whole(n) is maker]
             step = self._step(values, chunk, size) if values else None
             if not values:
                 del makers[maker]
@@ -205,6 +220,13 @@ def layers_of(program: Program) -> dict[fx.Node, int]:
             of_layer = number.get(layers.layer_of(fqn_of(node)), of_module.get(fqn_of(node)))
             found[node] = max(operands, default=0) if of_layer is None else of_layer
     return found
+
+
+def model_places(program: Program, layer: Mapping[fx.Node, int]) -> dict[int, int]:
+    """Number of a layer among all parts of a model (`layers_of`) -> its place among the layers."""
+    layers = model_layers(program)
+    numbers = sorted({number for node, number in layer.items() if layers.layer_of(fqn_of(node))})
+    return {number: place for place, number in enumerate(numbers)}
 
 
 def model_layers(program: Program) -> Layers:

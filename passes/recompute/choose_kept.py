@@ -7,7 +7,8 @@ an argument. Where that is not known (ops of users, of the data-parallel axis, o
 made on the program of all ranks, from its sizes and prices alone, so it is the same on each.
 
 1. Regions (regions.py): what is read inside of a region alone is made again from the region's inputs.
-2. The budget (budget.py): values are dropped one after the other, the cheapest byte first, until the rest fits.
+2. Offload (offload.py): kept values of some layers wait on the host.
+3. The budget (budget.py): values are dropped one after the other, the cheapest byte first, until the rest fits.
 
 Sums that are fused with the norm behind them are split for backward (`split_norms`): it has the sum, and norms that.
 """
@@ -30,7 +31,9 @@ from megafx.config import Config
 from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recomputed, fqn_of, inherit
 from megafx.ops.again import AGAIN
-from megafx.passes.recompute.budget import Spender, promised_bytes, whole
+from megafx.ops.offload import is_on_host
+from megafx.passes.recompute.budget import Spender, layers_of, promised_bytes, whole
+from megafx.passes.recompute.offload import Offload, emit_offload
 from megafx.passes.recompute.regions import regions_of, tag_regions
 from megafx.planner.context import Planner
 
@@ -61,22 +64,33 @@ def _choose(program: Program, planner: Planner) -> int:
     tags = tag_regions(program, planner, regions)
     mark(tags)
     promise = promised_bytes(planner.config.activation_memory_budget, without)
+    kept, offload = _kept(program), None
+    if planner.config.cpu_offloading:
+        offload = Offload(program, planner, kept, layers_of(program))
+        offload.choose(total_bytes(program, kept.saved), promise)
     if promise is not None:
-        mark(Spender(program, planner, _kept(program)).spend(promise))
+        mark(Spender(program, planner, kept, offload).spend(promise))
+    before_joining = {both: both.all_input_nodes[0] for both in again}
     join_norms(program, again)
+    moved = 0
+    if offload is not None:
+        kept = _kept(program)
+        away = dict.fromkeys(before_joining.get(n, n) for n in offload.away)
+        moved = emit_offload(program, [n for n in kept.saved if n in away], layers_of(program))
     kept = _kept(program)
     made = [n for n in kept.again if n.meta.get(RECOMPUTE) and n not in before.again]
     time = sum(seconds(program, n, planner.hardware, planner.t) for n in made)
     absolute = isinstance(planner.config.activation_memory_budget, int) or planner.fits
     at = kept_formula(program, kept) if absolute and planner.at_call else None
-    program.recomputed = Recomputed(without, total_bytes(program, kept.saved), promise, time, at)
+    program.recomputed = Recomputed(without, total_bytes(program, kept.saved), promise, time, at, moved)
     program.graph.lint()
     return len(made)
 
 
 def is_asked(program: Program, config: Config) -> bool:
     """Whether anything but what costs nothing is to be made again."""
-    if config.activation_memory_budget is not None or config.recompute_granularity is not None:
+    asked = config.activation_memory_budget is not None or config.recompute_granularity is not None
+    if asked or config.cpu_offloading:
         return True
     return any(n.meta.get(REGION) is not None for n in program.graph.nodes)
 
@@ -84,7 +98,8 @@ def is_asked(program: Program, config: Config) -> bool:
 def kept_formula(program: Program, kept: Kept) -> sympy.Expr:
     """The bytes that are kept, in the sizes of a call."""
     sizes = program.sizes
-    values = [v for node in kept.saved for v in tensors_of(node.meta.get(VAL)) if not is_given(node)]
+    here = [node for node in kept.saved if not is_given(node) and not is_on_host(node)]
+    values = [v for node in here for v in tensors_of(node.meta.get(VAL))]
     return sympy.Add(*(sizes.expr(math.prod(sizes.shape(v))) * v.element_size() for v in values))
 
 

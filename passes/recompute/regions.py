@@ -21,7 +21,7 @@ from megafx.errors import ConfigError
 from megafx.ir.nodes import in_backward, op_name, shows_operand
 from megafx.ir.program import RECOMPUTE, REGION, VAL, Program, fqn_of
 from megafx.ops.again import AGAIN, when_repeated
-from megafx.passes.recompute.budget import allowed, layers_of, model_layers, whole
+from megafx.passes.recompute.budget import allowed, layers_of, model_places, whole
 from megafx.planner.context import Planner
 from megafx.planner.cost import MATMUL, cost_kind
 
@@ -55,7 +55,7 @@ def regions_of(program: Program, planner: Planner) -> Regions:
             found.of[node] = node.meta[REGION]
     if config.recompute_granularity == "full":
         layer = layers_of(program)
-        of_model = _layers(program, layer)
+        of_model = model_places(program, layer)
         step = config.recompute_num_layers or 1
         for node in nodes:
             place = of_model.get(layer[node])
@@ -65,13 +65,6 @@ def regions_of(program: Program, planner: Planner) -> Regions:
         for name in config.recompute_modules or ("core_attn",):
             _select(program, name, nodes, found)
     return found
-
-
-def _layers(program: Program, layer: dict[fx.Node, int]) -> dict[int, int]:
-    """Number of a layer among all parts of a model -> its place among the layers."""
-    layers = model_layers(program)
-    numbers = sorted({number for node, number in layer.items() if layers.layer_of(fqn_of(node))})
-    return {number: place for place, number in enumerate(numbers)}
 
 
 def _select(program: Program, name: str, nodes: list[fx.Node], found: Regions) -> None:

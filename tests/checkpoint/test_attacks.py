@@ -1,4 +1,4 @@
-"""Covers: what hostile files, kills and a second job in the folder do. support/attacks.py has more of each, as a command."""
+"""Covers: what hostile files, kills and a second job in the folder do. attacks.py has more of each, as a command."""
 
 from __future__ import annotations
 

@@ -74,23 +74,14 @@ CASES = [
     ("bert", 2, (), 15),
     ("t5", 2, (), 5),
 ]
-# Plan 2 of nanogpt on 3 ranks: "view size is not compatible" when it runs. An error, not a wrong number; to be mended.
-KNOWN = pytest.mark.xfail(
-    raises=RuntimeError, strict=True, reason="a view of strided memory in a plan that nobody would take"
-)
 LATER = {("nanogpt", 2), ("gpt2", 3), ("t5", 2)}  # in the slow tests alone
 CHUNK = 5
-
-
-def _marks(name: str, t: int, first: int) -> list[pytest.MarkDecorator]:
-    slow = [pytest.mark.slow] if first or (name, t) in LATER else []
-    return [*slow, *([KNOWN] if (name, t, first) == ("nanogpt", 3, 0) else [])]
 
 
 @pytest.mark.parametrize(
     ("name", "t", "options", "first"),
     [
-        pytest.param(n, t, o, first, marks=_marks(n, t, first))
+        pytest.param(n, t, o, first, marks=[pytest.mark.slow] if first or (n, t) in LATER else [])
         for n, t, o, count in CASES
         for first in range(0, count, CHUNK)
     ],

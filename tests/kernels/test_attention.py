@@ -237,7 +237,7 @@ def test_edges_and_errors():
 
 # -- Triton
 
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "triton_attention.py"
+SCRIPT = Path(__file__).with_name("triton_attention.py")
 
 
 def test_triton_kernels_are_the_reference():

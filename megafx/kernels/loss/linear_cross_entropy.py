@@ -5,7 +5,8 @@
 
 Tokens go in chunks: a chunk's logits are made, become its loss and then, in place, the gradient of that, which goes into
 dx and dweight before the next chunk. So forward computes the gradients too, for an upstream gradient of 1, and backward
-scales them (in fp32, rounded once more): three products in all, as without chunks. There is never more than a chunk of
+scales them (in fp32, rounded once more): three products in all, as without chunks. Its form `_fp32` gives the weight's gradient
+in fp32. There is never more than a chunk of
 logits (logits_chunks.py): CHUNK_BYTES, but no less than an eighth of the tokens, so that the weight's gradient, summed over
 chunks in its own dtype, is rounded 8 times at most. Without gradients (evaluation) forward makes the loss alone. Saved: the
 gradients of x, weight and bias.
@@ -16,6 +17,7 @@ Source of the idea: Liger-Kernel's fused linear cross entropy (Hsu et al. 2024, 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -39,14 +41,14 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor)
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any, fp32: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss [], and with `gradients` those of x, weight and bias (empty otherwise, and that of no bias)."""
     check_linear(x, weight, bias, target)
     ignore_index, smoothing, gradients = how
     chunks, target = LogitsChunks(x, weight, bias), target.contiguous()
     factor = FP16_FACTOR if x.dtype == torch.float16 else 1.0
-    made = LayerGradients(chunks, factor) if gradients else None
+    made = LayerGradients(chunks, factor, fp32) if gradients else None
     losses = [x.new_zeros((), dtype=wide(x.dtype))]
     for rows, logits in chunks:
         loss, norm = token_losses(logits, target[rows], ignore_index, smoothing)
@@ -64,7 +66,7 @@ def forward(
 
 
 def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *how: Any, fp32: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_linear(x, weight, bias, target)
     loss = x.new_empty((), dtype=wide(x.dtype))
@@ -72,20 +74,22 @@ def _fake(
     if not how[-1]:  # gradients
         return loss, x.new_empty(0), weight.new_empty(0), bias_like.new_empty(0)
     db = bias_like.new_empty(0 if bias is None else weight.shape[0])
-    return loss, torch.empty(x.shape, dtype=x.dtype, device=x.device), weight.new_empty(weight.shape), db
+    dw = weight.new_empty(weight.shape, dtype=wide(weight.dtype) if fp32 else weight.dtype)
+    return loss, torch.empty(x.shape, dtype=x.dtype, device=x.device), dw, db
 
 
-define_op(
-    "linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
-    "float label_smoothing, bool gradients) -> (Tensor, Tensor, Tensor, Tensor)",
-    rule="nl: t! k!, v! k!, v!, ~t! -> ; t! k!; v! k!; v!",
-    samples=[(fixed(4, 6), fixed(6, 6), fixed(6), ids(6, 4), -100, 0.1, True)],
-    cost=MATMUL,
-    terms=lambda x, w, bias, target, index, smoothing, gradients: x[0] * x[1] * w[0] * (3 if gradients else 1),
-    reference=forward,
-    fake=_fake,
-    workspace=lambda args, itemsize: chunk_bytes(args[0], args[1], itemsize),
-)
+for _name, _fp32 in (("linear_cross_entropy_forward", False), ("linear_cross_entropy_forward_fp32", True)):
+    define_op(
+        f"{_name}(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
+        "float label_smoothing, bool gradients) -> (Tensor, Tensor, Tensor, Tensor)",
+        rule="nl: t! k!, v! k!, v!, ~t! -> ; t! k!; v! k!; v!",
+        samples=[(fixed(4, 6), fixed(6, 6), fixed(6), ids(6, 4), -100, 0.1, True)],
+        cost=MATMUL,
+        terms=lambda x, w, bias, target, index, smoothing, gradients: x[0] * x[1] * w[0] * (3 if gradients else 1),
+        reference=functools.partial(forward, fp32=_fp32),
+        fake=functools.partial(_fake, fp32=_fp32),
+        workspace=lambda args, itemsize: chunk_bytes(args[0], args[1], itemsize),
+    )
 
 
 def _body(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megafx.kernels.common.op import wide
+from megafx.kernels.products_fp32 import add_product_
 
 CLASS_ALIGNMENT = 64
 CHUNK_BYTES = 1 << 30  # benchmarks/head_products.py compares
@@ -68,14 +69,14 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 class LayerGradients:
     """Gradients of x, weight and bias (None without one), from those of the logits by chunks.
 
-    factor: what the gradients of the logits are held times.
+    factor: what the gradients of the logits are held times. fp32: the weight's gradient is never rounded to bf16 or fp16.
     """
 
-    def __init__(self, chunks: LogitsChunks, factor: float = 1.0) -> None:
+    def __init__(self, chunks: LogitsChunks, factor: float = 1.0, fp32: bool = False) -> None:
         self.chunks, self.alpha, self.started = chunks, 1.0 / factor, False
         x, bias = chunks.x, chunks.bias
         self.x = torch.empty_like(x)
-        self._weight = torch.empty(chunks.weight.shape, dtype=x.dtype, device=x.device)
+        self._weight = torch.empty(chunks.weight.shape, dtype=wide(x.dtype) if fp32 else x.dtype, device=x.device)
         self._bias = None if bias is None else torch.zeros(bias.shape, dtype=wide(x.dtype), device=x.device)
         if not len(x):
             self._weight.zero_()
@@ -100,7 +101,9 @@ class LayerGradients:
 
 def _product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float) -> None:
     """out = beta out + alpha a b."""
-    if alpha == 1.0 and beta == 0.0:
+    if out.dtype != a.dtype:
+        add_product_(out, a, b, beta, alpha)
+    elif alpha == 1.0 and beta == 0.0:
         torch.mm(a, b, out=out)
     else:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)

@@ -4,7 +4,8 @@
     linear_ce_stats             this rank's statistics [T, 4] of each token (cross_entropy.py): gathered in the graph, [t, T, 4]
     linear_ce_loss              loss [T] of the whole vocabulary, from the statistics alone: the same on every rank; with `lse`
                                 [2, T], that and the log-sum-exp
-    linear_ce_loss_backward     dx [T, K], a summand of this rank; dweight, dbias, this rank's; no collective
+    linear_ce_loss_backward     dx [T, K], a summand of this rank; dweight, dbias, this rank's; no collective;
+                                `linear_ce_loss_fp32_backward` gives dweight in fp32
 
 Logits exist a chunk of tokens at a time (logits_chunks.py): once for the statistics, and again in backward, where they become
 their gradient in place: four products in all, against three and [T, V_local] logits kept. The operands of the layer are those
@@ -17,6 +18,7 @@ many tokens drives the logits' gradient out of range, and the layer's gradients 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ def loss(
 
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, all_stats: Tensor,
-    lse_grad: Tensor | None, ignore_index: int, smoothing: float, *shard: Any,
+    lse_grad: Tensor | None, ignore_index: int, smoothing: float, *shard: Any, fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """grad [T] of the loss, lse_grad [T] of the log-sum-exp -> dx (this rank's summand), dweight, dbias (empty without one)."""
     how, target = Loss.of_rank(ignore_index, smoothing, *shard), target.contiguous()
@@ -63,7 +65,7 @@ def backward(
         grad = grad / most * FP16_FACTOR
         lse_grad = None if lse_grad is None else lse_grad / most * FP16_FACTOR
     chunks = LogitsChunks(x, weight, bias)
-    made = LayerGradients(chunks, FP16_FACTOR if low else 1.0)
+    made = LayerGradients(chunks, FP16_FACTOR if low else 1.0, fp32)
     for rows, logits in chunks:
         of_lse = None if lse_grad is None else lse_grad[rows]
         parts.logits_gradient(grad[rows], logits, target[rows], norm[rows], how, logits, of_lse)
@@ -92,15 +94,25 @@ define_op(
     reference=loss,
     fake=lambda x, w, b, target, all_stats, *how: parts.losses_like(all_stats, x.shape[0], how[2]),
 )
-define_op(
-    f"linear_ce_loss_backward(Tensor grad, {_LAYER}, {parts.GRADIENT}) -> (Tensor, Tensor, Tensor)",
-    types="R, R, S0, S0, R, stats, R -> P; S0; S0",
-    cost=MATMUL,
-    terms=lambda grad, x, w, *_: 3 * w[0],
-    reference=backward,
-    fake=lambda grad, x, w, bias, *_: (new_like(x), new_like(w), w.new_empty(0) if bias is None else new_like(bias)),
-    workspace=lambda args, itemsize: chunk_bytes(args[1], args[2], itemsize),
-)
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any, fp32: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    dw = new_like(weight, wide(weight.dtype) if fp32 else None)
+    return new_like(x), dw, weight.new_empty(0) if bias is None else new_like(bias)
+
+
+for _name, _fp32 in (("linear_ce_loss_backward", False), ("linear_ce_loss_fp32_backward", True)):
+    define_op(
+        f"{_name}(Tensor grad, {_LAYER}, {parts.GRADIENT}) -> (Tensor, Tensor, Tensor)",
+        types="R, R, S0, S0, R, stats, R -> P; S0; S0",
+        cost=MATMUL,
+        terms=lambda grad, x, w, *_: 3 * w[0],
+        reference=functools.partial(backward, fp32=_fp32),
+        fake=functools.partial(_fake_backward, fp32=_fp32),
+        workspace=lambda args, itemsize: chunk_bytes(args[1], args[2], itemsize),
+    )
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

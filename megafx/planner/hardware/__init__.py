@@ -28,6 +28,7 @@ class Hardware:
     link_bytes_per_second    bytes that one rank sends per second inside a large collective (NCCL's bus bandwidth)
     alpha_seconds            time of a collective on a tiny tensor, launch included
     memory_bytes             device memory that a process can have; None: not known
+    host_bytes_per_second    bytes copied to pinned memory of the host, or back, in a second; None: not known
     source                   where the numbers are from: measured (device, date) or datasheet
 
     What follows prices schedules (planner/times.py, report/steps.py). A profile need not have it.
@@ -50,6 +51,7 @@ class Hardware:
     alpha_seconds: float
     source: str
     memory_bytes: int | None = None
+    host_bytes_per_second: float | None = None
     launch_seconds: float = 0.0
     kernel_seconds: float = 0.0
     products: Sequence[Sequence[float]] = ()
@@ -83,6 +85,8 @@ class Hardware:
             self._positive("transfer_bytes_per_second", self.transfer_bytes_per_second)
         if self.memory_bytes is not None:
             self._positive("memory_bytes", self.memory_bytes)
+        if self.host_bytes_per_second is not None:
+            self._positive("host_bytes_per_second", self.host_bytes_per_second)
         if not isinstance(self.source, str) or not self.source.strip():
             raise self._bad("source", self.source, "text that says where the numbers are from")
 

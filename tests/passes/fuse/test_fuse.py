@@ -232,7 +232,7 @@ def test_the_report_says_what_was_fused_and_what_not():
     assert "2 x bias_gelu in layers.[0-1]" in text
     (note,) = [n for n in report.notes if n.startswith("fuse") and "bias_gelu" in n]
     assert "bias_gelu does not match: linear (%linear" in note
-    assert "inside of it is also used by add (%add" in note and "passes/test_fuse.py" in note
+    assert "inside of it is also used by add (%add" in note and "fuse/test_fuse.py" in note
     assert '"fusions"' in report.to_json()
 
 

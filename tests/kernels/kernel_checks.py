@@ -25,7 +25,8 @@ def run_as_script(file: str | Path, timeout_s: int, on_gpu: bool = True) -> None
     if not on_gpu and not _interpreter_runs_loops():
         pytest.skip("this Triton's interpreter and this numpy do not go together")
     interpret = {} if on_gpu else {"TRITON_INTERPRET": "1"}
-    folders = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    here = Path(__file__).parent
+    folders = os.pathsep.join(filter(None, (str(here), str(here.parent / "support"), os.environ.get("PYTHONPATH"))))
     run = subprocess.run(
         [sys.executable, str(file)],
         env=os.environ | interpret | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"},

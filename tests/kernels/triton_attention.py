@@ -1,6 +1,6 @@
 """Attention's Triton kernels against the reference in fp64; run by kernels/test_attention.py in a process of its own.
 
-python tests/support/triton_attention.py 0/8    # one in eight of the checks: on CUDA kernels take long to compile
+python tests/kernels/triton_attention.py 0/8    # one in eight of the checks: on CUDA kernels take long to compile
 """
 
 import itertools

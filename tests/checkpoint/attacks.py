@@ -2,7 +2,7 @@
 
 tests/checkpoint/test_attacks.py runs a few kills and trials, and all files. More of them, with figures:
 
-    python tests/support/attacks.py --kills 100 --jobs 80 --files
+    python tests/checkpoint/attacks.py --kills 100 --jobs 80 --files
 
 Processes are forked from this one, which has torch loaded, so a trial takes as long as the saves in it.
 """

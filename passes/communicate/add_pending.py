@@ -1,0 +1,88 @@
+"""Backward that adds to gradients of earlier calls: they come in as further inputs, and products add to them where they stand.
+
+Before:  %dw = mm_fp32(t(%dy), %x)
+         return ..., %dw
+After:   %dw = addmm_fp32(%pending_0, t(%dy), %x)                      # `reuse_buffers` lets it write over %pending_0
+         return ..., %dw
+Legal because: addmm is the sum. A product that has the rows of several parameters (`merge_linears`) is computed part by part.
+
+Only in the further backward graphs of a call (`Planner.gradients`): sums that `no_sync` holds, and, with
+`gradient_accumulation_fusion`, the gradients that are there already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from megafx.ir.nodes import BACKWARD, in_backward
+from megafx.ir.program import PHASE, VAL, Builder, Input, Phase, Program
+from megafx.kernels.products_fp32 import addmm_fp32, mm_fp32
+from megafx.planner.context import Planner
+
+REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
+NAME = "add_pending"
+aten = torch.ops.aten
+# Product -> what adds it to something.
+SUMS: dict[Any, Any] = {aten.mm.default: aten.addmm.default, mm_fp32: addmm_fp32}
+
+
+def add_pending(program: Program, planner: Planner) -> int:
+    """Return the number of gradients that are added to earlier ones.
+
+    planner.gradients: "reduce" (the call's own backward) and "hold" add nothing; the first leaves `program.before_reduction`
+    for the others.
+    """
+    fuses = planner.config.gradient_accumulation_fusion
+    trains = any(spec.kind == "gradient" for spec in program.outputs)
+    if planner.gradients == "reduce" and (planner.data is not None or (fuses and trains)):
+        program.before_reduction = program.copy()
+    if planner.gradients not in ("add", "accumulate"):
+        return 0
+    output, results = program.output_node(), list(program.results())
+    last = program.placeholders()[-1]
+    places = [*_of_parameters(program)]
+    for i, name in places:
+        node = results[i]
+        with program.graph.inserting_after(last):
+            last = program.graph.placeholder(f"pending_{i}")
+        last.meta[VAL] = node.meta[VAL]
+        program.inputs.append(Input("pending", name))
+        results[i] = _sum(program, node, last, output if fuses else None)
+        results[i].meta[PHASE] = BACKWARD
+    output.args = (tuple(results),)
+    program.graph.eliminate_dead_code()
+    return len(places)
+
+
+def _of_parameters(program: Program) -> list[tuple[int, str]]:
+    """(place among the outputs, name) of each parameter that has a gradient."""
+    params = {spec.name for spec in program.inputs if spec.kind == "param"}
+    pairs = enumerate(zip(program.results(), program.outputs, strict=True))
+    return [
+        (i, spec.name)
+        for i, (node, spec) in pairs
+        if spec.kind == "gradient" and spec.name in params and isinstance(node, fx.Node)
+    ]
+
+
+def _sum(program: Program, node: fx.Node, pending: fx.Node, output: fx.Node | None) -> fx.Node:
+    """pending + node. output: the graph's, where products are to add themselves."""
+    build = Builder(program, node.next if in_backward(node) else program.output_node(), node, NAME)
+    product, rows = node, None
+    if node.target is aten.slice.Tensor and len(node.args) == 4 and node.args[1] == 0:
+        product, rows = node.args[0], node.args[2:]  # type: ignore[assignment]
+    if output is None or product.target not in SUMS or not _is_alone(product, output):
+        return build(aten.add.Tensor, pending, node)
+    left, right = product.args
+    if rows is not None:
+        left = build(aten.slice.Tensor, left, 0, *rows)
+    return build(SUMS[product.target], pending, left, right)
+
+
+def _is_alone(product: fx.Node, output: fx.Node) -> bool:
+    """Whether the product is seen as gradients only: whole, or rows of it."""
+    rows = {u for u in product.users if u.target is aten.slice.Tensor and u.args[1] == 0}
+    return all(user is output for part in (product, *rows) for user in part.users if user not in rows)

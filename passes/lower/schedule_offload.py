@@ -1,0 +1,73 @@
+"""Copies to the host end, and copies back begin, a layer away from where they begin and are waited for.
+
+Before:  forward:  %h = offload(%y); ...; return %h
+         backward: %b = reload(%h); %y = reloaded(%b); %dw = mm(t(%dz), %y)
+After:   forward:  %h = offload(%y); ...(the layer and the next); %d = offloaded(%h, %y); return %d
+         backward: %b = reload(%h); ...(the layer behind it); %y = reloaded(%b); %dw = mm(t(%dz), %y)
+Legal because: both ops only wait. Until `offloaded` the value has a reader, so its memory stays what the copy reads.
+
+So the copies of one layer run while the next one computes, and memory holds the values of two layers at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from megafx.ir.program import LAYER, VAL, Phase, Program, inherit
+from megafx.ops.offload import OFFLOAD, OFFLOADED, RELOAD
+from megafx.planner.context import Planner
+
+REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
+NAME = "schedule_offload"
+
+
+def schedule_offload(program: Program, planner: Planner) -> int:
+    """Return the number of copies."""
+    parts, changes = program.partition, 0
+    if parts is None:
+        return 0
+    starts = parts.forward.graph.find_nodes(op="call_function", target=OFFLOAD)
+    for node in starts:
+        place = _first(node.next, lambda layer, own=node.meta[LAYER]: layer >= own + 2)  # type: ignore[misc]
+        graph = parts.forward.graph
+        with graph.inserting_before(place):
+            done = graph.call_function(OFFLOADED, (node, node.args[0]))
+        done.meta = dict(node.meta)
+        inherit(done, node, NAME)
+        graph.output_node().replace_input_with(node, done)
+        changes += 1
+    for gm in {id(g): g for g in (parts.backward, parts.lazy_graph) if g is not None}.values():
+        for node in gm.graph.find_nodes(op="call_function", target=RELOAD):
+            first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+            place = _first(first, lambda layer, own=node.meta[LAYER]: own <= layer <= own + 1)  # type: ignore[misc]
+            if _comes_before(place, node):
+                place.prepend(node)
+            changes += 1
+    for graph_module in (parts.forward, parts.backward, parts.lazy_graph):
+        if changes and graph_module is not None:
+            graph_module.graph.lint()
+            graph_module.recompile()
+    return changes
+
+
+def _first(node: fx.Node, wanted: Callable[[int], bool]) -> fx.Node:
+    """The first node from this one on in a layer that is wanted, copies aside; else the output."""
+    while node.op != "output":
+        layer = node.meta.get(LAYER)
+        tensor = isinstance(node.meta.get(VAL), torch.Tensor)
+        if layer is not None and tensor and node.target not in (OFFLOAD, OFFLOADED, RELOAD) and wanted(layer):
+            return node
+        node = node.next
+    return node
+
+
+def _comes_before(first: fx.Node, second: fx.Node) -> bool:
+    node = first
+    while node.op != "output":
+        if node is second:
+            return True
+        node = node.next
+    return False

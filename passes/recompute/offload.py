@@ -1,0 +1,123 @@
+"""Kept values that wait for backward in the host's memory (`Config.cpu_offloading`).
+
+Before:  %y = gelu(%x); %z = mm(%y, %w)                       # backward reads %y
+After:   %y = gelu(%x); %h = offload(%y); %b = reloaded(reload(%h)); %a = again(%y, %b); %z = mm(%a, %w)
+Legal because: copies have the same bits, and `megafx.again` leaves %y to forward and %b to backward.
+
+With `cpu_offloading_num_layers` these are the kept values of so many layers, the first ones; without it and without a budget,
+of all layers but the last, whose backward comes at once. With a budget, values go that can be copied while the device computes
+(the profile prices the link to the host and the compute of a step), and only so many that the budget is met; the rest is made
+again, and what cannot be made again goes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import fx
+
+from megafx.analysis.kept import Kept, bytes_of, is_given, is_value, seconds
+from megafx.errors import ConfigError, PlanError
+from megafx.ir.nodes import in_backward, storage_of
+from megafx.ir.program import LAYER, RECOMPUTE, VAL, Program, inherit
+from megafx.ops.again import AGAIN
+from megafx.ops.offload import OFFLOAD, RELOAD, RELOADED
+from megafx.passes.recompute.budget import model_places
+from megafx.planner.context import Planner
+
+NAME = "choose_kept"
+# Of the time that forward takes, what copies can hide behind: the link is not always busy.
+HIDDEN = 0.8
+
+
+class Offload:
+    """What goes to the host. away: values; they count as no longer kept."""
+
+    def __init__(self, program: Program, planner: Planner, kept: Kept, layer: Mapping[fx.Node, int]) -> None:
+        self.program, self.planner, self.kept, self.layer = program, planner, kept, layer
+        self.away: dict[fx.Node, None] = {}
+        places = model_places(program, layer)
+        if not places:
+            raise ConfigError(
+                "cpu_offloading=True, but this model has no layers (sibling modules with the same parameters)",
+                fix="activation_memory_budget without cpu_offloading, or torch.utils.checkpoint",
+            )
+        count, last = planner.config.cpu_offloading_num_layers, max(places.values())
+        self.layers = {n for n, place in places.items() if (place < last if count is None else place < count)}
+        outputs = {
+            storage_of(r) for r, o in zip(program.results(), program.outputs, strict=True) if isinstance(r, fx.Node)
+        }
+        self.shared = outputs
+
+    def may(self, node: fx.Node) -> bool:
+        """Whether to offload the value frees memory: not what the user holds, nor what is read for lazy outputs."""
+        if not is_value(node) or is_given(node) or in_backward(node) or not bytes_of(self.program, node):
+            return False
+        readers = self.kept.readers.get(node, ())
+        return storage_of(node) not in self.shared and not any(r in self.kept.lazy for r in readers)
+
+    def choose(self, total: int, promise: int | None) -> None:
+        """Fill `away`. total: bytes that are kept; promise: of a budget."""
+        found = [
+            n
+            for n in self.program.graph.nodes
+            if n in self.kept.saved and self.layer.get(n) in self.layers and self.may(n)
+        ]
+        if promise is None or self.planner.config.cpu_offloading_num_layers is not None:
+            self.away |= dict.fromkeys(found)
+            return
+        hidden = self._hidden_bytes()
+        for node in found:
+            size = bytes_of(self.program, node)
+            if total <= promise:
+                break
+            if size <= hidden:
+                self.away[node] = None
+                total, hidden = total - size, hidden - size
+
+    def further(self) -> Iterator[fx.Node]:
+        """Kept values that may go too, whatever it takes: the largest first."""
+        left = [n for n in self.kept.saved if n not in self.away and self.may(n)]
+        yield from sorted(left, key=lambda n: -bytes_of(self.program, n))
+
+    def _hidden_bytes(self) -> float:
+        """What the link can carry in one direction while forward, or backward, computes."""
+        hardware = self.planner.hardware
+        if hardware.host_bytes_per_second is None:
+            raise PlanError(
+                f"cpu_offloading with a budget is priced by the link to the host, which the profile '{hardware.name}' lacks",
+                fix="cpu_offloading_num_layers=..., or host_bytes_per_second in a profile of your own (Config(hardware=path))",
+            )
+        forward = [n for n in self.program.graph.nodes if not in_backward(n)]
+        time = sum(seconds(self.program, n, hardware, self.planner.t) for n in forward)
+        return HIDDEN * time * hardware.host_bytes_per_second
+
+
+def emit_offload(program: Program, values: Iterable[fx.Node], layer: Mapping[fx.Node, int]) -> int:
+    """Put the copies into the graph; return the bytes that go to the host. Nodes get the number of their layer."""
+    moved = 0
+    for node, number in layer.items():
+        node.meta[LAYER] = number
+    for value in values:
+        moved += bytes_of(program, value)
+        cuda = value.meta[VAL].device.type == "cuda"
+        readers = list(value.users)
+        with program.fake_mode:
+            on_host = torch.empty_like(value.meta[VAL], device="cpu")
+        where = value.next
+        with program.graph.inserting_before(where):
+            host = program.graph.call_function(OFFLOAD, (value,))
+            back = program.graph.call_function(RELOAD, (host, cuda))
+            done = program.graph.call_function(RELOADED, (back,))
+            both = program.graph.call_function(AGAIN, (value, done))
+        for node in (host, back, done, both):
+            inherit(node, value, NAME)
+            node.meta[VAL] = on_host if node is host else value.meta[VAL]
+            node.meta[LAYER] = value.meta.get(LAYER, 0)
+        host.meta.pop(RECOMPUTE, None)
+        for node in (back, done, both):
+            node.meta[RECOMPUTE] = True
+        for reader in readers:
+            reader.replace_input_with(value, both)
+    return moved
