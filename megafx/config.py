@@ -157,6 +157,9 @@ class Config:
         tuple,
         "for 'selective': core_attn (the default), norm, act, mlp, moe, shared_experts, mla_up_proj, or globs of module names",
     )
+    distribute_saved_activations: bool = _option(
+        False, "for 'full': the inputs of layers that are kept lie spread over the tensor-parallel ranks"
+    )
     cpu_offloading: bool = _option(
         False,
         "kept values wait for backward in pinned memory of the host: with a budget, those that fit behind the compute and as "
@@ -236,6 +239,13 @@ class Config:
         if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
             raise _error("recompute_modules", names, "a list of names, or of globs of module names")
         object.__setattr__(self, "recompute_modules", tuple(names))
+        if self.distribute_saved_activations:
+            if self.recompute_granularity != "full":
+                raise _error("distribute_saved_activations", True, "False where recompute_granularity is not 'full'")
+            if self.sequence_parallel is True:
+                raise _error(
+                    "distribute_saved_activations", True, "False where sequence_parallel=True keeps slices anyway"
+                )
         if self.cpu_offloading_num_layers is not None and not self.cpu_offloading:
             raise _error(
                 "cpu_offloading_num_layers", self.cpu_offloading_num_layers, "unset where cpu_offloading is off"

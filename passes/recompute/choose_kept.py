@@ -33,6 +33,7 @@ from megafx.ir.program import FQN, RECOMPUTE, REGION, VAL, Phase, Program, Recom
 from megafx.ops.again import AGAIN
 from megafx.ops.offload import is_on_host
 from megafx.passes.recompute.budget import Spender, layers_of, promised_bytes, whole
+from megafx.passes.recompute.distribute import distribute
 from megafx.passes.recompute.offload import Offload, emit_offload
 from megafx.passes.recompute.regions import regions_of, tag_regions
 from megafx.planner.context import Planner
@@ -73,6 +74,8 @@ def _choose(program: Program, planner: Planner) -> int:
     before_joining = {both: both.all_input_nodes[0] for both in again}
     join_norms(program, again)
     moved = 0
+    if planner.config.distribute_saved_activations:
+        distribute(program, planner, _kept(program))
     if offload is not None:
         kept = _kept(program)
         away = dict.fromkeys(before_joining.get(n, n) for n in offload.away)

@@ -53,7 +53,9 @@ def same(plain: dict[str, Any], *others: dict[str, Any]) -> None:
 @check(2)
 def what_is_made_again_on_tensor_parallel_ranks() -> None:
     tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    same(tensor, {"activation_memory_budget": 0.0})
+    same(tensor, {"activation_memory_budget": 0.0}, {"cpu_offloading": True})
+    spread = {"recompute_granularity": "full", "distribute_saved_activations": True}
+    same({"tensor_model_parallel_size": 2, "sequence_parallel": False}, spread)
     same({**tensor, "autocast": True}, {"checkpoint": True})
 
 
