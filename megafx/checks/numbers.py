@@ -57,7 +57,7 @@ def _run_on_data(
         inputs += given
     sizes = {REPLICA_AXIS: data.replicas, SHARD_AXIS: data.shard_ranks} if data.sharded else {BATCH_AXIS: data.ranks}
     results = simulate(program, inputs, mesh={**sizes, TENSOR_AXIS: t})
-    reduced = program.before_reduction is not None
+    reduced = program.batch is not None and program.batch.reduced
     skipped = "gradient" if sharded and reduced else ""
     parts = [
         logical_of(program, results[k * t : (k + 1) * t], inputs[k * t], storage, t, skipped) for k in range(data.ranks)

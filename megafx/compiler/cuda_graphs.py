@@ -195,13 +195,15 @@ class CudaGraphs:
     def _record(
         self, run: Callable[[list[Any]], Any], arguments: Sequence[Any], fixed: list[int], pool: Any
     ) -> tuple[_Recorded | None, str]:
-        """(the function as a graph, '') or (None, why it cannot be one). Nothing is computed. pool: of the graph's memory."""
+        """(the function as a graph, '') or (None, why it cannot be one). pool: of the graph's memory."""
         fixed_ones = {*fixed}
-        inputs = [x.clone() if isinstance(x, Tensor) and i not in fixed_ones else x for i, x in enumerate(arguments)]
-        graph = torch.cuda.CUDAGraph()
+        # Results may be inputs that were written over. They must not hold the tensors that `is_held` looks for.
+        inputs: list[Any] = [
+            x if not isinstance(x, Tensor) else x.detach() if i in fixed_ones else x.clone()
+            for i, x in enumerate(arguments)
+        ]
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                results = list(run(inputs))
+            graph, results = self._graph(run, inputs, pool)
         except Exception as error:
             torch.cuda.synchronize()
             for (
@@ -212,6 +214,15 @@ class CudaGraphs:
         addresses = [arguments[i].data_ptr() for i in fixed]
         inputs = [None if i in fixed_ones else x for i, x in enumerate(inputs)]
         return _Recorded(graph, inputs, fixed, addresses, results), ""
+
+    def _graph(
+        self, run: Callable[[list[Any]], Any], inputs: list[Any], pool: Any
+    ) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+        """(the graph, the results that its replays write). Nothing is computed."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            results = list(run(inputs))
+        return graph, results
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:

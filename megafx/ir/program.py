@@ -119,7 +119,8 @@ class Batch:
 
     outputs: placement of each forward result on that axis. summed: the loss is the mean over the batch of all ranks, so that
     gradients are to be added; else each rank's loss is of its own rows, and gradients are averaged. equal: the graph relies on
-    batches of equal shapes. whole: values were typed, and draws are parts of one mask.
+    batches of equal shapes. whole: values were typed, and draws are parts of one mask. reduced: outputs and gradients are
+    those of all ranks (`data_parallel` has run).
     """
 
     ranks: int
@@ -127,6 +128,7 @@ class Batch:
     summed: bool
     equal: bool
     whole: bool = True
+    reduced: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,9 @@ class Program:
     table: Callable[[str], Any] = lambda name: None  # FQN of a buffer -> what it holds (tables.py), where that is known
     assumed: dict[str, Any] = field(default_factory=dict)  # buffers whose numbers the graph relies on -> what they held
     batch: Batch | None = None  # on the data-parallel axis, where there is one
-    before_reduction: Program | None = None  # with gradients as each rank computes them: what no_sync runs
+    before_reduction: Program | None = (
+        None  # with gradients as each rank computes them: where further backward graphs start
+    )
     recomputed: Recomputed | None = None  # set by choose_kept, where there was a choice
     partition: Partition | None = None  # set by the pass of this name
     call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)

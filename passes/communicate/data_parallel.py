@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ def data_parallel(program: Program, planner: Planner) -> int:
     adder.sum_outputs()
     if planner.gradients in ("reduce", "add"):
         adder.reduce_gradients()
+    program.batch = replace(adder.batch, reduced=True)
     program.graph.eliminate_dead_code()
     program.graph.lint()
     return adder.count

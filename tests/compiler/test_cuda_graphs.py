@@ -16,10 +16,10 @@ from megafx.compiler.pipeline import Compiled
 
 
 class Graph:
-    """What a recorded graph does: the same work, on the memory of the recording."""
+    """What a recorded graph does: the same work, on the memory of the recording, which it holds."""
 
     def __init__(self, run, inputs, results) -> None:
-        self.run, self.inputs, self.results = run, inputs, results
+        self.run, self.inputs, self.results = run, [*inputs], results
 
     def pool(self) -> None:
         return None
@@ -35,14 +35,10 @@ def replays(monkeypatch) -> list[str]:
     """Models with Config(cuda_graphs=True) are recorded without a GPU. Fills with 'replay' for each replay, and with notes."""
     found: list[str] = []
 
-    def record(self, run, arguments, fixed, pool):
-        inputs = [x.clone() if isinstance(x, Tensor) and i not in {*fixed} else x for i, x in enumerate(arguments)]
+    def record(self, run, inputs, pool):
         trial = run([x.clone() if isinstance(x, Tensor) else x for x in inputs])  # a recording computes nothing
         results = [x.clone() if isinstance(x, Tensor) else x for x in trial]
-        addresses = [arguments[i].data_ptr() for i in fixed]
-        graph = Graph(run, [x.detach() if isinstance(x, Tensor) else x for x in inputs], results)
-        inputs = [None if i in fixed else x for i, x in enumerate(inputs)]
-        return cuda_graphs._Recorded(graph, inputs, fixed, addresses, results), ""
+        return Graph(run, inputs, results), results
 
     def replayed(self, arguments, copied):
         found.append("replay")
@@ -53,7 +49,7 @@ def replays(monkeypatch) -> list[str]:
         return made.recorded(True, found.append) if self.planner.config.cuda_graphs else made
 
     replay, make = cuda_graphs._Recorded.replay, Compiled.executable
-    monkeypatch.setattr(cuda_graphs.CudaGraphs, "_record", record)
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "_graph", record)
     monkeypatch.setattr(cuda_graphs.CudaGraphs, "_timed", lambda self, here, inputs: list(self._forward(*inputs)))
     monkeypatch.setattr(cuda_graphs._Recorded, "replay", replayed)
     monkeypatch.setattr(Compiled, "executable", executable)

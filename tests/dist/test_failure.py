@@ -1,4 +1,4 @@
-"""Covers: distributed/failures.py, check_finite, and what a step does when a rank is gone: on real gloo ranks.
+"""Covers: distributed/failures.py, faults inside of an exchange, check_finite, and what a step does when a rank is gone: on real gloo ranks.
 
 Run as a script, this file is one of two ranks.
 """
@@ -6,6 +6,7 @@ Run as a script, this file is one of two ranks.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -18,6 +19,7 @@ from ranks import run_ranks
 from torch import nn
 
 TIMEOUT = 5  # seconds, of the process group
+FAULT = str(Path(__file__).with_name("exchange_fault.py"))
 
 
 @pytest.mark.dist
@@ -27,6 +29,16 @@ def test_on_two_processes(tmp_path: Path) -> None:
     assert "LostRankError: rank 0 stopped in backward: a rank has ended" in texts[0], texts[0]
     assert "--max-restarts" in texts[0]
     assert "checks passed" in texts[0] and "checks passed" in texts[1]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["stalls", "ends"])
+def test_a_fault_inside_of_an_exchange(tmp_path: Path, how: str) -> None:
+    """Through shared files; test_nccl.py has the same on GPUs."""
+    text, _ = run_ranks(FAULT, tmp_path, 2, how, timeout=100, ends=(3, -9 if how == "ends" else 0))
+    why = {"stalls": "a rank did not come within the timeout", "ends": "a rank has ended"}[how]
+    found = re.search(r"stopped after (\d+) s: LostRankError: rank 0 stopped in the forward of call 3: " + why, text)
+    assert found and int(found[1]) <= 12, text
 
 
 class Net(nn.Module):

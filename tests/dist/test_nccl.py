@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 EXPERTS = Path(__file__).with_name("experts.py")
@@ -40,6 +42,18 @@ def test_two_gpus_train_as_one(options: str) -> None:
 
 def test_experts_split_over_two_gpus() -> None:
     assert "2 x cuda" in run(EXPERTS)
+
+
+@pytest.mark.parametrize("how", ["stalls", "ends"])
+def test_a_fault_inside_of_an_exchange(tmp_path: Path, how: str) -> None:
+    """One GPU's rank stalls or dies between two copies: the barrier's time-out ends the other, by an error or by NCCL's watchdog."""
+    visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")}
+    begin = time.monotonic()
+    script = str(Path(__file__).with_name("exchange_fault.py"))
+    (text, _) = run_ranks(
+        script, tmp_path, 2, how, timeout=150, environment=visible, ends=((3, 1, -6), -9 if how == "ends" else 0)
+    )
+    assert "was not stopped" not in text and time.monotonic() - begin < 140, text
 
 
 def run(script: Path, *options: str) -> str:
