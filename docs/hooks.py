@@ -6,6 +6,7 @@ leads to a page of the site.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -16,7 +17,9 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[\w-]+)?\))")
 MADE = {"index.md": "README.md", "results.md": "benchmarks/RESULTS.md"}  # page of the site -> file of the repository
-MADE |= {f"examples/{file.stem}.md": f"examples/{file.name}" for file in sorted((ROOT / "examples").glob("*.py"))}
+MADE |= {
+    f"examples/{file.stem}.md": f"examples/{file.name}" for file in sorted((ROOT / "examples").glob("*.[pi][yp]*"))
+}
 PAGE_OF = {file: page for page, file in MADE.items()}
 
 
@@ -26,8 +29,19 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / file).read_text()
         if file.endswith(".py"):
             text = f"# {file}\n\n````python\n{text}````\n"
+        elif file.endswith(".ipynb"):
+            text = "\n\n".join(_cell(cell) for cell in json.loads(text)["cells"])
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    """A cell of a notebook: its text, or its code and what that printed."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return source
+    shown = "".join(text for output in cell["outputs"] for text in output["text"])
+    return f"````python\n{source}\n````" + (f"\n\n````text\n{shown}````" if shown else "")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -11,11 +11,11 @@ import json
 import os
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import set_seed
-from hf_trainer import allow_cpu, arguments, new_model, scale_on_cpu, sequences
+from hf_trainer import allow_cpu, arguments, scale_on_cpu
+from shared import end, sequences, small_llama
 from torch.utils.data import DataLoader
 
 import megafx
@@ -37,7 +37,7 @@ def main() -> None:
     if args.fp16 and not on_gpu:
         scale_on_cpu(accelerator)
     set_seed(0)
-    model = new_model(args.dropout).to(accelerator.device)
+    model = small_llama(attention_dropout=args.dropout).to(accelerator.device)
     if not args.eager:
         model = megafx.parallelize(model)  # before the optimizer is made
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -85,9 +85,7 @@ def main() -> None:
     evaluated = torch.cat(seen)
     log = {"losses": losses, "scales": scales, "eval_loss": evaluated.mean().item(), "samples": len(evaluated)}
     accelerator.print("log", json.dumps(log))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    end()
 
 
 if __name__ == "__main__":

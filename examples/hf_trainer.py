@@ -16,17 +16,9 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from shared import end, first, sequences, small_llama, start
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import megafx
 from megafx.integrations.hf_trainer import attach
@@ -47,29 +39,6 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--data-parallel", choices=("ddp", "zero1", "fsdp"), default="ddp", help="what they shard")
     parser.add_argument("--eager", action="store_true", help="do not parallelize: the plain Trainer, to compare with")
     return parser.parse_args()
-
-
-def sequences(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Arithmetic sequences modulo 61: the next token follows from the two before."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, 61, (count, 2), generator=generator)
-    ids = [(start + step * torch.arange(16)) % 61 for start, step in starts]
-    return [{"input_ids": x, "labels": x} for x in ids]
-
-
-def new_model(dropout: float) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        attention_dropout=dropout,
-    )
-    return LlamaForCausalLM(config)
 
 
 def allow_cpu() -> None:
@@ -105,15 +74,11 @@ class LogScale(TrainerCallback):
 
 def main() -> None:
     args = arguments(__doc__)
-    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = start()
+    on_gpu = device.type == "cuda"
     if not on_gpu:
         allow_cpu()
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-    model = new_model(args.dropout)
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        model.cuda()
+    model = small_llama(attention_dropout=args.dropout).to(device)
     if not args.eager:
         model = megafx.parallelize(model, megafx.Config(data_parallel_size=args.dp, data_parallel=args.data_parallel))
     training = TrainingArguments(
@@ -153,11 +118,9 @@ def main() -> None:
     attach(trainer)  # resumable checkpoints; every sample once in what is evaluated
     trainer.train(resume_from_checkpoint=args.resume or None)
     trainer.save_model(os.path.join(args.output, "final"))
-    if int(os.environ.get("RANK", "0")) == 0:
+    if first():
         print("log", json.dumps([{k: float(v) for k, v in entry.items()} for entry in trainer.state.log_history]))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    end()
 
 
 if __name__ == "__main__":

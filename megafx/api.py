@@ -18,7 +18,15 @@ from megafx.capture.huggingface import is_hf_model, synthesize_inputs
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
-from megafx.equivalence import Sabotage, Verdict, VerifiedCall, sabotage_call, types_of_call, verify_call
+from megafx.equivalence import (
+    Sabotage,
+    Verdict,
+    VerifiedCall,
+    sabotage_call,
+    types_of_call,
+    verify_call,
+    verify_on_ranks,
+)
 from megafx.errors import UsageError
 from megafx.ir.dump import diff_folders
 from megafx.placements.data_axis import DataAxis
@@ -213,6 +221,7 @@ def verify(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     tolerance: float | None = None,
     types: bool = False,
+    on_ranks: bool = False,
 ) -> Verdict:
     """Run one call on all ranks, simulated in this process, and compare output, loss and every gradient with eager.
 
@@ -220,10 +229,13 @@ def verify(
     given none. With dropout on the reference is megafx on one rank, since eager draws other masks. The verdict is true where
     all is equal within `tolerance` (relative; default by dtype), and names the node at which the runs first part otherwise.
     types: check only the types of the graph's values; nothing is computed, and the model may be on the meta device.
+    on_ranks: run it on the ranks of the job, and compare each with eager on its own device. Collective over the world, whose
+    ranks are all tensor-parallel; weights and inputs are those of rank 0. Raises UsageError without a process group.
     """
     if types:
         return types_of_call(_verified(model, config, example_inputs, loss_fn, draw=False))
-    return verify_call(_verified(model, config, example_inputs, loss_fn), tolerance)
+    compare = verify_on_ranks if on_ranks else verify_call
+    return compare(_verified(model, config, example_inputs, loss_fn), tolerance)
 
 
 def sabotage(

@@ -107,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     argument("--model-explorer", type=Path, metavar="FILE", help="write the graph as JSON of Model Explorer")
     argument = add_for_model(
-        _verify, "megafx.verify", "run all ranks of one call in this process, and compare with eager"
+        _verify,
+        "megafx.verify",
+        "run all ranks of one call (here, or under torchrun on real ranks), and compare with eager",
     )
     argument("--types", action="store_true", help="check the types of the graph alone; nothing is computed")
     told = "megafx.sabotage: leave out each collective, and replace it by another; is every one noticed?"
@@ -274,8 +276,23 @@ def _verify(args: argparse.Namespace) -> int:
         found = megafx.sabotage(model.to(dtype), config, example_inputs=inputs)
         print(found)
         return 0 if found else 1
-    verdict = megafx.verify(model.to(dtype), config, example_inputs=inputs, types=args.types)
-    print(verdict)
+    if args.types or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        verdict = megafx.verify(model.to(dtype), config, example_inputs=inputs, types=args.types)
+        print(verdict)
+        return 0 if verdict else 1
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        model = model.to(device, dtype)
+        inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
+        verdict = megafx.verify(model, config, example_inputs=inputs, on_ranks=True)
+        if torch.distributed.get_rank() == 0:
+            print(verdict)
+    finally:
+        torch.distributed.destroy_process_group()
     return 0 if verdict else 1
 
 

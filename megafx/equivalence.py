@@ -1,11 +1,11 @@
-"""`megafx.verify`: all ranks of a training call in one process against the plain model, and where they first part."""
+"""`megafx.verify`: all ranks of a training call, in one process or real ones, against the plain model, and where they part."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,17 @@ from megafx.compiler.all_ranks import run_ranks
 from megafx.compiler.pipeline import Compiled, compile_program
 from megafx.config import Config
 from megafx.debugging import debug
+from megafx.distributed.data import broadcast_data
+from megafx.distributed.mesh import Meshes, make_meshes
 from megafx.errors import PlacementError, SourceLine, UsageError
 from megafx.ir.contracts import is_transition
 from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
+from megafx.runtime.module import make_parallel
+from megafx.runtime.runtime import Runtime
+from megafx.weights.state import full_gradients
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Verdict:
     gradients: dict[str, float] = field(default_factory=dict)
     divergence: simulate.Divergence | None = None
     refused: PlacementError | None = None  # by the type checker, where nothing was computed
+    backend: str = ""  # of real ranks
 
     @property
     def ok(self) -> bool:
@@ -58,15 +64,19 @@ class Verdict:
                 else str(self.refused)
             )
         worst = max(self.gradients.items(), key=lambda kv: kv[1], default=("none", 0.0))
+        ranks = f"{self.t} real ranks ({self.backend})" if self.backend else f"{self.t} ranks"
         lines = [
-            f"{'equal' if self.ok else 'DIFFERENT'}: {self.t} ranks against {self.reference}, tolerance {self.tolerance:.0e}",
+            f"{'equal' if self.ok else 'DIFFERENT'}: {ranks} against {self.reference}, tolerance {self.tolerance:.0e}",
             *(f"  output {name}: {error:.1e}" for name, error in self.outputs.items()),
             f"  {len(self.gradients)} gradients, worst {worst[1]:.1e} ({worst[0]})",
         ]
         if self.divergence is not None:
             lines.append(f"  they first part at {self.divergence}")
         elif not self.ok:
-            lines.append("  they part at no node of the joint graph: the passes of stage 'rank' change numbers")
+            where = "ranks that are simulated in one process agree: look at the backend, the device and its kernels"
+            if not self.backend:
+                where = "they part at no node of the joint graph: the passes of stage 'rank' change numbers"
+            lines.append(f"  {where}")
         return "\n".join(lines)
 
 
@@ -177,6 +187,71 @@ def verify_call(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
     return verdict
 
 
+def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
+    """`verify_call` on the ranks of the world: each runs a copy of the model on all of them, and one by itself.
+
+    Collective. Weights and inputs are those of rank 0; the verdict is the same on every rank. Raises UsageError where the ranks
+    are not all tensor-parallel.
+    """
+    device = next(iter(call.model.parameters())).device
+    meshes = make_meshes(call.config, None, device)
+    if meshes.data is not None or meshes.tensor is None:
+        found = "real ranks are compared with one process for tensor parallelism alone"
+        raise UsageError(
+            found, fix="leave data_parallel_size at 1, and start as many ranks as tensor_model_parallel_size"
+        )
+    seed = torch.initial_seed() % 2**62
+    args, kwargs, loss_inputs, seed = broadcast_data((tuple(call.args), dict(call.kwargs), call.loss_inputs, seed))
+    plain, loss_fn = copy.deepcopy(call.model), call.loss_fn
+    for tensor in (*plain.parameters(), *plain.buffers()):
+        torch.distributed.broadcast(tensor.detach(), 0)
+    t = torch.distributed.get_world_size()
+
+    def run(of: nn.Module, runtime: Runtime | None, wanted: set[str] | None) -> tuple[simulate.Logical, set[str]]:
+        """Outputs, gradients, and which outputs were differentiated: those of `wanted`, else all that can be."""
+        torch.manual_seed(seed)
+        if runtime is not None and loss_inputs:
+            output = of(*args, **kwargs, loss_inputs=loss_inputs)
+        else:
+            output = of(*args, **kwargs)
+            output = (loss_fn(output, **loss_inputs), output) if loss_fn is not None and loss_inputs else output
+        leaves = torch.utils._pytree.tree_flatten_with_path(output, is_leaf=is_cache)[0]
+        named = {torch.utils._pytree.keystr(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
+        chosen = {name for name, x in named.items() if x.requires_grad} if wanted is None else wanted
+        if chosen:
+            roots = [x for name, x in named.items() if name in chosen]
+            torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+        gradients = {name: p.grad for name, p in of.named_parameters()} if runtime is None else full_gradients(of)
+        return simulate.Logical({name: x.detach() for name, x in named.items()}, gradients), chosen
+
+    def parallel(meshes: Meshes, config: Config) -> tuple[nn.Module, Runtime]:
+        runtime = Runtime(copy.deepcopy(plain), config, meshes, call.hardware, loss_fn)
+        return make_parallel(runtime), runtime
+
+    sharded, runtime = parallel(meshes, call.config)
+    found, chosen = run(sharded, runtime, None)
+    assert runtime.settled.last is not None
+    program = runtime.settled.last.program
+    verdict = Verdict(t, "eager", _rounding(program) if tolerance is None else tolerance)
+    verdict.backend = f"{torch.distributed.get_backend()} on {device.type}"
+    if any(spec.kind == "seed" for spec in program.inputs):
+        verdict.reference = "megafx at t=1"
+        alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1)
+        wanted, _ = run(*parallel(Meshes(None), alone), chosen)
+    else:
+        wanted, _ = run(plain, None, chosen)
+    errors: list[Any] = [None] * t
+    torch.distributed.all_gather_object(errors, simulate.relative_errors(found, wanted))
+    for mine in errors:
+        for total, part in zip((verdict.outputs, verdict.gradients), mine, strict=True):
+            total.update({name: max(error, total.get(name, 0.0)) for name, error in part.items()})
+    if not verdict.ok:
+        config = call.config.replace(tensor_model_parallel_size=t)
+        whole = replace(call, model=plain, args=args, kwargs=kwargs, loss_inputs=loss_inputs, config=config)
+        verdict.divergence = verify_call(whole, tolerance).divergence
+    return verdict
+
+
 def sabotage_call(call: VerifiedCall) -> Sabotage:
     """Take away each collective of the call's graph, put another in its place, and see whether the comparison notices.
 
@@ -249,7 +324,7 @@ def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Tria
         torch.autograd.backward([eager[name] for name in tangents], [*tangents.values()])
         outputs = {name: value.detach() for name, value in eager.items()}
         wanted = simulate.Logical(outputs, {name: p.grad for name, p in plain.named_parameters()})
-    limit = _rounding(sharded) if tolerance is None else tolerance
+    limit = _rounding(sharded.program) if tolerance is None else tolerance
     return _Trial(sharded, single, values, wanted, "megafx at t=1" if random else "eager", limit)
 
 
@@ -278,9 +353,9 @@ def types_of_call(call: VerifiedCall) -> Verdict:
     return verdict
 
 
-def _rounding(compiled: Compiled) -> float:
+def _rounding(program: Program) -> float:
     """What the coarsest dtype of inputs and casts rounds to: fp64 models may compute their loss in fp32."""
-    nodes = [n for n in compiled.program.graph.nodes if n.op == "placeholder" or "_to_copy" in str(n.target)]
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder" or "_to_copy" in str(n.target)]
     dtypes = {n.meta[VAL].dtype for n in nodes if isinstance(n.meta[VAL], Tensor)}
     known = [simulate.TOLERANCE[d] for d in dtypes if d in simulate.TOLERANCE]
     return max(known, default=simulate.TOLERANCE[torch.float32])

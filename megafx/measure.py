@@ -1,25 +1,31 @@
 """`megafx.profile_hardware`: measure what the planner prices a machine by, and write it as a profile.
 
-Large matmuls by dtype, a copy in device memory, one to the host and, on two ranks or more, all-reduces of a large and of a tiny
-tensor.
+Large matmuls by dtype, a copy in device memory, one to the host and, on two ranks or more, collectives by kind and number of
+ranks. On GPUs also what a schedule needs (report/steps.py): products by shape, attention, launches, and what runs beside what.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
+from torch.nn import functional as F
 
+import megafx.kernels.attention.attention  # noqa: F401  registers the op
+from megafx.distributed.exchange import PeerMemory
 from megafx.errors import UsageError
-from megafx.placements.types import ALL_REDUCE, payload
+from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, payload
 from megafx.planner.hardware import Hardware
+from megafx.planner.times import ATTENTION_BACKWARD
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 MATMUL, COPY_BYTES, REDUCE_BYTES = (
@@ -28,6 +34,14 @@ MATMUL, COPY_BYTES, REDUCE_BYTES = (
     {"cuda": 2**28, "cpu": 2**24},
 )
 REPEATS = 7  # of which the median counts
+# Rows of a step's products on a GPU: tokens, and weights [n, k] of hidden sizes from 1024 on, whole and cut over ranks.
+TOKENS, WEIGHTS = (
+    (1024, 4096, 16384),
+    ((1024, 4096), (4096, 1024), (4096, 4096), (14336, 4096), (4096, 14336), (51200, 4096)),
+)
+LOOPS = 10  # of a kernel between two events
+ATTENTION = (4, 32, 2048, 128)
+TRANSFER = 2**26
 
 
 def profile_hardware(
@@ -59,18 +73,23 @@ def profile_hardware(
             )
         flops = {dtype: _matmul_flops(getattr(torch, dtype), device) for dtype in dtypes}
         memory, host = _copy_rate(device), _host_rate(device)
-        rate, alpha = _link(device, ranks) if ranks > 1 else _link_of(link)
+        collectives = _collectives(device, ranks)
+        alpha, rate = collectives[ALL_REDUCE][ranks] if ranks > 1 else _link_of(link)
+        schedule = _schedule(device, ranks) if device.type == "cuda" else {}
     finally:
         if started:
             dist.destroy_process_group()
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     told = f"measured on {ranks}x {what}, {datetime.date.today()}, torch {torch.__version__}"
     told += "" if ranks > 1 else f"; the link is that of {link}"
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     found = Hardware(
-        name or (Path(path).stem if path else what), flops, memory, rate, alpha, told, host_bytes_per_second=host
-    )
+        name or (Path(path).stem if path else what), flops, memory, rate, alpha, told, total, host,
+        collectives={kind: {n: list(pair) for n, pair in by.items()} for kind, by in collectives.items()}, **schedule,
+    )  # fmt: skip
     if path is not None and os.environ.get("RANK", "0") == "0":
-        Path(path).write_text(yaml.safe_dump(asdict(found), sort_keys=False))
+        written = {k: v for k, v in asdict(found).items() if v not in (None, (), {})}
+        Path(path).write_text(yaml.safe_dump(written, sort_keys=False, default_flow_style=None))
     return found
 
 
@@ -111,16 +130,148 @@ def _host_rate(device: torch.device) -> float:
     return source.numel() / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def _link(device: torch.device, ranks: int) -> tuple[float, float]:
-    """(bytes that a rank sends in a second inside of a large all-reduce, seconds of a tiny one)."""
-    large = torch.zeros(REDUCE_BYTES[device.type], dtype=torch.uint8, device=device)
-    tiny = torch.zeros(2, dtype=torch.float32, device=device)
-    alpha = _seconds(lambda: dist.all_reduce(tiny), device)
-    seconds = _seconds(lambda: dist.all_reduce(large), device)
-    return payload(ALL_REDUCE, large.numel(), ranks) / max(seconds - alpha, 1e-9), alpha
+def _collectives(device: torch.device, ranks: int) -> dict[str, dict[int, tuple[float, float]]]:
+    """Kind -> number of ranks -> (seconds of a tiny one, bytes that a rank sends per second inside of a large one).
+
+    Of 2, 4, 8, ... of the ranks, and of all: the first so many, while the others wait."""
+    found: dict[str, dict[int, tuple[float, float]]] = {kind: {} for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)}
+    sizes = [2**i for i in range(1, ranks.bit_length()) if 2**i < ranks] + ([ranks] if ranks > 1 else [])
+    for n in sizes:
+        group = dist.new_group(list(range(n))) if n < ranks else dist.group.WORLD
+        for kind, by_ranks in found.items():
+            alpha, seconds = (
+                _seconds_of(kind, count, device, n, group) for count in (2 * n, REDUCE_BYTES[device.type] // 4)
+            )
+            sent = payload(kind, REDUCE_BYTES[device.type] // 4 // n * n, n) * 4
+            by_ranks[n] = (alpha, sent / max(seconds - alpha, 1e-9))
+    return {kind: by_ranks for kind, by_ranks in found.items() if by_ranks}
+
+
+def _seconds_of(kind: str, count: int, device: torch.device, n: int, group: Any) -> float:
+    """Of a collective of so many fp32 elements in all; what the slowest rank measured, on every rank."""
+    mine = dist.get_rank() < n
+    whole = torch.zeros(count // n * n, device=device)
+    part = whole[: whole.numel() // n].clone()
+    runs: dict[str, Callable[[], object]] = {
+        ALL_REDUCE: lambda: dist.all_reduce(whole, group=group),
+        ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+    }
+    return _seconds(runs[kind] if mine else lambda: None, device)
 
 
 def _link_of(profile: str | None) -> tuple[float, float]:
     assert profile is not None
     known = Hardware.load(profile)
-    return known.link_bytes_per_second, known.alpha_seconds
+    return known.alpha_seconds, known.link_bytes_per_second
+
+
+# -- what a schedule needs, on GPUs
+
+
+def _kernel_seconds(run: Callable[[], object]) -> float:
+    """Of what runs on the device, many times without a pause; of several ranks, the slowest."""
+    found = []
+    for _ in range(REPEATS):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        run()
+        events[0].record()
+        for _ in range(LOOPS):
+            run()
+        events[1].record()
+        torch.cuda.synchronize()
+        found.append(events[0].elapsed_time(events[1]) / 1e3 / LOOPS)
+    seconds = torch.tensor(sorted(found)[REPEATS // 2], dtype=torch.float64, device="cuda")
+    if dist.is_initialized():
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def _schedule(device: torch.device, ranks: int) -> dict[str, Any]:
+    """The fields of `Hardware` that price schedules."""
+    tiny = torch.zeros(64, device=device)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(1000):
+        tiny.add_(1)
+    launch = (time.perf_counter() - start) / 1000
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(100):
+            tiny.add_(1)
+    found: dict[str, Any] = {
+        "launch_seconds": launch,
+        "kernel_seconds": _kernel_seconds(graph.replay) / 100,
+        "products": [list(row) for row in _products(device)],
+        "attention": _attention(device),
+    }
+    return found | (_beside(device, ranks) if ranks > 1 else {})
+
+
+def _products(device: torch.device) -> Iterator[tuple[int, int, int, float]]:
+    for m in TOKENS:
+        for n, k in WEIGHTS:
+            a, b = (torch.randn(shape, device=device).bfloat16() for shape in ((m, k), (k, n)))
+            yield m, n, k, _kernel_seconds(functools.partial(torch.mm, a, b))
+
+
+def _attention(device: torch.device) -> dict[str, float]:
+    """FLOP/s of causal attention, forward and backward, without and with dropout."""
+    b, h, s, d = ATTENTION
+    q, k, v = (torch.randn(ATTENTION, device=device).bfloat16().requires_grad_() for _ in range(3))
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    rest: Any = (d**-0.5, True, 0, 0.0, 0.1, 1, -1, [], "tp")
+    kinds: dict[str, Callable[[], torch.Tensor]] = {
+        "": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "dropout ": lambda: torch.ops.megafx.attention(q, k, v, None, None, seed, *rest),
+    }
+    flops, found = 2.0 * b * h * s * s * d, {}
+    for kind, run in kinds.items():
+        out = run()
+        grad = torch.ones_like(out)
+        found[f"{kind}forward"] = flops / _kernel_seconds(run)
+        back = _kernel_seconds(lambda out=out, grad=grad: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))  # type: ignore[misc]
+        found[f"{kind}backward"] = ATTENTION_BACKWARD * flops / back
+    return found
+
+
+def _beside(device: torch.device, ranks: int) -> dict[str, Any]:
+    """What products and transfers do to each other: a gradient of a weight, and a collective of its operand."""
+    a, b = (torch.randn(4096, 4096, device=device).bfloat16() for _ in range(2))
+    product: Callable[[], object] = lambda: torch.mm(a, b)  # noqa: E731
+    whole = torch.zeros(TRANSFER // 2 // ranks * ranks, dtype=torch.bfloat16, device=device)
+    alone, collective = (
+        _kernel_seconds(lambda: [product() for _ in range(4)]),
+        _kernel_seconds(lambda: dist.all_reduce(whole)),
+    )
+
+    def both() -> None:
+        work = dist.all_reduce(whole, async_op=True)
+        for _ in range(4):
+            product()
+        assert work is not None
+        work.wait()
+
+    together = _kernel_seconds(both)
+    hidden = min(max((alone + collective - together) / collective, 0.0), 1.0)
+    found: dict[str, Any] = {"hidden": hidden, "beside": {"library": 1.0}}
+    try:
+        group: Any = dist.group.WORLD
+        peers = PeerMemory(group)
+        memory = peers.allocate(TRANSFER)
+    except (RuntimeError, ValueError, ImportError):  # ranks do not reach each other's memory
+        return found
+    target, other = torch.empty(TRANSFER, dtype=torch.uint8, device=device), memory[(dist.get_rank() + 1) % ranks]
+
+    def copy(size: int = TRANSFER, busy: bool = False) -> None:
+        peers.barrier()
+        event = peers.copy(target[:size], other[:size])
+        for _ in range(4 if busy else 0):
+            product()
+        peers.arrived(event)
+
+    tiny, large = _kernel_seconds(lambda: copy(16)), _kernel_seconds(copy)
+    slower = _kernel_seconds(lambda: copy(busy=True)) / max(alone, large)
+    found["beside"]["copies"] = max(slower, 1.0)
+    return found | {"transfer_seconds": tiny, "transfer_bytes_per_second": TRANSFER / max(large - tiny, 1e-9)}

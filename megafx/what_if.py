@@ -217,7 +217,7 @@ def _with_data(picture: Picture, step: Step, config: Config, hardware: Hardware,
         sum(p.times * p.us for p in step.parts if p.direction == way) for way in ("forward", "backward")
     )
     moved = sum(times[n.region] * (n.move.forward_bytes + n.move.backward_bytes) for n in picture.nodes if n.move)
-    computing = step.compute_us - picture.optimizer_us
+    computing = step.compute_us + step.host_us - picture.optimizer_us
     layers = max(sum(r.times for r in picture.regions), 1)
     for form in ("ddp", "zero1", "fsdp") if d > 1 else ("ddp",):
         once = 1e6 * grads * (d - 1) / d / hardware.link_bytes_per_second

@@ -230,10 +230,11 @@ def finish_optimizer(
 
 
 _DICTS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
+DEEPEST = 100  # lists and dicts within one another that a checkpoint holds
 _KINDS = {kind: tag for tag, kind in _DICTS.items()}
 
 
-def encode(value: Any, path: str, tensors: State) -> Any:
+def encode(value: Any, path: str, tensors: State, depth: int = 0) -> Any:
     """`value` as JSON data. Its tensors go into `tensors` under their path. Raises CheckpointError with the path.
 
         {"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}, of path "extra"
@@ -241,6 +242,9 @@ def encode(value: Any, path: str, tensors: State) -> Any:
 
     What JSON cannot say is an object with one key that begins with '$'. Reading it back never runs code of its writer.
     """
+    if depth > DEEPEST:
+        fix = "flatten it, or leave out what holds itself"
+        raise CheckpointError(f"{path[:100]}... is more than {DEEPEST} lists and dicts deep", fix=fix)
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if type(value) is float:
@@ -252,12 +256,15 @@ def encode(value: Any, path: str, tensors: State) -> Any:
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     if type(value) in (list, tuple, torch.Size):
-        items = [encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
+        items = [encode(v, f"{path}.{i}", tensors, depth + 1) for i, v in enumerate(value)]
         return items if type(value) is list else {"$tuple": items}
     if type(value) in _KINDS:
         if type(value) is dict and all(type(k) is str and not k.startswith("$") for k in value):
-            return {k: encode(v, f"{path}.{k}", tensors) for k, v in value.items()}
-        pairs = [[encode(k, f"{path} (a key)", {}), encode(v, f"{path}.{k}", tensors)] for k, v in value.items()]
+            return {k: encode(v, f"{path}.{k}", tensors, depth + 1) for k, v in value.items()}
+        pairs = [
+            [encode(k, f"{path} (a key)", {}, depth + 1), encode(v, f"{path}.{k}", tensors, depth + 1)]
+            for k, v in value.items()
+        ]
         return {_KINDS[type(value)]: pairs}
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold",
@@ -266,14 +273,17 @@ def encode(value: Any, path: str, tensors: State) -> Any:
     )
 
 
-def decode(data: Any, tensor: Callable[[str], Any]) -> Any:
+def decode(data: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
     """Inverse of `encode`; tensor: name -> the tensor, or what stands for it."""
+    if depth > DEEPEST + 2:  # 'extra' and the list of optimizers hold what was encoded
+        raise CheckpointError(f"a checkpoint holds data that are more than {DEEPEST} lists and dicts deep")
+    inner = lambda v: decode(v, tensor, depth + 1)  # noqa: E731
     if isinstance(data, list):
-        return [decode(v, tensor) for v in data]
+        return [*map(inner, data)]
     if not isinstance(data, dict):
         return data
     if len(data) != 1 or not next(iter(data)).startswith("$"):
-        return {k: decode(v, tensor) for k, v in data.items()}
+        return {k: inner(v) for k, v in data.items()}
     (tag, held), *_ = data.items()
     if tag == "$tensor":
         return tensor(held)
@@ -285,9 +295,9 @@ def decode(data: Any, tensor: Callable[[str], Any]) -> Any:
             raise CheckpointError(f"a checkpoint names '{held}', which is no dtype of torch {torch.__version__}")
         return found
     if tag == "$tuple":
-        return tuple(decode(v, tensor) for v in held)
+        return tuple(map(inner, held))
     if tag in _DICTS:
-        return _DICTS[tag]({decode(k, tensor): decode(v, tensor) for k, v in held})
+        return _DICTS[tag]({inner(k): inner(v) for k, v in held})
     raise CheckpointError(f"a checkpoint holds '{tag}', which this version of megafx does not know")
 
 

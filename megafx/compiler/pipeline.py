@@ -83,6 +83,7 @@ def describe_plan(program: Program, planner: Planner) -> int:
     report = planner.solved.report = describe(program, planner)
     report.picture = draw(program, planner)
     report.step = schedule(report.picture)
+    report.header["modelled step"] = f"{report.step.total_us:.0f} us"
     if planner.problem is not None:
         price_alternatives(report.picture, planner.problem, planner.solved)
     return 0
@@ -304,9 +305,51 @@ def _fitting(program: Program, planner: Planner) -> Compiled:
 
 
 def plan_only(program: Program, planner: Planner) -> Plan:
-    """CAPTURED program -> its plan, with the report; the program is left PLACED."""
-    _run(program, planner, "planning")
+    """CAPTURED program -> its plan, with the report; the program is left PLACED.
+
+    With sequence_parallel='auto' the layout that the solver takes, by its sum of costs, is compared with the other one by what
+    their schedules come to.
+    """
+    config, passes = planner.config, passes_of(planner, "planning")
+    place = [p.name for p in passes].index(flatten_tokens.__name__)
+    with alone():
+        runner = _runner(planner, "capture")
+        numbers = NumberCheck(planner.t, planner.data) if runner.settings.check >= 2 else None
+        runner.run(program, passes[:place], numbers)
+        try:
+            planner.config = config.replace(sequence_parallel=_sequence_parallel(program, planner, passes[place:]))
+            runner.run(program, passes[place:], numbers)
+        finally:
+            planner.config = config
     return planner.solved
+
+
+# Of a step: what another layout than the solver's has to save by the schedule to be taken instead.
+LEAST_GAIN = 0.02
+
+
+def _sequence_parallel(program: Program, planner: Planner, passes: list[Pass]) -> bool | str:
+    """What to plan with. passes: that plan."""
+    wanted = planner.config.sequence_parallel
+    free = planner.given is None and not planner.config.passes and planner.config.planner_policy != "free"
+    chosen = _tried(program, planner, passes, wanted) if wanted == "auto" and planner.t > 1 and free else None
+    other = None if chosen is None else _tried(program, planner, passes, not chosen[1])
+    if chosen is None or other is None or chosen[1] == other[1] or other[0] > (1 - LEAST_GAIN) * chosen[0]:
+        return wanted
+    told = f"{other[0]:.0f} us by its schedule, against {chosen[0]:.0f} us"
+    program.note("plan", f"sequence parallelism is {'on' if other[1] else 'off'}: a step takes {told}")
+    return other[1]
+
+
+def _tried(program: Program, planner: Planner, passes: list[Pass], wanted: bool | str) -> tuple[float, bool] | None:
+    """(microseconds of a step by its schedule, whether ranks share tokens) of a plan; None where there is none."""
+    own = copy.copy(planner)
+    own.config, own.agree, own.keeps_problem = planner.config.replace(sequence_parallel=wanted), None, False
+    try:
+        _runner(own, "capture", replace(current(), level=0, dump=None, stop_after=None)).run(program.copy(), passes)
+    except PlanError:
+        return None
+    return own.solved.report.step.total_us, own.solved.sequence_parallel
 
 
 def passes_of(planner: Planner, *stages: str) -> list[Pass]:

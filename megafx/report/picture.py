@@ -17,12 +17,24 @@ import torch
 from torch import fx
 
 from megafx.analysis.layers import Layers
-from megafx.ir.nodes import op_name
+from megafx.ir.facts import ATTENTION, MATMUL
+from megafx.ir.nodes import argument, op_name
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.placements.types import LOCAL, Placement
 from megafx.planner.context import Planner
-from megafx.planner.cost import op_flops, op_seconds, optimizer_seconds, share
+from megafx.planner.cost import (
+    TRAINING_PASSES,
+    cost_kind,
+    memory_seconds,
+    op_bytes,
+    op_flops,
+    optimizer_seconds,
+    share,
+)
+from megafx.planner.hardware import Hardware
+from megafx.planner.plan import OpChoice
 from megafx.planner.problem import contraction, share_of_op
+from megafx.planner.times import attention_seconds, product_seconds
 from megafx.report.describe import priced, statistics, style_of, text_of
 from megafx.report.report import INDEX, PricedTransition, bytes_text, folded_name
 from megafx.rules.strategies import OpRule
@@ -32,7 +44,8 @@ from megafx.rules.strategies import OpRule
 class Drawn:
     """A node: an op, or a transition that communicates (`move`). region: its index; module: path inside of the region.
 
-    out: kind of the placement of its value (I, R, S, P); us: of one forward pass; kept: bytes held for backward at most.
+    out: kind of the placement of its value (I, R, S, P); us: of one forward pass; back_us, weight_us: of its gradients, of
+    operands and of a weight; kept: bytes held for backward at most.
     """
 
     name: str
@@ -45,6 +58,8 @@ class Drawn:
     weight: str = ""
     value: str = ""
     us: float = 0.0
+    back_us: float = 0.0
+    weight_us: float = 0.0
     flops: float = 0.0
     has_weight: bool = False
     kept: int = 0
@@ -78,6 +93,9 @@ class Picture:
     optimizer_us: float
     training: bool
     order: list[tuple[tuple[str, ...], int]]
+    hardware: Hardware
+    ranks: int
+    overlap: bool  # collectives run in pieces beside their products (tp_comm_overlap)
 
 
 def draw(program: Program, planner: Planner) -> Picture:
@@ -127,7 +145,12 @@ class _Draw:
         for name in names:
             own = (name,) if name in self.layers.paths else tuple(dict.fromkeys(map(fqn_of, of_region[name])))
             order.append((own, drawn[index[of_region[name][0]]].region))
-        return Picture(regions, drawn, [*edges], *self._whole(), self.planner.training, order)
+        hardware, wanted = self.planner.hardware, self.planner.config.tp_comm_overlap
+        overlap = wanted is not False and hardware.transfer_bytes_per_second is not None
+        whole = self._whole()
+        return Picture(
+            regions, drawn, [*edges], *whole, self.planner.training, order, hardware, self.planner.t, overlap
+        )
 
     # -- which nodes, and where
 
@@ -178,8 +201,8 @@ class _Draw:
         weights = [(o, p) for o, p in pairs if o.node in self.planner.weights and len(o.factors) > 1]
         has_weight = bool(weights) and node not in self.planner.weights
         say = lambda p: text_of(p, self.program)  # noqa: E731
-        flops, seconds = self._cost(node, rule)
-        part = share_of_op(choice, op_name(node), self.planner.t)
+        flops, times = self._cost(node, rule, choice, has_weight)
+        once, back, of_weight = (round(1e6 * seconds, 3) for seconds in times)
         texts = []
         for operand, placement in weights:
             spec = self.params.get(operand.node)
@@ -192,7 +215,7 @@ class _Draw:
             node.name, region, module, choice.out.kind, op_name(node),
             f"{', '.join(map(say, choice.ins))} -> {say(choice.out)}",
             style_of(node, choice.out, [p for _, p in weights]) if has_weight else "",
-            "; ".join(texts), self._value(node), round(1e6 * seconds * part, 3), flops * part, has_weight,
+            "; ".join(texts), self._value(node), once, flops=flops, has_weight=has_weight, back_us=back, weight_us=of_weight,
             inner=statistics(self.program, self.planner, node), source=source, why=why + self.removed[node.name],
         )  # fmt: skip
 
@@ -213,18 +236,39 @@ class _Draw:
         value = node.meta[VAL]
         return self._numel(node) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
-    def _cost(self, node: fx.Node, rule: OpRule) -> tuple[int, float]:
-        """(FLOPs, seconds) of one forward pass of the whole op."""
+    def _cost(
+        self, node: fx.Node, rule: OpRule, choice: OpChoice, has_weight: bool
+    ) -> tuple[float, tuple[float, float, float]]:
+        """(FLOPs, seconds: forward, gradients of operands, gradient of the weight) of a rank."""
         value = node.meta[VAL]
         if not isinstance(value, torch.Tensor):
-            return 0, 0.0
-        terms, numel = contraction(self.program, rule), self._numel(node)
-        seconds = op_seconds(
-            op_name(node), out_numel=numel, out_itemsize=value.dtype.itemsize,
-            operand_bytes=[self._bytes(o.node) for o in rule.operands], contraction=terms,
-            hardware=self.planner.hardware, training=False,
-        )  # fmt: skip
-        return op_flops(op_name(node), numel, terms), seconds
+            return 0.0, (0.0, 0.0, 0.0)
+        name, hardware, itemsize = op_name(node), self.planner.hardware, value.dtype.itemsize
+        terms, numel, dtype = (
+            contraction(self.program, rule),
+            self._numel(node),
+            str(value.dtype).removeprefix("torch."),
+        )
+        part, kind = share_of_op(choice, name, self.planner.t), cost_kind(name)
+        flops = op_flops(name, numel, terms) * part
+        if kind == MATMUL and value.ndim:
+            held = share(choice.out, self.planner.t)
+            cut = held if choice.out.is_shard and choice.out.dim == value.ndim - 1 else 1.0
+            n = self.program.sizes.workload(self.program.sizes.of(value.shape[-1])) * cut
+            m, k = numel * held / max(n, 1), terms * part / held
+            shapes = ((m, n, k), (m, k, n), (k, n, m))
+            once, back, weight = (product_seconds(a, b, c, dtype, itemsize, hardware) for a, b, c in shapes)
+            return flops, (once, back, weight) if has_weight else (once, back + weight, 0.0)
+        if kind == ATTENTION:
+            causal = bool(argument(node, "is_causal", False) or argument(node, "causal", False))
+            dropped = float(argument(node, "dropout_p", 0.0) or argument(node, "p", 0.0) or 0.0) > 0
+            return flops, (*attention_seconds(flops / (1 + causal), dtype, hardware, dropout=dropped), 0.0)
+        moved = op_bytes(name, numel * itemsize, [self._bytes(o.node) for o in rule.operands]) * part
+        once = memory_seconds(moved, hardware) + (hardware.kernel_seconds if moved else 0.0)
+        if name == "embedding":  # its gradient is zeros first
+            held = share(choice.ins[0], self.planner.t)
+            return flops, (once, 0.0, 2 * once + memory_seconds(self._bytes(rule.operands[0].node) * held, hardware))
+        return flops, (once, (1.0 if name == "add" else TRAINING_PASSES - 1.0) * once, 0.0)
 
     # -- memory
 

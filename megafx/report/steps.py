@@ -1,9 +1,15 @@
-"""When each op and collective of one training step runs on a rank, by the cost model: a schedule of two lanes.
+"""When each op and collective of one training step runs on a rank, by the cost model: a schedule of the device and a link.
 
-The device computes in the order of the graph, and waits for a value that is still on its way. Collectives run beside it, one
-after another, from the moment at which their operand is there. Backward runs in the opposite order; the product that gives the
-gradient of a weight comes after the one that gives the gradient of the input, and hides the collective of the latter. Layers
-that are alike are scheduled once. Backward takes twice the time of forward, as in cost.py.
+The device computes in the order of the graph, and no op before the host has launched it; it waits for a value that is still on
+its way. Collectives run beside it, one after another, from the moment at which their operand is there:
+
+    of the library   while the device computes they advance slowly (`Hardware.hidden`): products leave them few multiprocessors
+    in pieces        (tp_comm_overlap) copies, at their own speed. A product that reads a gather begins with this rank's rows;
+                     rows of one whose result is scattered leave as they are made; then what came is summed
+
+Backward runs in the opposite order; the product that gives the gradient of a weight comes after the one that gives the gradient
+of the input, and hides the collective of the latter. What was gathered is gathered again for it. Layers that are alike are
+scheduled once, each from when the one before it is done.
 """
 
 from __future__ import annotations
@@ -11,10 +17,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from megafx.placements.types import LOCAL
-from megafx.report.picture import Picture
+from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
+from megafx.planner.times import library_seconds, sum_seconds
+from megafx.report.picture import Drawn, Picture
 
 COMPUTE, WAIT, SEND = "compute", "wait", "send"
+LEAST_BYTES = 2**20  # of the whole tensor, as in passes/lower/overlap_products.py
 
 
 @dataclass(frozen=True)
@@ -42,14 +50,26 @@ class Part:
 
 @dataclass
 class Step:
-    """Times of the whole step, all layers: computing, collectives, and waiting for them (`exposed_us`)."""
+    """Times of the whole step, all layers: computing, collectives, waiting for them (`exposed_us`), and for the host."""
 
     parts: list[Part]
     total_us: float = 0.0
     compute_us: float = 0.0
     send_us: float = 0.0
     exposed_us: float = 0.0
+    host_us: float = 0.0
     flops: float = 0.0  # of one rank: products and attention, forward and backward
+
+
+@dataclass
+class _Sent:
+    """A collective under way. copies: in pieces; sums: what the device computes once it is there."""
+
+    node: int
+    start: float
+    us: float
+    copies: bool = False
+    sums: float = 0.0
 
 
 def schedule(picture: Picture) -> Step:
@@ -63,6 +83,7 @@ def schedule(picture: Picture) -> Step:
             step.compute_us += us if segment.lane == COMPUTE else 0.0
             step.send_us += us if segment.lane == SEND else 0.0
             step.exposed_us += us if segment.lane == WAIT else 0.0
+    step.host_us = max(step.total_us - step.compute_us - step.exposed_us, 0.0)
     passes = 3 if picture.training else 1
     step.flops = passes * sum(picture.regions[n.region].times * n.flops for n in picture.nodes)
     return step
@@ -70,10 +91,13 @@ def schedule(picture: Picture) -> Step:
 
 class _Schedule:
     def __init__(self, picture: Picture) -> None:
-        self.picture = picture
-        self.device = self.link = 0.0  # when each is free
-        self.ready: dict[int, float] = {}
-        self.sent: dict[int, float] = {}
+        self.picture, self.hardware, self.t = picture, picture.hardware, picture.ranks
+        self.device = self.link = self.host = 0.0  # when each is free
+        self.ready: dict[int, float | _Sent] = {}
+        self.sent: dict[int, _Sent] = {}  # backward collectives of transitions
+        self.again: dict[int, _Sent] = {}  # gathers of forward that backward repeats
+        self.last = (0.0, 0.0)  # when the last op began and ended
+        self.slower = 0.0  # how much longer products take beside what is on the link
         self.sources: dict[int, list[int]] = defaultdict(list)
         self.users: dict[int, list[int]] = defaultdict(list)
         for a, b in picture.edges:
@@ -85,14 +109,25 @@ class _Schedule:
         for number, region in enumerate(self.picture.regions):
             part = self._begin(number, "forward", region.times)
             for i in region.nodes:
-                node = self.picture.nodes[i]
-                at = max((self.ready.get(s, 0.0) for s in self.sources[i]), default=0.0)
-                move = node.move or node.inner
-                if node.move is None:
-                    at = self._compute(part, i, at, node.us)
-                if move is not None and move.forward != LOCAL:
-                    at = self._send(part, i, at, move.forward_us)
-                self.ready[i] = at
+                node, before = self.picture.nodes[i], self.sources[i]
+                if node.move is not None:
+                    made = self._made(before)
+                    at = made.start if isinstance(made, _Sent) else made
+                    sent = node.move.forward_bytes
+                    found = self._send(
+                        part, i, at, node.move.forward, sent, self._copied(node), self._by_product(before)
+                    )
+                    self.ready[i] = found if found is not None else made
+                    continue
+                for source in before:
+                    self._arrive(
+                        part, source, [u for u in self.users[source] if self.picture.nodes[u].has_weight], False
+                    )
+                self._compute(part, i, node.us)
+                self.ready[i] = self.device
+                if node.inner is not None and node.inner.forward != LOCAL:
+                    found = self._send(part, i, self.device, node.inner.forward, node.inner.forward_bytes, 0.0, False)
+                    self.ready[i] = found if found is not None else self.device
             parts.append(self._end(part))
         return parts
 
@@ -102,59 +137,168 @@ class _Schedule:
         for number in range(len(self.picture.regions))[::-1]:
             region = self.picture.regions[number]
             part = self._begin(number, "backward", region.times)
+            self.sent, self.again = {}, {}
             for i in region.nodes[::-1]:
                 node = self.picture.nodes[i]
-                at = max((self.ready.get(u, 0.0) for u in self.users[i]), default=0.0)
                 if node.move is not None:
-                    self._start(part, i)
-                    self.ready[i] = self.sent.get(i, at)
+                    self._start(part, i, False)
+                    self.ready[i] = self.sent.get(i, self._made(self.users[i]))
                     continue
-                at = self._compute(part, i, at, node.us if node.has_weight else 2 * node.us)
-                self.ready[i] = at
                 if node.has_weight:
-                    for source in self.sources[i]:  # those whose users are all done may start beside the next product
-                        self._start(part, source)
-                    self._compute(part, i, at, node.us)
+                    self._gather_again(part, i)
+                for user in self.users[i]:
+                    self._arrive(part, user, [i], True)
+                self._compute(part, i, node.back_us)
+                self.ready[i] = self.device
+                for source in self.sources[i]:  # those whose users are all done may start beside the next product
+                    self._start(part, source, node.has_weight)
+                if node.weight_us:
+                    for source in self.sources[i]:
+                        if source in self.again:
+                            self._until(part, self.again[source])
+                    self._compute(part, i, node.weight_us)
             parts.append(self._end(part))
         part = self._begin(-1, "backward", 1)
         if self.picture.gradients is not None:
-            self._wait(part, -1, self._send(part, -1, self.device, self.picture.gradients.cost_us))
-        self._compute(part, -2, 0.0, self.picture.optimizer_us)
+            found = self.picture.gradients
+            us = 1e6 * library_seconds(found.backward, found.backward_bytes, self.hardware, self.t)
+            self._until(part, self._under_way(part, _Sent(-1, self.device, us)))
+        self._compute(part, -2, self.picture.optimizer_us)
         return [*parts, self._end(part)]
 
-    def _start(self, part: Part, i: int) -> None:
+    # -- collectives
+
+    def _start(self, part: Part, i: int, by_product: bool) -> None:
         """Start the backward collective of a transition once the gradients of all that read it are there."""
         node = self.picture.nodes[i]
         late = [u for u in self.users[i] if u not in self.ready]
         if node.move is None or node.move.backward == LOCAL or late or i in self.sent:
             return
-        at = max((self.ready[u] for u in self.users[i]), default=self.device)
-        self.sent[i] = self._send(part, i, at, node.move.cost_us - node.move.forward_us)
+        made = self._made(self.users[i])
+        at = made.start if isinstance(made, _Sent) else made
+        found = self._send(part, i, at, node.move.backward, node.move.backward_bytes, 0.0, by_product)
+        assert found is not None
+        self.sent[i] = found
+
+    def _gather_again(self, part: Part, i: int) -> None:
+        """A product's gathered operand is not kept for the gradient of its weight: its shards are gathered beside products."""
+        for source in self.sources[i]:
+            move = self.picture.nodes[source].move
+            if move is not None and move.forward == ALL_GATHER and source not in self.again:
+                found = self._send(part, source, self.device, ALL_GATHER, move.forward_bytes, 0.0, False)
+                assert found is not None
+                self.again[source] = found
+
+    def _send(
+        self, part: Part, i: int, at: float, collective: str, sent: int, copied: float, by_product: bool
+    ) -> _Sent | None:
+        """Put a collective on the link. sent: bytes; copied: microseconds of copies besides; by_product: the op that ended last
+        is a product, which makes its operand."""
+        if collective == LOCAL:
+            return None
+        us = 1e6 * library_seconds(collective, sent, self.hardware, self.t) + copied
+        found = self._in_pieces(i, at, collective, sent, by_product)
+        if found is None or (collective == ALL_REDUCE and found.start + found.us + found.sums > at + us):
+            found = _Sent(i, at, us)
+        return self._under_way(part, found)
+
+    def _under_way(self, part: Part, found: _Sent) -> _Sent:
+        found.start = max(found.start, self.link)
+        part.segments.append(Segment(SEND, found.node, round(found.start, 3), round(found.us, 3)))
+        self.link = found.start + found.us
+        self.slower = self.hardware.beside.get("copies" if found.copies else "library", 1.0) - 1.0
+        return found
+
+    def _in_pieces(self, i: int, at: float, collective: str, sent: int, by_product: bool) -> _Sent | None:
+        rate, t = self.hardware.transfer_bytes_per_second, self.t
+        once = sent / 2 if collective == ALL_REDUCE else float(sent)  # bytes to the other ranks, each way
+        whole = once * t / (t - 1) if t > 1 else 0.0
+        pieces = collective in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+        if not (self.picture.overlap and pieces and rate) or whole < LEAST_BYTES:
+            return None
+        fixed, copies = 1e6 * self.hardware.transfer_seconds, 1e6 * once / rate
+        if collective == ALL_GATHER:
+            return _Sent(i, at, fixed + copies, copies=True)
+        sums = 1e6 * sum_seconds(whole, self.hardware, t)
+        begun = at
+        if by_product:  # the rows of other ranks are made first, and each piece leaves when it is made
+            start, end = self.last
+            first, rest = start + (end - start) / t, end - (end - start) / t
+            begun = max(first, self.link)
+            end = max(begun + copies, rest + copies / (t - 1))
+            copies = end - begun
+        if collective == REDUCE_SCATTER:
+            return _Sent(i, begun, fixed + copies, copies=True, sums=sums)
+        summed = max(begun + fixed + copies, at) + sums  # then the sums are gathered
+        return _Sent(i, begun, summed + fixed + 1e6 * once / rate - begun, copies=True)
+
+    def _copied(self, node: Drawn) -> float:
+        """Microseconds of copies of a transition whose shards are several ranges of memory."""
+        move = node.move
+        assert move is not None
+        plain = 1e6 * (self.hardware.alpha_seconds + move.forward_bytes / self.hardware.link_bytes_per_second)
+        return max(move.forward_us - plain, 0.0) if move.forward != LOCAL else 0.0
+
+    def _by_product(self, before: list[int]) -> bool:
+        return len(before) == 1 and self.picture.nodes[before[0]].has_weight
+
+    def _made(self, nodes: list[int]) -> float | _Sent:
+        """When all of these are there; a collective that is under way, where they wait for one."""
+        under_way = [r for i in nodes if isinstance(r := self.ready.get(i, 0.0), _Sent)]
+        done = max((r for i in nodes if not isinstance(r := self.ready.get(i, 0.0), _Sent)), default=0.0)
+        return under_way[-1] if under_way else done
+
+    def _arrive(self, part: Part, i: int, readers: list[int], back: bool) -> None:
+        """Wait for a value. readers: products that read it: of a gather in pieces they begin with their own rows."""
+        sent = self.ready.get(i)
+        if not isinstance(sent, _Sent):
+            return
+        node = self.picture.nodes[i].move
+        gathered = node is not None and (node.backward if back else node.forward) in (ALL_GATHER, ALL_REDUCE)
+        own = 0.0
+        if sent.copies and gathered and not sent.sums:
+            drawn = [self.picture.nodes[r] for r in readers]
+            own = sum(d.back_us if back else d.us for d in drawn if d.has_weight) / self.t
+        self._until(part, sent, own)
+        self.ready[i] = self.device
+
+    # -- the device
 
     def _begin(self, region: int, direction: str, times: int) -> Part:
+        self.host = self.device
         return Part(region, direction, times, self.device)
 
     def _end(self, part: Part) -> Part:
         """Regions do not overlap: one layer hands its values over when they are there."""
-        sent = [s.node for s in part.segments if s.lane == SEND]
-        self._wait(part, sent[-1] if sent else -1, self.link)
+        for sent in [*self.ready.values(), *self.sent.values(), *self.again.values()]:
+            if isinstance(sent, _Sent):
+                self._until(part, sent)
+        self.ready = {i: self.device if isinstance(r, _Sent) else r for i, r in self.ready.items()}
+        self.link = min(self.link, self.device)
         part.us = round(self.device - part.start, 3)
         return part
 
-    def _wait(self, part: Part, i: int, until: float) -> None:
-        if until > self.device:
-            part.segments.append(Segment(WAIT, i, round(self.device, 3), round(until - self.device, 3)))
+    def _until(self, part: Part, sent: _Sent, less: float = 0.0) -> None:
+        """Wait for a collective; less: what is computed before all of it is needed."""
+        beside = max(self.device - sent.start, 0.0)
+        if sent.copies:
+            until = sent.start + sent.us - less
+        else:
+            until = max(self.device, sent.start) + max(sent.us - self.hardware.hidden * beside, 0.0)
+        if until > self.device + 1e-3:
+            part.segments.append(Segment(WAIT, sent.node, round(self.device, 3), round(until - self.device, 3)))
             self.device = until
+        if not sent.copies:
+            self.link = max(self.link, until)
+        sums, sent.sums, sent.us = sent.sums, 0.0, 0.0  # it is there
+        self._compute(part, sent.node, sums)
 
-    def _compute(self, part: Part, i: int, at: float, us: float) -> float:
-        self._wait(part, i, at)
+    def _compute(self, part: Part, i: int, us: float) -> None:
         if us > 0:
+            self.host += 1e6 * self.hardware.launch_seconds
+            self.device = max(self.device, self.host)
+            if i >= 0 and self.picture.nodes[i].flops:
+                us = round(us + self.slower * min(max(self.link - self.device, 0.0), us), 3)
             part.segments.append(Segment(COMPUTE, i, round(self.device, 3), us))
+            self.last = (self.device, self.device + us)
             self.device += us
-        return self.device
-
-    def _send(self, part: Part, i: int, at: float, us: float) -> float:
-        start = max(at, self.link)
-        part.segments.append(Segment(SEND, i, round(start, 3), round(us, 3)))
-        self.link = start + us
-        return self.link

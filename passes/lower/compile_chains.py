@@ -53,7 +53,8 @@ def compile_chains(program: Program, planner: Planner) -> int:
     if wanted == "auto":
         once = [gm for gm in (parts.forward, parts.last_backward) if gm is not None]
         gain = sum(_saved(program, planner, chain) for gm in once for chain in found[gm])
-        step = planner.solved.cost_us * 1e-6
+        report = planner.solved.report
+        step = 1e-6 * (planner.solved.cost_us if report is None else report.step.total_us)
         told = f"ops beside its kernels and products would take {gain * 1e6:.0f} us less of the modelled {step * 1e6:.0f} us"
         if gain < LEAST_GAIN * step:
             program.note("compile", f"the graphs run without Inductor: {told}")

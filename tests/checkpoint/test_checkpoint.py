@@ -305,6 +305,19 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
         megafx.load_checkpoint(tmp_path / "file", Net(), missing_ok=True)
 
 
+def test_data_within_data_have_a_bound(tmp_path: Path) -> None:
+    held: object = 1
+    for _ in range(99):
+        held = [held]
+    path = megafx.save_checkpoint(tmp_path, Net(), step=1, extra={"deep": held})
+    assert megafx.load_checkpoint(path, Net()).extra == {"deep": held}
+    assert isinstance(held, list)
+    held.append(held)
+    with pytest.raises(CheckpointError, match=r"extra\.deep\.1\.0.* is more than 100 lists and dicts deep"):
+        megafx.save_checkpoint(tmp_path, Net(), step=2, extra={"deep": held})
+    assert listed(tmp_path) == ["step_00000001"]
+
+
 def test_links_among_the_steps(tmp_path: Path) -> None:
     """A link that is pruned goes; what it points to stays; a link in the way of a save does not stop it."""
     elsewhere = megafx.save_checkpoint(tmp_path / "other", Net(), step=1)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 def run(script: str, ranks: int, *arguments: str) -> Any:
     """What the example logs, on so many ranks (1: without a process group)."""
-    pytest.importorskip("accelerate")
+    pytest.importorskip("lightning" if script.startswith("lightning") else "accelerate")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launch, str(EXAMPLES / script), *arguments]
     plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -155,3 +155,15 @@ def test_accelerate(tmp_path: Path) -> None:
     whole = run("accelerate_loop.py", 2, "--output", str(tmp_path / "whole"), "--steps", "8", *options)
     assert whole["losses"] == [*found["losses"], *again["losses"]] and len(again["losses"]) == 4
     assert again["eval_loss"] == whole["eval_loss"]  # of the parameters after the last step
+
+
+def test_lightning_logs_what_it_logs_for_the_eager_model_and_goes_on(tmp_path: Path) -> None:
+    """Losses of training and validation; a run of two parts is that of one."""
+    script, steps = "lightning_trainer.py", ("--steps", "12")
+    eager = run(script, 1, "--eager", "--output", str(tmp_path / "eager"), *steps)
+    whole = run(script, 2, "--output", str(tmp_path / "whole"), *steps)
+    run(script, 2, "--output", str(tmp_path / "parts"), "--steps", "6")
+    rest = run(script, 2, "--output", str(tmp_path / "parts"), "--resume", *steps)
+    assert len(eager["losses"]) == 24 and whole["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+    assert whole["val_losses"] == pytest.approx(eager["val_losses"], rel=1e-5)
+    assert rest["losses"] == whole["losses"][12:] and rest["step"] == 12

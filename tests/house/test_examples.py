@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import notebook
 import pytest
 import torch
 
@@ -85,6 +86,15 @@ def test_own_pass():
     plan = megafx.plan(module.Net(), module.main(), example_inputs=x)
     without = megafx.plan(module.Net(), megafx.Config(tensor_model_parallel_size=2), example_inputs=x)
     assert len(plan.ops) == len(without.ops) - 2
+
+
+def test_the_notebook_shows_what_it_prints():
+    """Numbers aside: prices change with the cost model."""
+    written = notebook.read()
+    cells = [cell for cell in written["cells"] if cell["cell_type"] == "code"]
+    for cell, text in zip(cells, notebook.run(written), strict=True):
+        found, shown = notebook.alike(text), notebook.alike(notebook.printed(cell))
+        assert found == shown, "run `python tests/house/notebook.py`"
 
 
 @pytest.mark.dist

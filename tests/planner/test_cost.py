@@ -83,7 +83,7 @@ def test_matmul_and_memory():
     assert matmul_seconds(1000, "float32", HW) == 100.0
     assert matmul_seconds(1000, "float64", HW) == 100.0  # not in the profile: the slowest listed
     assert memory_seconds(100, HW) == 2.0
-    assert optimizer_seconds(10, HW) == 300 / 50.0
+    assert optimizer_seconds(10, HW) == 240 / 50.0
 
 
 def test_op_work():

@@ -7,8 +7,8 @@ rates: what a large matmul, copy or collective reaches, not the peak of the sili
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,20 @@ class Hardware:
     link_bytes_per_second    bytes that one rank sends per second inside a large collective (NCCL's bus bandwidth)
     alpha_seconds            time of a collective on a tiny tensor, launch included
     memory_bytes             device memory that a process can have; None: not known
-    launch_seconds           time of the host to launch one op
     host_bytes_per_second    bytes copied to pinned memory of the host, or back, in a second; None: not known
     source                   where the numbers are from: measured (device, date) or datasheet
+
+    What follows prices schedules (planner/times.py, report/steps.py). A profile need not have it.
+
+    launch_seconds           time of the host to launch one op
+    kernel_seconds           what a kernel takes besides its work
+    products                 (m, n, k, seconds) of products in bfloat16: seconds by CUDA events
+    attention                FLOP/s, of what is not masked: 'forward', 'backward', and both with 'dropout ' before it
+    collectives              collective -> ranks -> (seconds of a tiny one, bytes that a rank sends per second)
+    hidden                   part of a collective's time that a product beside it hides: its kernel gets multiprocessors late
+    beside                   time of a product beside 'copies' between ranks, or a collective of the 'library', over that alone
+    transfer_seconds         what a copy from another rank's memory takes before its first byte, a barrier included
+    transfer_bytes_per_second  of such copies, in one direction; None: ranks do not reach each other's memory
     """
 
     name: str
@@ -40,16 +51,38 @@ class Hardware:
     alpha_seconds: float
     source: str
     memory_bytes: int | None = None
-    launch_seconds: float = 6e-6
     host_bytes_per_second: float | None = None
+    launch_seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    products: Sequence[Sequence[float]] = ()
+    attention: Mapping[str, float] = field(default_factory=dict)
+    collectives: Mapping[str, Mapping[int, Sequence[float]]] = field(default_factory=dict)
+    hidden: float = 0.5
+    beside: Mapping[str, float] = field(default_factory=dict)
+    transfer_seconds: float = 0.0
+    transfer_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
             raise self._bad("flops_per_second", self.flops_per_second, "a mapping of dtype names to FLOP/s")
         for dtype, rate in self.flops_per_second.items():
             self._positive(f"flops_per_second[{dtype}]", rate)
-        for name in ("memory_bytes_per_second", "link_bytes_per_second", "alpha_seconds"):
-            self._positive(name, getattr(self, name), zero=name == "alpha_seconds")
+        for name in ("memory_bytes_per_second", "link_bytes_per_second"):
+            self._positive(name, getattr(self, name))
+        for name in ("alpha_seconds", "launch_seconds", "kernel_seconds", "hidden", "transfer_seconds"):
+            self._positive(name, getattr(self, name), zero=True)
+        for row in self.products:
+            for number in row:
+                self._positive(f"products {list(row)}", number)
+        for what, numbers in (("attention", self.attention), ("beside", self.beside)):
+            for name, number in numbers.items():
+                self._positive(f"{what}[{name}]", number)
+        for name, by_ranks in self.collectives.items():
+            for ranks, pair in by_ranks.items():
+                for number in pair:
+                    self._positive(f"collectives[{name}][{ranks}]", number)
+        if self.transfer_bytes_per_second is not None:
+            self._positive("transfer_bytes_per_second", self.transfer_bytes_per_second)
         if self.memory_bytes is not None:
             self._positive("memory_bytes", self.memory_bytes)
         if self.host_bytes_per_second is not None:
@@ -100,9 +133,8 @@ class Hardware:
             raise ConfigError(f"{where} is no mapping of fields", fix=f"fields: {', '.join(known)}")
         for wrong in [k for k in data if k not in known]:
             raise ConfigError(f"{where} has an unknown field '{wrong}'", fix=f"fields: {', '.join(known)}")
-        missing = [
-            k for k in known if k not in data and k not in ("memory_bytes", "launch_seconds", "host_bytes_per_second")
-        ]
+        needed = {f.name for f in fields(Hardware) if f.default is MISSING and f.default_factory is MISSING}
+        missing = [k for k in known if k not in data and k in needed]
         if missing:
             raise ConfigError(f"{where} lacks {', '.join(missing)}", fix="see megafx/planner/hardware/h200-nvlink.yaml")
         return Hardware(**data)

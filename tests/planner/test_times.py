@@ -1,0 +1,74 @@
+"""Covers: planner/times.py, and the fields of `Hardware` that price schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megafx.errors import ConfigError
+from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL
+from megafx.planner.hardware import Hardware
+from megafx.planner.times import attention_seconds, library_seconds, product_rate, product_seconds, sum_seconds
+
+HW = Hardware("test", {"bfloat16": 100.0, "float32": 10.0}, 50.0, 5.0, 2.0, "made up")
+
+
+def test_products_run_at_the_rate_of_the_measured_ones_that_are_near() -> None:
+    rows = [[64, 64, 64, 2 * 64**3 / 80.0], [4096, 4096, 4096, 2 * 4096**3 / 120.0]]
+    measured = replace(HW, products=rows)
+    assert product_rate(8, 8, 8, "bfloat16", HW) == 100.0 and product_rate(8, 8, 8, "float32", HW) == 10.0
+    assert product_rate(64, 64, 64, "bfloat16", measured) == pytest.approx(80.0, rel=0.01)
+    assert product_rate(4096, 4096, 4096, "bfloat16", measured) == pytest.approx(120.0, rel=0.01)
+    assert 80 < product_rate(512, 512, 512, "bfloat16", measured) < 120
+    assert product_rate(64, 64, 64, "float32", measured) == pytest.approx(8.0, rel=0.01)
+    swapped = replace(HW, products=[[16, 4096, 64, 1.0], rows[0]])
+    assert product_rate(4096, 16, 64, "bfloat16", swapped) == product_rate(16, 4096, 64, "bfloat16", swapped)
+
+
+def test_a_product_of_one_row_takes_as_long_as_reading_its_weight() -> None:
+    assert product_seconds(1, 1000, 1000, "bfloat16", 2, replace(HW, memory_bytes_per_second=1.0)) == 2 * (
+        1000**2 + 2000
+    )
+    assert product_seconds(10, 10, 10, "bfloat16", 2, replace(HW, kernel_seconds=3.0)) == 3.0 + 20.0
+
+
+def test_attention_is_priced_by_kind() -> None:
+    rates = {"forward": 200.0, "backward": 100.0, "dropout forward": 50.0, "dropout backward": 25.0}
+    measured = replace(HW, attention=rates)
+    assert attention_seconds(1000, "bfloat16", HW, dropout=False) == (10.0, 25.0)
+    assert attention_seconds(1000, "bfloat16", measured, dropout=False) == (5.0, 25.0)
+    assert attention_seconds(1000, "bfloat16", measured, dropout=True) == (20.0, 100.0)
+
+
+def test_collectives_are_those_of_the_nearest_number_of_ranks() -> None:
+    measured = replace(HW, collectives={ALL_REDUCE: {2: [1.0, 10.0], 8: [4.0, 20.0]}})
+    assert library_seconds(ALL_REDUCE, 100, HW, 4) == 2.0 + 100 / 5.0
+    assert library_seconds(ALL_REDUCE, 100, measured, 2) == 1.0 + 10.0
+    assert library_seconds(ALL_REDUCE, 100, measured, 16) == 4.0 + 5.0
+    assert library_seconds(ALL_GATHER, 100, measured, 2) == 2.0 + 20.0
+    assert library_seconds(LOCAL, 100, measured, 2) == library_seconds(ALL_REDUCE, 100, measured, 1) == 0.0
+    assert sum_seconds(100.0, HW, 4) == 5 * 25 / 50.0
+
+
+def test_the_profile_of_the_h200_has_what_schedules_need() -> None:
+    h200 = Hardware.load("h200-nvlink")
+    assert (
+        len(h200.products) >= 16 and h200.transfer_bytes_per_second and {*h200.collectives} >= {ALL_REDUCE, ALL_GATHER}
+    )
+    for m, n, k, seconds in h200.products:
+        assert product_seconds(m, n, k, "bfloat16", 2, h200) == pytest.approx(seconds, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"products": [[1, 2, 3, 0]]}, "products"),
+        ({"attention": {"forward": -1.0}}, "attention.forward"),
+        ({"collectives": {ALL_REDUCE: {2: [0, 1.0]}}}, "collectives.all_reduce..2"),
+        ({"transfer_bytes_per_second": 0}, "transfer_bytes_per_second"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(changed: dict, found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        replace(HW, **changed)

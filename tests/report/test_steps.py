@@ -1,0 +1,110 @@
+"""Covers: report/steps.py, on pictures made by hand; what comes of it (compiler/pipeline.py `plan_only`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+import megafx
+from megafx.compiler import pipeline
+from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
+from megafx.planner.hardware import Hardware
+from megafx.report.picture import Drawn, Picture, Region
+from megafx.report.report import PricedTransition
+from megafx.report.steps import Step, schedule
+
+MiB = 2**20
+# A second for a byte of a collective, in units in which a mebibyte takes 1000 us; a copy is twice as fast.
+HW = Hardware("test", {"bfloat16": 1.0}, 1e18, 1e3 * MiB, 0.0, "made up", hidden=0.25)
+PEERS = replace(HW, transfer_bytes_per_second=2e3 * MiB)
+
+
+def product(us: float, **more: Any) -> Drawn:
+    return Drawn("product", 0, "", "S", "linear", us=us, flops=1.0, has_weight=True, **more)
+
+
+def move(forward: str, backward: str, mebibytes: int = 1) -> Drawn:
+    sent = lambda kind: 0 if kind == LOCAL else mebibytes * MiB  # noqa: E731
+    made = PricedTransition("S0", "R", forward, backward, sent(forward), sent(backward), 0.0, 0.0)
+    return Drawn("move", 0, "", "R", forward, move=made)
+
+
+def step(nodes: list[Drawn], hardware: Hardware = HW, training: bool = False, t: int = 2, times: int = 1) -> Step:
+    edges = [(i, i + 1) for i in range(len(nodes) - 1)]
+    region = Region("all", times, False, list(range(len(nodes))))
+    overlap = hardware.transfer_bytes_per_second is not None
+    return schedule(Picture([region], nodes, edges, {}, None, 0.0, training, [], hardware, t, overlap))
+
+
+def test_a_collective_of_the_library_is_waited_for() -> None:
+    found = step([move(ALL_GATHER, LOCAL), product(4000.0)])
+    assert (found.total_us, found.exposed_us, found.send_us) == (5000.0, 1000.0, 1000.0)
+
+
+def test_a_product_begins_with_its_own_rows_while_the_others_arrive() -> None:
+    assert step([move(ALL_GATHER, LOCAL), product(4000.0)], PEERS).total_us == 4000.0
+    found = step([move(ALL_GATHER, LOCAL, 6), product(4000.0)], PEERS)
+    assert found.total_us == 3000.0 + 4000.0 / 2, "6 MiB arrive after 3000 us; then the product of the other half"
+
+
+def test_rows_leave_while_the_product_runs() -> None:
+    assert step([product(4000.0), move(REDUCE_SCATTER, LOCAL)]).total_us == 5000.0
+    assert step([product(4000.0), move(REDUCE_SCATTER, LOCAL)], PEERS).total_us == 4000.0
+    found = step([product(4000.0), move(REDUCE_SCATTER, LOCAL, 6)], PEERS)
+    assert found.total_us == 2000.0 + 3000.0, "the first half of the product, then the transfer"
+
+
+def test_an_all_reduce_in_pieces_is_a_scatter_and_a_gather_where_that_is_faster() -> None:
+    nodes = [product(4000.0), move(ALL_REDUCE, LOCAL, 4)]
+    assert step(nodes).total_us == 8000.0
+    assert step(nodes, PEERS).total_us == 4000.0 + 1000.0, (
+        "2 MiB each way: sent beside the product, and gathered after it"
+    )
+    assert step(nodes, replace(PEERS, transfer_seconds=9e-3)).total_us == 8000.0
+
+
+def test_products_hide_a_part_of_a_library_collective() -> None:
+    """The gradient of a weight runs while that of the input is summed over the ranks."""
+    found = step([move(LOCAL, ALL_REDUCE, 2), product(100.0, back_us=100.0, weight_us=1000.0)], training=True)
+    assert found.exposed_us == 2000.0 - 0.25 * 1000.0
+    copies = step([move(LOCAL, ALL_REDUCE, 2), product(100.0, back_us=100.0, weight_us=1000.0)], PEERS, training=True)
+    assert copies.exposed_us == pytest.approx(0.0, abs=100.0)
+
+
+def test_what_was_gathered_is_gathered_again_for_the_gradient_of_a_weight() -> None:
+    nodes = [move(ALL_GATHER, REDUCE_SCATTER), product(4000.0, back_us=4000.0, weight_us=4000.0)]
+    assert step(nodes, training=True).send_us == 3000.0
+    assert step(nodes, PEERS, training=True).exposed_us == 0.0
+
+
+def test_products_are_slower_beside_copies_and_nothing_runs_before_it_is_launched() -> None:
+    nodes = [move(ALL_GATHER, LOCAL), product(4000.0)]
+    slower = replace(PEERS, beside={"copies": 1.1})
+    assert step(nodes, slower).total_us == 4000.0 + 0.1 * 500.0, "while the copy of 500 us runs"
+    found = step([product(1.0), product(1.0)], replace(HW, launch_seconds=5e-6), times=3)
+    assert found.total_us == 3 * 11.0 and found.host_us == 3 * 9.0 and found.compute_us == 6.0
+
+
+@pytest.mark.parametrize(("faster", "taken"), [(0.5, True), (0.99, False), (2.0, False)])
+def test_auto_takes_the_layout_whose_schedule_is_shorter(monkeypatch: Any, faster: float, taken: bool) -> None:
+    model, inputs = zoo.build("nanogpt", layers=1)
+    config = megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
+    first = megafx.plan(model, config, example_inputs=inputs(2, 16)).sequence_parallel
+    times = {"auto": (100.0, first), (not first): (100.0 * faster, not first)}
+    monkeypatch.setattr(pipeline, "_tried", lambda program, planner, passes, wanted: times[wanted])
+    plan = megafx.plan(model, config, example_inputs=inputs(2, 16))
+    assert plan.sequence_parallel is (not first if taken else first)
+    assert any("by its schedule" in note for note in megafx.explain(plan).notes) is taken
+
+
+@pytest.mark.slow
+def test_modelled_steps_are_within_15_percent_of_recorded_ones() -> None:
+    from modelled_steps import RECORDED, report_of
+
+    torch.manual_seed(0)
+    for row, ms in RECORDED.items():
+        assert report_of(row, "h200-nvlink").step.total_us / 1e3 == pytest.approx(ms, rel=0.15), row
