@@ -1,0 +1,111 @@
+"""Which cases of the parametrized tests run by default: one in so many of those that take long, the others with `--slow`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+# Test -> n: one in n of its cases runs by default, the first of every n. What is left out so took two fifths of the time of
+# the whole suite.
+ONE_IN: dict[str, int] = {
+    "analysis/test_communication_counts.py::test_tensor_parallel_layers": 2,
+    "analysis/test_memory.py::test_a_block_keeps_what_the_formulas_say": 3,
+    "analysis/test_memory.py::test_what_is_predicted_is_what_graphs_hold": 3,
+    "capture/test_checkpointing.py::test_flags_of_hugging_face_keep_the_inputs_of_layers": 2,
+    "capture/test_expert_loops.py::test_loop_over_hits": 3,
+    "capture/test_hf_attention.py::test_masks_are_flags": 3,
+    "capture/test_hf_attention.py::test_packed_positions_with_and_without_a_cache": 3,
+    "capture/test_hf_inputs.py::test_loss_and_gradients": 3,
+    "capture/test_layerdrop.py::test_ranks_of_data_parallelism_drop_the_same_layers": 2,
+    "capture/test_short_sequences.py::test_short_sequences_are_exact": 3,
+    "checkpoint/test_checkpoint.py::test_a_background_save_that_failed_is_told_at_the_end": 3,
+    "checks/test_negative_controls.py::test_each_collective_matters": 3,
+    "checks/test_negative_controls.py::test_fewer_key_heads_than_ranks": 2,
+    "checks/test_negative_controls.py::test_right_graphs_are_right": 2,
+    "checks/test_numbers.py::test_data_parallel_passes_keep_numbers": 2,
+    "checks/test_numbers.py::test_the_pipeline_changes_no_numbers": 2,
+    "checks/test_rules.py::test_no_row_is_wrong_and_none_is_missing": 2,
+    "compiler/test_cuda_graphs.py::test_replayed_steps_are_bit_equal": 2,
+    "compiler/test_lazy_outputs.py::test_no_logits_in_a_training_step": 2,
+    "compiler/test_lazy_outputs.py::test_off": 2,
+    "compiler/test_lazy_outputs.py::test_same_as_eager": 2,
+    "distributed/test_collectives.py::test_its_expansion_means_the_same": 3,
+    "equivalence/test_batch_norm.py::test_is_exact_on_shards_of_channels": 3,
+    "equivalence/test_equivalence.py::test_awkward_shapes": 4,
+    "equivalence/test_equivalence.py::test_dropout_draws_the_same_masks_at_any_degree": 4,
+    "equivalence/test_equivalence.py::test_sharded_equals_one_process": 4,
+    "equivalence/test_expert_units.py::test_whole_experts_on_each_rank": 3,
+    "equivalence/test_experts.py::test_routers_of_one_expert": 3,
+    "equivalence/test_fixed_and_symbolic_sizes.py::test_loss_and_gradients_are_eagers": 4,
+    "equivalence/test_group_experts.py::test_ranks_compute_what_eager_does": 4,
+    "equivalence/test_index_dispatch.py::test_form": 4,
+    "equivalence/test_key_value_heads.py::test_every_rank_has_query_heads_and_numbers_are_eagers": 4,
+    "equivalence/test_memory.py::test_strides_that_differ_from_the_traced_ones": 2,
+    "equivalence/test_moving_elements.py::test_loss_and_gradients_are_eagers": 4,
+    "equivalence/test_op_db.py::test_ops_that_were_wrong": 2,
+    "equivalence/test_own_experts.py::test_form": 4,
+    "equivalence/test_own_experts.py::test_other_mixtures": 3,
+    "equivalence/test_patterns_in_models.py::test_a_family_changes_no_number_and_no_collective": 4,
+    "equivalence/test_patterns_in_models.py::test_casts_of_models_in_bf16_go_with_their_patterns": 4,
+    "equivalence/test_patterns_in_models.py::test_eager_attention_is_the_same": 4,
+    "equivalence/test_patterns_in_models.py::test_no_mask_has_queries_and_keys": 3,
+    "equivalence/test_patterns_in_models.py::test_what_is_left_in_eval": 3,
+    "equivalence/test_patterns_in_models.py::test_what_is_left_in_training": 4,
+    "equivalence/test_sharded_data_parallel.py::test_all_ranks_compute_what_one_process_does": 2,
+    "equivalence/test_sharded_data_parallel.py::test_linears_whose_parameters_are_gathered_side_by_side_are_merged": 2,
+    "equivalence/test_transformer_options.py::test_dropout_and_jitter_do_not_depend_on_the_number_of_ranks": 2,
+    "equivalence/test_transformer_options.py::test_experts": 3,
+    "equivalence/test_transformer_options.py::test_option": 4,
+    "equivalence/test_unlisted_models.py::test_a_table_of_which_only_rows_are_a_linear": 3,
+    "equivalence/test_unlisted_models.py::test_a_transformer_of_torch_with_its_own_mask": 2,
+    "equivalence/test_unlisted_models.py::test_experts_behind_an_einsum_dispatch_are_sharded": 2,
+    "kernels/test_fused_ops.py::test_torchs_checks_of_operators": 2,
+    "models/test_expert_parallel.py::test_whole_experts_on_each_rank": 2,
+    "models/test_matrix.py::test_cell_is_exact": 4,
+    "passes/fuse/test_describe_masks.py::test_padded_batches_of_an_eager_model": 2,
+    "passes/fuse/test_fuse.py::test_ranks_compute_the_same": 3,
+    "passes/fuse/test_fuse_linear_loss.py::test_hugging_face_models": 4,
+    "passes/fuse/test_fuse_linear_loss.py::test_sharded_vocabularies": 3,
+    "passes/fuse/test_merge_linears.py::test_ranks_compute_what_one_does": 2,
+    "passes/fuse/test_share_logsumexp.py::test_compiled": 2,
+    "passes/localize/test_localize_shapes.py::test_pads_stay_off_poles": 2,
+    "passes/lower/test_overlap_products.py::test_all_reduces_are_exact": 2,
+    "passes/lower/test_overlap_products.py::test_overlapped_graphs_are_exact": 2,
+    "passes/plan/test_flatten_tokens.py::test_gathers_and_scatters_copy_nothing": 2,
+    "passes/plan/test_flatten_tokens.py::test_numbers_are_those_of_one_process": 2,
+    "passes/plan/test_plan_sharding.py::test_styles_of_all_weights": 2,
+    "passes/recompute/test_choose_kept.py::test_a_larger_budget_keeps_the_promise_and_never_takes_longer": 2,
+    "passes/recompute/test_choose_kept.py::test_same_bits_at_some_budgets": 3,
+    "patterns/test_attention.py::test_every_form": 3,
+    "patterns/test_attention.py::test_sharded": 2,
+    "patterns/test_glu.py::test_every_form": 2,
+    "patterns/test_norms.py::test_written_layer_norms": 3,
+    "patterns/test_norms.py::test_written_rms_norms": 2,
+    "planner/test_fusion_profile.py::test_every_chain_has_what_it_measures": 2,
+    "planner/test_optimum.py::test_elimination_finds_the_optimum_of_the_integer_program": 3,
+    "report/test_report.py::test_a_page_is_small_whole_and_offline": 2,
+    "report/test_report.py::test_a_step_adds_up": 2,
+    "report/test_report.py::test_the_picture_is_the_plan": 2,
+    "report/test_report.py::test_what_backward_keeps_is_at_most_what_is_said": 2,
+    "rules/test_inference.py::test_rows_are_inferred_and_nothing_false_is": 3,
+    "runtime/test_call_structures.py::test_structure": 4,
+    "runtime/test_direct_calls.py::test_a_part_on_simulated_ranks": 3,
+    "runtime/test_generation.py::test_two_graphs_give_eagers_tokens": 2,
+    "runtime/test_main_grad.py::test_sums_are_not_rounded_to_bf16": 3,
+    "runtime/test_parallel_object.py::test_verify_of_other_outputs": 2,
+    "weights/test_initialize.py::test_every_rank_gets_slices_of_eagers_values": 2,
+    "weights/test_load.py::test_every_rank_reads_its_slices": 2,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        test = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if test in ONE_IN and item.get_closest_marker("slow") is None:
+            cases[test].append(item)
+    for test, every in cases.items():
+        for i, item in enumerate(every):
+            if i % ONE_IN[test]:
+                item.add_marker(pytest.mark.slow)
