@@ -221,7 +221,8 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
         if chosen:
             roots = [x for name, x in named.items() if name in chosen]
             torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
-        gradients = {name: p.grad for name, p in of.named_parameters()} if runtime is None else full_gradients(of)
+        gradients: dict[str, Tensor | None] = {name: p.grad for name, p in of.named_parameters()}
+        gradients |= {} if runtime is None else full_gradients(of)
         return simulate.Logical({name: x.detach() for name, x in named.items()}, gradients), chosen
 
     def parallel(meshes: Meshes, config: Config) -> tuple[nn.Module, Runtime]:
@@ -229,7 +230,7 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
         return make_parallel(runtime), runtime
 
     sharded, runtime = parallel(meshes, call.config)
-    found, chosen = run(sharded, runtime, None)
+    ours, chosen = run(sharded, runtime, None)
     assert runtime.settled.last is not None
     program = runtime.settled.last.program
     verdict = Verdict(t, "eager", _rounding(program) if tolerance is None else tolerance)
@@ -241,7 +242,7 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
     else:
         wanted, _ = run(plain, None, chosen)
     errors: list[Any] = [None] * t
-    torch.distributed.all_gather_object(errors, simulate.relative_errors(found, wanted))
+    torch.distributed.all_gather_object(errors, simulate.relative_errors(ours, wanted))
     for mine in errors:
         for total, part in zip((verdict.outputs, verdict.gradients), mine, strict=True):
             total.update({name: max(error, total.get(name, 0.0)) for name, error in part.items()})
