@@ -2,12 +2,17 @@
 
     python benchmarks/memory.py                        # both parts; about 4 minutes on an H200
     python benchmarks/memory.py --parts predicted      # five models, three budgets each
-    python benchmarks/memory.py --parts traded         # beside torch.utils.checkpoint, and torch.compile with its budget
+    python benchmarks/memory.py --parts traded         # beside torch.utils.checkpoint, torch.compile with its budget, Megatron
+    python benchmarks/memory.py --parts fits           # a model that runs out of memory without a budget, and trains with "fit"
     python benchmarks/memory.py --tiny                 # small shapes; without CUDA it prints what is predicted
 
 predicted: the highest bytes of forward and backward beside parameters and AdamW's moments, by `Compiled.memory()` and by
 torch.cuda.max_memory_allocated(). traded: activations (what a step takes above what stands), and the median time of forward and
-backward. bf16; a model is captured and compiled once, and each budget is chosen on a copy.
+backward. bf16; a model is captured and compiled once, and each budget is chosen on a copy. Megatron Core, if it is installed,
+runs a model of the same shape (untied; attention is torch's, as its own kernels need Transformer Engine).
+
+fits: the process may have so much memory that seven tenths of what activations take fit in. Steps are those of a user, with
+megafx.parallelize and AdamW.
 """
 
 from __future__ import annotations
@@ -20,10 +25,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import train_tp
 import transformers
 
+import megafx
 from megafx.capture.export import capture_call
-from megafx.compiler.pipeline import Compiled, compile_program
+from megafx.compiler.pipeline import MARGIN, Compiled, compile_program
 from megafx.config import Config
 from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL
@@ -43,6 +51,13 @@ TRADED: tuple[dict[str, Any], ...] = (
     {"activation_memory_budget": 0.6},
     {"activation_memory_budget": 0.4},
     {"recompute_granularity": "full"},
+    {"cpu_offloading": True, "activation_memory_budget": 0.6},
+    {"cpu_offloading": True},
+)
+MEGATRON: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 )
 # layers, hidden, heads, key-value heads, ffn, vocabulary, batch, seq
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -54,11 +69,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
+def shape_of(name: str, tiny: bool) -> tuple[int, ...]:
+    _, _, heads, kv, *_ = found = SHAPES[name]
+    return (2, 64, 4, 2 if kv < heads else 4, 128, 128, 2, 32) if tiny else found
+
+
 def build(name: str, tiny: bool, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
     """(model, a call of it)"""
-    layers, hidden, heads, kv, ffn, vocab, batch, seq = SHAPES[name]
-    if tiny:
-        layers, hidden, heads, kv, ffn, vocab, batch, seq = 2, 64, 4, 2 if kv < heads else 4, 128, 128, 2, 32
+    layers, hidden, heads, kv, ffn, vocab, batch, seq = shape_of(name, tiny)
     common = {"vocab_size": vocab, "use_cache": False}
     stack = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": ffn}
     stack |= {"num_key_value_heads": kv, "max_position_embeddings": seq}
@@ -222,12 +240,82 @@ def traded(names: list[str], tiny: bool, hardware: str) -> None:
             show(f"megafx, {text(options)}", Step(chosen(made, options), model, call, device), first)
         del model, made
         free()
+        megatron(name, tiny, device, show)
+
+
+def megatron(name: str, tiny: bool, device: torch.device, show: Callable[..., None]) -> None:
+    """Rows of Megatron Core; 'not installed' where that is so."""
+    try:
+        import megatron.core  # noqa: F401
+    except ImportError:
+        print(f"{name:<20}Megatron Core is not installed", flush=True)
+        return
+    layers, hidden, heads, kv, ffn, vocab, batch, seq = shape_of(name, tiny)
+    shape = train_tp.Shape(layers, hidden, ffn, heads, kv, vocab, seq, 0.1 if name.startswith("gpt") else 0.0)
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    first: list[tuple[int, float]] = []
+    for options in MEGATRON:
+        model, step = train_tp.with_megatron("megatron", shape, batch, device, **options)
+        ids = torch.randint(1, vocab, (batch, seq), device=device)
+
+        def run(model: Any = model, step: Any = step, ids: torch.Tensor = ids) -> None:
+            step(ids)
+            for p in model.parameters():
+                p.grad = None
+
+        show(f"Megatron Core, {options.get('recompute_granularity', 'all kept')}", run, first)
+        del model, step, run
+        free()
+
+
+def fits(names: list[str], tiny: bool, hardware: str) -> None:
+    """Steps with AdamW in less memory than they take without a budget."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.cuda.get_device_properties(device).total_memory
+    for name in names:
+        model, call = build(name, tiny, torch.device("meta"))
+        found = compiled(model, call, hardware).memory()
+        stands = found.standing + found.gradients
+        limit = min((stands + 0.7 * (found.peak - stands)) / (1 - MARGIN), 0.97 * found.peak)
+        print(
+            f"{name}: a step takes {found.peak / MIB:.0f} MiB (predicted), the process may have {limit / MIB:.0f}",
+            flush=True,
+        )
+        torch.cuda.set_per_process_memory_fraction(limit / total, device)
+        for budget in (None, "fit"):
+            free()
+            torch.cuda.reset_peak_memory_stats()
+            print(f"  activation_memory_budget={budget!r}: {trained(name, tiny, device, hardware, budget)}", flush=True)
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def trained(name: str, tiny: bool, device: torch.device, hardware: str, budget: str | None) -> str:
+    """What three steps came to."""
+    model, call = build(name, tiny, device)
+    config = Config(tensor_model_parallel_size=1, activation_memory_budget=budget, hardware=hardware)
+    model = megafx.parallelize(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    losses = []
+    try:
+        for _ in range(3):
+            loss = model(**call).loss
+            loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+            losses.append(float(loss))
+    except torch.cuda.OutOfMemoryError:
+        return f"out of memory in step {len(losses) + 1}"
+    peak = torch.cuda.max_memory_allocated() / MIB
+    kept = model.megafx.settled.last.program.recomputed
+    return f"trains (losses {', '.join(f'{x:.3f}' for x in losses)}), at most {peak:.0f} MiB; kept for backward: {kept}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="predicted,traded")
+    parser.add_argument("--parts", default="predicted,traded,fits")
     parser.add_argument("--models", default=",".join(SHAPES))
+    parser.add_argument("--fits-models", default="gpt2-medium")
     parser.add_argument("--traded-models", default="llama-8b-8-layers,gpt2-medium")
     parser.add_argument("--hardware", default="h200-nvlink")
     parser.add_argument("--tiny", action="store_true")
@@ -239,6 +327,8 @@ def main() -> None:
         predicted(args.models.split(","), args.tiny, cuda, args.hardware)
     if "traded" in args.parts and cuda:
         traded(args.traded_models.split(","), args.tiny, args.hardware)
+    if "fits" in args.parts and cuda:
+        fits(args.fits_models.split(","), args.tiny, args.hardware)
 
 
 if __name__ == "__main__":

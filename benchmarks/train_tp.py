@@ -247,7 +247,9 @@ def with_dtensor(mode: str, s: Shape, batch: int, device: torch.device) -> tuple
     return model, step
 
 
-def with_megatron(mode: str, s: Shape, batch: int, device: torch.device) -> tuple[nn.Module, Step]:
+def with_megatron(
+    mode: str, s: Shape, batch: int, device: torch.device, **recompute: Any
+) -> tuple[nn.Module, Step]:  # recompute: further fields of TransformerConfig
     import megatron.core.transformer.transformer_block as blocks
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -268,7 +270,7 @@ def with_megatron(mode: str, s: Shape, batch: int, device: torch.device) -> tupl
         bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, tensor_model_parallel_size=ranks,
         sequence_parallel=sequence, hidden_dropout=s.dropout, attention_dropout=s.dropout, masked_softmax_fusion=False,
         attention_softmax_in_fp32=True, gradient_accumulation_fusion=False, cross_entropy_loss_fusion=True,
-        apply_rope_fusion=False, bias_dropout_fusion=True,
+        apply_rope_fusion=False, bias_dropout_fusion=True, **recompute,
     )  # fmt: skip
 
     class Norm(base):  # type: ignore[misc,valid-type]  # WrappedTorchNorm refuses sequence parallelism: the same arithmetic

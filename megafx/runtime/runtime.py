@@ -313,9 +313,11 @@ class Runtime:
         )
 
     def _device_bytes(self) -> int | None:
+        """What this process may have of its device: torch.cuda.set_per_process_memory_fraction counts."""
         device = self.state.device
         if device.type == "cuda":
-            return int(torch.cuda.get_device_properties(device).total_memory)
+            part = torch.cuda.get_per_process_memory_fraction(device)
+            return int(part * torch.cuda.get_device_properties(device).total_memory)
         return self.hardware.memory_bytes
 
     def _plan_of_rank_0(self, plan: Plan) -> Plan:

@@ -8,10 +8,13 @@ import operator
 import re
 import weakref
 from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 import zoo
 from harness import Case
 from local_programs import local_program
@@ -172,6 +175,9 @@ STATISTICS = 16 / H + 4 * 4 / H  # of two norms, and of 4 heads, in fp32
         (4, True, {}, 20 / 4 + 4),  # the two gathered inputs of products stay whole; Megatron gathers again, for 34/t
         (4, True, NORMS, 20 / 4),
         (4, True, FULL, 2 / 4),
+        (4, False, FULL, 2),
+        (4, False, {**FULL, "distribute_saved_activations": True}, 2 / 4),
+        (1, False, {"cpu_offloading": True}, 2),  # the input of the last block's product, whose norm ends this one
     ],
 )
 def test_a_block_keeps_what_the_formulas_say(t: int, sp: bool, options: dict[str, Any], wanted: float) -> None:
@@ -251,6 +257,27 @@ def test_fit_takes_the_largest_budget_that_the_device_has_room_for() -> None:
         fitted(2**20)
     with pytest.raises(PlanError, match="whose memory is not known"):
         fitted(None)
+
+
+def test_a_model_that_does_not_fit_trains_with_fit(tmp_path: Path) -> None:
+    """On a device (a profile says so) with less memory than a step without a budget takes; the bits are the same."""
+    model, _ = small()
+    batch = torch.randn(256, 16, 64, generator=torch.Generator().manual_seed(0))
+    plain = megafx.predict_memory(copy.deepcopy(model), example_inputs=batch)
+    room = plain.peak - plain.saved // 2
+    profile = asdict(Hardware.load("cpu-gloo")) | {"memory_bytes": int(room / 0.94)}
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(profile))
+
+    def trained(**options: Any) -> tuple[Any, list[torch.Tensor]]:
+        made = megafx.parallelize(copy.deepcopy(model), megafx.Config(hardware=str(path), **options))
+        made(batch).square().mean().backward()
+        return megafx.explain(made).memory(), [p.grad for p in made.parameters() if p.grad is not None]
+
+    whole, wanted = trained()
+    fitted, found = trained(activation_memory_budget="fit")
+    assert whole.peak > profile["memory_bytes"] >= fitted.peak and fitted.peak <= 0.94 * profile["memory_bytes"] + 1
+    assert len(wanted) == 18 and all(map(torch.equal, found, wanted))
 
 
 def test_a_budget_brings_the_peak_down() -> None:
