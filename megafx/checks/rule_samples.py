@@ -193,6 +193,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("select_backward", _M, [4, 6, 6], 1, 2),
     ("select_scatter", _M, real(4), 1, 2),
     ("slice.Tensor", real(4, 12), 1, 6, 12),
+    ("split_with_sizes", real(4, 12), [4, 8], 1),
     ("slice.Tensor", real(4, 12), 1, 0, 12, 2),
     ("slice_backward", _M, [4, 12], 1, 0, 6, 1),
     ("slice_copy.Tensor", real(4, 12), 1, 0, 6),

@@ -57,6 +57,7 @@ def halve_batch(program: Program, planner: Planner) -> int:
             program.note("halves", f"the batch is not cut into halves: {reason}")
         return 0
     halver.run()
+    program.note("halves", f"layers run on two halves of the batch; {halver.price()}")
     limit_sizes(program, halver.batch, 2)
     return len(halver.marked)
 
@@ -84,6 +85,9 @@ class _Halver:
         self.emit = SizeEmitter(program.graph, program.sizes)
         self.made: list[dict[fx.Node, fx.Node]] = [{}, {}]  # of each half: node -> its copy, or the half of it
         self.times = {n: self._times(n) for n in self.marked}
+        work, forward, backward = (sum(t[k] for t in self.times.values()) for k in range(3))
+        self.whole = 3 * work + forward + max(0.0, backward - FILLERS * 3 * work)  # seconds, one op after the other
+        self.halves = self._scheduled(1, lambda t: t[1])[1] + self._scheduled(2, lambda t: t[2])[1]
 
     def reason(self) -> str:
         """Why the halves do not run; '' where they do."""
@@ -98,12 +102,12 @@ class _Halver:
                     return f"%{operand.name} has the batch in its shape in a way that cannot be cut"
             if any(u not in self.inside for u in node.users) and ROWS not in node.meta and self._varies(node):
                 return f"%{node.name} cannot be put together"
-        work, forward, backward = (sum(t) for t in zip(*self.times.values(), strict=True))
-        whole = 3 * work + forward + max(0.0, backward - FILLERS * 3 * work)
-        halves = self._scheduled(1, lambda t: t[1])[1] + self._scheduled(2, lambda t: t[2])[1]
-        if self.planner.config.tp_batch_overlap == "auto" and halves >= whole:
-            return f"by the cost model it takes {whole * 1e3:.1f} ms whole, {halves * 1e3:.1f} ms in halves"
+        if self.planner.config.tp_batch_overlap == "auto" and self.halves >= self.whole:
+            return self.price()
         return ""
+
+    def price(self) -> str:
+        return f"by the cost model {self.halves * 1e3:.1f} ms in halves, {self.whole * 1e3:.1f} ms whole"
 
     def run(self) -> None:
         graph, output = self.program.graph, self.program.output_node()
