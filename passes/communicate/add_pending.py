@@ -71,15 +71,31 @@ def _of_parameters(program: Program) -> list[tuple[int, str]]:
 def _sum(program: Program, node: fx.Node, pending: fx.Node, output: fx.Node | None) -> fx.Node:
     """pending + node. output: the graph's, where products are to add themselves."""
     build = Builder(program, node.next if in_backward(node) else program.output_node(), node, NAME)
-    product, rows = node, None
+    product, rows = _behind_flips(node), None
     if node.target is aten.slice.Tensor and len(node.args) == 4 and node.args[1] == 0:
         product, rows = node.args[0], node.args[2:]  # type: ignore[assignment]
-    if output is None or product.target not in SUMS or not _is_alone(product, output):
+    alone = output is not None and (_is_alone(product, output) if product is node or rows is not None else True)
+    if product.target not in SUMS or not alone:
         return build(aten.add.Tensor, pending, node)
     left, right = product.args
     if rows is not None:
         left = build(aten.slice.Tensor, left, 0, *rows)
     return build(SUMS[product.target], pending, left, right)
+
+
+def _behind_flips(node: fx.Node) -> fx.Node:
+    """What the node is transposed an even number of times, by nodes that nothing else reads; else the node."""
+    inner, flips, found = node, 0, node
+    while _is_flip(inner) and len(inner.users) == 1:
+        inner, flips = inner.args[0], flips + 1  # type: ignore[assignment]
+        found = inner if flips % 2 == 0 and len(inner.users) == 1 else found
+    return found
+
+
+def _is_flip(node: fx.Node) -> bool:
+    if node.target is aten.transpose.int and (node.args[1] - node.args[2]) % 2 == 0:  # type: ignore[operator]
+        return False  # a dim with itself
+    return node.target in (aten.t.default, aten.transpose.int) and node.meta[VAL].dim() == 2
 
 
 def _is_alone(product: fx.Node, output: fx.Node) -> bool:

@@ -120,7 +120,7 @@ def the_loss_of_the_users_loop() -> str:
     return same_gradients(pair.model, gradients(pair.plain))
 
 
-@check(2)
+@check(2, slow=True)
 def frozen_parameters() -> str:
     """Freezing after the plan is a new graph; parameters stay where they are; frozen ones get no gradient."""
     pair = Pair("nanogpt", example=True).parallelize()
@@ -193,7 +193,7 @@ def misuse_is_refused() -> str:
     return "copies of submodules, DDP, fully_shard, a wrong world size, twice, double backward, a parameter of the user"
 
 
-@check(2)
+@check(2, slow=True)
 def direct_calls_of_submodules() -> str:
     """Each is a graph of its own for all sizes, with gradients that add up with those of calls of the whole model."""
     pair = Pair("nanogpt", example=True)

@@ -43,7 +43,7 @@ def evaluate(pair: Pair, batch: int, seq: int) -> None:
     pair.plain.train()
 
 
-@check(2)
+@check(2, slow=True)
 def nanogpt_made_at_the_first_call() -> str:
     """The first call is one of eval mode; the optimizer is older than the plan; no sequence parallelism."""
     pair = Pair("nanogpt", sequence_parallel=False).parallelize()
@@ -76,7 +76,7 @@ def nanogpt_sequence_parallel() -> str:
     return seen
 
 
-@check(2)
+@check(2, slow=True)
 def gpt2_whole_sequence() -> str:
     """A Hugging Face model without any inputs. The ranks are given other weights: rank 0's count."""
     pair = Pair("gpt2", sequence_parallel=False)
@@ -97,7 +97,7 @@ def gpt2_sequence_parallel() -> str:
     return Pair("gpt2", sequence_parallel=True).parallelize().train(torch.optim.AdamW, fused=True, **ADAMW)
 
 
-@check(2)
+@check(2, slow=True)
 def llama_whole_sequence() -> str:
     pair = Pair("llama", sequence_parallel=False).parallelize()
     seen = pair.train(torch.optim.AdamW, foreach=True, **ADAMW)
@@ -168,6 +168,6 @@ def llama_with_overlap() -> str:
     return seen
 
 
-@check(2)
+@check(2, slow=True)
 def dropout_of_gpt2() -> str:
     return _dropout("gpt2", sequence_parallel=False)

@@ -171,6 +171,26 @@ def test_products_add_to_what_is_there() -> None:
         assert changes == 0 and len(same.inputs) == len(program.inputs)
 
 
+def test_a_product_that_is_transposed_twice_adds_too() -> None:
+    """As weights that lie the other way (Conv1D of GPT-2) have it."""
+    values = {"w": nn.Parameter(torch.randn(H, 6).double()), "x": torch.randn(5, H).double()}
+    program = joint(values, lambda w, x: (torch.mm(x, w),))
+    (gradient,) = (r for r, o in zip(program.results(), program.outputs, strict=True) if o.kind == "gradient")
+    with program.graph.inserting_after(gradient):
+        once = program.graph.call_function(torch.ops.aten.t.default, (gradient,))
+    with program.graph.inserting_after(once):
+        twice = program.graph.call_function(torch.ops.aten.transpose.int, (once, 0, 1))
+    once.meta, twice.meta = gradient.meta | {VAL: gradient.meta[VAL].t()}, dict(gradient.meta)
+    program.output_node().replace_input_with(gradient, twice)
+    added, changes = pending(program, FUSED, "accumulate")
+    result = added.results()[-1]
+    assert changes == 1 and result.target is torch.ops.aten.addmm.default
+    there, tangent = torch.randn(H, 6).double(), torch.randn(5, 6).double()
+    added.gm.recompile()
+    got = added.gm(values["w"].detach(), values["x"], tangent, there)[-1]
+    torch.testing.assert_close(got, there + values["x"].t() @ tangent, rtol=1e-12, atol=1e-13)
+
+
 def test_the_product_of_low_precision_is_exact() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(8, 33).to(BF16), torch.randn(33, 5).to(BF16)
