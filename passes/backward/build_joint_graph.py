@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from megafx.errors import MegafxError
 from megafx.ir.nodes import ASSERTS, BACKWARD, RESHAPES, argument, aten_ops, in_backward, own_gradients, shows_operand
@@ -202,6 +204,10 @@ class _Forward(fx.Interpreter):
         super().__init__(gm)
         self.origins = origins
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = _product_of(*args) if target is aten.einsum.default and not kwargs else None
+        return super().call_function(target, args, kwargs) if found is None else found
+
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
@@ -214,6 +220,37 @@ class _Forward(fx.Interpreter):
             if slot is not None and slot.proxy.node.op == "call_function":
                 slot.proxy.node.meta.setdefault(PLACEMENT, n.meta[PLACEMENT])
         return result
+
+
+def _product_of(equation: str, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """einsum of two operands as the bmm that torch makes of it, its dims grouped by letter; None for other forms.
+
+    torch groups them by size: a dim of which a rank has one row would be summed with the contracted ones, which means something
+    else to types.
+    """
+    terms, _, out = equation.replace(" ", "").partition("->")
+    letters = terms.split(",")
+    if "->" not in equation or "." in equation or len(letters) != 2 or len(operands) != 2:
+        return None
+    left, right = letters
+    size = dict(zip(left, operands[0].shape, strict=True))
+    if any(len({*term}) != len(term) for term in (left, right, out)) or {*out} - {*left, *right}:
+        return None
+    if any(not statically_known_true(size.setdefault(c, n) == n) for c, n in zip(right, operands[1].shape, strict=True)):
+        return None  # one row for all of the other's
+    summed = sorted({*left, *right} - {*out})
+    if any(c not in left or c not in right for c in summed):
+        return None
+    both = [c for c in out if c in left and c in right]
+    rows, columns = ([c for c in out if c in term and c not in both] for term in (left, right))
+
+    def flat(operand: torch.Tensor, letters: str, *groups: list[str]) -> torch.Tensor:
+        turned = operand.permute([letters.index(c) for group in groups for c in group])
+        return turned.reshape([math.prod(size[c] for c in group) for group in groups])
+
+    product = torch.bmm(flat(operands[0], left, both, rows, summed), flat(operands[1], right, both, summed, columns))
+    order = [*both, *rows, *columns]
+    return product.reshape([size[c] for c in order]).permute([order.index(c) for c in out])
 
 
 def _check_symbols(program: Program, before: set[Any], node: fx.Node | None) -> None:
