@@ -106,6 +106,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("conv3d.padding", real(4, 6, 3, 3, 3), real(6, 6, 2, 2, 2), _V, [1, 1, 1], "same"),
     ("convolution", real(4, 6, 5), real(6, 6, 3), _V, *_CONV),
     ("convolution_backward", real(4, 6, 3), real(4, 6, 5), real(6, 6, 3), [6], *_CONV, [True, True, True]),
+    ("convolution_backward", real(4, 6, 3), real(4, 6, 5), real(6, 1, 3), [6], *_CONV[:-1], 6, [True, True, True]),
     ("count_nonzero", mask(4, 6), 1),
     ("count_nonzero.dim_IntList", mask(4, 6, 6), [0, 2]),
     ("einsum", "bshd,btd->bhst", [real(2, 4, 6, 4), real(2, 6, 4)]),

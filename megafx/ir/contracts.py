@@ -25,6 +25,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from megafx.errors import PlacementError
 from megafx.ir.facts import facts_of
+from megafx.ir.nodes import SHAPED
 from megafx.ir.program import PLACEMENT, VAL, Phase, Program, fqn_of, source_of
 from megafx.ir.sizes import size_sources
 from megafx.placements.types import TRANSITIONS, Layout, Placement
@@ -180,8 +181,8 @@ def check_placements(program: Program) -> None:
             continue
         _check_shard_fits(program, node, placement, local=False)
         localized = facts_of(node.target).localize
-        if is_transition(node) or (localized is not None and localized.gives == "I"):
-            continue  # the latter gathers what it needs: an invariant result of a shard (the loss of a sharded vocabulary)
+        if is_transition(node) or node.target in SHAPED or (localized is not None and localized.gives == "I"):
+            continue  # the last gathers what it needs: an invariant result of a shard (the loss of a sharded vocabulary)
         operands = [(a, a.meta[PLACEMENT]) for a in node.all_input_nodes if PLACEMENT in a.meta]
         for operand, have in operands:
             if (have.kind == "I") != (placement.kind == "I"):

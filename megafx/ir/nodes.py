@@ -30,6 +30,8 @@ def aten_ops(names: str) -> frozenset[Any]:
 RESHAPES = aten_ops("view _unsafe_view reshape")
 COPIES = aten_ops("clone contiguous alias")
 CASTS = aten_ops("to.dtype _to_copy")
+# They take dtype, device and perhaps sizes of their operand, no data.
+SHAPED = aten_ops("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided")
 MASKS = (torch.bool, torch.uint8)  # dtypes of indices that select where they are not 0
 # Checks of a value that the program does not need.
 ASSERTS = {torch._check}.union(

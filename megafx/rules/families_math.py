@@ -54,12 +54,13 @@ def _conv(call: OpCall) -> RuleText | None:
 
 @family("aten.convolution_backward")
 def _conv_backward(call: OpCall) -> str | None:
-    if call.get("transposed") or call.get("groups") != 1:
+    if call.get("transposed"):
         return None
     n = len(call.first.shape) - 2
     inside, kernel, out = (" ".join(f"{a}{i}!" for i in range(n)) for a in "xky")
-    bias = "o" if call.results[2] else "*"  # none: None, or no dims
-    return f"lin[0]: b o {out}, b c! {inside}, o c! {kernel} -> b c! {inside}; o c! {kernel}; {bias}"
+    o, c = ("o", "c!") if call.get("groups") == 1 else ("o!", "i!")
+    bias = o if call.results[2] else "*"  # none: None, or no dims
+    return f"lin[0]: b {o} {out}, b c! {inside}, {o} {c} {kernel} -> b c! {inside}; {o} {c} {kernel}; {bias}"
 
 
 @family(

@@ -276,3 +276,61 @@ def test_a_transformer_of_torch_with_its_own_mask(t: int, sequence_parallel: boo
     ids = torch.randint(0, 17, (3, 5))
     found = megafx.verify(Masked().double(), config, example_inputs=(ids,), tolerance=1e-10)
     assert found.ok, str(found)
+
+
+class Heads(nn.Module):
+    """Scores of heads by einsum or baddbmm."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.heads = by, nn.ModuleList(nn.Linear(12, 24) for _ in range(3))
+        self.out = nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = (f(x).view(b, s, 4, 6).transpose(1, 2) for f in self.heads)
+        if self.by == "einsum":
+            scores = torch.einsum("bnsw,bntw->bnst", q, k)
+        else:
+            flat, start = (t.reshape(b * 4, s, 6) for t in (q, k)), q.new_zeros(b * 4, s, s)
+            first, second = flat
+            scores = torch.baddbmm(start, first, second.transpose(1, 2)).view(b, 4, s, s)
+        made: torch.Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1))
+        return made.square().mean()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(12, 4, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 4) for shape in ((12, 24), (24, 12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        each = F.gelu(torch.einsum("bsh,ehw->bsew", x, self.up))
+        out = torch.einsum("bsew,ewh->bseh", each, self.down) * self.router(x).softmax(-1)[..., None]
+        return out.sum(2).square().mean()
+
+
+class Depthwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up, self.down = nn.Conv1d(12, 12, 3, padding=2, groups=12), nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return self.down(F.gelu(self.up(inner))).square().mean()
+
+
+MAKE = {"einsum": lambda: Heads("einsum"), "baddbmm": lambda: Heads("baddbmm"), "experts": Experts, "conv": Depthwise}
+
+
+@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("name", MAKE)
+def test_types_confirm_what_is_exact(name: str, t: int) -> None:
+    """On four ranks each has one head or expert, a dim of one row that ops of torch treat as none."""
+    torch.manual_seed(0)
+    with megafx.debug(check=1):  # a graph that types cannot confirm is an error
+        found = megafx.verify(
+            MAKE[name]().double(), megafx.Config(tensor_model_parallel_size=t), example_inputs=(floats(3, 6, 12),)
+        )
+    assert found.ok, str(found)
