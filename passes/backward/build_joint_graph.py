@@ -236,7 +236,9 @@ def _product_of(equation: str, operands: Sequence[torch.Tensor]) -> torch.Tensor
     size = dict(zip(left, operands[0].shape, strict=True))
     if any(len({*term}) != len(term) for term in (left, right, out)) or {*out} - {*left, *right}:
         return None
-    if any(not statically_known_true(size.setdefault(c, n) == n) for c, n in zip(right, operands[1].shape, strict=True)):
+    if any(
+        not statically_known_true(size.setdefault(c, n) == n) for c, n in zip(right, operands[1].shape, strict=True)
+    ):
         return None  # one row for all of the other's
     summed = sorted({*left, *right} - {*out})
     if any(c not in left or c not in right for c in summed):
