@@ -1,4 +1,4 @@
-"""Save a training run and go on with it later, on any number of tensor-parallel ranks.
+"""Save a training run and resume it later, on any number of tensor-parallel ranks.
 
     path = megafx.save_checkpoint("runs/gpt", model, optimizer, step=100, extra={"scheduler": scheduler})
     loaded = megafx.load_checkpoint("runs/gpt", model, optimizer, extra={"scheduler": scheduler})   # the newest valid one
@@ -35,7 +35,7 @@ from megafx.distributed.parameters import runtime_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.weights.initialize import Factory, Rest, check_planned
 
-TRIES = 10  # to read the newest, where a trainer removes it meanwhile
+TRIES = 10  # attempts to read the newest, which a trainer may remove meanwhile
 LARGEST_STEP = 10**15
 
 
@@ -74,16 +74,15 @@ def save_checkpoint(
     keep: int | None = None,
     asynchronous: bool = False,
 ) -> Path | Future[Path]:
-    """Write parameters, buffers, optimizer state and torch's generators to `folder/step_<step>`; the path of it.
+    """Write parameters, buffers, optimizer state and torch's generators to `folder/step_<step>`; returns that path.
 
     Collective over all ranks, which share the file system. Every tensor is written in original coordinates, by the ranks that
     hold it. extra: numbers, strings, None, tensors, lists, tuples and dicts of these, and objects with `state_dict()` and
-    `load_state_dict()` (schedulers, a GradScaler); rank 0's. optimizer: one, or a list. keep: older checkpoints beyond so
-    many are removed, after this one is complete.
+    `load_state_dict()` (schedulers, a GradScaler); rank 0's are saved. optimizer: one, or a list. keep: how many checkpoints
+    to keep; older ones are removed once this one is complete.
 
-    asynchronous: values are copied to host memory, the rest is done by a thread; a Future of the path. The next save, or load,
-    waits for it first and raises what it raised. Needs no care of the user's, except `.result()` before the process group is
-    destroyed.
+    asynchronous: values are copied to host memory, and a thread does the rest; returns a Future of the path. The next save or
+    load waits for it first and raises its error. Call `.result()` before the process group is destroyed.
 
     A save that is killed leaves a folder whose name begins with '.', which the next save removes, and older checkpoints as
     they were. Raises CheckpointError on every rank; UsageError where ranks are called with different arguments.
@@ -138,7 +137,7 @@ _threads = ThreadPoolExecutor(1, thread_name_prefix="megafx-checkpoint")
 
 
 class _Saving(Future[Path]):
-    """A save in the background. asked: somebody has seen how it ended."""
+    """A save in the background. asked: whether anybody has seen how it ended."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -167,7 +166,7 @@ _under_way: _Saving | None = None
 
 @atexit.register
 def _tell() -> None:
-    """At the end of the process, after its threads: a save that failed and that nobody asked about makes the exit code 1."""
+    """At exit, after all threads: print a failed save that nobody asked about, and make the exit code 1."""
     saving = _under_way
     if saving is None or saving.asked or (error := saving.exception(0)) is None:
         return
@@ -179,8 +178,8 @@ def _tell() -> None:
 
 
 def _saving_group(model: nn.Module, asynchronous: bool, what: str) -> dist.ProcessGroup | None:
-    """All ranks, replicas too, over gloo, once all of them have called `what`; None where the model is this process's alone.
-    A save in the background has a group of its own, so that it never meets the collectives of training."""
+    """A gloo group of all ranks, replicas included, once all of them have called `what`; None where the model has no mesh.
+    A background save has a group of its own, apart from the collectives of training."""
     global _side
     runtime = runtime_of(model)
     if runtime is None or runtime.mesh is None:
@@ -218,13 +217,13 @@ def load_checkpoint(
     Collective over all ranks. folder: of one checkpoint, or a root of several, of which the newest valid one is taken (files
     are compared with their digests; damaged ones are named in a warning); or one of torch.distributed.checkpoint's own format,
     with model and optimizer. Each rank reads its own slices. extra: objects with `load_state_dict()`, by the names under
-    which they were saved; what else was saved is in the result. missing_ok: None where there is no checkpoint yet.
+    which they were saved; everything else saved is in the result. missing_ok: return None if there is no checkpoint yet.
 
-    A model on meta gets memory for what this rank holds; buffers that are not persistent get the constructor's values, as
-    in `megafx.initialize` (factory: needed for them where the model is not of Hugging Face).
+    A model on meta gets memory for what this rank holds; non-persistent buffers get the constructor's values, as in
+    `megafx.initialize` (models that are not from Hugging Face need `factory` for that).
 
-    Raises CheckpointError, before anything is changed, where no checkpoint is valid, or names, shapes, dtypes or parameter
-    groups are not those that were saved.
+    Raises CheckpointError, before anything is changed, if no checkpoint is valid, or if names, shapes, dtypes or parameter
+    groups differ from those that were saved.
     """
     _settle()
     root = Path(folder)
@@ -258,7 +257,7 @@ def load_checkpoint(
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest valid checkpoint under a root folder, its files compared with their digests; None: there is none."""
+    """The newest valid checkpoint under a root folder, its files compared with their digests; None if there is none."""
     found = _newest_valid(Path(folder), None, raises=False)
     return None if found is None else found[0]
 

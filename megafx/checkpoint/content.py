@@ -1,7 +1,7 @@
-"""What `metadata.json` says of a checkpoint, and whether it can be believed.
+"""The contents of `metadata.json`, and whether they can be trusted.
 
-The digests in it find damage. They do not stop a writer with a fault, or one who means harm: everything that a load relies on
-is checked when the file is read, before anything is changed.
+Its digests find damage, but not a faulty or malicious writer. So everything that a load relies on is checked when the file is
+read, before anything is changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megafx.weights.files import NAMES, Written, digest_of, regular_size
 METADATA, FORMAT, VERSION = "metadata.json", "megafx checkpoint", 1
 _FILE = re.compile(r"\w[\w.-]*")  # in the folder itself
 _KINDS = {"aliases": dict, "model": dict, "optimizers": list, "rng": dict, "extra": dict}
-_MOST_CUT = 8  # dims of one tensor that are cut
+_MOST_CUT = 8  # most sharded dims of one tensor
 
 
 class Chunk(NamedTuple):
@@ -58,7 +58,7 @@ class Content(NamedTuple):
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Content:
-        """Raises ValueError, or what Python raises on data of other types, where it describes no whole checkpoint."""
+        """Raises ValueError, TypeError, KeyError or the like if `data` does not describe a whole checkpoint."""
         files = {name: Written(*about) for name, about in data["files"].items()}
         for name, file in files.items():
             _ask(_FILE.fullmatch(name) and name != METADATA, f"'{name}' is no name of a file in the folder")
@@ -108,10 +108,10 @@ def _check_objects(content: Content) -> None:
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """How boxes (offsets, sizes) are not a partition of the whole shape; None: they are.
+    """Why boxes (offsets, sizes) do not partition the whole shape; None if they do.
 
-    Boxes with signs at their corners (+ at the lowest, - where one side is crossed, ...) are a partition of a box just where
-    the signs add up to those of that box: the sum of boxes is determined by its mixed differences.
+    A corner of a box gets the sign (-1)**(number of its upper ends). Boxes partition the shape if and only if their signed
+    corners add up to those of the shape: a sum of boxes is determined by its mixed differences.
     """
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape):
@@ -133,7 +133,7 @@ def uncovered(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequenc
 
 
 def key_of(name: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
-    """The name of a slice in its file: the tensor's, with ranges unless it is all of it."""
+    """The name of a slice in its file: the tensor's, with the ranges unless the slice is the whole tensor."""
     ranges = (f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True))
     return name if tuple(sizes) == tuple(shape) else f"{name}[{', '.join(ranges)}]"
 
@@ -149,7 +149,7 @@ def write_content(folder: Path, content: Content) -> None:
 
 
 def read_content(folder: Path) -> Content:
-    """Raises CheckpointError that names the folder and what is wrong with its `metadata.json`."""
+    """Read and check `metadata.json`. Raises CheckpointError that names the folder and what is wrong."""
     path = folder / METADATA
     try:
         regular_size(path)

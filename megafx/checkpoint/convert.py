@@ -1,4 +1,4 @@
-"""Checkpoints as safetensors files that other tools load, and such files as checkpoints: one process, one tensor at a time."""
+"""Convert checkpoints to safetensors files that other tools load, and back: in one process, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megafx.weights.state import Stored, stored_tensors
 
 
 def convert(source: Path, target: Path, model: nn.Module | None = None, *, max_shard_size: int | str = "5GB") -> Path:
-    """Write the tensors of `source` in the other format; the path of what was written.
+    """Write the tensors of `source` in the other format; returns the path written.
 
     A checkpoint (a folder of `save_checkpoint`, the newest valid of several, or one of torch.distributed.checkpoint) becomes
     safetensors files in `target`, with config.json where `model` is of Hugging Face; optimizer state is left out. Safetensors
@@ -59,9 +59,8 @@ def _to_files(source: Path, target: Path, model: nn.Module | None, limit: int) -
             groups.setdefault(there, []).append(name)
         tensors = [Stored((*group,), _meta(*about[there])) for there, group in groups.items()]
     else:
-        for t in stored_tensors(
-            model
-        ):  # on meta, it takes the dtypes there: a config may name another than was trained in
+        # A meta model takes the dtypes of the source: a config may name another than was trained in.
+        for t in stored_tensors(model):
             dtype = next((described[n][1] for n in t.names if n in described), t.tensor.dtype)
             if t.tensor.is_meta and dtype.is_floating_point == t.tensor.is_floating_point():
                 t.tensor.data = t.tensor.data.to(dtype)

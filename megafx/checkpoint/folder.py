@@ -1,4 +1,4 @@
-"""Checkpoints on disk: names and their order, and whose they are; a checkpoint appears whole, in one rename, or not at all.
+"""Checkpoints on disk: their names, order and owner; a checkpoint appears whole, in one rename, or not at all.
 
     runs/gpt/                          the root that users name
         step_00000010/                 a finished checkpoint
@@ -12,8 +12,8 @@
 A save writes and flushes everything below `.partial`, `metadata.json` last, and renames the folder: a folder without that
 prefix is complete. Later damage is found by content.py. Nothing here communicates.
 
-One job saves in a root: the one that came last. Its first save, also after a load from there, writes `.owner.json`. An older
-job that is still alive reads another's id in it, before it writes and before it removes anything, and is refused.
+Only the latest job may save in a root. Its first save, also after a load from there, writes `.owner.json`. An older job that
+is still alive finds another's id in it before it writes or removes anything, and is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _order(path: Path) -> tuple[int, int]:
 
 
 def begin(root: Path, step: int) -> Path:
-    """An empty folder to write into; what saves that were killed left behind is removed."""
+    """An empty folder to write into. Removes what killed saves left behind."""
     root.mkdir(parents=True, exist_ok=True)
     _claim(root)
     for path in root.glob(".step_*"):
@@ -111,14 +111,14 @@ def abandon(folder: Path) -> None:
 
 
 def _name(step: int, present: list[Path]) -> str:
-    """A step that is not above the newest goes back: it gets the next number."""
+    """Name of a new checkpoint. If its step is not above the newest, the run went back: the suffix is one more."""
     times, newest = _order(present[0]) if present else (0, -1)
     times += step <= newest
     return f"step_{step:08d}" + (f"-{times}" if times else "")
 
 
 def sizes_hold(path: Path) -> bool:
-    """Whether a checkpoint can be read, as far as that is seen without reading its tensors."""
+    """Whether the metadata is valid and every file has its size; tensors are not read."""
     try:
         return all((path / name).stat().st_size == file.bytes for name, file in read_content(path).files.items())
     except (OSError, CheckpointError):
@@ -132,7 +132,7 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# -- whose a root is
+# -- the owner of a root
 
 
 @cache
@@ -150,7 +150,7 @@ def _owner(root: Path) -> dict[str, str | int]:
 
 
 def check_owner(root: Path) -> None:
-    """Raises CheckpointError where another process has begun to save in the root since this one did."""
+    """Raises CheckpointError if another process has begun to save in the root since this one did."""
     if (taken := taken_over(root)) is not None:
         fix = (
             "end one of the two jobs, or give each a folder of its own; a job that loads from the folder takes it over"
@@ -159,7 +159,7 @@ def check_owner(root: Path) -> None:
 
 
 def _claim(root: Path) -> None:
-    """This process saves in the root from now on. Raises CheckpointError where another has begun to since it did."""
+    """Make this process the owner of the root. Raises CheckpointError if another has taken it over."""
     check_owner(root)
     mine = _me(os.getpid())
     if _owner(root) != mine:
@@ -178,6 +178,6 @@ def taken_over(root: Path) -> str | None:
 
 
 def go_on_from(path: Path) -> None:
-    """A run goes on from this checkpoint: its next save takes the root over."""
+    """A run resumes from this checkpoint: its next save takes the root over."""
     for root in (path, path.parent):
         _claimed.pop(os.path.realpath(root), None)

@@ -76,7 +76,7 @@ class Load:
         refuse(wrong + [w for data in self.saved for w in state_misfits(model, data, self.shapes)], path)
 
     def _more_misfits(self, data: Mapping[str, Any]) -> list[str]:
-        """Ties, optimizers and extras that are not those that were saved."""
+        """Ties, optimizers and extras that differ from what was saved."""
         wrong: list[str] = []
         used: dict[str, str] = {}
         for stored in stored_tensors(self.model):
@@ -97,8 +97,8 @@ class Load:
         return wrong + [f"it has no extra '{name}'" for name in lacking]
 
     def run(self, group: dist.ProcessGroup | None, rng: bool, rest: Rest) -> dict[str, Any]:
-        """Fill everything; the extra that the user gets. Collective. Raises CheckpointError on every rank; then everything is
-        as it was (a model on meta has zeros)."""
+        """Fill everything; returns the user's extra. Collective. Raises CheckpointError on every rank; everything is then as it
+        was (a model on meta has zeros)."""
         with raising_together(group, CheckpointError):
             give_memory(self.model)
             tensors, staged = self._targets()
@@ -124,9 +124,9 @@ class Load:
         return [(next(self.names[n] for n in s.names if n in self.names), s) for s in stored_tensors(self.model)]
 
     def _targets(self) -> tuple[State, State]:
-        """(memory for what is no tensor of the model, host memory for the model's).
+        """(memory for tensors that are not the model's, host memory for the model's).
 
-        The model's own memory is not read into: files can vanish, or have errors, until the last is read.
+        Files are not read into the model's own memory, since they can vanish or have errors until the last one is read.
         """
         tensors: State = {}
         for saved in self.saved:
@@ -140,7 +140,7 @@ class Load:
     def _take(
         self, tensors: State, pairs: list[tuple[torch.Tensor, torch.Tensor]], rng: bool, undo: contextlib.ExitStack
     ) -> dict[str, Any]:
-        """Give everything what was read; `undo` takes it back. pairs: (memory of a tensor, what was read for it)."""
+        """Put what was read in its place; `undo` reverts that. pairs: (memory of a tensor, what was read for it)."""
         data = {} if self.content is None else self.content.objects
         device, (replica, replicas) = device_of(self.model), replica_of(self.model)
         values = decode(data.get("extra", {}), tensors.__getitem__)
@@ -164,7 +164,7 @@ class Load:
         return values
 
     def _extra_targets(self, data: Any) -> State:
-        """Memory for the user's tensors: sharded as the DTensor that is given to load into, where that has the same shape."""
+        """Memory for the user's tensors, sharded like the DTensor given to load into if that has the same shape."""
         like: State = {}
         for name, thing in self.extra.items():
             encode(thing.state_dict() if isinstance(thing, Stateful) else thing, f"extra.{name}", like)
@@ -179,14 +179,14 @@ class Load:
 
 
 def _restore(thing: Any, state: Any) -> None:
-    """Give a user's object its state back; one that refuses this too is told of by its first error."""
+    """Give a user's object its state back. If that fails too, the first error is the one raised."""
     with contextlib.suppress(Exception):
         thing.load_state_dict(state)
 
 
 @torch.no_grad()
 def _swap(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Exchange values: done twice, they are what they were."""
+    """Exchange values; a second call reverts the first."""
     for a, b in pairs:
         held = a.clone()
         a.copy_(b)
@@ -216,7 +216,7 @@ def misfits(model: nn.Module, there: Mapping[str, tuple[Any, torch.dtype]], sour
 
 
 def refuse(wrong: list[str], path: Path) -> None:
-    """Raise what does not fit, if anything."""
+    """Raise CheckpointError with what does not fit, if anything."""
     if wrong:
         more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
         raise CheckpointError(

@@ -1,13 +1,13 @@
-"""What a checkpoint holds of a training run: a name for every tensor of model, optimizers and generators, and the way back.
+"""The tensors of a training run by name (model, optimizers, generators): collected to save, put back on loading.
 
     model.<FQN>                          parameters and persistent buffers; tied ones once, under the name of their first use
-    optimizer.state.<FQN>.<key>          what the optimizer keeps of a parameter (or optimizer.<i>.state... of several)
+    optimizer.state.<FQN>.<key>          the optimizer's state of a parameter (optimizer.<i>.state... with several)
     optimizer.groups.<i>.<option>        options that are tensors (a capturable learning rate)
     rng.cpu, rng.cuda                    torch's default generators, from which megafx's seeds are drawn too; rank 0's
     rng.replicas.<i>.cpu, ....cuda       those of data-parallel rank i + 1, where they are not rank 0's
     extra.<path>                         the user's
 
-Everything that is no tensor is plain data in `metadata.json` (`encode`).
+Everything else is plain data in `metadata.json` (`encode`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def collect(
     rank: int = 0,
     replicas: Sequence[dict[str, torch.Tensor]] = (),
 ) -> tuple[State, dict[str, Any]]:
-    """(tensors by name, plain data) of all there is to save. No communication, no copies. Of generators and the user's plain
-    tensors, which may differ between ranks, rank 0's are saved, as plain data are. replicas: `generators` of each rank of data
-    parallelism."""
+    """(tensors by name, plain data) of everything to save. No communication, no copies. Generators, the user's plain tensors
+    and plain data may differ between ranks: rank 0's are saved. replicas: `generators` of each data-parallel rank."""
     tensors: State = {}
     aliases: dict[str, str] = {}
     for stored in stored_tensors(model):
@@ -108,8 +107,8 @@ def set_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> 
 def generators_of(
     saved: Mapping[str, Any], replica: int, replicas: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """States for one of `replicas` data-parallel ranks. Where another number of them was saved, and each drew apart: states
-    that follow from rank 0's and the replica's number. Raises what torch raises of states that are none."""
+    """Generator states for one of `replicas` data-parallel ranks. If states of another number of ranks were saved, they are
+    derived from rank 0's and the replica's number. Raises torch's errors for invalid states."""
     several = [saved, *saved.get("replicas", ())]
     found = {}
     for kind, where in (("cpu", torch.device("cpu")), ("cuda", device)):
@@ -125,7 +124,7 @@ def generators_of(
 
 
 def finish_model(model: nn.Module, objects: dict[str, Any]) -> None:
-    """After tensors are filled: `set_extra_state` of modules, and saved-tensor checks see that values changed."""
+    """After tensors are filled: `set_extra_state` of modules, and new tensor versions, for autograd's saved-tensor checks."""
     if objects:
         nn.Module.load_state_dict(model, objects, strict=False)
     for stored in stored_tensors(model):
@@ -159,7 +158,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Its state dict by FQN: {"groups": [{"names": FQNs, option: value}], "state": {FQN: {key: value}}}."""
+    """The state dict by FQN: {"groups": [{"names": FQNs, option: value}], "state": {FQN: {key: value}}}."""
     state, groups = optimizer.state_dict(), []
     named: dict[int, str] = {}
     for names, group in zip(names_of(optimizer, model), state["param_groups"], strict=True):
@@ -169,7 +168,7 @@ def _by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, An
 
 
 def optimizer_misfit(optimizer: torch.optim.Optimizer, model: nn.Module, data: Any) -> str | None:
-    """How the parameter groups of a saved optimizer are not those of this one; None: they are."""
+    """How a saved optimizer's parameter groups differ from this one's; None if they do not."""
     mine, theirs = names_of(optimizer, model), [group["names"] for group in data["groups"]]
     if sorted(map(sorted, mine)) == sorted(map(sorted, theirs)):
         if any("lr" not in group for group in data["groups"]):
@@ -182,7 +181,7 @@ def optimizer_misfit(optimizer: torch.optim.Optimizer, model: nn.Module, data: A
 
 
 def state_misfits(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> list[str]:
-    """Tensors of a saved optimizer that cannot belong to their parameter by their shape (sizes of 1 are sums)."""
+    """Tensors of a saved optimizer whose shape does not fit their parameter (sizes of 1 are reduced dims)."""
     parameters, wrong = dict(model.named_parameters()), []
     for fqn, kept in data["state"].items():
         if fqn not in parameters:
@@ -197,7 +196,7 @@ def state_misfits(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> lis
 
 
 def optimizer_targets(model: nn.Module, data: Any, shapes: Mapping[str, Any]) -> State:
-    """Memory for the tensors of one saved optimizer: name -> tensor, laid out as the parameter where it has its shape.
+    """Memory for the tensors of one saved optimizer: name -> tensor, sharded like the parameter if it has its shape.
     shapes: name in the checkpoint -> (shape, dtype)."""
     made: State = {name: torch.zeros(shapes[name][0], dtype=shapes[name][1]) for name in tensor_names(data["groups"])}
     parameters = dict(model.named_parameters())
@@ -221,16 +220,15 @@ def finish_optimizer(
     now, groups, state = optimizer.state_dict(), [], {}
     for group, names in zip(now["param_groups"], names_of(optimizer, model), strict=True):
         kept = {key: value for key, value in group.items() if key in ("params", "param_names")}
-        groups.append(
-            options_of(group) | saved[frozenset(names)] | kept
-        )  # a newer torch has options that were not saved
+        # a newer torch has options that were not saved
+        groups.append(options_of(group) | saved[frozenset(names)] | kept)
         found = zip(group["params"], names, strict=True)
         state.update({index: whole["state"][name] for index, name in found if name in whole["state"]})
     optimizer.load_state_dict({**now, "state": state, "param_groups": groups})
 
 
 _DICTS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
-DEEPEST = 100  # lists and dicts within one another that a checkpoint holds
+DEEPEST = 100  # most levels of nested lists and dicts
 _KINDS = {kind: tag for tag, kind in _DICTS.items()}
 
 
@@ -240,7 +238,7 @@ def encode(value: Any, path: str, tensors: State, depth: int = 0) -> Any:
         {"lr": 0.1, "betas": (0.9, 0.95), "ema": tensor}, of path "extra"
         {"lr": 0.1, "betas": {"$tuple": [0.9, 0.95]}, "ema": {"$tensor": "extra.ema"}}
 
-    What JSON cannot say is an object with one key that begins with '$'. Reading it back never runs code of its writer.
+    What JSON cannot say is an object with one key that begins with '$'. Reading it back never runs code from the file.
     """
     if depth > DEEPEST:
         fix = "flatten it, or leave out what holds itself"

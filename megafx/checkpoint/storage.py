@@ -1,7 +1,7 @@
-"""Storage of `checkpoint/folder.py`'s format for torch.distributed.checkpoint, and its save and load with it.
+"""Write and read `checkpoint/folder.py`'s format through torch.distributed.checkpoint.
 
-Plans, slices that several ranks hold, and reads of slices that were cut otherwise are torch's. Nothing is pickled into a
-file: data are safetensors, metadata JSON.
+torch makes the plans: it writes slices that several ranks hold once, and reads slices that were cut otherwise. Nothing is
+pickled into a file: data are safetensors, metadata is JSON.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # planne
 
 
 def write_checkpoint(state: State, writer: FolderWriter, group: dist.ProcessGroup | None) -> None:
-    """Write this rank's slices. Collective over the group; None: of this process alone. Raises CheckpointError; then nothing
-    is left of it."""
+    """Write this rank's slices. Collective over `group` (None: this process alone). Raises CheckpointError; nothing is then
+    left on disk."""
     planner = DefaultSavePlanner(**FLAT)
     try:
         with _errors_of_ranks("saving", f"the checkpoint of step {writer.step} could not be saved in '{writer.root}'"):
@@ -58,8 +58,8 @@ def write_checkpoint(state: State, writer: FolderWriter, group: dist.ProcessGrou
 
 
 def read_tensors(state: State, reader: StorageReader, group: dist.ProcessGroup | None, source: Path) -> None:
-    """Fill this rank's slices of the tensors. Collective over the group; None: of this process alone. Raises CheckpointError,
-    which names `source`; then some are filled."""
+    """Fill this rank's slices of the tensors. Collective over `group` (None: this process alone). Raises CheckpointError,
+    which names `source`; some may be filled then."""
     planner = DefaultLoadPlanner(**FLAT)
     with _errors_of_ranks("loading", f"checkpoint {source} could not be loaded"):
         if group is not None:
@@ -74,7 +74,7 @@ def read_tensors(state: State, reader: StorageReader, group: dist.ProcessGroup |
 
 @contextlib.contextmanager
 def _errors_of_ranks(doing: str, failed: str) -> Iterator[None]:
-    """What torch and files raise, on one rank or several, as an error that names them."""
+    """Raise errors of torch and of files, on one rank or several, as one CheckpointError."""
     try:
         with stopping_with_others(f"{doing} a checkpoint"):
             yield
@@ -94,7 +94,7 @@ def _text(error: BaseException) -> str:
 
 
 class _Storage:
-    """What torch asks of a storage and this one has no use for."""
+    """Parts of torch's storage interface that are not needed here."""
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -108,7 +108,7 @@ class _Storage:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # torch.distributed.checkpoint never picks it by itself
+        return False  # so that torch.distributed.checkpoint never picks it by itself
 
 
 class FolderWriter(_Storage, StorageWriter):

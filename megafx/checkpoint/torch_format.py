@@ -1,10 +1,10 @@
-"""Checkpoints that torch.distributed.checkpoint's own writer made: their tensors, and what they keep of optimizers.
+"""Read checkpoints that torch.distributed.checkpoint's own writer made: tensors and optimizer state.
 
     <root>.<FQN>                           parameters and buffers; <root>: whatever key the user gave the model
     <root>.state.<FQN>.<key>               get_optimizer_state_dict(model, optimizer), of FSDP ranks or of one process
     <root>.param_groups.<i>.<option>       ... `params` are the FQNs of the group
 
-Nothing that a file says is run. `.metadata` is a pickle: it is read by an unpickler that makes the classes below and nothing
+No code from a file is run. `.metadata` is a pickle: it is read by an unpickler that makes the classes below and nothing
 else. Tensors and options in the `.distcp` files are read by `torch.load(weights_only=True)`, as torch's reader does.
 """
 
@@ -50,8 +50,8 @@ _WITH_ATTRIBUTES = ("torch.distributed.checkpoint.metadata", "torch.distributed.
 
 
 class _Unpickler(pickle._Unpickler):
-    """Makes the classes in `_ALLOWED`, and dtypes of torch. Written in Python, where each step can be looked at: setting
-    attributes of what is no instance of metadata's own classes would change a class for the whole process."""
+    """Makes the classes in `_ALLOWED`, and dtypes of torch. Based on pickle's Python version, to check each step: setting
+    attributes of anything but instances of metadata's classes could change a class for the whole process."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {**pickle._Unpickler.dispatch}
 
@@ -79,8 +79,8 @@ def _more_than_metadata(what: str) -> CheckpointError:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Raises CheckpointError where `.metadata` is damaged, asks for anything but metadata's classes, or says what is not so:
-    slices that are no partition of their tensor, or places outside of the folder's files."""
+    """Raises CheckpointError if `.metadata` is damaged, asks for anything but metadata's classes, or is inconsistent: slices
+    that do not partition their tensor, or places outside of the folder's files."""
     try:
         size = regular_size(folder / TORCH_METADATA)
         return _parsed(folder, size, (folder / TORCH_METADATA).stat().st_mtime_ns)
@@ -121,7 +121,7 @@ def _parsed(folder: Path, size: int, changed: int) -> Metadata:
 
 
 class TorchReader(FileSystemReader):
-    """torch's reader of the tensors of these names."""
+    """torch's reader, limited to these names."""
 
     def __init__(self, folder: Path, names: set[str]) -> None:
         super().__init__(folder)
@@ -141,7 +141,7 @@ def tensors_there(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]
 
 
 def names_there(there: Iterable[str], names: Iterable[str]) -> dict[str, str]:
-    """Name of ours -> name in the checkpoint, where all of ours have one prefix there ('', 'model.', ...)."""
+    """Name -> name in the checkpoint, which has one prefix for all ('', 'model.', ...); absent names are left out."""
     present, known, counts = {*there}, {*names}, Counter[str]()
     for name in present:
         parts = name.split(".")
@@ -160,7 +160,7 @@ Entries = dict[str, dict[str, Any]]  # FQN of a parameter, or number of a group 
 def saved_optimizers(
     folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], taken: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """What is kept of each optimizer, encoded as in `checkpoint/state.py`. taken: names there of the model's tensors.
+    """The saved state of each optimizer, encoded as in `checkpoint/state.py`. taken: saved names of the model's tensors.
 
     Raises CheckpointError where there is no optimizer, it is kept in another form, or has other parameters or groups.
     """
@@ -215,7 +215,7 @@ def _entries(folder: Path, taken: set[str]) -> tuple[Entries, Entries]:
 
 
 class _Objects(DefaultLoadPlanner):
-    """Takes values that are no tensors, as plain data."""
+    """Collects non-tensor values, as plain data."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Parameters that were gathered from data-parallel ranks and are kept until one of their shards changes (ZeRO-1).
 
-A shard has changed when its version counter or its parameter's has, or when another tensor took its place: load_state_dict, a
-copy into it, an optimizer's step. The parameter counts what is written into its views, the shard what is written through
-`.data` (`DispatchedTensor`); nobody counts what goes through views of `.data`. Before the step of a torch optimizer what is
-gathered of its parameters is given up in any case: it would be out of date, and its memory is free for the step.
+A shard has changed if its version counter or its parameter's has, or if another tensor took its place: load_state_dict, a
+copy into it, an optimizer's step. The parameter's counter sees writes to its views, the shard's sees writes through `.data`
+(`DispatchedTensor`); writes through views of `.data` go unnoticed. The step of a torch optimizer first drops what was gathered
+of its parameters: it would be out of date, and the step can use its memory.
 
 All ranks run the same code, so they find the same shards changed, and gather again together.
 """
@@ -21,13 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def gather(shards: Sequence[Tensor], ranks: int, axis: str) -> Tensor:
-    """One collective, started: to be waited for."""
+    """Start one all-gather of the shards; the result has to be waited for."""
     flat: Tensor = torch.ops.megafx.gather_region([*shards], ranks, axis)
     return flat
 
 
 class _Kept:
-    """What was gathered of these shards as they are now."""
+    """What was gathered, with the shards and their versions at that time."""
 
     def __init__(self, shards: Sequence[Tensor], flat: Tensor) -> None:
         self.shards = [weakref.ref(s) for s in shards]
@@ -41,7 +41,7 @@ class _Kept:
 
 
 class GatheredParameters:
-    """Of one model. gathers: how often was gathered, for tests."""
+    """The gathered parameters of one model. gathers: number of gathers, for tests."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[int, ...], _Kept] = {}
@@ -66,7 +66,7 @@ class GatheredParameters:
         return flat
 
     def see(self, parameter: DTensor) -> None:
-        """Give up what was gathered of a parameter that has changed since this was called last."""
+        """Drop what was gathered of a parameter if it has changed since the last call."""
         local, version = parameter._local_tensor, parameter._version
         ref, last = self._seen.get(id(local), (None, -1))
         if last != version or ref is None or ref() is not local:
@@ -85,7 +85,7 @@ def _before_step(gathered: GatheredParameters | None, optimizer: torch.optim.Opt
 
 
 class Gathered:
-    """Gives the gather of some of a graph's inputs at each call."""
+    """Returns, at each call, some of a graph's inputs gathered."""
 
     def __init__(self, indices: tuple[int, ...], ranks: int, axis: str, kept: GatheredParameters) -> None:
         self.indices, self.ranks, self.axis, self.kept = indices, ranks, axis, kept

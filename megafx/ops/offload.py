@@ -1,16 +1,16 @@
-"""Values that wait for backward in the host's memory, copied there and back beside what the device computes.
+"""Values that wait for backward in host memory, copied there and back while the device computes.
 
-    megafx::offload       value -> the same in pinned memory of the host; the copy has only been started
-    megafx::offloaded     (what offload gave, its value) -> the former, once the copy is done: until then the value stays
-    megafx::reload        what lies on the host -> the value on the device; the copy has only been started
-    megafx::reloaded      what reload gave -> the same, once the copy is done
+    megafx::offload       value -> the same in pinned host memory; the copy has only been started
+    megafx::offloaded     (result of offload, value) -> that result, once the copy is done; the value stays alive until then
+    megafx::reload        host tensor -> the value on the device; the copy has only been started
+    megafx::reloaded      result of reload -> the same, once the copy is done
 
 Copies have two streams of their own, one for each direction. The graph's stream waits for them at `offloaded` and `reloaded`.
-So memory is never used again while a copy reads or writes it: it is free once the graph has no more readers of the value, as
-everywhere else. What a backward never asks for is freed with the call that kept it. Where a run ends between two of these ops
-(an error in another op), the copy that is under way keeps its memory until the next one begins.
+So memory is never reused while a copy reads or writes it: it is freed once no later op reads the value, as everywhere else.
+What a backward never asks for is freed with the call that kept it. If a run ends between two of these ops (an error in another
+op), the copy that is under way keeps its memory until the next one begins.
 
-Copies lie in memory as the value does. Without a GPU they are copies to another tensor, done at once.
+Copies have the value's memory layout. Without a GPU they go to another CPU tensor, at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megafx.ir.facts import FREE, declare
 
 
 class _Copy(NamedTuple):
-    event: Any  # of CUDA, behind the copy
-    memory: Tensor  # that it writes
+    event: Any  # of CUDA, recorded after the copy
+    memory: Tensor  # what the copy writes
 
 
 _under_way: dict[int, _Copy] = {}  # address of what a copy writes -> the copy
@@ -108,5 +108,5 @@ RELOAD, RELOADED = torch.ops.megafx.reload.default, torch.ops.megafx.reloaded.de
 
 
 def is_on_host(node: fx.Node) -> bool:
-    """Whether the value takes no memory of the device."""
+    """Whether the value takes no device memory."""
     return node.target in (OFFLOAD, OFFLOADED)

@@ -1,8 +1,8 @@
 """`CacheShard`: this rank's part of a key or value cache, between two calls.
 
-Its shape is the logical one, [batch, heads, sequence, head dim]; `local` holds this rank's heads. What caches do with their
+Its shape is the global one, [batch, heads, sequence, head dim]; `local` holds this rank's heads. What caches do with their
 tensors between calls (reorder, repeat and select along batch, crop along the sequence, copy, join) runs on the local tensor,
-without communication. `full_tensor()` gives the whole, collectively; everything else is refused.
+without communication. `full_tensor()` gathers it, collectively; every other op raises UsageError.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class CacheShard(torch.Tensor):
-    """local: the physical shard of `placement`; padding in it holds anything."""
+    """local: the physical shard of `placement`; padding in it is undefined."""
 
     local: torch.Tensor
     placement: Placement
@@ -93,7 +93,7 @@ def _local(x: Any) -> Any:
 
 
 def _dim_of(position: int, default: int = 0) -> Callable[[CacheShard, Any], bool]:
-    """Whether the dim that argument `position` names is another than the sharded one."""
+    """Whether argument `position` names a dim other than the sharded one."""
 
     def check(x: CacheShard, args: Any) -> bool:
         dim = args[position] if len(args) > position else default
@@ -114,7 +114,7 @@ def _always(x: CacheShard, args: Any) -> bool:
 
 
 def _all_shards(x: CacheShard, args: Any) -> bool:
-    """Beside shards, tensors without elements: what a cache starts from."""
+    """Joins shards and empty [0] tensors (which caches start from) along a dim that is not sharded."""
     return all(isinstance(a, CacheShard) or a.shape == (0,) for a in args[0]) and _dim_of(1)(x, args)
 
 
@@ -140,7 +140,7 @@ def _copied(x: CacheShard, args: Any) -> bool:
     return all(isinstance(a, CacheShard) for a in args[:2])
 
 
-# The sharded dim of the result, where that is another.
+# The sharded dim of the result, for ops that move it.
 _MOVED: dict[Any, Callable[[CacheShard, Any], int]] = {
     aten.select: lambda x, args: x.placement.dim - (args[1] % x.dim() < x.placement.dim),
     aten.squeeze: _squeezed,

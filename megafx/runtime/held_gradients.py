@@ -2,16 +2,16 @@
 
 A rank holds gradients back while `no_sync` is on, until a backward outside of it reduces their sums.
 
-They are whole gradients of this rank's tensor-parallel shards. `.grad` does not show them, since it has values of all
-data-parallel ranks only. Instead `.grad` holds a marker, a `HeldGradient` without values. If the marker is gone, zero_grad
-was called, and what is held is dropped. Reading the marker is an error (clipping does), and an optimizer's step is refused
-before it changes anything.
+Held gradients are those of this rank's whole tensor-parallel shards. They are not in `.grad`, which only has values that are
+reduced over data-parallel ranks. Instead `.grad` holds a marker, a `HeldGradient` without values. If the marker is gone,
+zero_grad was called, and what is held is dropped. Reading the marker (as clipping does) is an error, and an optimizer's step is
+refused before it changes anything.
 
 The marker is a tensor class because `.grad` takes nothing else, and because `zero_grad(set_to_none=False)`, clipping and
 steps of any optimizer have to notice it.
 
-With `gradient_accumulation_fusion` on one data-parallel rank, products add to `.grad` itself, where autograd would add to it in
-place and nothing watches the parameter. Autograd then gets nothing more to add.
+With `gradient_accumulation_fusion` on one data-parallel rank, products add to `.grad` itself, if autograd would add to it in
+place and no hook watches the parameter. Autograd then gets no gradient to add.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HeldGradient(TPTensor):
 
 @functools.cache
 def _refuse_steps() -> None:
-    """From the first held gradient on. (AdamW decays weights before it looks at gradients.)"""
+    """Refuse optimizer steps while gradients are held. (AdamW decays weights before it reads gradients.)"""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(isinstance(p.grad, HeldGradient) for group in optimizer.param_groups for p in group["params"]):
@@ -100,14 +100,14 @@ def _unreduced(what: str) -> UsageError:
 
 @dataclass
 class HeldGradients:
-    """Of one model. now: whether `no_sync` is on. sums: FQN -> what is held. seen: FQN -> the `.grad` since, its version."""
+    """Of one model. now: whether `no_sync` is on. sums: FQN -> held sum. seen: FQN -> (`.grad` at the last add, version)."""
 
     now: bool = False
     sums: dict[str, Tensor] = field(default_factory=dict)
     seen: dict[str, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
 
     def add(self, name: str, parameter: nn.Parameter, gradient: Tensor, summed: bool) -> None:
-        """summed: the gradient has in it what was held, and is the graph's no more."""
+        """summed: `gradient` includes what was held, and need not be copied."""
         if summed:
             self.sums[name] = gradient
         elif name in self.sums:
@@ -122,7 +122,7 @@ class HeldGradients:
         self.seen[name] = weakref.ref(parameter.grad), parameter.grad._version
 
     def take(self, wanted: Pending, parameter: Tensor) -> Tensor:
-        """Give away what is held of a parameter; zeros where nothing is."""
+        """Remove and return what is held of a parameter; zeros if nothing is."""
         found = self.sums.get(wanted.name)
         self.drop(wanted.name, parameter)
         return _zeros(wanted, parameter) if found is None else found
@@ -134,7 +134,7 @@ class HeldGradients:
             parameter.grad = None
 
     def settle(self, parameters: Mapping[str, Tensor]) -> None:
-        """Drop what is held of parameters whose gradient was set to None since."""
+        """Drop what is held of parameters whose `.grad` was set to None since. Raises UsageError if it was changed in place."""
         for name in [*self.sums]:
             now, (ref, version) = parameters[name].grad, self.seen[name]
             was = ref()
@@ -150,9 +150,9 @@ class HeldGradients:
 
 @dataclass
 class HeldBack:
-    """The other backward graphs of a call. of(kind): what runs it, and the gradients that it takes besides.
+    """The accumulating backward graphs of a call. of(kind): (what runs it, the earlier gradients that it takes as inputs).
 
-    fused: products add to what is there (`gradient_accumulation_fusion`).
+    fused: products add to these (`gradient_accumulation_fusion`).
     """
 
     of: Callable[[Any], tuple[Any, list[Pending]]]
@@ -195,8 +195,8 @@ class HeldBack:
         retain: bool,
         check: Callable[[list[Any]], None],
     ) -> list[Any] | None:
-        """As `backward`, on one data-parallel rank: adds to `.grad` where that may be. edges: where autograd sends each
-        gradient; check: to be called with all of them. None for a parameter: its gradient is in `.grad`."""
+        """As `backward`, on one data-parallel rank: adds to `.grad` where `adds_in_place`. edges: where autograd sends each
+        gradient; check: called with all gradients. None for a parameter: its gradient is in `.grad` already."""
         ready = {
             n for n, edge in zip(names, edges, strict=True) if n is not None and adds_in_place(parameters[n], edge)
         }
@@ -216,9 +216,9 @@ class HeldBack:
 
 
 def adds_in_place(parameter: nn.Parameter, edge: Any) -> bool:
-    """Whether autograd is to add this parameter's gradient to one that is there, and nobody looks at what is added.
+    """Whether autograd would add this parameter's gradient to its `.grad`, and no hook sees what is added.
 
-    edge: the node that autograd sends it to.
+    edge: the autograd node that receives it.
     """
     grad, dtype = parameter.grad, parameter.grad_dtype or parameter.dtype  # type: ignore[attr-defined]
     if grad is None or edge is None or grad.requires_grad or grad.dtype != dtype or isinstance(grad, HeldGradient):

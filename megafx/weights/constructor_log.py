@@ -1,11 +1,11 @@
-"""What a constructor computes, written down and run again for shards.
+"""Record what a model's constructor computes, and replay it to fill shards.
 
 Recording: the constructor runs on fake tensors, without memory and without drawing. Every operation on tensors becomes a
-`Step`, whatever code calls it. Where the constructor asks for the value of a tensor (torch's `trunc_normal_` does, to draw
-again what is out of range), the steps that the value depends on are run right then, and draw what the replay will draw.
+`Step`, whatever code calls it. Where the constructor reads the value of a tensor (torch's `trunc_normal_` does, to redraw
+what is out of range), the steps that the value depends on run right then, and draw what the replay will draw.
 
-Replay: the steps run with memory for little more than one tensor, taken when a step writes it and dropped after the last step
-that reads that value. Steps whose results are never used are left out, except draws: the generator has to pass through them.
+Replay: the steps run with memory for little more than one tensor, allocated when a step writes it and freed after the last
+step that reads it. Steps whose results are never used are skipped, except draws, which have to advance the generator.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megafx.errors import UsageError
 from megafx.ir.source_lines import current_user_line
 
 aten = torch.ops.aten
-Storage = int  # a number for each memory that a recorded tensor lies in
+Storage = int  # numbers the storages of recorded tensors
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A recorded tensor: a view of a numbered memory."""
+    """A recorded tensor: a view of a numbered storage."""
 
     storage: Storage
     dtype: torch.dtype
@@ -47,10 +47,10 @@ class Ref:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One operation, the `number`th. Tensors in args and kwargs are Refs, or real where they were there before.
+    """Operation `number` of the log. Tensors in args and kwargs are Refs; those made before the constructor ran are real.
 
-    reads, writes: memories; overwrites: those written in whole without a look at what was there. generator: what it draws from;
-    seeded: the state that this generator was set to since the draw before.
+    reads, writes: storages; overwrites: those written completely, without being read. generator: what it draws from;
+    seeded: the state that this generator was set to since its previous draw.
     """
 
     number: int
@@ -67,9 +67,9 @@ class Step:
 
 @dataclass
 class Log:
-    """steps in order. memories: bytes and device of each. final: states to which generators were set after their last draw.
+    """memories: bytes and device of each storage. final: states to which generators were set after their last draw.
 
-    refs: name -> parameter or buffer of the model that was made, aliases included; a real tensor is itself.
+    refs: name -> parameter or buffer of the model, aliases included; real tensors are stored as they are.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -85,8 +85,8 @@ Run = Callable[[Step, Any, Any], Any]
 def record(factory: Callable[[], Any], run: Run | None = None) -> Log:
     """Run `factory` on fake tensors; torch's generators are left as they were.
 
-    run: how steps are run where values are asked for; default: drawing from the generators. Raises UsageError where the
-    constructor makes shapes of values, or changes tensors that were there before.
+    run: how to run steps whose values the constructor reads; default: drawing from the generators. Raises UsageError where
+    shapes depend on values, tensors are changed that the constructor did not make, or no model is returned.
     """
     recorder = _Recorder(run)
     try:
@@ -136,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.log = Log()
         self.numbers: dict[int, Storage] = {}
-        self.alive: list[torch.UntypedStorage] = []  # so that no address is used again
+        self.alive: list[torch.UntypedStorage] = []  # so that no address is reused
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         generators = [torch.default_generator, *(torch.cuda.default_generators if on_cuda else ())]
         self.start = [(g, g.get_state()) for g in generators]
@@ -177,7 +177,7 @@ class _Recorder(TorchDispatchMode):
             generator.set_state(state)
 
     def ref(self, x: torch.Tensor) -> Ref | None:
-        """What a fake tensor is in the log; None for a real one."""
+        """The Ref of a fake tensor; None for a real one."""
         if not isinstance(x, FakeTensor):
             return None
         storage, memories = x.untyped_storage(), self.log.memories
@@ -199,7 +199,7 @@ class _Recorder(TorchDispatchMode):
         return torch.default_generator
 
     def _seeded(self, generator: torch.Generator) -> torch.Tensor | None:
-        """The state of a generator where it is not as it was at the draw before: fake draws change none."""
+        """The generator's state if it was set since its previous draw, else None. (Fake draws do not change it.)"""
         with _disable_current_modes():
             last, state = self.seen.get(id(generator)), generator.get_state()
             same = last is not None and torch.equal(last, state)
@@ -207,7 +207,7 @@ class _Recorder(TorchDispatchMode):
         return None if same else state
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[set[Storage], set[Storage]]:
-        """(memories written in place, those of them that are overwritten in whole)"""
+        """(storages written in place, those of them that are overwritten completely)"""
         written: set[Storage] = set()
         whole: set[Storage] = set()
         for i, argument in enumerate(func._schema.arguments):
@@ -229,8 +229,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Values:
-    """Numbers that a constructor asks for while it is recorded. Every draw is made once, to learn the state of its generator
-    before it; the draws that a value depends on are made again from there."""
+    """Values that the constructor reads while it is recorded. Every draw runs once, to learn its generator's state before it;
+    draws that a value depends on run again from that state."""
 
     def __init__(self, log: Log, run: Run | None) -> None:
         self.log, self.run = log, run
@@ -239,7 +239,7 @@ class _Values:
         self.passed = 0
 
     def of(self, ref: Ref) -> Any:
-        """The 0-d tensor as a Python number, as it is after the steps so far."""
+        """The value of a 0-d tensor after the steps so far, as a Python number."""
         found: list[Any] = []
         new = self.passed if self.run is None else len(self.log.steps)
         plan = schedule(self.log.steps, {ref.storage}, keep=lambda step: step.number >= new)
@@ -271,8 +271,8 @@ class _Values:
 
 @dataclass(frozen=True)
 class Schedule:
-    """order: the steps that run. delivers: number of a step -> memories that have their final value after it; frees: ... that
-    nothing needs after it."""
+    """order: the steps to run. delivers: step number -> storages that have their final value after it; frees: step number ->
+    storages that nothing needs after it."""
 
     order: list[Step]
     delivers: dict[int, set[Storage]]
@@ -297,16 +297,16 @@ def schedule(steps: Sequence[Step], wanted: Collection[Storage], keep: Callable[
 
 
 def draw_in_order(step: Step, args: Any, kwargs: Any) -> Any:
-    """One step, its draws from the generators as they are."""
+    """Run one step; its generator is set first where the constructor set it."""
     if step.generator is not None and step.seeded is not None:
         step.generator.set_state(step.seeded)
     return step.func(*args, **kwargs)
 
 
 def replay(log: Log, wanted: Collection[Storage], deliver: Deliver) -> int:
-    """Run the log, all its draws, and call deliver(number, memory) for each wanted memory when it has its final value.
+    """Run all draws and what `wanted` needs; call deliver(number, memory) as each wanted storage gets its final value.
 
-    Generators end in the states in which the constructor leaves them. Returns the most bytes that were held at once.
+    Generators end in the states in which the constructor leaves them. Returns the peak of bytes held.
     """
     most = execute(log, schedule(log.steps, wanted, keep=lambda step: True), deliver, draw_in_order)
     for generator, state in log.final:
@@ -316,7 +316,7 @@ def replay(log: Log, wanted: Collection[Storage], deliver: Deliver) -> int:
 
 @torch.no_grad()
 def execute(log: Log, plan: Schedule, deliver: Deliver, run: Run) -> int:
-    """Run a schedule; the most bytes that were held at once."""
+    """Run a schedule; return the peak of bytes held."""
     held: dict[Storage, torch.UntypedStorage] = {}
     most = 0
 

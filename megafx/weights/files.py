@@ -1,4 +1,4 @@
-"""Safetensors: boxes read out of a folder of files, and one file written as a stream.
+"""Safetensors: read boxes of tensors from a folder of files; write one file as a stream.
 
 Reading: the safetensors library maps files into memory. Mapped pages count as memory of the process for as long as the map
 lives, so files are mapped anew after every `MAPPED` bytes: little more is held than what was asked for.
@@ -36,7 +36,7 @@ DTYPES = {dtype: name for name, dtype in NAMES.items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAPPED = 1 << 25  # bytes; benchmarks/load_memory.py measures what is held
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-NUMBERED = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")  # one of several files, which an index names
+NUMBERED = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")  # one of several files, listed in an index
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -68,7 +68,7 @@ class SafetensorsFiles:
     def __init__(self, path: str | Path) -> None:
         """path: a .safetensors file, or a folder with model.safetensors.index.json, model.safetensors or any such files.
 
-        Raises CheckpointError, which lists every file that is missing, truncated or no safetensors file.
+        Raises CheckpointError, which lists every file that is missing, truncated or not safetensors.
         """
         self.path = Path(path)
         self.entries: dict[str, Entry] = {}
@@ -96,9 +96,9 @@ class SafetensorsFiles:
             raise listed(f"'{self.path}' cannot be read", wrong, fix="copy the files again")
 
     def blocks(self, name: str, box: Sequence[slice]) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """Values of the tensor in a box of it, piece by piece: (where in the box, values in the file's dtype).
+        """The values in a box of a tensor, piece by piece: (where in the box, values in the file's dtype).
 
-        A piece is at most `MAPPED` bytes (or one element of the first dims) and valid until the next one.
+        A piece is at most `MAPPED` bytes of whole rows (or one row of dim 0) and valid until the next one.
         """
         entry = self.entries[name]
         sizes = [s.stop - s.start for s in box]
@@ -147,7 +147,7 @@ def _files_of(path: Path) -> Mapping[Path, list[str] | None]:
         raise CheckpointError(f"'{path}' is no safetensors file", fix=_PICKLE_FIX)
     if not path.is_dir():
         raise CheckpointError(f"there is no file or folder '{path}'", fix="give a folder of safetensors files")
-    if (path / SINGLE).exists():  # before an index, as transformers has it: one rename makes it the model
+    if (path / SINGLE).exists():  # goes before an index, as in transformers: one rename makes it the model
         return {path / SINGLE: None}
     if (path / INDEX).exists():
         return _indexed(path / INDEX)
@@ -191,16 +191,16 @@ def _indexed(index: Path) -> dict[Path, list[str]]:
 
 
 def regular_size(path: Path) -> int:
-    """Bytes of a file. Raises OSError where it may not be read, or is a device or a pipe, on which a reader could wait."""
+    """Size of a file in bytes. Raises OSError if it is unreadable, or a device or pipe, on which a reader could block."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"'{path}' is no regular file")
-    with open(path, "rb"):  # safetensors says of a file without permission that it does not exist
+    with open(path, "rb"):  # safetensors would report an unreadable file as missing
         return found.st_size
 
 
 def flush_folder(folder: Path) -> None:
-    """Names in a folder are on the disk only after this."""
+    """fsync a folder, so that new names in it are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -228,7 +228,7 @@ def write(
 ) -> Written:
     """Write tensors under the names of `entries` (name, dtype, shape) and flush them to the disk; `values` in the same order.
 
-    A value is asked for when it is written, so that one at a time has to be on the host.
+    Each value is taken when it is written, so only one at a time has to be on the host.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -242,7 +242,7 @@ def write(
     with open(path, "wb") as file:
         total = _put(file, digest, len(text).to_bytes(8, "little") + text)
         waiting = iter(values)
-        for entry in entries:  # no name here (nor in a zip) holds a value while the next one is made
+        for entry in entries:  # no variable (nor a zip) holds a value while the next one is made
             total += _put(file, digest, _bytes_of(entry, next(waiting, None)))
         if next(waiting, None) is not None:
             raise ValueError("there are more values than entries")
@@ -268,6 +268,6 @@ def _put(file: BinaryIO, digest: hashlib.blake2b, block: bytes | memoryview) -> 
 
 
 def digest_of(path: Path) -> str:
-    """What `Written.digest` is of the file as it is now."""
+    """The digest of a file's present contents, as in `Written`."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

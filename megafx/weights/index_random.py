@@ -1,6 +1,6 @@
 """Random initial values by element index: they do not depend on the number of ranks, nor on which of them draws a slice.
 
-`normal_` and `uniform_` number `op` of a constructor's log, on a tensor with (row-major) element index i:
+For a `normal_` or `uniform_`, step number `op` of a constructor's log, at row-major element index i:
 
     counter = (g & 0xffffffff, g >> 32, op, 1) with g = i >> 2        key = low and high 32 bits of the seed
     word(i) = output word i & 3 of Philox4x32-7 (kernels/common/philox.py)
@@ -35,7 +35,7 @@ class IndexRandom:
         self.key = (seed & MASK, (seed >> 32) & MASK)
 
     def run(self, step: Step, args: Any, kwargs: Any) -> Any:
-        """In place of an operation of the log: `normal_` and `uniform_` by index, other draws from a generator of their own."""
+        """Run a step of the log: `normal_` and `uniform_` by index, other draws with the generator seeded for the step."""
         if (generator := step.generator) is None:
             return step.func(*args, **kwargs)
         if step.func in _FILLS:
@@ -50,7 +50,7 @@ class IndexRandom:
             generator.set_state(before)
 
     def fill_slices(self, log: Log, by_memory: Mapping[Storage, list[tuple[Stored, Ref]]]) -> set[Storage]:
-        """Draw this rank's slices of the tensors whose last and only step is a draw; their numbers."""
+        """Draw this rank's slices of tensors that one draw fills; return the numbers of their storages."""
         done = set()
         for memory, users in by_memory.items():
             step = schedule(log.steps, {memory}, keep=lambda step: False).order[-1]
@@ -65,7 +65,7 @@ class IndexRandom:
 
     @torch.no_grad()
     def _fill(self, out: torch.Tensor, box: ShardSlice, step: Step, shape: Sequence[int]) -> None:
-        """Write the box of a tensor of `shape` into its place in `out`."""
+        """Draw the box of a tensor of `shape` into its place in `out`."""
         first, second = (*step.args[1:], *_FILLS[step.func][len(step.args) - 1 :])[:2]
         target = out[box.local]
         starts, run = rows_of(box, shape)
@@ -97,7 +97,7 @@ class IndexRandom:
                 torch.mul(radius, angle.sin(), out=values[..., i + 1])
             values += first
         else:
-            kept = 32 if wide == torch.float64 else 24  # bits that the dtype holds: 1 is never reached
+            kept = 32 if wide == torch.float64 else 24  # bits that the dtype holds exactly: 1 is never reached
             torch.stack([(torch.as_tensor(w) >> (32 - kept)).to(wide) for w in words], -1, out=values)
             values.mul_((second - first) * 2.0**-kept).add_(first)
         flat, skipped = values.flatten(1), starts & 3

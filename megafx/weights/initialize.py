@@ -6,8 +6,8 @@
     torch.manual_seed(0)
     megafx.initialize(model, lambda: Net(config))    # what torch.manual_seed(0); Net(config) gives
 
-The constructor runs once more, on fake tensors; what it computes is written down (constructor_log.py), whatever code that is.
-The steps then run in order with the generators as they are; each final tensor is cut to this rank's slices and dropped.
+The constructor runs once more, on fake tensors, and its operations are recorded (constructor_log.py). These then run in order,
+drawing from torch's generators; this rank's slices of each final tensor are copied, and the tensor is freed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def initialize(
     `model`. Ranks draw from rank 0's generators, and hold no more than their shards and the few tensors that are being made.
 
     seed: draw by element index instead (Philox, keyed by the seed, the operation and the index): each rank draws its slices
-    only, and nothing that is overwritten. Values are the same at any degree and distributed as eager's are, but they are not
-    eager's. Applies to `normal_` and `uniform_`; other draws come from a generator that is seeded for the operation.
+    only, and nothing that is overwritten. Values are the same at any degree of parallelism; they have eager mode's
+    distributions, but not its numbers. Applies to `normal_` and `uniform_`; other draws use a generator seeded per operation.
 
-    A constructor may not make shapes of values (`x[x > 0]`), nor take values by the address of their memory; NumPy arrays and
-    the like are taken as they are. device: of the memory, where the model has no mesh; default: the CPU.
+    A constructor may not make shapes depend on values (`x[x > 0]`), nor read values by memory address; tensors from NumPy and
+    the like are taken as they are. device: where to allocate if the model has no mesh; default: that of its other parameters,
+    else the CPU.
 
     Collective over all ranks of the model. Raises UsageError, on every rank and before anything is changed.
     """
@@ -60,7 +61,7 @@ def initialize(
     with agreement.raising_together(everyone_of(model)):
         check_planned(model)
         log = recorded(model, factory, seed)
-    if (group := everyone_of(model)) is not None:  # ranks recorded the same steps, with the same seeds in them
+    if (group := everyone_of(model)) is not None:  # ranks must have recorded the same steps and seeds
         seeds = b"".join(s.seeded.cpu().numpy().tobytes() for s in log.steps if s.seeded is not None)
         text = f"{[str(s.func) for s in log.steps]} {hashlib.blake2b(seeds).hexdigest()}"
         fix = "build the same model on every rank, and seed generators of your own alike"
@@ -73,7 +74,7 @@ def initialize(
 
 
 def check_planned(model: nn.Module) -> None:
-    """Raise where parameters on meta are not cut yet: giving them memory would take that of the whole model."""
+    """Raise UsageError if meta parameters are not sharded yet: they would get the memory of the whole model."""
     runtime = runtime_of(model)
     if runtime is None or runtime.mesh is None or runtime.params is not None:
         return
@@ -108,9 +109,9 @@ def recorded(model: nn.Module, factory: Factory | None, seed: int | None = None)
 
 
 def fill(log: Log, tensors: Collection[Stored], seed: int | None = None, only_needed: bool = False) -> None:
-    """Run the steps that `tensors` need, and copy this rank's slices of each. seed: as it was for `recorded`.
+    """Run the steps that `tensors` need, and copy this rank's slices of each. seed: as given to `recorded`.
 
-    only_needed: leave out what other tensors draw; values that are drawn are not eager's then.
+    only_needed: skip the draws of other tensors; drawn values then differ from eager mode's.
     """
     by_memory: dict[Storage, list[tuple[Stored, Ref]]] = {}
     for tensor in tensors:
@@ -134,8 +135,8 @@ def fill(log: Log, tensors: Collection[Stored], seed: int | None = None, only_ne
 
 
 class Rest:
-    """Tensors on meta for which files have no values (buffers that are not persistent): they get the constructor's. Made before
-    anything is changed: raises UsageError where it is not known how the model is built. also: names of others."""
+    """Meta tensors that files have no values for (non-persistent buffers): they get the constructor's. Made before anything is
+    changed: raises UsageError where the constructor cannot be run. also: names of further such tensors."""
 
     def __init__(self, model: nn.Module, factory: Factory | None, also: Collection[str] = ()) -> None:
         saved = {t.name for t in stored_tensors(model)} - {*also}
@@ -169,5 +170,5 @@ def _hugging_face_factory(model: nn.Module) -> Factory:
         raise UsageError(found, fix="pass a factory: megafx.initialize(model, lambda: Net(config))")
     config = copy.deepcopy(cast(Any, model).config)
     if getattr(config, "distributed_config", None) is not None:
-        config.distributed_config = None  # what `parallelize` told Trainer of the ranks
+        config.distributed_config = None  # set by `parallelize`, to tell Trainer of the ranks
     return lambda: kind(config)

@@ -29,12 +29,12 @@ def load_safetensors(
     Tensors that transformers merges or splits while it loads (experts) are made whole, one group at a time.
 
     Names are those of the state dict; for Hugging Face models also those that `from_pretrained` takes. A tied tensor needs
-    one of its names. Buffers that no file has (not persistent ones) and that are on meta get their values from the
-    constructor, as in `megafx.initialize`: factory is needed where the model is not of Hugging Face.
+    one of its names. Meta buffers that no file has (non-persistent ones) get their values from the constructor, as in
+    `megafx.initialize`; models that are not from Hugging Face need `factory` for that.
 
-    device: of the memory, where the model has no mesh. Raises CheckpointError on every rank, before anything is changed, with
-    all tensors that are missing, unexpected, of another shape or kind, and files that are truncated; UsageError where the
-    model is not planned yet. Collective over all ranks of the model. Pickles are never read.
+    device: where to allocate if the model has no mesh. Raises CheckpointError on every rank, before anything is changed, that
+    lists all tensors that are missing, unexpected, or of another shape or kind of dtype, and truncated files; UsageError if
+    the model is not planned yet. Collective over all ranks of the model. Pickles are never read.
     """
     group = everyone_of(model)
     with agreement.raising_together(group, CheckpointError):
@@ -61,7 +61,7 @@ def load_safetensors(
 
 
 def check_fit(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFiles) -> set[str]:
-    """Raise with everything that is wrong; the names of tensors that may be missing and are."""
+    """Raise CheckpointError with all that does not fit; return the names of optional tensors that are missing."""
     wrong: list[str] = []
     unfilled: set[str] = set()
     made: dict[str, torch.Tensor] = {}
@@ -79,7 +79,7 @@ def check_fit(tensors: Sequence[Stored], sources: Sources, files: SafetensorsFil
         for name in tensor.names:
             if name in made:
                 wrong += _misfits(tensor, tuple(made[name].shape), None, name)
-        for other in there[1:] if not wrong else ():  # tied tensors hold the same, as far as this rank's slices go
+        for other in there[1:] if not wrong else ():  # tied tensors must be equal in this rank's slices
             for box in tensor.slices:
                 pairs = zip(files.blocks(there[0], box.original), files.blocks(other, box.original), strict=True)
                 if not wrong and not all(torch.equal(a, b) for (_, a), (_, b) in pairs):

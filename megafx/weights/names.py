@@ -1,8 +1,8 @@
-"""Which tensor of a file is which tensor of a model, and what transformers does to it on the way, for loading and for saving.
+"""Map tensors of files to tensors of a model and back, with transformers' renaming, merging and splitting.
 
 For Hugging Face models this follows transformers' own tables (`conversion_mapping.py`, `core_model_loading.py`): renamed
 tensors, tensors that are merged or split (experts that files have one by one), the base model's prefix present or absent,
-names that may be missing or superfluous. Any other model has to have the names of its state dict.
+names that may be missing or superfluous. For any other model, files must have the names of its state dict.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sources:
 
 @dataclass
 class Conversion:
-    """Tensors of files that become tensors of the model by transformers' operations, held whole for as long as that takes."""
+    """Tensors of files that transformers' operations turn into tensors of the model; they are held whole meanwhile."""
 
     converter: Any
     first: str
@@ -55,7 +55,7 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def shapes(self, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-        """The same with meta tensors: what would be made."""
+        """What `make` would return, as meta tensors."""
         return self.make(lambda n: torch.empty(entries[n].shape, dtype=torch_dtype(entries[n].dtype), device="meta"))
 
 
@@ -86,7 +86,7 @@ def _hugging_face(model: Any, known: dict[str, bool], stored: Iterable[str]) -> 
     for name in sorted(stored, key=loading.dot_natural_key):
         new, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
         if new not in known and name in known:
-            new, pattern = name, None  # a rule for old files, which this one is not
+            new, pattern = name, None  # the rule is for old files; this is a new one
         if new not in known:
             if not any(re.search(p, name) for p in ignored):
                 found.unexpected.append(name)
@@ -116,7 +116,7 @@ def _patterns(model: Any, attribute: str) -> list[str]:
 
 @dataclass
 class Saving:
-    """Tensors of the model that become tensors of a file together. entries: (name in the file, dtype, shape)."""
+    """Tensors of the model that are converted and written together. entries: (name in the file, dtype, shape)."""
 
     names: list[str]
     entries: list[tuple[str, torch.dtype, tuple[int, ...]]]

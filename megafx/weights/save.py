@@ -37,14 +37,14 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, max_shard_size: int
     Names, shapes and dtypes are those of the model's state dict, in the original layout; tied tensors are written once. For
     Hugging Face models, tensors that transformers renamed or merged on loading get the names and shapes of their files back,
     and config.json and generation_config.json are written; of any other model the files hold the state dict, which
-    `megafx.load_safetensors` reads. max_shard_size: bytes of a file, as a number or like "5GB"; a tensor is never split.
+    `megafx.load_safetensors` reads. max_shard_size: most bytes of a file, as a number or like "5GB"; a tensor is never split.
 
-    Files are shared out to the ranks, which write them one after the other; a rank holds one whole tensor (or one group that
-    is split into files' tensors) at a time. The folder is one file system for all ranks. A save that is killed leaves the
-    files of the earlier save as the model: new files are complete and flushed before one rename makes them the model, and the
-    earlier ones are removed after it. Where the usual names of several files are taken, new ones get others; the index says.
+    Ranks take turns to write files; a rank holds one whole tensor (or one group that is converted together) at a time. All
+    ranks must share the folder's file system. A killed save leaves the earlier model in place: new files are complete and
+    flushed before one rename makes them the model, and the earlier ones are removed after it. Where the usual names of several
+    files are taken, the new files get other names, which the index lists.
 
-    Collective over all ranks of the model. Raises CheckpointError on every rank, where a file cannot be written.
+    Collective over all ranks of the model. Raises CheckpointError on every rank if a file cannot be written.
     """
     save_whole(model, Path(folder), max_shard_size, "megafx.save_pretrained")
 
@@ -57,7 +57,7 @@ def save_whole(
     variant: str = "",
     original_format: bool = True,
 ) -> None:
-    """`save_pretrained`, for a call that errors name `caller`. variant: part of the files' names, as transformers has it.
+    """`save_pretrained` on behalf of `caller`, which errors name. variant: part of the file names, as in transformers.
 
     original_format: give tensors that transformers renamed or merged on loading their names and shapes back.
     """
@@ -83,7 +83,7 @@ Files = dict[str, list[Saving]]  # name of a file -> what goes into it
 
 
 def plan_files(savings: Sequence[Saving], limit: int, variant: str = "") -> Files:
-    """In order, each file filled up to `limit` bytes."""
+    """Fill files in order, up to `limit` bytes each; a larger saving gets a file of its own."""
     parts: list[list[Saving]] = [[]]
     size = 0
     for saving in savings:
@@ -121,7 +121,7 @@ def write_files(folder: Path, files: Files, fetch: Fetch, group: dist.ProcessGro
                         entries = [entry for saving in ordered for entry in saving.entries]
                         safetensors_writer.write(partial[name], entries, values, {"format": "pt"})
                 except Exception:
-                    deque(values, 0)  # the other ranks are sending
+                    deque(values, 0)  # receives what the other ranks are sending
                     raise
                 deque(values, 0)  # sends what another rank writes
         with _writing(f"files of '{folder}' cannot be replaced", group):
@@ -135,7 +135,7 @@ def write_files(folder: Path, files: Files, fetch: Fetch, group: dist.ProcessGro
 
 @contextlib.contextmanager
 def _writing(what: str, group: dist.ProcessGroup | None, fix: str = "") -> Iterator[None]:
-    """Errors of writing, on every rank. Collective."""
+    """Raise write errors as CheckpointError on every rank. Collective."""
     with agreement.raising_together(group, CheckpointError):
         try:
             yield
@@ -144,7 +144,7 @@ def _writing(what: str, group: dist.ProcessGroup | None, fix: str = "") -> Itera
 
 
 def _values(savings: Sequence[Saving], fetch: Fetch, writer: int, rank: int) -> Iterator[torch.Tensor]:
-    """A file's tensors in the order in which they are written; on ranks that do not write it, nothing."""
+    """A file's tensors in the order of writing; nothing on ranks that only send."""
     for saving in savings:
         whole = [fetch(name, writer) for name in saving.names]
         if writer == rank:
@@ -193,7 +193,7 @@ def _finish(folder: Path, files: Files, partial: dict[str, Path], token: str, va
 
 
 def _gatherer(tensors: Sequence[Stored], group: dist.ProcessGroup | None) -> Fetch:
-    """Makes tensors whole, each on the rank that writes it: every box comes from one rank that holds it."""
+    """Gathers each tensor on the rank that writes it: every box comes from one rank that holds it."""
     by_name = {name: t for t in tensors for name in t.names}
     boxes: list[dict[str, list[ShardSlice]]] = agreement.gather_objects({t.name: t.slices for t in tensors}, group)
     rank = 0 if group is None else dist.get_rank(group)
@@ -238,7 +238,7 @@ def save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
     config.architectures = [type(model).__name__]
     config.dtype = str(dtype).removeprefix("torch.")
     if getattr(config, "distributed_config", None) is not None:
-        config.distributed_config = None  # what `parallelize` told Trainer of the ranks
+        config.distributed_config = None  # set by `parallelize`, to tell Trainer of the ranks
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)

@@ -1,10 +1,10 @@
-"""The tensors of a model's state, each once, with all its names and the place of this rank's part in the original tensor.
+"""The tensors of a model's state, each once, with all its names and this rank's slices of the original tensor.
 
     for stored in stored_tensors(model):        # parameters, then persistent buffers; tied ones once
         for box in stored.slices:
             stored.local[box.local].copy_(original_tensor[box.original])
 
-`local` shows the memory itself: parameters that merged linears keep side by side are views, and stay views.
+`local` is the memory itself: parameters of merged linears are views of one tensor, and stay views.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megafx.placements.slices import ShardSlice
 
 @dataclass(frozen=True)
 class Stored:
-    """names: all FQNs, that of the first use first. tensor: the parameter or buffer, of the logical shape."""
+    """names: all FQNs, the one of the first use first. tensor: the parameter or buffer, with its global shape."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
@@ -53,7 +53,7 @@ def stored_tensors(model: nn.Module) -> list[Stored]:
 
 
 def all_tensors(model: nn.Module) -> list[Stored]:
-    """Every parameter, then every buffer, those that state dicts leave out too."""
+    """Every parameter, then every buffer, non-persistent ones included."""
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in itertools.chain(*named):
@@ -72,7 +72,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
 def give_memory(
     model: nn.Module, wanted: Callable[[str], bool] = lambda name: True, device: torch.device | None = None
 ) -> list[str]:
-    """Zeros for each meta parameter and buffer that has a wanted name (any alias of it); returns the names that got them.
+    """Allocate zeros for each meta parameter and buffer of which any name is wanted; returns the names of these.
 
     Parameters stay the same objects, so that optimizers made of them stay valid (except parameters with weak references:
     recurrent layers' weights). device: of the new memory; default: the mesh's, else that of the model's other parameters,
@@ -108,7 +108,7 @@ def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     else:
         made = torch.zeros_like(parameter, device=device)
     new = as_parameter(made, like=parameter)
-    if weakref.getweakrefs(parameter):  # recurrent layers have them of their weights; then it cannot be swapped
+    if weakref.getweakrefs(parameter):  # recurrent layers hold some to their weights: torch cannot swap these
         return new
     torch.utils.swap_tensors(parameter, new)
     return parameter
@@ -120,7 +120,7 @@ def _mesh_device(param: TPTensor) -> torch.device:
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The logical tensor of a parameter, gradient or optimizer state; plain tensors as they are. Collective."""
+    """The whole tensor of a parameter, gradient or optimizer state; plain tensors as they are. Collective."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 

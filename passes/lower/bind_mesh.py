@@ -2,7 +2,7 @@
 
 Before:  %1 = all_reduce(%0, 'sum', 'tp')   %2 = rank_select(%1, 'tp')    %3 = rank0_only(%2, 'tp')
 After:   %1 = all_reduce(%0, 'sum', '7')    %2 = select.int(%1, 0, 1)     %3 = zeros_like(%2)
-What other ranks compute goes (`drop_expert_values`).
+What only other ranks compute is removed (`drop_expert_values`).
 Legal because: the ops' definitions with the rank filled in. Works on a copy: the program stays that of all ranks. Inductor
 then sees plain ATen. Dropout and cross entropy keep their axis; they ask `axes.axis_rank` when they run.
 """
@@ -29,7 +29,7 @@ aten, mfx = torch.ops.aten, torch.ops.megafx
 
 
 def bind_mesh(program: Program, planner: Planner) -> int:
-    """Return the number of ops changed: none where there is one rank, without a process group."""
+    """Return the number of ops changed: 0 with one rank and no process group."""
     program.phase, axes, changes = ENSURES, planner.axes, 0
     if axes is None:
         return 0
@@ -53,7 +53,7 @@ def bind_mesh(program: Program, planner: Planner) -> int:
 
 
 def _select(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
-    """A view where that is contiguous, as the op's result is, or where nobody minds."""
+    """A view if it is contiguous, as the op's result is, or only read by `cat`; else a copy."""
     x, axis = node.args
     part = build(aten.select.int, x, 0, axes[axis].rank)  # type: ignore[index]
     joined = all(user.target is aten.cat.default for user in node.users)
@@ -81,7 +81,7 @@ def _index(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx
 
 
 def _heads(compute: Any) -> Any:
-    """take or give_back of ops/shared_heads.py, in memory of its own where the rest of the graph may count on that."""
+    """take or give_back of ops/shared_heads.py; a slice is copied, since the op's result has memory of its own."""
 
     def bind(build: Builder, node: fx.Node, axes: Mapping[str, AxisContext]) -> fx.Node:
         x, repeats, layout, axis, t = node.args

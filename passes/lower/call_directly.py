@@ -2,10 +2,10 @@
 
 Before:  %y = megafx.glu.default(%gate, %up, "silu");  %z = aten.view.default(%y, [4, 8])
 After:   %y = glu(%gate, %up, "silu");                 %z = %y.view([4, 8])
-Legal because: the graph is run without autograd and on plain tensors, where `kernels.op.direct` is what the dispatcher would
-end in (under dispatch modes it calls the op), and a binding calls the same operator (in half the time of an OpOverload).
+Legal because: the graph runs without autograd and on plain tensors, where `direct` gives the function that the dispatcher would
+call (under dispatch modes it calls the op), and a binding calls the same operator (in half the time of an OpOverload).
 
-Numbers that the dispatcher would convert are written as the schema has them.
+Numbers that the dispatcher would convert get the schema's type.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 
 def call_directly(program: Program, planner: Planner) -> int:
-    """Return the number of such calls."""
+    """Return the number of calls changed."""
     parts = program.partition
     if parts is None:
         return 0
@@ -63,7 +63,7 @@ def _call_directly(node: fx.Node) -> bool:
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...] | None:
-    """All arguments by position, of the schema's types; None where that is not to be seen from the graph."""
+    """All arguments by position, of the schema's types; None where the graph does not tell."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     found = []
     for i, argument in enumerate(arguments):

@@ -1,13 +1,13 @@
-"""What no kernel of ours covers, as functions that Inductor compiles: chains of pointwise ops, reductions and copies.
+"""Let Inductor compile what no megafx kernel covers: chains of pointwise ops, reductions and copies.
 
 Before:  %a = add(%x, %y); %b = silu(%a); %c = mul(%b, %z); %d = mm(view(%c), %w)
 After:   %r = chain(%x, %y, %z); %c = getitem(%r, 0); %d = mm(view(%c), %w)
-Legal because: a chain computes what its ops compute, and the ops stand together in the order of the graph: what they read is
-there before, and nobody reads what they make before the last of them.
+Legal because: a chain computes what its ops compute, and only other such ops, views and sizes stand between them: operands come
+before the chain, and readers after it.
 
 Products, attention, collectives, their pieces (overlap_products) and kernels of megafx stay calls of the graph, since Inductor
-would call the same ones. Chains that are alike are one function (kernels/common/chain.py): those of like layers are compiled
-once. With compile='auto' they are made where that is modelled to save a part of the step.
+would call the same ones. Equal chains are one function (kernels/common/chain.py): those of equal layers are compiled once. With
+compile='auto' they are made if the cost model predicts that they save enough of the step.
 
 Runs after `reuse_buffers`, which needs to see whose memory is whose.
 """
@@ -31,14 +31,14 @@ from megafx.planner.cost import memory_seconds
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "compile_chains"
 aten = torch.ops.aten
-# Besides pointwise ops, by torch's tag.
+# Besides ops that torch tags as pointwise.
 OTHERS = COPIES | aten_ops(
     "sum sum.dim_IntList mean mean.dim amax amin prod any any.dim all all.dim argmax argmin var.correction var_mean.correction "
     "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data native_layer_norm _to_copy to.dtype cat stack "
     "full zeros ones full_like zeros_like ones_like scalar_tensor arange constant_pad_nd slice_backward select_backward "
     "slice_scatter select_scatter embedding gather tril triu where.self masked_fill.Scalar masked_fill.Tensor copy repeat flip "
 )
-# Of the modelled step: what chains have to save for compile='auto' to make them.
+# Fraction of the modelled step that chains have to save for compile='auto' to make them.
 LEAST_GAIN = 0.02
 _chains: dict[Any, Chain] = {}
 
@@ -72,7 +72,7 @@ def compile_chains(program: Program, planner: Planner) -> int:
 
 
 def is_work(node: fx.Node) -> bool:
-    """Whether it is an op that Inductor makes a part of a kernel."""
+    """Whether it is an op that Inductor would make part of a kernel."""
     target = node.target
     if target is operator.getitem:
         source = node.args[0]
@@ -104,7 +104,7 @@ def _is_size(node: fx.Node) -> bool:
 
 @dataclass
 class Found:
-    """nodes: ops that hang together, in order; inside: those of them that the function computes. The others are views."""
+    """A chain. nodes: connected ops, in order; inside: those of them that the function computes. The others are views."""
 
     nodes: list[fx.Node]
     inside: set[fx.Node]
@@ -114,8 +114,8 @@ class Found:
 
 
 def chains_of(graph: fx.Graph) -> list[Found]:
-    """Ops that stand together and hang together, at least two that work. Sizes may be computed in between of what is there
-    before."""
+    """Connected ops of uninterrupted runs, at least two of them `is_work`. Sizes computed from values before the run do not
+    interrupt it."""
     found: list[Found] = []
     run: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -145,7 +145,7 @@ def _connected(run: dict[fx.Node, None]) -> list[Found]:
         parts.setdefault(top(node), []).append(node)
     found = []
     for part in parts.values():
-        inside: set[fx.Node] = set()  # ops that work, and views that they read
+        inside: set[fx.Node] = set()  # ops that compute, and views that they read
         read: set[fx.Node] = set()
         for node in reversed(part):
             if is_work(node) or node in read:
@@ -171,7 +171,7 @@ def _bytes(program: Program, node: fx.Node) -> float:
 
 
 def _saved(program: Program, planner: Planner, chain: Found) -> float:
-    """Seconds that one kernel takes less than the ops one by one."""
+    """Seconds that one kernel saves over the ops one by one."""
     working, inside = chain.working(), chain.inside
     apart = sum(_bytes(program, x) for n in working for x in (n, *n.all_input_nodes))
     given = {x for n in inside for x in n.all_input_nodes} - inside
@@ -232,7 +232,7 @@ def _replace(program: Program, graph: fx.Graph, chain: Found) -> None:
 
 
 def _chain(program: Program, nodes: list[fx.Node], given: list[fx.Node], results: list[fx.Node]) -> Chain:
-    """The function of a chain, the same for all that are alike."""
+    """The function of a chain; equal chains share one."""
     named = _Names(program)
     operands = [named.operand(n.meta[VAL]) for n in given]
     index = {n: i for i, n in enumerate((*given, *nodes))}
@@ -258,7 +258,7 @@ class _Place(int):
 
 
 class _Names:
-    """Names of symbolic sizes that are the same in chains that are alike: products of symbols in the order of their use.
+    """Names of symbolic sizes, the same in equal chains: products of symbols that are numbered in order of use.
 
     hints: their values at the call that was captured, with 2 for a size of 1.
     """
@@ -307,7 +307,7 @@ class _Names:
 
 
 class _Strided(Exception):
-    """The strides of a value are no products of its sizes."""
+    """The strides of a value are not products of its sizes."""
 
 
 def _times(stride: Stride, size: Size) -> Stride:

@@ -1,8 +1,8 @@
-"""Put what the graph runs under the path of its module, so that a profile names it.
+"""Put what the graph runs into profiler ranges that are named after the modules.
 
 Before:  %y = mm(%x, %w)                                                        # of module h.0.mlp.up
 After:   %r = enter_range('megafx forward h.0.mlp.up'); %y = mm(%x, %w); leave_range(%r)
-Legal because: a range changes no value. It costs a microsecond or two, so it is made only where it is asked for
+Legal because: a range changes no value. It costs a microsecond or two, so it is made only if asked for
 (Config.profiler_ranges).
 """
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel collectives in pieces, beside the products that use or make the pieces.
+"""Run tensor-parallel collectives in pieces, overlapped with the products that use or make the pieces.
 
 Before:  %g = wait_tensor(all_gather_into_tensor(%x, 2, '7')); %y = mm(view(%g), %w)
          %s = reduce_scatter_tensor(view(mm(%a, %v)), 'sum', 2, '7'); %dw = mm(%b, %c); %z = wait_tensor(%s)
@@ -9,13 +9,12 @@ After:   %g, %y = gather_matmul(%x, [%w], [None], '7', rank, own)
 Legal because: rows of a product depend on the same rows of its left operand alone, and rows are in the order of their ranks
 (`_keeps_rows`); each function is what it replaces (distributed/exchange.py). All sum in the order of the ranks.
 
-A gather whose product does not follow at once, and a scatter of what no product made, start and are waited for apart: products
-that `schedule_collectives` put between them run meanwhile. An all-reduce is a reduce-scatter and a gather: the gather starts
-as soon as the sum is there. Small collectives stay, and all-reduces that the library is faster at, and those of other groups.
+A gather whose product does not follow at once, and a scatter of what no product made, have a separate start and wait: products
+that `schedule_collectives` put between them run meanwhile. An all-reduce becomes a reduce-scatter and a gather, which starts as
+soon as the sum is there. Small collectives, all-reduces that the library does faster, and those of other groups stay.
 
-Gathered values are in the exchange's slot where only products and views read them, early enough; else they have memory of
-their own. What is gathered is made in the slot where a fused op makes it and everybody reads it early enough: before the slot
-is used again.
+Gathered values stay in the exchange's slot if only products and views read them, before it is reused; else they get memory of
+their own. A fused op writes what is to be gathered into the slot, if all who read it do so before the slot is reused.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ NAME = "overlap_products"
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE = c10d.all_reduce.default
-# Bytes of the whole tensor below which a collective of the library is as fast (one transfer has about 16 us of its own).
+# Bytes of the whole tensor below which a collective of the library is as fast (a transfer has a latency of about 16 us).
 LEAST_BYTES = 2**20
-# What a transfer takes before the first byte arrives, its barrier included, and bytes a second in one direction between two
-# GPUs. Measured: H200, NVLink, 2026-11-21, copies beside products.
+# Latency of a transfer, its barrier included, and bytes per second in one direction between two GPUs.
+# Measured: H200, NVLink, 2026-11-21, copies beside products.
 TRANSFER_SECONDS, TRANSFER_RATE = 25e-6, 372e9
 PAD = torch.ops.megafx.pad_rows.default
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -139,7 +138,7 @@ class _Overlap:
         return self.gm, len(self.starts)
 
     def _call(self, origin: fx.Node, target: Any, *args: Any, value: Any = None) -> fx.Node:
-        """A call in front of `origin`, which it stems from, with its value or this one."""
+        """Insert a call before `origin`, its source, with that node's value or `value`."""
         with self.graph.inserting_before(origin):
             node = self.graph.call_function(target, args)
         node.meta[VAL] = origin.meta[VAL] if value is None else value
@@ -161,7 +160,7 @@ class _Overlap:
             for place, product in enumerate(products, 1):
                 made = self._call(first, operator.getitem, call, place, value=product.meta[VAL])
                 rows = _rows(_left(product), gathered)
-                if rows is not None:  # those of padding, at the end, go
+                if rows is not None:  # cut off the padding at the end
                     made = self._call(first, aten.slice.Tensor, made, 0, 0, rows, value=product.meta[VAL])
                 product.replace_all_uses_with(made)
             for node in (*products, *reversed(views)):
@@ -175,8 +174,8 @@ class _Overlap:
         self.graph.erase_node(start)
 
     def _products(self, start: fx.Node, wait: fx.Node) -> list[fx.Node]:
-        """Products that have the gathered rows on their left and can run where the first of them does; none where another
-        product runs while the gather does, or where somebody reads the rows before."""
+        """Products whose left operand is the gathered rows and that can run where the first of them does; none if another
+        product runs during the gather, or if another op reads the rows earlier."""
         found = sorted(n for n in _readers(wait) if _reads_rows(n, wait))
         if not found or any(is_product(n) for n in _between(start, found[0])):
             return []
@@ -195,8 +194,8 @@ class _Overlap:
         self._replace(start, wait, ended)
 
     def _reduce(self, start: fx.Node, wait: fx.Node) -> None:
-        """An all-reduce of [.., n], whose rows become as many as the ranks divide. Products that run between its start and its
-        wait run beside the gather, and where no product makes the rows, the first half of them beside the reduce-scatter."""
+        """An all-reduce of [..., n], with its rows padded to a multiple of the ranks. Products between its start and its wait
+        overlap with the gather; if no product makes the rows, the first half of them overlaps with the reduce-scatter."""
         x: Any = start.args[0]
         shape, product = self._all_sizes(start, x), _product_behind(x)
         rows = functools.reduce(lambda a, b: self._compute(start, operator.mul, a, b), shape[:-1])
@@ -271,8 +270,8 @@ class _Overlap:
                 self._make_in_slot(call, waits[index - 1] if index else -1, begin(index + exchange.SLOTS), place)
 
     def _make_in_slot(self, call: fx.Node, after: int, before: int, place: dict[fx.Node, int]) -> None:
-        """Let the fused op that makes what is gathered write it into the slot, if it runs after the operation before was waited
-        for, and what it makes is read before somebody writes there again."""
+        """Let the fused op that makes what is gathered write it into the slot, if it runs after the wait for the operation
+        before, and what it makes is read before the slot is written again."""
         x: Any = call.args[0]
         producer, result = (x.args[0], x.args[1]) if x.target is operator.getitem else (x, 0)
         into, readers = writes_into(producer.target), _readers(x)
@@ -291,7 +290,7 @@ class _Overlap:
 
 
 def _product_behind(x: Any) -> fx.Node | None:
-    """The product whose rows are those of x, padded at the end or not, and which are read by nobody else."""
+    """The product whose rows x has, perhaps padded at the end, if nothing else reads them."""
     node = x
     while isinstance(node, fx.Node) and len(node.users) == 1:
         if node.target is aten.mm.default:
@@ -303,8 +302,8 @@ def _product_behind(x: Any) -> fx.Node | None:
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Whether the rows (all dims but the last) of a value are those of its first operand, in order; at the end some may be cut
-    off, or zeros be added."""
+    """Whether the rows (all dims but the last) of a value are those of its first operand, in order, perhaps with some cut
+    off or zeros added at the end."""
     if node.op != "call_function" or not isinstance(node.meta.get(VAL), torch.Tensor):
         return False
     shape = node.meta[VAL].shape
@@ -363,7 +362,7 @@ def _left(product: fx.Node) -> Any:
 
 
 def _adds(product: fx.Node, base: fx.Node) -> bool:
-    """Whether the product adds to what `base` shows, perhaps in its memory."""
+    """Whether the product adds to `base` or a view of it, perhaps in place."""
     return product.target is aten.addmm.default and storage_of(product.args[0]) is base  # type: ignore[arg-type]
 
 

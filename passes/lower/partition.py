@@ -5,7 +5,7 @@ After:   forward(%x) -> (%y, saved %y);  backward(%y, %tangent): %v = view(%y), 
 Legal because: backward gets the same values, kept, given again (inputs), or computed again by ops without side effects.
 Collectives whose result only other ranks read (`drop_expert_values`) stay: all ranks call the same ones.
 
-Kept is what eager keeps, less what costs nothing to have again:
+What eager mode keeps is kept, except what costs nothing to have again:
 
     input      parameters, buffers and user inputs are handed over by reference, never as a view; so are joined parameters
                and gathers that are not tagged for repetition, inputs of both graphs after the program's own
@@ -139,8 +139,8 @@ def _describe(program: Program, node: fx.Node, index: dict[fx.Node, int], output
 class _Backward:
     """Writes the backward graph: the joint graph's backward nodes in order, repeated nodes just before their first use.
 
-    own: the nodes that are its (the graph of lazy outputs is written in the same way).
-    Collectives among the repeated ones start a product earlier, to run beside it.
+    own: whether a node belongs to this graph (that of lazy outputs is written in the same way).
+    Repeated collectives start a product earlier, to overlap with it.
     """
 
     def __init__(self, program: Program, tangents: list[fx.Node], own: Callable[[fx.Node], bool]) -> None:
@@ -191,7 +191,7 @@ class _Backward:
 
 
 def _extract(program: Program, inputs: list[fx.Node], outputs: list[Any], unread: list[fx.Node]) -> fx.Graph:
-    """The part of the graph that computes `outputs` and what is unread, with all of `inputs` as placeholders."""
+    """The part of the graph that computes `outputs` and `unread`, with all of `inputs` as placeholders."""
     needed, graph = ancestors([*outputs, *unread], stop={*inputs}.__contains__, operands=in_forward), fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -1,11 +1,11 @@
-"""Gathers of regions that backward makes again: only of what it needs, and each while the region before it computes.
+"""Gather parameters again in backward: only those it needs, and each region's while the region before it computes.
 
 Before:  %w = wait_tensor(gather_region([%a, %b], 2, 'dp_shard')); %dx = mm(%dy, view(%w[:n]))      # b is not needed
          %w2 = wait_tensor(gather_region([%c], 2, 'dp_shard')); %du = mm(%dx, view(%w2))
 After:   %w = wait_tensor(gather_region([%a], 2, 'dp_shard')); %s2 = gather_region([%c], 2, 'dp_shard')
          %dx = mm(%dy, view(%w[:n])); %w2 = wait_tensor(%s2); %du = mm(%dx, view(%w2))
-Legal because: shards are inputs, so a gather can start at any time, on every rank at the same place; what no view shows is read
-by nobody.
+Legal because: shards are inputs, so a gather can start at any time, on every rank at the same place; shards that no view
+shows are not read.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def regather(program: Program, planner: Planner) -> int:
 
 
 def start_next_region(order: list[fx.Node]) -> list[fx.Node]:
-    """The order with the gathers of each region right behind the first wait for those of the region before it, and those of
-    the first region in front of everything."""
+    """The order with the gathers of each region right after the first wait for those of the region before it; the gathers of
+    the first region come first."""
     regions: dict[Any, list[fx.Node]] = {}
     for node in order:
         if is_region_gather(node):
@@ -61,7 +61,7 @@ def start_next_region(order: list[fx.Node]) -> list[fx.Node]:
 
 
 def gather_what_is_read(graph: fx.Graph) -> int:
-    """Leave out of each gather the shards of which the graph shows nothing; returns their number."""
+    """Leave out of each gather the shards that the graph does not read; returns their number."""
     dropped = 0
     for node in graph.nodes:
         if not is_region_gather(node):

@@ -1,10 +1,10 @@
-"""Results that may take the memory of an operand which nobody reads again.
+"""Let ops write their result into an operand that nothing else reads.
 
 Before:  %c = addmm(%a, %x, %w)              # %a is made by this graph, or kept for it alone, and used nowhere else
 After:   %c = addmm_(%a, %x, %w)
 Legal because: the op reads each element of the operand only to write the same element, and the operand has no other reader.
 
-Which ops: those with `inplace` facts.
+Applies to ops with `inplace` facts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 
 
 def reuse_buffers(program: Program, planner: Planner) -> int:
-    """Return the number of calls that write in place. A backward that runs again must find what was kept."""
+    """Return the number of calls that write in place. A backward that may run again stays as it is."""
     parts = program.partition
     if parts is None:
         return 0

@@ -1,10 +1,10 @@
-"""Copies to the host end, and copies back begin, a layer away from where they begin and are waited for.
+"""Overlap offload copies with compute: wait for those to the host a layer later, start those back a layer earlier.
 
 Before:  forward:  %h = offload(%y); ...; return %h
          backward: %b = reload(%h); %y = reloaded(%b); %dw = mm(t(%dz), %y)
 After:   forward:  %h = offload(%y); ...(the layer and the next); %d = offloaded(%h, %y); return %d
          backward: %b = reload(%h); ...(the layer behind it); %y = reloaded(%b); %dw = mm(t(%dz), %y)
-Legal because: both ops only wait. Until `offloaded` the value has a reader, so its memory stays what the copy reads.
+Legal because: `offloaded` only waits, and until then reads the value, so its memory is not reused; `reload` reads an input.
 
 So the copies of one layer run while the next one computes, and memory holds the values of two layers at most.
 """
@@ -54,7 +54,7 @@ def schedule_offload(program: Program, planner: Planner) -> int:
 
 
 def _first(node: fx.Node, wanted: Callable[[int], bool]) -> fx.Node:
-    """The first node from this one on in a layer that is wanted, copies aside; else the output."""
+    """The first node from `node` on, other than copies, in a layer that is wanted; else the output."""
     while node.op != "output":
         layer = node.meta.get(LAYER)
         tensor = isinstance(node.meta.get(VAL), torch.Tensor)

@@ -4,10 +4,10 @@ Before:  %y = mm(%x, %w); %p = pad_rows(%y, n); %s = reduce_scatter_tensor(%p, .
 After:   %p = mm_rows(%x, %w, n); %s = reduce_scatter_tensor(%p, ...)
 Legal because: the rows of a product are contiguous, and nothing else reads it.
 
-`pad_rows` copies where rows are missing when it runs: tokens that the ranks do not divide. What is scattered is most often a
-product. Other values are padded by a copy: a sum of summands, the lookups of an embedding.
+`pad_rows` copies if it has to add rows: when the ranks do not divide the tokens. What is scattered is most often a product.
+Other values (sums, embedding lookups) are still padded by a copy.
 
-It has to run before calls are made direct.
+It has to run before `call_directly`.
 """
 
 from __future__ import annotations

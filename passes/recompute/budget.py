@@ -1,10 +1,10 @@
-"""A budget in bytes: values are dropped one after the other, the cheapest byte first, until what is kept fits.
+"""A budget in bytes: values are dropped one after the other, the cheapest per byte first, until what is kept fits.
 
-The order is that of one list whatever the budget is, so a larger budget never costs more time: it ends earlier in the list.
-To drop a value costs the time to make it again from what is kept and what is made again by then.
+The order does not depend on the budget, so a larger budget never costs more time: dropping only stops earlier. The price of a
+value is the time to recompute it from what is kept or recomputed at that point.
 
-At first no value is made again across the border of a layer: the values that layers hand on stay, and a layer's values are
-back only while its own backward runs. Where that is not enough, borders go: those inside of 2 layers, of 4, and so on.
+At first nothing is recomputed across layer boundaries: the values that layers pass on stay, and a layer's values are back only
+while its own backward runs. If that is not enough, boundaries within groups of 2 layers are lifted, then of 4, and so on.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from megafx.planner.context import Planner
 
 
 def promised_bytes(budget: Any, without: int) -> int | None:
-    """`Config.activation_memory_budget` in bytes. without: what is kept where nothing is made again."""
+    """`Config.activation_memory_budget` in bytes. without: bytes kept without recomputation."""
     if isinstance(budget, float):
         return int(budget * without)
     return budget if isinstance(budget, int) else None
 
 
 def allowed(program: Program, planner: Planner) -> Any:
-    """Whether a node may be made again. Ranks that own experts do not need the same values: their collectives run once."""
+    """Tells whether a node may be recomputed. Ranks that own experts need different values: collectives are not repeated."""
     axis = planner.solved.axis if not planner.owners else ""
     return lambda node: is_replayable(node, axis)
 
 
 def whole(node: fx.Node) -> fx.Node:
-    """The node whose op makes the value: of a result among several, and of what is waited for."""
+    """The op that makes a value: that of one result among several, or the collective that a wait is for."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     several = isinstance(source, fx.Node) and (isinstance(source.meta.get(VAL), (tuple, list)) or is_start(source))
     return source if several else node  # type: ignore[return-value]
@@ -49,9 +49,9 @@ def whole(node: fx.Node) -> fx.Node:
 
 @dataclass(order=True)
 class Step:
-    """Values that are dropped together, as one op makes them. price: seconds a byte.
+    """Values of one op, dropped together. price: seconds per byte freed.
 
-    cone: what runs again for them; instead: values that are kept for the cone to begin at.
+    cone: the nodes recomputed for them; instead: values that are kept as inputs of the cone.
     """
 
     price: float
@@ -82,7 +82,7 @@ class Spender:
         self.dropped: list[fx.Node] = []
 
     def spend(self, promise: int) -> list[fx.Node]:
-        """The nodes that backward makes again so that at most `promise` bytes are kept. Raises PlanError where none will do."""
+        """The nodes that backward makes again so that at most `promise` bytes are kept. Raises PlanError if none suffice."""
         count = max(self.layer.values(), default=0) + 1
         size = 1
         while self.total > promise:
@@ -107,7 +107,7 @@ class Spender:
         return self.dropped
 
     def _spend(self, promise: int, size: int) -> bool:
-        """Whether anything was dropped. size: layers between whose first and last nothing need stay; 0: all of them."""
+        """Whether anything was dropped. size: layers in a chunk, within which values may be recomputed; 0: all of them."""
         before = len(self.dropped)
         chunks: dict[int, list[fx.Node]] = {}
         for node in self.kept.saved:
@@ -150,7 +150,7 @@ class Spender:
         return Step(sum(map(self._seconds, cone)) / gain, chunk, values, cone, instead)
 
     def _readers(self, value: fx.Node) -> Iterator[fx.Node]:
-        """What needs the value, seen through what is made again for nothing."""
+        """What needs the value; a reader that is free to recompute is replaced by its own readers."""
         for reader in self.kept.readers.get(value, ()):
             if reader in self.kept.again and is_free(reader, self.kept.parameters):
                 yield from self._readers(reader)
@@ -158,7 +158,7 @@ class Spender:
                 yield reader
 
     def _cone(self, values: list[fx.Node], chunk: int, size: int) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What has to run for these values, and what has to be kept for that because it may not run again."""
+        """(nodes to recompute for these values, values to keep for that because they may not be recomputed)"""
         cone: dict[fx.Node, None] = {}
         instead: dict[fx.Node, None] = {}
         todo = list(values)
@@ -199,10 +199,10 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def layers_of(program: Program) -> dict[fx.Node, int]:
-    """Node -> the number of its layer, counted with what is before, between and after layers, in the order of use.
+    """Node -> the number of its layer, in order of use; what is before, between and after layers is numbered too.
 
-    A node of backward is of the layer that its module is in, else of the layer of what it reads of forward. Where a model has
-    no layers, all nodes are of number 0.
+    A backward node is in the layer of its module, else in that of the forward values it reads. In a model without layers, all
+    nodes have number 0.
     """
     layers = model_layers(program)
     found: dict[fx.Node, int] = {}

@@ -1,16 +1,16 @@
 """Choose what is kept for backward, and what backward makes again: checkpointed regions, Megatron's options, a budget in bytes.
 
 Before:  %n = layer_norm_forward(%x, %w); %y = %n[0]; %g = gelu(mm(%y, %v))        # backward reads %y, and the product
-After:   the same graph; %n, %y and the product are tagged (ir.RECOMPUTE)          # it makes both of %x again
-Legal because: what is tagged has no effects and gives the same bits when it runs again; dropout draws from a counter, which is
-an argument. Where that is not known (ops of users, of the data-parallel axis, of one rank) the result is kept. The choice is
-made on the program of all ranks, from its sizes and prices alone, so it is the same on each.
+After:   the same graph; %n, %y and the product are tagged (ir.RECOMPUTE)          # recomputed from %x
+Legal because: tagged ops have no side effects and give the same bits when they run again; dropout draws from a counter, which
+is an argument. Where that is not known (ops of users, of the data-parallel axis, of one rank) the result is kept. The choice
+is made on the program of all ranks, from its sizes and prices alone, so it is the same on each.
 
-1. Regions (regions.py): what is read inside of a region alone is made again from the region's inputs.
+1. Regions (regions.py): values that are read only inside a region are recomputed from the region's inputs.
 2. Offload (offload.py): kept values of some layers wait on the host.
-3. The budget (budget.py): values are dropped one after the other, the cheapest byte first, until the rest fits.
+3. The budget (budget.py): values are dropped one after the other, the cheapest per byte first, until the rest fits.
 
-Sums that are fused with the norm behind them are split for backward (`split_norms`): it has the sum, and norms that.
+A sum that is fused with its norm is split for backward (`split_norms`), which can keep the sum and recompute the norm.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REQUIRES, ENSURES = Phase.LOWERED, Phase.LOWERED
 NAME = "choose_kept"
 mfx = torch.ops.megafx
 
-# Fused sum and norm -> the norm of the sum, and the arguments that it takes of the fused op's.
+# Fused sum and norm -> (the norm alone, those of the fused op's arguments that it takes).
 _NORMS: dict[Any, tuple[Any, slice]] = {
     mfx.bias_dropout_add_layer_norm.default: (mfx.layer_norm_forward.default, slice(3, 6)),
     mfx.bias_dropout_add_rms_norm.default: (mfx.rms_norm_forward.default, slice(3, 6)),
@@ -50,7 +50,7 @@ _NORMS: dict[Any, tuple[Any, slice]] = {
 
 
 def choose_kept(program: Program, planner: Planner) -> int:
-    """Tag what backward makes again; return the number of nodes. `program.recomputed` says what came of it."""
+    """Tag what backward makes again; return the number of nodes. `program.recomputed` has the result."""
     with program.sizes.at_call() if planner.at_call else contextlib.nullcontext():
         return _choose(program, planner)
 
@@ -91,7 +91,7 @@ def _choose(program: Program, planner: Planner) -> int:
 
 
 def is_asked(program: Program, config: Config) -> bool:
-    """Whether anything but what costs nothing is to be made again."""
+    """Whether anything that is not free is to be recomputed or offloaded."""
     asked = config.activation_memory_budget is not None or config.recompute_granularity is not None
     if asked or config.cpu_offloading:
         return True
@@ -99,7 +99,7 @@ def is_asked(program: Program, config: Config) -> bool:
 
 
 def kept_formula(program: Program, kept: Kept) -> sympy.Expr:
-    """The bytes that are kept, in the sizes of a call."""
+    """The bytes that are kept, as a formula of a call's sizes."""
     sizes = program.sizes
     here = [node for node in kept.saved if not is_given(node) and not is_on_host(node)]
     values = [v for node in here for v in tensors_of(node.meta.get(VAL))]
@@ -119,7 +119,7 @@ def mark(nodes: Iterable[fx.Node]) -> None:
 
 
 def split_norms(program: Program) -> list[fx.Node]:
-    """Give the norm of each fused sum and norm a second origin, the sum, for backward; returns the `megafx.again` nodes."""
+    """Let backward recompute the norm of each fused sum and norm from the sum; returns the `megafx.again` nodes."""
     made = []
     for node in list(program.graph.nodes):
         parts = {u.args[1]: u for u in node.users} if node.target in _NORMS and not in_backward(node) else {}
@@ -144,7 +144,7 @@ def split_norms(program: Program) -> list[fx.Node]:
                     each.replace_input_with(part, both)
                 new += [other, both]
                 made.append(both)
-        for each in (node, total):  # it ends what comes before it; the norm begins what reads it
+        for each in (node, total):  # the sum belongs to the module before it, the norm to its reader
             each.meta[FQN] = fqn_of(summed)
             each.meta[REGION] = summed.meta.get(REGION)
         for each in new:
@@ -154,7 +154,7 @@ def split_norms(program: Program) -> list[fx.Node]:
 
 
 class _Emit:
-    """Puts nodes in front of `where` that stem from `origin` and have the values given."""
+    """Inserts nodes before `where`, with the given values and with `origin` as their source."""
 
     def __init__(self, program: Program, where: fx.Node, origin: fx.Node) -> None:
         self.program, self.where, self.origin = program, where, origin
@@ -167,7 +167,7 @@ class _Emit:
 
 
 def join_norms(program: Program, again: list[fx.Node]) -> None:
-    """Take out the second origins of which backward makes no use."""
+    """Remove the recomputed norms that backward does not use."""
     for both in again:
         if not both.meta.get(RECOMPUTE):
             normed, other = both.all_input_nodes

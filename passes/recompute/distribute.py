@@ -1,11 +1,11 @@
-"""The inputs of layers that are kept lie spread over the tensor-parallel ranks (`Config.distribute_saved_activations`).
+"""Split the kept inputs of layers over the tensor-parallel ranks (`Config.distribute_saved_activations`).
 
 Before:  %y = ...                                         # equal on all ranks, kept as the input of the next layer
 After:   %p = rank_select(view(%y, [t, n/t]), 'tp'); %g = wait_tensor(all_gather_into_tensor(%p, t, 'tp'))
          %a = again(%y, view(%g, y's shape))              # %p is kept; what read %y reads %a
 Legal because: ranks hold the same bits of a value that is not sharded; each keeps its part of the elements, in their order.
 
-As in Megatron: for full recompute without sequence parallelism, which keeps slices anyway. One gather a layer and step more.
+As in Megatron: for full recompute without sequence parallelism, which keeps slices anyway. One more gather per layer and step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = "choose_kept"
 
 
 def distribute(program: Program, planner: Planner, kept: Kept) -> int:
-    """Return the number of values of which ranks keep parts."""
+    """Return the number of values that are split."""
     if planner.t == 1:
         return 0
     layer = layers_of(program)
@@ -50,7 +50,7 @@ def distribute(program: Program, planner: Planner, kept: Kept) -> int:
 
 
 def _is_whole(value: fx.Node) -> bool:
-    """Whether all ranks hold the same: of a sum that is fused with a norm, the norm's placement says it."""
+    """Whether all ranks hold the same values. For a sum that is fused with a norm, the norm's placement tells."""
     if not value.meta[VAL].is_floating_point() or value.meta[VAL].dim() < 2:
         return False
     placement = value.meta.get(PLACEMENT)

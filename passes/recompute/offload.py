@@ -1,13 +1,12 @@
-"""Kept values that wait for backward in the host's memory (`Config.cpu_offloading`).
+"""Let kept values wait for backward in host memory (`Config.cpu_offloading`).
 
 Before:  %y = gelu(%x); %z = mm(%y, %w)                       # backward reads %y
 After:   %y = gelu(%x); %h = offload(%y); %b = reloaded(reload(%h)); %a = again(%y, %b); %z = mm(%a, %w)
 Legal because: copies have the same bits, and `megafx.again` leaves %y to forward and %b to backward.
 
-With `cpu_offloading_num_layers` these are the kept values of so many layers, the first ones; without it and without a budget,
-of all layers but the last, whose backward comes at once. With a budget, values go that can be copied while the device computes
-(the profile prices the link to the host and the compute of a step), and only so many that the budget is met; the rest is made
-again, and what cannot be made again goes too.
+With `cpu_offloading_num_layers`, these are the kept values of that many first layers; without it and without a budget, of all
+layers but the last, whose backward comes at once. With a budget, they are as many as it takes to meet it, but no more than can
+be copied while the device computes (by the hardware profile); the rest is recomputed, or offloaded after all if it cannot be.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megafx.passes.recompute.budget import model_places
 from megafx.planner.context import Planner
 
 NAME = "choose_kept"
-# Of the time that forward takes, what copies can hide behind: the link is not always busy.
+# Fraction of forward's time that copies can hide behind: the link is not always busy.
 HIDDEN = 0.8
 
 
@@ -58,7 +57,7 @@ class Offload:
         return storage_of(node) not in self.shared and not any(r in self.kept.lazy for r in readers)
 
     def choose(self, total: int, promise: int | None) -> None:
-        """Fill `away`. total: bytes that are kept; promise: of a budget."""
+        """Fill `away`. total: bytes that are kept; promise: the budget in bytes."""
         found = [
             n
             for n in self.program.graph.nodes
@@ -77,12 +76,12 @@ class Offload:
                 total, hidden = total - size, hidden - size
 
     def further(self) -> Iterator[fx.Node]:
-        """Kept values that may go too, whatever it takes: the largest first."""
+        """Kept values that may go too, even if the copies take time: the largest first."""
         left = [n for n in self.kept.saved if n not in self.away and self.may(n)]
         yield from sorted(left, key=lambda n: -bytes_of(self.program, n))
 
     def _hidden_bytes(self) -> float:
-        """What the link can carry in one direction while forward, or backward, computes."""
+        """Bytes that the link can carry in one direction while forward computes."""
         hardware = self.planner.hardware
         if hardware.host_bytes_per_second is None:
             raise PlanError(

@@ -1,8 +1,7 @@
-"""Regions whose values backward makes again: calls of torch.utils.checkpoint, and what Megatron's options name.
+"""Regions whose values backward recomputes: calls of torch.utils.checkpoint, and what Megatron's options name.
 
-A value that is read inside of its region alone is made again, from what the region takes. What others read of it is kept: eager
-mode keeps that too, as the operand of whoever reads it. Norms and activations that `recompute_modules` names are made again
-whoever reads them.
+A value that is read only inside its region is recomputed from the region's inputs. A value that others read is kept: eager mode
+keeps it too, for the op that reads it. Norms and activations that `recompute_modules` names are recomputed whoever reads them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megafx.passes.recompute.budget import allowed, layers_of, model_places, who
 from megafx.planner.context import Planner
 from megafx.planner.cost import MATMUL, cost_kind
 
-OUTSIDE = None  # the region of what is in none
+OUTSIDE = None  # the region of nodes that are in none
 # Names of Config.recompute_modules that say what a module does; other names are globs of module paths.
 MODULES = {
     "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "ff"),
@@ -72,9 +71,7 @@ def _select(program: Program, name: str, nodes: list[fx.Node], found: Regions) -
     if name in ("norm", "layernorm"):
         found.dropped.update(n for n in forward if op_name(n) in NORMS)
         gathers = [n for n in forward if is_start(n) and _made_again_by(n.all_input_nodes[0]) in found.dropped]
-        found.dropped.update(
-            gathers
-        )  # of sequence parallelism: shards of a norm are put together for the product behind it
+        found.dropped.update(gathers)  # sequence parallelism gathers a norm's shards for the product that reads it
         return
     if name in ("act", "moe_act"):
         found.dropped.update(n for n in forward if op_name(n) in ACTIVATIONS)
@@ -111,7 +108,7 @@ def _made_again_by(node: fx.Node) -> fx.Node:
 
 
 def _attention_cores(forward: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """What lies between the two products of attention that is written out, with the first of them."""
+    """For each attention written out in ops: the nodes between its two products, and the first product."""
     for softmax in (n for n in forward if op_name(n) in SOFTMAXES):
         inside: dict[fx.Node, None] = {}
         todo = [softmax]
@@ -146,9 +143,8 @@ def tag_regions(program: Program, planner: Planner, regions: Regions) -> list[fx
     may = allowed(program, planner)
     tags: list[fx.Node] = []
     stuck: dict[str, fx.Node] = {}
-    waiting: dict[
-        fx.Node, list[fx.Node]
-    ] = {}  # op with several results, or a collective -> its results that are needed
+    # op with several results, or a collective -> its results that are needed
+    waiting: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(program.graph.nodes):
         if node in waiting:
             needed[node] = set().union(*(needed[part] for part in waiting[node]))
