@@ -91,6 +91,8 @@ def describe_plan(program: Program, planner: Planner) -> int:
 
 def check_types(program: Program, planner: Planner) -> int:
     """Derive the placement of every value of the joint graph from its operands, and compare with what is promised."""
+    if planner.t == 1:
+        return 0  # all placements mean the same
     try:
         types.check_types(program, planner.solved, planner.t)
     except PlacementError as error:

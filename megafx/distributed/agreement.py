@@ -1,4 +1,4 @@
-"""Ranks are made to agree, or are all stopped with a text that names the difference; NaN and infinities on any rank, too.
+"""Checks that ranks agree and that values are finite; after a failed check every rank raises an error that says where.
 
 Checks compare digests gathered on every rank, so that all ranks raise together instead of some hanging in a collective.
 """
@@ -76,10 +76,10 @@ def check_setting(config: Config, group: dist.ProcessGroup | None) -> None:
 
 @contextlib.contextmanager
 def raising_together(group: dist.ProcessGroup | None, become: type[MegafxError] | None = None) -> Iterator[None]:
-    """An error of any rank within is raised on every rank: its own, or that of the first rank that has one. Collective.
+    """If the body raises on any rank, every rank raises: its own error, or that of the first rank that has one. Collective.
 
-    What is within holds no collective, as a rank that raises would leave it. become: what errors that are not megafx's become;
-    without it they stay what they are where they were raised, and are AgreementErrors elsewhere.
+    The body must hold no collective: a rank that raises would leave it. become: class for errors that are not megafx's; without
+    it such an error stays as it is on its own rank and is an AgreementError on the others.
     """
     error: Exception | None = None
     told: tuple[type[MegafxError], str, str] | None = None
@@ -155,7 +155,7 @@ def agree_on_weights(model: nn.Module, group: dist.ProcessGroup | None) -> list[
 def check_inputs(
     named: Sequence[tuple[str, torch.Tensor]], structure: str, step: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Raise on every rank unless all ranks were given the same inputs."""
+    """Raise AgreementError on every rank unless all were given the same inputs."""
     described = "\n".join([structure, *(f"{n}: {tuple(x.shape)} {x.dtype}" for n, x in named)])
     check_same(f"the call of step {step}", described, group, fix=SAME_BATCH)
     if not named:

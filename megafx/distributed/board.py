@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     numbers: Sequence[int]
 
     def body(self, at: int, length: int, crc: int) -> bytes:
-        """at, length: where the text is. crc: of the text."""
+        """The entry as bytes. at, length, crc: of its text."""
         few = self.numbers
         if len(few) > NUMBERS:
             few = (*few[: NUMBERS - 1], hash(tuple(few[NUMBERS - 1 :])))
@@ -68,10 +68,10 @@ class Difference(NamedTuple):
 
 
 class Board(ABC):
-    """Of the ranks of one group, which all make it. Its ranks exchange the same number of entries, in the same order."""
+    """The board of one group, made by all its ranks, which exchange the same number of entries in the same order."""
 
     def __init__(self, me: int, ranks: int, waits: bool) -> None:
-        """waits: for the other ranks, at each entry."""
+        """waits: whether each entry waits for all ranks."""
         self.me, self.ranks, self.waits = me, ranks, waits
         self.number = 0
         self.own: deque[Entry] = deque(maxlen=RECORDS)
@@ -119,18 +119,18 @@ def _shared(group: dist.ProcessGroup) -> io.FileIO | None:
     everywhere = all(gather_objects(file is not None and file.read() == mark, group))
     if dist.get_rank(group) == 0:
         with contextlib.suppress(OSError):
-            os.unlink(path)  # the memory goes with the last rank that has it
+            os.unlink(path)  # freed when the last rank has closed it
     return file if everywhere else None
 
 
 class SharedBoard(Board):
-    """Memory of RECORDS places, each with an entry of every rank, and of a row of texts for every rank.
+    """Shared memory: RECORDS places, each with an entry of every rank, and a row of texts for every rank.
 
-    Ranks that make the same calls write the same bytes, texts at the same places of their rows, so that one comparison tells.
+    Ranks that make the same calls write the same bytes, texts at the same places of their rows: comparing bytes is enough.
     """
 
     def __init__(self, me: int, ranks: int, waits: bool, file: io.FileIO, timeout: float) -> None:
-        """file: BYTES for each rank, at least. timeout: seconds for which others are waited for."""
+        """file: at least BYTES for each rank. timeout: seconds to wait for the other ranks."""
         super().__init__(me, ranks, waits)
         self.file, self.memory, self.timeout = file, mmap.mmap(file.fileno(), 0), timeout
         self.texts: dict[str, tuple[int, int, int]] = {}
@@ -207,7 +207,7 @@ class SharedBoard(Board):
         return True
 
     def _difference(self, number: int, mine: bytes) -> tuple[Difference | None, bool]:
-        """(difference to a rank that has come to this number, and not gone on far since; whether all ranks have come)"""
+        """(difference to a rank whose entry of this number is still on the board; whether all ranks have come)"""
         complete, first, head = True, self._at(0, number), mine[: _HEAD.size]
         for rank in range(self.ranks):
             at = first + rank * _SIZE
@@ -226,7 +226,7 @@ class SharedBoard(Board):
 
 
 class _Messages(Board):
-    """One all-gather an entry, over gloo; the last one is compared before the next is sent, so none is passed over."""
+    """One all-gather an entry, over gloo; the last one is compared before the next is sent, so none is skipped."""
 
     def __init__(self, group: dist.ProcessGroup, waits: bool) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), waits)
@@ -257,11 +257,11 @@ class _Messages(Board):
         return self._between(other, entries[other], self.number)
 
 
-# -- what is said
+# -- errors
 
 
 def calls_differ(difference: Difference, labels: Sequence[str]) -> AgreementError:
-    """Of tensor-parallel ranks. labels: of the entries' numbers, where both are of one kind of call."""
+    """The error of tensor-parallel ranks. labels: what the entries' numbers are, in calls with equal texts."""
     (i, j), (a, b) = difference
     if (a.phase, a.step) != (b.phase, b.step):
         where = [f"the {('forward', 'backward')[e.phase]} of call {e.step}" for e in (a, b)]
@@ -289,7 +289,7 @@ def calls_differ(difference: Difference, labels: Sequence[str]) -> AgreementErro
 
 
 def replicas_differ(difference: Difference) -> AgreementError:
-    """Of data-parallel ranks."""
+    """The error of data-parallel ranks."""
     (i, j), (a, b) = difference
     if a.text == b.text and a.numbers != b.numbers:
         return AgreementError(

@@ -1,8 +1,8 @@
-"""Gathers and reduce-scatters in pieces, beside the products that use or make the pieces.
+"""All-gathers and reduce-scatters in pieces, beside the matrix products that use or make them.
 
     gather_start, gather_wait            all_gather_into_tensor and wait_tensor
     regather_start                       after a reduce-scatter: the second half of an all-reduce
-    gather_matmul                        the same, and products with each rank's rows as they arrive
+    gather_matmul                        a gather, and products with each rank's rows as they arrive
     scatter_start, scatter_wait          reduce_scatter_tensor ("sum") and wait_tensor
     matmul_scatter_start                 a product whose rows leave for their rank as soon as they are made
 
@@ -12,7 +12,7 @@ summands into the slots of the others, meets them, and sums what came. On GPUs t
 are made by the copy engines on a stream of their own, and products do not share their multiprocessors with a collective's
 kernel. Nothing but copies runs on that stream: a kernel there can starve behind a product.
 
-What makes the rows of a gather may write them into the slot itself (`rows_of_next`), so that nobody copies them.
+The op that makes the rows of a gather may write them straight into the slot (`rows_of_next`), which saves a copy.
 
 When a slot may be written again. Each operation has one barrier, and it is finished (its copies have arrived, its sum is made)
 before this rank enters the barrier of the next. A reduce-scatter is finished before the next operation begins. Ranks call the
@@ -64,12 +64,12 @@ class Transport(ABC):
         before; values may still be in it until `release`."""
 
     def release(self) -> None:
-        """Let go of what was allocated before the last time."""
+        """Free all allocations but the last."""
         return None
 
     @abstractmethod
     def barrier(self) -> None:
-        """What this rank has done so far, its copies that were waited for included, is seen by those that come out."""
+        """Wait for all ranks. What each did before, copies it waited for included, is then visible to all."""
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
         """Start a copy of what is computed by now; give it to `arrived` before the target is read."""
@@ -77,7 +77,7 @@ class Transport(ABC):
         return None
 
     def arrived(self, copy: Any) -> None:
-        """What follows comes after the copy."""
+        """What follows runs after the copy."""
         assert copy is None, "copies that are under way need another `arrived`"
 
 
@@ -96,7 +96,7 @@ class PeerMemory(Transport):
     def allocate(self, nbytes: int) -> list[Tensor]:
         import torch.distributed._symmetric_memory as symmetric
 
-        if self.handle is not None:  # somebody may still read what is about to go
+        if self.handle is not None:  # a rank may still use the old memory
             torch.cuda.synchronize(self.device)
             self.barrier()
             torch.cuda.synchronize(self.device)
@@ -148,7 +148,7 @@ class SharedFiles(Transport):
 
 @dataclass(eq=False)
 class Pending:
-    """A gather or a reduce-scatter under way. value: what it gives, once finished.
+    """A gather or a reduce-scatter under way. value: its result, once finished.
 
     parts: [ranks, rows, ...], in this rank's slot but for gathers to memory of their own. copies: by rank, what was started:
     of a gather that rank's rows, of a reduce-scatter the rows that leave for it. held: memory that copies read. mine: of a
@@ -258,7 +258,7 @@ class Exchange:
             self.transport.arrived(pending.copies.pop(rank))
 
     def finish(self, pending: Pending, out: Tensor | None = None) -> Tensor:
-        """Its value. out: memory for it, where it is a reduce-scatter and the first under way."""
+        """The result. out: memory for it; only of a reduce-scatter that is the first under way."""
         while pending.value is None:  # operations end in order
             first = self.under_way.pop(0)
             for rank in list(first.copies):
@@ -273,13 +273,13 @@ class Exchange:
         return pending.value
 
 
-# -- what ranks have
+# -- exchanges by group
 
 _exchanges: dict[tuple[str, int], Exchange] = {}  # by name of the group and rank in it
 _reasons: dict[str, str] = {}  # name of a group -> why it has none
 _asked: dict[
     str, tuple[dist.ProcessGroup, bool | str]
-] = {}  # which group had the name, and what it wanted: names come again
+] = {}  # which group had the name, and what it wanted: names are reused
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, wanted: bool | str) -> None:
@@ -330,9 +330,9 @@ def _refusal(group: dist.ProcessGroup, device: torch.device, wanted: bool | str)
 # -- what graphs call. group, rank: which exchange
 
 
-@has_side_effect  # dead-code elimination leaves it
+@has_side_effect  # keeps it from dead-code elimination
 def begin(group: str, rank: int) -> None:
-    """What a graph begins with: its operations use the slots in the same turns each time, as a recorded graph must."""
+    """First op of a graph: each run uses the slots in the same order, as replaying a CUDA graph requires."""
     _exchanges[group, rank].begin()
 
 
@@ -402,7 +402,7 @@ def scatter_wait(pending: Pending, group: str, rank: int) -> Tensor:
 def matmul_scatter_start(a: Tensor, weight: Tensor, shape: Sequence[int], group: str, rank: int) -> Pending:
     """a: [all rows, k], weight: [k, n] -> a @ weight, seen as summands of this shape [ranks x rows, ..., n], on their way.
 
-    Rows that a has not, at the end, are padding: zeros. What goes farthest is made first, this rank's own rows last.
+    Rows beyond those of a are zero padding. Rows for other ranks are made first, this rank's own last.
     """
     exchange = _exchanges[group, rank]
     ranks = exchange.size

@@ -20,18 +20,18 @@ import torch.distributed as dist
 
 from megafx.errors import LostRankError, UsageError
 
-LONGEST_WAIT = timedelta(minutes=5)  # for ranks that should call something too, where the group's timeout is longer
-SECONDS = 0.1  # at exit, without the lock held: gloo's thread needs microseconds of them
+LONGEST_WAIT = timedelta(minutes=5)  # longest wait in `meet`, where the group's timeout is longer
+SECONDS = 0.1  # slept at exit, interpreter unlocked: gloo's thread needs microseconds
 _SIGNS = ("gloo", "connection closed", "connection reset", "connection was closed", "timed out", "timeout", "nccl")
 
 
 @contextlib.contextmanager
 def stopping_with_others(what: str) -> Iterator[None]:
-    """Errors of torch's collectives within become LostRankError."""
+    """Turn errors of torch's collectives into LostRankError."""
     try:
         yield
     except LostRankError:
-        raise  # of a call within
+        raise  # of a nested block
     except RuntimeError as error:
         text = str(error).lower()
         if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS):
@@ -109,7 +109,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 @cache
 def wait_at_exit() -> None:
-    """Give gloo's threads a moment at the end of the process, before the interpreter is torn down. Asked for once.
+    """Give gloo's threads a moment at the end of the process, before the interpreter is torn down. Registered once.
 
     A thread of gloo drops the last work's tensors a moment after the ranks have gone on. Where a mesh keeps the group alive,
     `destroy_process_group` does not wait for that thread, and a thread that wants the interpreter's lock while it is being torn

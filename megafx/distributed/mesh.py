@@ -1,7 +1,7 @@
 """The ranks of a run as a mesh: data-parallel ranks times tensor-parallel ranks.
 
-A mesh of the user's may name its dims 'tp', and 'dp' or 'dp_replicate' and 'dp_shard'; else one is made of the world, with
-the tensor-parallel ranks of a group next to each other.
+A user's mesh may have a dim 'tp', and a dim 'dp' or dims 'dp_replicate' and 'dp_shard'. Without one, a mesh of the world is
+made, in which the tensor-parallel ranks of a group are neighbours.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Meshes:
 
 
 def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -> Meshes:
-    """The meshes of a run, whose ranks have one Config. Collective over these ranks (the world, where there is no mesh yet).
+    """The meshes of a run; all its ranks must pass the same Config. Collective over `mesh`, or over the world without one.
 
     Raises AgreementError.
     """
@@ -114,7 +114,7 @@ _made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[dist.ProcessGrou
 
 
 def _mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One mesh of a form for all models: process groups are never given back, and each holds files and threads."""
+    """One mesh per shape, for all models: process groups are never freed, and each holds files and threads."""
     world = dist.group.WORLD
     if (kind, sizes, names) not in _made or _made[kind, sizes, names][0] is not world:
         _made[kind, sizes, names] = world, init_device_mesh(kind, sizes, mesh_dim_names=names)
@@ -122,7 +122,7 @@ def _mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMe
 
 
 def tensor_mesh(mesh: DeviceMesh, size: int | None = None) -> DeviceMesh:
-    """The tensor-parallel dim of a mesh, which has `size` ranks. Raises AgreementError."""
+    """The tensor-parallel dim of a mesh, 1-d. Raises AgreementError unless it has `size` ranks."""
     names = mesh.mesh_dim_names or ()
     if TENSOR_AXIS in names and mesh.ndim > 1:
         mesh = mesh[TENSOR_AXIS]

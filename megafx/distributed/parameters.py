@@ -1,4 +1,4 @@
-"""Parameters of a model become TPTensors, first whole, then sharded as the plan says; some lie side by side in one memory.
+"""Parameters of a model become TPTensors, first whole, then sharded as the plan says; joined ones are moved side by side.
 
 Object identity is kept from `replicate_parameters` on, so that an optimizer made then stays valid when the plan comes later.
 """
@@ -70,7 +70,7 @@ _foreach_supported_types.append(MainGradParameter)  # optimizers ask for the exa
 
 
 _LOW = (torch.bfloat16, torch.float16)
-# Optimizers of torch that move their moments, of the parameter's dtype, towards the gradient, which must be of the same.
+# torch optimizers that lerp moments, which have the parameter's dtype, towards the gradient, which must have it too.
 _ONE_DTYPE = (torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
 
 
@@ -88,7 +88,7 @@ def take_fp32_gradients(parameters: Iterable[nn.Parameter | None]) -> None:
 
 @cache
 def _refuse_low_moments() -> None:
-    """Before a step that would end midway in an error of torch."""
+    """Raise before a step in which torch would fail midway."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -197,7 +197,7 @@ def shard_like(full: torch.Tensor, param: TPTensor) -> TPTensor:
     return wrap(local, param._spec)
 
 
-RUNTIME = "_megafx_runtime"  # the attribute of a parallelized model that is its runtime
+RUNTIME = "_megafx_runtime"  # the attribute of a parallelized model that holds its runtime
 
 
 def runtime_of(model: nn.Module) -> Any:
@@ -212,7 +212,7 @@ def everyone_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
-    """One view of parameters that follow each other in one memory; None where they do not."""
+    """One view of parameters that follow each other in memory, joined on dim 0; else None."""
     first = parameters[0]
     memory, at = first.untyped_storage().data_ptr(), first.data_ptr()
     for p in parameters:
@@ -225,7 +225,7 @@ def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 class JoinedParameters:
-    """The join of some of a graph's inputs, their rows one below the other, at each call.
+    """The concatenation on dim 0 of some of a graph's inputs, at each call.
 
     A view where they lie side by side in one memory (that of the last call while they have not moved), else a copy.
     """
@@ -245,8 +245,8 @@ class JoinedParameters:
 
 @torch.no_grad()
 def place_joined(model: nn.Module, slots: Mapping[str, Slot], groups: Iterable[list[str]]) -> list[list[str]]:
-    """Put (the local tensors of) the parameters of each group, the same objects, side by side into one memory; the groups that
-    stay apart: those with tensor subclasses, or parameters whose storage is shared."""
+    """Move the local tensors of each group's parameters, which stay the same objects, side by side into one memory. Returns the
+    groups that stay apart: those with tensor subclasses, or parameters whose storage is shared."""
     users: Counter[int] = Counter()
     for tensor in [*model.parameters(), *model.buffers()]:
         users[_memory(_local(tensor))] += 1
@@ -277,7 +277,7 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(x: torch.Tensor) -> int:
-    """Of the storage; unlike for tensors without one."""
+    """Storage address; tensors without one all differ."""
     return id(x) if x.is_meta or x.numel() == 0 else x.untyped_storage().data_ptr()
 
 

@@ -46,7 +46,7 @@ def spec_of(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 class TPTensor(DispatchedTensor):
-    """See the module docstring. Made by `wrap`, or from a parameter by `params.replicate_parameters`."""
+    """See the module docstring. Made by `wrap`, or from a parameter by `parameters.replicate_parameters`."""
 
     @property
     def main_grad(self) -> torch.Tensor | None:

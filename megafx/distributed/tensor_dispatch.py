@@ -50,8 +50,8 @@ class DispatchedTensor(DTensor):
 
 
 class Unreduced(DTensor):
-    """What is made of TPTensors and of which each rank holds a summand or the like: a sum, a norm. Read as a number it is whole
-    first: DTensor would give each rank its own part. Else it is an ordinary DTensor."""
+    """A partial result of TPTensors (a sum, a norm). Reading it as a number reduces it over the ranks first, where DTensor
+    would give each rank its own part; otherwise it is an ordinary DTensor."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -77,7 +77,7 @@ def _equal(x: DTensor, y: DTensor) -> bool:
     return x.shape == y.shape and x.dtype == y.dtype and _all(x == y)
 
 
-# Reductions to a bool, by sums, which pads add nothing to: the same on all ranks.
+# Reductions to a bool by sums, to which pads add nothing; the result is the same on all ranks.
 _TO_BOOL: dict[Any, Callable[..., Any]] = {
     aten.any.default: lambda x: (x != 0).sum() > 0,
     aten.all.default: lambda x: (x == 0).sum() == 0,
@@ -88,7 +88,7 @@ _TO_BOOL: dict[Any, Callable[..., Any]] = {
 
 @cache
 def _written(func: Any) -> tuple[int | str, ...]:
-    """Positions (of keyword arguments: names) of what the operation writes into."""
+    """Arguments that the operation writes: positions, or names if keyword-only."""
     arguments = func._schema.arguments
     writes = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     return tuple(arguments[i].name if arguments[i].kwarg_only else i for i in writes)
@@ -103,15 +103,15 @@ def _count_write(x: Any) -> None:
 
 # -- before torch 2.13
 #
-# There the C++ dispatch of DTensor takes its subclasses too and never asks them: neither `__torch_dispatch__` nor the engine's
-# accumulation of gradients sees a TPTensor. What the user calls then comes through a mode, and what autograd calls through
-# DTensor's table of handlers, which that dispatch does ask.
+# There DTensor's C++ dispatch handles its subclasses too, without calling their `__torch_dispatch__`; nor does the engine's
+# accumulation of gradients. The user's operations are caught by a mode instead, and those of autograd by DTensor's table of
+# handlers, which that dispatch does consult.
 
 SUBCLASS_DISPATCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class _Dispatching(TorchDispatchMode):
-    """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`; the others go their way."""
+    """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`; the others run as usual."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in (DispatchedTensor, Unreduced):
@@ -324,7 +324,7 @@ def _as_dtensor(x: DispatchedTensor, zero_for_none: bool) -> DTensor:
 
 
 def _check_order_free(func: Any, name: str, args: Any, kwargs: Any, x: DispatchedTensor) -> None:
-    """DTensor's own reductions over the physical tensor are right: zero pads add nothing."""
+    """Raise UsageError unless DTensor's own op is right on the physical, zero-padded tensor."""
     if name in _NORMS:
         order = args[1] if len(args) > 1 and args[1] is not None else 2
         right = (len(args) < 3 or not args[2]) and not kwargs.get("dim") and order >= 0

@@ -19,7 +19,7 @@ from megafx.placements.types import Layout, Nested, Owned, Placement, S
 
 
 class LayoutShard(Shard):
-    """A shard whose physical order is not torch.chunk's: blocks, one that data-parallel ranks cut again, one rank's alone."""
+    """A shard other than torch.chunk's: cut in blocks, cut again by data-parallel ranks, or held by one rank alone."""
 
     placement: Placement  # S, Nested or Owned
 
@@ -82,7 +82,7 @@ def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: 
     else:
         permuted = placement.is_shard and not placement.cut.contiguous_shards(mesh.size())
     if permuted or isinstance(placement, Nested):
-        spec.placements = (LayoutShard(placement),)  # afterwards: DTensorSpec knows torch's kinds only
+        spec.placements = (LayoutShard(placement),)  # set last: DTensorSpec() takes torch's kinds only
     return spec
 
 

@@ -71,7 +71,7 @@ class CallSpec:
         leaves, spec = pytree.tree_flatten(call_tree(args, kwargs, loss_inputs))
         if spec != self.in_spec:
             return "the structure of the call differs"
-        bound: dict[sympy.Symbol, int] = {}  # symbols that are a dim of their own somewhere, to the size of the first
+        bound: dict[sympy.Symbol, int] = {}  # symbol that is some dim by itself -> size of the first such dim
         for leaf, value in zip(self.leaves, leaves, strict=True):
             if isinstance(value, torch.Tensor) and value.dim() == len(leaf.dims):
                 for want, size in zip(leaf.dims, value.shape, strict=True):
@@ -138,7 +138,7 @@ def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> st
 
 
 def violated(conditions: Sequence[sympy.Basic], bound: Mapping[sympy.Symbol, int]) -> sympy.Basic | None:
-    """The first condition that is false for these sizes. Export takes sizes of 0 and 1 for special, so 1 is tried as 2."""
+    """The first condition that is false for these sizes. Export treats sizes 0 and 1 specially, so 1 is tried as 2."""
     sizes = {symbol: sympy.Integer(max(size, 2)) for symbol, size in bound.items()}
     return next((c for c in conditions if c.xreplace(sizes) == sympy.false), None)
 

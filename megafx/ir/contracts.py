@@ -5,7 +5,7 @@ line. Contracts grow by phase: what holds after canonicalize holds ever after.
 
     CAPTURED   one placeholder for each input, one result for each output, a value on every node
     CANONICAL  only functional operators; no asserts; sizes computed from sizes of graph inputs
-    PLACED     transitions go from what their operand is to what they say; an op mixes no invariant operand with others
+    PLACED     a transition goes from its operand's placement to its own; an op mixes no invariant operand with others
     LOCAL      a shard's dim is as long as its layout makes it on one rank
     JOINT      a gradient for each wanted input, shaped like it
     LOWERED    no transition left; each started collective has one wait and no other reader
@@ -285,7 +285,7 @@ def check_gradients(program: Program) -> None:
 
 
 def _is_before_reduction(have: Sequence[Any], parameter: fx.Node) -> bool:
-    """Whether this is the shape of a whole gradient, of which data-parallel ranks are to keep the rows of the parameter."""
+    """Whether this is the shape of a gradient before its reduce-scatter to the parameter's rows over data-parallel ranks."""
     ranks: list[Any] = [u.args[1] for u in parameter.users if str(u.target) == GATHER]
     first, *rest = parameter.meta[VAL].shape
     return bool(ranks) and list(have[1:]) == rest and -(-have[0] // ranks[0]) == first

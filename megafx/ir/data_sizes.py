@@ -1,6 +1,6 @@
 """Sizes that the data of a tensor decides: how many rows an expert gets.
 
-torch.export gives such a size a symbol of its own, of which nothing may be asked (unbacked). In a `Program` it is an ordinary
+torch.export gives such a size an unbacked symbol, on which code cannot branch. In a `Program` it is an ordinary
 size with a hint, like those of the inputs: planning, fusing and differentiating need know nothing of it. It is the size of the
 result of `megafx.rows` (kernels/nonzero.py), which finds it by its name here, so that running the op on fakes again gives the
 same size. Hints are primes above those of capture/dims.py. As with every size, what is traced holds for 0 and 1 too.
@@ -20,10 +20,10 @@ FIRST_HINT = 127
 
 
 class DataShapeEnv(ShapeEnv):
-    """A ShapeEnv that knows sizes of data by name, and answers while it traces whether there are any rows with yes.
+    """A ShapeEnv that knows sizes decided by data by name, and assumes while tracing that there are rows.
 
-    Code that asks (`if rows.numel() == 0: continue`) skips work on no rows. Done on no rows, that work gives nothing, so that
-    a graph without the question computes the same. asked: called at each question so answered.
+    Code that asks (`if rows.numel() == 0: continue`) skips work on no rows. That work changes nothing if done on no rows, so a
+    graph without the branch computes the same. asked: called at each branch decided by that assumption.
     """
 
     def __init__(self, asked: Callable[[], None] = lambda: None, **options: Any) -> None:
@@ -73,7 +73,7 @@ def same_rows(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Symbol]:
 
 
 def if_there_are_rows(question: Any, from_data: Callable[[sympy.Symbol], bool]) -> bool | None:
-    """What a comparison with a number of rows is for every number but 0; None where that is not one answer."""
+    """Result of a comparison with a number of rows if it is the same for all numbers but 0; else None."""
     if not isinstance(question, sympy.core.relational.Relational) or len(question.free_symbols) != 1:
         return None
     (rows,) = question.free_symbols

@@ -33,7 +33,7 @@ QUERY_HEADS = "(n g)"  # the merged dim of g query heads for each of n key-value
 
 
 class Localized(NamedTuple):
-    """How ranks compute an op of which one factor is sharded: not by the op on shards, but by others, collectives included.
+    """How ranks compute an op with one factor sharded: not by the op on shards, but by other ops, collectives included.
 
     factor: a name, or a merged dim '(n g)' that is cut wherever its groups end; operands that have n alone then stay whole.
     gives: what the result then is: 'I', 'P', or 'S' of that factor. write(emit, node, layout, t, axis) -> the node of the
@@ -48,7 +48,7 @@ class Localized(NamedTuple):
 
 @dataclass(frozen=True)
 class OpFacts:
-    """All fields have a value that says nothing.
+    """By default a field says nothing.
 
     rule        a factor string (rules/grammar.py), or a function of the call (rules/families.py) that gives one
     partials    further groups of operands that may be partial together, where not all results then are: the gradient of a
@@ -62,8 +62,8 @@ class OpFacts:
                 operands made on each rank, and, as an operand, gathered
     experts     the factor of the rule that counts experts: sharding it gives each rank some of them
     inplace     (operand, op): with the arguments of this op, writes the result into that operand
-    recompute   name of the op whose result this one, its gradient, can give once more as its last result
-    workspace   (arguments, with shapes for tensors; bytes of an element) -> bytes that it has besides its results while it runs
+    recompute   name of the op whose result this one, its backward, can recompute as its last result
+    workspace   (arguments, with shapes for tensors; bytes of an element) -> bytes that it allocates besides its results
     """
 
     rule: str | Callable[[Any], Any] | None = None

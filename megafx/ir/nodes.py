@@ -30,7 +30,7 @@ def aten_ops(names: str) -> frozenset[Any]:
 RESHAPES = aten_ops("view _unsafe_view reshape")
 COPIES = aten_ops("clone contiguous alias")
 CASTS = aten_ops("to.dtype _to_copy")
-# They take dtype, device and perhaps sizes of their operand, no data.
+# Ops that read dtype, device and perhaps sizes of their operand, no data.
 SHAPED = aten_ops("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided")
 MASKS = (torch.bool, torch.uint8)  # dtypes of indices that select where they are not 0
 # Checks of a value that the program does not need.
@@ -44,7 +44,7 @@ ASSERTS = {torch._check}.union(
 
 
 def op_name(node: Any) -> str:
-    """'view' for aten.view.default, 'getitem' for operator.getitem; '' for what is no call."""
+    """'view' for aten.view.default, 'getitem' for operator.getitem; '' for a node that is no call."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return ""
     if isinstance(node.target, torch._ops.OpOverload):
@@ -97,7 +97,7 @@ def changed_copy(gm: fx.GraphModule, change: Callable[[fx.Node], bool]) -> tuple
 
 
 def behind(node: Any, ops: Collection[Any]) -> Any:
-    """What the value is made of by these ops alone, each applied to its first operand; the value itself if by none."""
+    """The value before a chain of these ops, each applied to its first operand; the value itself if there is none."""
     while isinstance(node, fx.Node) and node.target in ops:
         node = node.args[0]
     return node
@@ -107,7 +107,7 @@ def behind(node: Any, ops: Collection[Any]) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the op returns memory of its first operand: its schema says so (`Tensor(a)`), `unbind` and `split` included."""
+    """Whether the op returns views of its first operand, by its schema (`Tensor(a)`), `unbind` and `split` included."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
@@ -136,7 +136,7 @@ def shows_operand(node: fx.Node) -> bool:
 
 
 def storage_of(node: fx.Node) -> fx.Node:
-    """The node whose memory this one shows; itself if it is no view."""
+    """The node that this one is a view of; itself if it is no view."""
     while shows_operand(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -193,7 +193,7 @@ def own_gradients(program: Program, by: str) -> None:
     output.args = (tuple(results),)
 
 
-# -- values of one number
+# -- constant values
 
 FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0}  # op name -> the number
 FILLS_BY_ARGUMENT = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # op name -> position of the number
@@ -215,14 +215,14 @@ def is_zero(node: Any) -> bool:
 
 
 class Draw(NamedTuple):
-    """The arguments of an op that draws random bits; what has all of them in its schema is such an op.
+    """The arguments of an op that draws random bits; an op whose schema has all of them is one.
 
     seed: a 0-d tensor, or None: nothing is drawn; p: probability that an element is dropped; op_id: the op's number in the
     graph; shard_dim, layout: how the (first) result is cut over the ranks of `axis` (-1 and []: whole). An element's bits
-    follow from its linear index in that result, whole.
+    follow from its linear index in the whole result.
 
-    The result may be some rows of a tensor whose dim 0 has more: a layout that begins with 0, first, rows, and then goes on as
-    above, is of rows from `first` on of so many (`of_rows`).
+    The result may be some rows (dim 0) of a larger tensor: its layout then begins with 0, first, rows (`of_rows`): it starts at
+    row `first` of `rows`, and the rest of the layout is as above.
     """
 
     seed: Any = None
@@ -248,7 +248,9 @@ class Draw(NamedTuple):
         return tuple(self.layout[3:] if self._is_part() else self.layout)
 
     def _is_part(self) -> bool:
-        return len(self.layout) > 0 and isinstance(self.layout[0], int) and self.layout[0] == 0  # no layout begins so
+        return (
+            len(self.layout) > 0 and isinstance(self.layout[0], int) and self.layout[0] == 0
+        )  # no other layout begins with 0
 
     def of_rows(self, first: Any, rows: Any) -> list[Any]:
         """The layout argument of a draw for these rows of dim 0."""

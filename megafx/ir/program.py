@@ -75,8 +75,8 @@ class Input:
 class Output:
     """One element of the output tuple. name: path of a user output; FQN of the buffer or parameter otherwise.
 
-    placement: what the value leaves at, from `insert_transitions` on; it stands where lowering has dropped the identity
-    (R -> I) that the node's own placement would tell. lazy: it may be computed when somebody first reads it (lazy_outputs).
+    placement: that of the value as it leaves, from `insert_transitions` on. The node's own may differ once lowering has dropped
+    the identity R -> I. lazy: it may be computed when somebody first reads it (lazy_outputs).
     cache: path inside of a key-value cache that the call returns or changes ('' where it is none).
     """
 
@@ -152,11 +152,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What `choose_kept` came to, for one rank at the workload.
+    """What `choose_kept` decided, for one rank at the workload.
 
-    without: bytes that would be kept if nothing were made again; kept: bytes that are. promise: the bytes that a budget allows.
-    seconds: modelled time of what backward makes again. offloaded: bytes that wait on the host. at: a promise of bytes,
-    whatever a call's sizes: the bytes that are kept, as an expression in them.
+    without: bytes that would be kept if nothing were recomputed; kept: bytes that are. promise: the bytes that a budget allows.
+    seconds: modelled time of what backward recomputes. offloaded: bytes that wait on the host. at: if the promise holds for
+    calls of any sizes: the bytes kept, as an expression in those sizes.
     """
 
     without: int
@@ -189,8 +189,8 @@ class Partition:
     forward returns the saved of kind 'size' and 'value' only, in order; those of kind 'input' come first in `saved`, which
     backward takes as a list and clears. backward is None where the program has no gradients; last_backward may overwrite
     what was kept, and is for the last backward of a call. Where outputs are lazy, forward gives None in their places
-    (`lazy`). joins: further inputs of forward, after the program's: each the join of those of its inputs. gathered: joins
-    (by place) that are not rows as the inputs have them, but `gather_region`s of the inputs: (ranks, axis).
+    (`lazy`). joins: further inputs of forward, after the program's: each joins the inputs with these indices. gathered: index
+    of a join that is a `gather_region` of its inputs, not their concatenation -> (ranks, axis).
     """
 
     forward: fx.GraphModule

@@ -119,7 +119,7 @@ class Sizes:
         return any(not self.row_counts.keys().isdisjoint(a.free_symbols) for a in self.factors(structural)[1])
 
     def shards_to_one(self, structural: int, t: int) -> bool:
-        """Whether the traced size is symbolic, and ranks hold at most one element of it: torch takes such a size for a number.
+        """Whether the traced size is symbolic, and ranks hold at most one element of it: torch specialises such a size.
 
         A sequence is traced so short where a table of the model bounds it (capture/dims.py).
         """
@@ -311,7 +311,7 @@ class _Emit:
 
 
 class _EmitAnalysis(PythonReferenceAnalysis):
-    """What has no operator is a call: Max and Min, and the roundings of ranges with a step (arange(n, -n, -1.5))."""
+    """Emits calls for what has no operator: Max, Min, and the roundings of ranges with a step (arange(n, -n, -1.5))."""
 
     @staticmethod
     def to_dtype(x: Any, dtype: torch.dtype) -> Any:

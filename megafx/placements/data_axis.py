@@ -45,10 +45,10 @@ class DataAxis:
 
 
 def rows_of(length: int, data: DataAxis, t: int, cut: bool) -> tuple[bool, int, Layout]:
-    """Who shares the rows of a parameter that has `length` of them on a tensor-parallel rank: (whether data-parallel ranks
-    alone, number of ranks, how).
+    """How ranks share the rows of a parameter, `length` on a tensor-parallel rank: (whether data-parallel ranks alone share
+    them, number of ranks, layout).
 
-    cut: tensor-parallel ranks hold shards; else all of their rows are the same, and are shared among them too.
+    cut: tensor-parallel ranks hold shards; else they hold the same rows, and share them too.
     """
     alone = cut or t == 1
     ranks = data.shard_ranks * (1 if alone else t)

@@ -1,6 +1,6 @@
 """Which boxes of an original tensor a rank's local tensor holds, and where. No torch import.
 
-What reads or writes weights outside of a step (files, checkpoints, initialisation) goes through these: a shard's blocks are
+Code that reads or writes weights outside of a step (files, checkpoints, initialisation) uses these: a shard's blocks are
 boxes in the coordinates of the original tensor, and padding is in none of them.
 """
 
@@ -14,7 +14,7 @@ from megafx.placements.types import Nested, Owned, Placement
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """`sizes` elements from `offsets` of the original tensor on are those from `local_offsets` of the local tensor on."""
+    """A box of `sizes` elements: at `offsets` in the original tensor, at `local_offsets` in the local tensor."""
 
     offsets: tuple[int, ...]
     local_offsets: tuple[int, ...]

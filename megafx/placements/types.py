@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SYMBOLIC_PADDING = 1e-6  # less than this is the padding of a symbolic count, a large prime: nobody knows it
+SYMBOLIC_PADDING = 1e-6  # padding below this share is that of a symbolic count (a large prime), so not known
 
 
 class Block(NamedTuple):
@@ -92,7 +92,7 @@ class Layout:
         return self.rep * sum(-(-b.count // t) * b.unit for b in self.blocks)
 
     def padding(self, t: int) -> float:
-        """Elements that the ranks hold together, for each element of the dim: 1 for an even cut, 4 for 2 units on 8 ranks."""
+        """Elements held by all ranks together, per element of the dim: 1 for an even cut, 4 for 2 units on 8 ranks."""
         held = self.local_size(t) * t / self.size
         return held if held > 1 + SYMBOLIC_PADDING else 1.0
 
@@ -263,7 +263,7 @@ class Nested(Placement):
         return S(0, Layout.contiguous(self.rows, self.ranks))
 
     def local_shape(self, shape: Sequence[int]) -> list[int]:
-        """Of a parameter of logical `shape`, on every rank."""
+        """Every rank's, for a parameter of logical `shape`."""
         local = [*shape]
         local[self.tensor.dim] = self.tensor.cut.local_size(self.t)
         local[0] = self.inner.cut.local_size(self.ranks)

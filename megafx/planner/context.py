@@ -37,8 +37,8 @@ class Planner:
     leaves a graph at. gradients: what data-parallel ranks do with theirs: reduce them, hold them back (`no_sync`), add
     what was held and reduce, or add to what is there and hold that. axes: this rank's place on each mesh axis; None: there is
     one rank, or this is for all of them. at_call: memory is counted at the sizes of the call that was captured, not at those
-    that are priced. fits: its budget, a fraction, is what a device has room for. device_bytes: memory of a rank's device,
-    where that is known.
+    that are priced. fits: the activation memory budget, a fraction, was chosen to fit the device, so it promises
+    bytes. device_bytes: memory of a rank's device, where known.
     """
 
     config: Config

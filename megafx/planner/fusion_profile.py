@@ -39,7 +39,7 @@ from megafx.planner.hardware import PROFILES
 
 FOLDER = PROFILES / "fusions"
 MODES = ("eager training", "eager inference", "compiled training", "compiled inference")
-MERGE_LINEARS, MERGE_GATE_UP = "merge_linears", "merge_gate_up"  # what merge_linears does goes by these as patterns
+MERGE_LINEARS, MERGE_GATE_UP = "merge_linears", "merge_gate_up"  # pattern names of the pass merge_linears
 TIE = 1.02  # medians of repeated runs differ by about this much
 COMMAND = "python benchmarks/profile_fusions.py --out mine.yaml"
 

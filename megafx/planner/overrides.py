@@ -8,8 +8,8 @@ splits a stack of experts' weights [E, .., ..] over experts, for all weights of 
 of a list of modules it gives each module to one rank, whole (expert parallelism).
 Names are those of PyTorch's ParallelStyle and Hugging Face's tp_plan. Where several patterns match, the last one holds.
 
-An override beats the default policies (but no plan shards the batch). One that matches nothing, or that nothing it matches
-can follow, is an error.
+An override beats the default policies (but no plan shards the batch). One that matches nothing, or that none of its
+matches can follow, is an error.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Raises PlanError that names the file."""
+        """The plan saved at `path`; a PlanError names the file."""
         try:
             return Plan.from_json(Path(path).read_text())
         except (PlanError, UnicodeDecodeError) as error:

@@ -42,7 +42,7 @@ SHARD_WEIGHTS = "a matmul weight is sharded where it can be"
 ROUTER = "a router: its scores are ranked (topk, sort, argmax) over this dim, which every rank needs whole"
 SEQUENCE_WANTED = "sequence_parallel=True: norms, dropouts and residuals run on a shard of the sequence"
 WEIGHTS_STAY = "a weight is neither gathered nor stored whole and used in slices"
-# The others only take strategies that shard something, so that computing on whole values is always left.
+# The other policies only forbid strategies that shard something, so computing on whole values stays legal.
 YIELDING = (WEIGHTS_STAY, SHARD_WEIGHTS, SEQUENCE_WANTED, ROUTER)
 
 VIEWS = ("reshape", "view")
@@ -96,7 +96,7 @@ def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Pr
 
 
 def reshapes_tokens(node: fx.Node) -> bool:
-    """Whether this is a way into or out of the values that have their tokens in one dim."""
+    """Whether this reshapes into or out of values that have their tokens in one dim."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     return isinstance(source, fx.Node) and op_name(node) in VIEWS and (TOKENS in node.meta) != (TOKENS in source.meta)
 
@@ -113,7 +113,7 @@ def token_places(program: Program, rules: dict[fx.Node, OpRule]) -> list[Place]:
 
 
 def cuts_rows(placement: Placement, t: int) -> bool:
-    """Whether tokens are cut row of the batch by row, which t ranks cannot share evenly: else any cut is one of tokens."""
+    """Whether tokens are cut by whole rows of the batch whose number t does not divide; any other cut is one of tokens."""
     return any(unit != 1 and count % t for count, unit in placement.cut.blocks)
 
 
@@ -195,7 +195,7 @@ class Policy:
         self.yields = yields or Yields()
         self.gave_way: dict[str, dict[fx.Node, None]] = {
             policy: {} for policy in YIELDING
-        }  # where it would have said no
+        }  # where it would have forbidden
         self.weights = weight_values(program, active)
         # weight -> reasons for which strategies that shard it were taken away, in order
         self.kept_whole: dict[fx.Node, dict[str, None]] = defaultdict(dict)
@@ -288,7 +288,7 @@ class Policy:
 
     def _is_router(self, node: fx.Node, rule: OpRule, weight: int) -> bool:
         """Whether the result is ranked along a dim that the weight alone gives it (a stack of experts' weights shares its first
-        dim with the tokens), which is none longer than what it sums over: a vocabulary is."""
+        dim with the tokens), which is no longer than the summed dim (a vocabulary is longer)."""
         factors = rule.operands[weight].factors
         shared = {f for i, o in enumerate(rule.operands) if i != weight and o.role == "x" for f in o.factors}
         own = {f: d for d, f in enumerate(rule.result) if isinstance(f, str) and f in factors and f not in shared}
@@ -341,7 +341,7 @@ class Policy:
 
 def _column_parallel(strategies: list[Strategy], reasons: list[str], weights: list[int]) -> list[Strategy]:
     """Strategies that shard a weight and the result, which a norm needs whole (a norm over all of q, a low-rank q): where a
-    matmul has no other that shards its weight, cost decides between these with a gather and the whole weight."""
+    matmul has no other that shards its weight, cost decides between these plus a gather, and the whole weight."""
     found = [s for s, why in zip(strategies, reasons, strict=True) if why == NORMALISED and s.out.is_shard]
     sharded = [(s, {i for i, p in enumerate(s.ins) if p.is_shard}) for s in found]
     return [s for s, operands in sharded if operands and operands <= {*weights}]

@@ -106,7 +106,7 @@ class Problem:
     def tree(
         self, node: fx.Node, src: Placement, wanted: tuple[Placement, ...]
     ) -> tuple[float, tuple[Transition, ...]]:
-        """The cheapest order of conversions that makes every placement of `wanted` from `src`, each once."""
+        """The cheapest sequence of transitions that makes each placement of `wanted` once, starting at `src`."""
         best: tuple[float, tuple[Transition, ...]] = (math.inf, ())
         for order in itertools.permutations(wanted):
             have, cost, moves = [src], 0.0, []
@@ -196,7 +196,7 @@ class Problem:
             self._add_value(node, uses, leaves)
 
     def _add_element(self, node: fx.Node) -> None:
-        """An element is where the op that made it is: a tuple has no transitions."""
+        """An element has the placement its op made it at: tuples have no transitions."""
         source = node.args[0]
         if isinstance(source, fx.Node) and source in self.domains:
             same = [[0.0 if a.out == b.out else math.inf for b in self.domains[node]] for a in self.domains[source]]
@@ -204,7 +204,7 @@ class Problem:
             self._add((("op", source), ("op", node)), self._cached(key, lambda: np.array(same)))
 
     def _leaving_seconds(self, node: fx.Node, src: Placement, others: tuple[Placement, ...]) -> float:
-        """Price of leaving the graph: nothing where the output may stay as one of these is, else the way to what it may be."""
+        """Price of leaving the graph: 0 if the output may have one of these placements, else a transition to such a one."""
         wanted = self.planner.accepts[node]
         if any(accepts(wanted, p) for p in (src, *others)):
             return 0.0
@@ -399,7 +399,7 @@ def _added_us(problem: Problem, solution: Solution, node: fx.Node, index: int) -
 
 class Neighbourhood:
     """What one op costs with a strategy of its own while every other op stays as a plan has it: the op, and the transitions
-    of its operands and of its result. Parameters are stored as is then cheapest."""
+    of its operands and of its result. Parameters are stored the cheapest way for it."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan

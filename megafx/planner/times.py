@@ -18,14 +18,14 @@ ATTENTION_BACKWARD = 2.5
 
 
 def product_seconds(m: float, n: float, k: float, dtype: str, itemsize: int, hardware: Hardware) -> float:
-    """[m, k] times [k, n]: the slower of arithmetic, at the rate of the measured shapes that are near, and memory."""
+    """Seconds of [m, k] @ [k, n]: the larger of arithmetic, at the rate of measured shapes nearby, and memory traffic."""
     flops = 2.0 * m * n * k
     moved = memory_seconds((m * k + k * n + m * n) * itemsize, hardware)
     return hardware.kernel_seconds + max(flops / product_rate(m, n, k, dtype, hardware), moved)
 
 
 def product_rate(m: float, n: float, k: float, dtype: str, hardware: Hardware) -> float:
-    """FLOP/s. Shapes that were measured in bfloat16 say by how much other dtypes are off their rate for large products."""
+    """FLOP/s. Shapes are measured in bfloat16; another dtype is scaled by the ratio of the large-product rates."""
     rows = tuple(tuple(row) for row in hardware.products)
     if not rows or min(m, n, k) < 1:
         return hardware.flops(dtype)
@@ -34,7 +34,7 @@ def product_rate(m: float, n: float, k: float, dtype: str, hardware: Hardware) -
 
 @lru_cache(4096)
 def _nearest(m: float, n: float, k: float, rows: tuple[tuple[float, ...], ...], fixed: float) -> float:
-    """Mean rate of the rows, the nearer the heavier: distances are of logarithms, a product's operands may be swapped."""
+    """Mean rate of the rows, weighted by nearness in log(m, n, k); a product's operands may be swapped."""
     total = weights = 0.0
     for a, b, c, seconds in rows:
         apart = min(_distance((m, n, k), (a, b, c)), _distance((m, n, k), (b, a, c)))
@@ -49,7 +49,7 @@ def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
 
 
 def attention_seconds(flops: float, dtype: str, hardware: Hardware, *, dropout: bool) -> tuple[float, float]:
-    """Forward and backward. flops: of forward, of what is not masked."""
+    """(forward, backward). flops: of forward, unmasked part only."""
     kind = "dropout " if dropout else ""
     scale = hardware.flops(dtype) / hardware.flops("bfloat16")
     rates = [
@@ -62,8 +62,8 @@ def attention_seconds(flops: float, dtype: str, hardware: Hardware, *, dropout: 
 
 
 def library_seconds(collective: str, sent: float, hardware: Hardware, t: int) -> float:
-    """A collective of NCCL (or gloo) while nothing else runs. sent: bytes of one rank. Between measured numbers of ranks, that
-    of the nearest."""
+    """A collective of NCCL (or gloo) while nothing else runs. sent: bytes that one rank sends. For a number of ranks that was
+    not measured, the nearest one."""
     if collective == LOCAL or t == 1:
         return 0.0
     measured = hardware.collectives.get(collective)
@@ -74,5 +74,5 @@ def library_seconds(collective: str, sent: float, hardware: Hardware, t: int) ->
 
 
 def sum_seconds(whole: float, hardware: Hardware, t: int) -> float:
-    """The sum of the t shards that came for this rank, of a value of so many bytes."""
+    """Summing t received shards of a value of `whole` bytes."""
     return hardware.kernel_seconds + memory_seconds((t + 1) * whole / t, hardware)

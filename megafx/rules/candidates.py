@@ -67,7 +67,7 @@ def find_candidates(
 
     def add(node: fx.Node, dim: int, layout: Layout) -> None:
         if node in shapes and sizes.from_data(shapes[node][dim]):
-            return  # rows that data selects: how many a rank would hold, no other rank's share tells
+            return  # rows that data selects: ranks cannot know one another's numbers of them
         if any(block.count >= FIRST_PRIME and sizes.shards_to_one(block.count, t) for block in layout.blocks):
             return
         cuts = found.values.setdefault(node, {})

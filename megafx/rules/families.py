@@ -1,4 +1,4 @@
-"""Ops whose dims depend on their arguments: what a family of them is, a small function OpCall -> rule string.
+"""Rules of ops whose dims depend on their arguments: a family of ops has a function OpCall -> rule string.
 
 Each family writes the same factor strings as the table (dims are f0, f1, ... by position), so that one binder serves all.
 Families that move, cut and reduce dims are in rules/families_dims.py; products, norms, indices, attention in

@@ -83,7 +83,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Bound:
-    """A rule on shapes. A dim's entry: None (not shardable), 'f', or '(n g)' for a merged dim.
+    """A rule bound to shapes. A dim's entry: None (not shardable), 'f', or '(n g)' for a merged dim.
 
     operands: None for an operand that the call leaves out or whose elements are not read.
     sizes: length of each factor; forbidden: factor -> why it is not sharded.
@@ -170,7 +170,7 @@ def bind(
     free: Sequence[tuple[int, str]] = (),
     cut: Sequence[int] = (),
 ) -> Bound:
-    """Put a rule on shapes. RuleError where the number of dims does not fit.
+    """Bind a rule to shapes. RuleError where the number of dims does not fit.
 
     free: (operand or -1 for the result, factor) whose length is its own (a slice of the factor).
     cut: for each operand the dim that is known to be sharded, or -1: it never broadcasts, though its local length be 1.

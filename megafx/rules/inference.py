@@ -6,10 +6,10 @@ ops alike. I and R hold the same values, so the facts are
     R         the same value on every rank (I is read as R)
     S(d, L)   a shard
     P         summands
-    VARYING   something else on each rank, such as its coordinate. Taints what it meets; lookups.py knows the ops of a
+    VARYING   another value on each rank, such as its coordinate. Taints what it meets; lookups.py knows the ops of a
               sharded vocabulary, which compute with it
 
-Nothing here trusts the planner: a placement on a node's meta only decides between readings of a local view that are all right
+Nothing here trusts the planner: a placement on a node's meta only decides between valid readings of a local view
 ([1, 64] of a rank: one head of two, or half a head). checks/types.py follows all readings.
 """
 
@@ -236,7 +236,7 @@ def _cut_dims(merged: Sequence[int], shape: Shape, cut: Layout | None) -> list[i
 
 
 def _transition(at: _Inference) -> Placement:
-    """The operand must be what the transition starts from; two-way copies of R and I are the same values."""
+    """The operand must be what the transition starts from; R and I hold the same values."""
     source, src_tag, dst_tag, *layouts = _arguments(at.node)[:5]
     flats = [[at.sizes.of(n.meta[VAL] if isinstance(n, fx.Node) else n) for n in flat] for flat in layouts]
     src, dst = (Placement.parse(str(tag), flat) for tag, flat in zip((src_tag, dst_tag), flats, strict=True))

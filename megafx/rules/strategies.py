@@ -1,7 +1,7 @@
 """Sharding rules of graph nodes: which placements an op takes and gives.
 
-`rule_for` finds an op's rule (a user's, a fact of megafx's own op, the table's or a family's), puts it on the node's shapes
-and names the operands; `strategies` lists its legal rows. Both are memoised by signature (op, shapes, scalar arguments):
+`rule_for` finds an op's rule (a user's, a fact of megafx's own op, the table's or a family's), binds it to the
+node's shapes and operands; `strategies` lists its legal rows. Both are memoised by signature (op, shapes, scalar arguments):
 layers repeat.
 
 A row is one of
@@ -54,7 +54,7 @@ class Spec:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """A rule on shapes, shared by all nodes with the same signature (compared by identity).
+    """A rule bound to shapes, shared by all nodes with the same signature (compared by identity).
 
     groups: operands that may be partial together, and what each result then is ('P' or 'R').
     """
@@ -69,7 +69,7 @@ class Template:
     forbidden: dict[str, str] = field(default_factory=dict)
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
     parts: dict[int, Part] = field(default_factory=dict)
-    localized: Localized | None = None  # of its factor, only one block a rank
+    localized: Localized | None = None  # its factor is cut in one block a rank
     reason: str = ""
     roles: tuple[str, ...] = ()  # of results: 'x', '~' never partial by linearity, '*' no tensor of interest
 
@@ -320,7 +320,7 @@ def _none(call: OpCall, args: list[Arg | None], reason: str) -> Template:
 
 
 def place(template: Template, i: int, f: str, layout: Layout, t: int, result: int = 0) -> Placement | None:
-    """Where operand i (or a result, i = -1) is when factor f is sharded by `layout`; None where it cannot be.
+    """Placement of operand i (or a result, i = -1) when factor f is sharded by `layout`; None where there is none.
 
     layout cuts the factor's whole length; a merged dim or a part of the factor is cut accordingly.
     """

@@ -42,7 +42,7 @@ NAME = "halve_batch"
 aten, ops = torch.ops.aten, torch.ops.megafx
 # A product of half the rows takes more than half the time. Measured: H200, Llama-8B shape, 8192 rows cut in two: 5%.
 NARROW = 1.05
-# Of forward and backward, the products that are gradients of weights: backward's collectives run beside them as it is.
+# Share of forward and backward that makes gradients of weights, beside which backward's collectives run anyway.
 FILLERS = 1 / 3
 
 
@@ -80,7 +80,7 @@ class _Halver:
         self.parts = [
             {batch: batch - FloorDiv(batch, 2)},
             {batch: FloorDiv(batch, 2)},
-        ]  # which add up to it by themselves
+        ]  # their sum simplifies to it
         self.batch = batch
         self.emit = SizeEmitter(program.graph, program.sizes)
         self.made: list[dict[fx.Node, fx.Node]] = [{}, {}]  # of each half: node -> its copy, or the half of it
@@ -215,7 +215,7 @@ class _Halver:
     # -- times
 
     def _times(self, node: fx.Node) -> Times:
-        """Of the whole batch."""
+        """For the whole batch."""
         planner = self.planner
         if node.target is not ops.transition.default:
             return seconds(self.program, node, planner.hardware, planner.t), 0.0, 0.0

@@ -11,7 +11,7 @@ against its placement.
 
 Padding: if t does not divide a dim, shards carry pads (placements/types.py). Forward pads hold anything finite. A reduction
 over a padded dim masks them first, which also keeps their gradients zero; ops with poles (rewrites.py) get pads far from
-these.
+them.
 """
 
 from __future__ import annotations

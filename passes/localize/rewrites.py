@@ -1,6 +1,6 @@
 """Ops that need more than their own call on local operands.
 
-Sizes in arguments, means, draws, pads near poles, the lookup in a sharded vocabulary, and what files of ops say of theirs.
+Sizes in arguments, means, draws, pads near poles, the lookup in a sharded vocabulary, and ops with a `Localized` fact.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POLES = {
 }
 
 
-SMALL_EPS = 1e-12  # norms with less of an eps divide by nothing else: 1 / sqrt(eps) is cubed in fp32 gradients
+SMALL_EPS = 1e-12  # below it norms of zero pads are unsafe: fp32 gradients cube 1 / sqrt(eps)
 
 
 def keep_pads_off_poles(local: Localizer, node: fx.Node, choice: OpChoice) -> None:

@@ -5,11 +5,11 @@ After:   the same; transition, layer_norm and so on up to %z are marked HALVED, 
 Legal because: nothing changes. A marked op computes each row of the batch by itself (`BatchRows`: by its sharding rule), and
 draws what it would draw for the whole batch.
 
-Whole stay: the lookup of the embedding, so that its gradient is made once; the last product before the loss and what follows,
+Three stay whole: the embedding lookup, so that its gradient is made once; the last product before the loss and what follows,
 since a loss is a mean over rows; and what depends on an op that computes with several rows at a time (batch statistics, a
 router that counts): a note names it, if layers follow.
 
-halve_batch (passes/localize) does it, on one rank's shapes.
+halve_batch (passes/localize) makes the halves, on one rank's shapes.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ With b > 1 a shard of s is b pieces of memory, so that each gather and reduce-sc
 Nothing else needs to know which dims the tokens come from: fixed sizes, a sequence that comes first and images go the same
 way. An op that mixes tokens stays as it is, and what it reads is reshaped back.
 
-What is found: norms over the last dim of values with two dims or more before it, and the ops round them, as far as they go
-token by token. A norm that no product with a weight and no embedding is next to (of queries, head by head) is
-left alone. A table that has some of the dims only (positions) is looked up for each token.
+Rewritten are norms over the last dim of values with two or more dims before it, and the ops connected to them that work
+token by token. A norm next to neither a product with a weight nor an embedding (of queries, head by head) is left alone.
+A table that has only some of the dims (positions) is looked up for each token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megafx.rules.strategies import Operand, OpRule, rule_for
 REQUIRES, ENSURES = Phase.CANONICAL, Phase.CANONICAL
 NAME = "flatten_tokens"
 aten = torch.ops.aten
-# Arguments that number dims or list sizes; `dim` alone may be told anew.
+# Arguments that number dims or list sizes; `dim` alone can be renumbered.
 DIMS = frozenset(("dims", "size", "sizes", "shape", "start_dim", "end_dim", "dim0", "dim1", "repeats", "shifts"))
 
 FULL, FIRST, LAST, ROW, NONE = "full", "first", "last", "row", "none"  # what an operand has of the tokens' dims
@@ -136,7 +136,7 @@ class _Flattener:
         return op_name(node) == "embedding" or any(a in self.weights for n in products for a in n.all_input_nodes)
 
     def _by_token(self, node: fx.Node, lead: tuple[int, ...]) -> bool:
-        """Whether the op gives each token of [*lead, n] from that token of its operands."""
+        """Whether the op computes each token of [*lead, n] from that of its operands."""
         if node.op != "call_function" or node not in self.active or node in self.owned:
             return False
         product = cost_kind(op_name(node)) in (MATMUL, ATTENTION) and node.target is not aten.linear.default
@@ -284,7 +284,7 @@ def _place(node: fx.Node, name: str) -> int:
 
 
 def _changes(node: fx.Node, last: int) -> dict[str, Any] | None:
-    """Arguments that read otherwise when dims [0, last) are one; None where the op names other dims than the last."""
+    """New arguments once dims [0, last) are merged into one; None where the op names other dims than the last."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     found: dict[str, Any] = {}

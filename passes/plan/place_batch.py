@@ -131,7 +131,7 @@ class _Typer:
         return chosen.outs if isinstance(node.meta[VAL], (tuple, list)) else chosen.outs[0]
 
     def _same_everywhere(self, node: fx.Node, rule: OpRule) -> Any:
-        """Of values that are alike on all ranks: alike, or alike for all rows where the op brings a batch dim."""
+        """Placement of a result whose operands are all R: R, or S if the op repeats them along a batch dim."""
         value = node.meta[VAL]
         if isinstance(value, (tuple, list)):
             return tuple(R for _ in value)

@@ -31,16 +31,16 @@ class Hardware:
     host_bytes_per_second    bytes copied to pinned memory of the host, or back, in a second; None: not known
     source                   where the numbers are from: measured (device, date) or datasheet
 
-    What follows prices schedules (planner/times.py, report/steps.py). A profile need not have it.
+    The rest prices schedules (planner/times.py, report/steps.py); a profile may omit it.
 
     launch_seconds           time of the host to launch one op
-    kernel_seconds           what a kernel takes besides its work
+    kernel_seconds           fixed time of a kernel
     products                 (m, n, k, seconds) of products in bfloat16: seconds by CUDA events
     attention                FLOP/s, of what is not masked: 'forward', 'backward', and both with 'dropout ' before it
     collectives              collective -> ranks -> (seconds of a tiny one, bytes that a rank sends per second)
     hidden                   part of a collective's time that a product beside it hides: its kernel gets multiprocessors late
-    beside                   time of a product beside 'copies' between ranks, or a collective of the 'library', over that alone
-    transfer_seconds         what a copy from another rank's memory takes before its first byte, a barrier included
+    beside                   slowdown factor of a product beside 'copies' between ranks, or a collective of the 'library'
+    transfer_seconds         latency of a copy from another rank's memory, a barrier included
     transfer_bytes_per_second  of such copies, in one direction; None: ranks do not reach each other's memory
     """
 
