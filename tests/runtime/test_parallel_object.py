@@ -17,12 +17,15 @@ import zoo
 from torch import nn
 
 import megafx
+from megafx.capture.export import capture_call
+from megafx.compiler.pipeline import compile_program
 from megafx.errors import ConfigError, PlacementError, UsageError
 from megafx.ir.program import Phase, Program
 from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.rules import grammar as rules
 from megafx.runtime.outputs import LazyTensor
+from megafx.testing import make_planner
 
 ONE = megafx.Config(tensor_model_parallel_size=1, hardware="h100-nvlink")
 TWO = ONE.replace(tensor_model_parallel_size=2)
@@ -398,8 +401,9 @@ def test_what_the_type_checker_cannot_confirm_is_a_note(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("megafx.checks.types.check_types", refuse)
     plain, inputs = zoo.build("nanogpt")
-    model = megafx.parallelize(copy.deepcopy(plain), ONE, example_inputs=inputs(2, 16))
-    (note,) = [n for n in megafx.explain(model).notes if n.startswith("types")]
-    assert note.startswith("types [h.0]: the type checker cannot confirm this graph: %sum is partial; megafx.verify")
+    planner = make_planner(2, wants_grad=lambda spec: spec.kind == "param")
+    compiled = compile_program(capture_call(plain, (), inputs(2, 16)), planner)
+    (note,) = [str(n) for n in compiled.program.notes if n.topic == "types"]
+    assert "the type checker cannot confirm this graph: %sum is partial; megafx.verify" in note and "h.0" in note
     with megafx.debug(check=1), pytest.raises(PlacementError, match="%sum is partial"):
-        megafx.parallelize(copy.deepcopy(plain), ONE, example_inputs=inputs(2, 16))
+        compile_program(capture_call(plain, (), inputs(2, 16)), planner)
