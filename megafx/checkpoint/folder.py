@@ -67,10 +67,10 @@ def _order(path: Path) -> tuple[int, int]:
 def begin(root: Path, step: int) -> Path:
     """An empty folder to write into. Removes what killed saves left behind."""
     root.mkdir(parents=True, exist_ok=True)
-    _claim(root)
-    for path in root.glob(".step_*"):
-        if path not in _under_way:
-            _delete(path)
+    left = [path for path in root.glob(".step_*") if path not in _under_way]
+    _claim(root)  # in this order: nothing in `left` is a later owner's
+    for path in left:
+        _delete(path)
     folder = root / f".step_{step:08d}.{_me(os.getpid())['id']}-{next(_numbers)}.partial"
     folder.mkdir()
     _under_way.add(folder)

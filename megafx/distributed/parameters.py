@@ -56,14 +56,7 @@ def as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
 class MainGradParameter(nn.Parameter):
     """A parameter whose gradient Megatron's optimizers find too."""
 
-    @property
-    def main_grad(self) -> torch.Tensor | None:
-        """`.grad`, by Megatron's name."""
-        return self.grad
-
-    @main_grad.setter
-    def main_grad(self, value: torch.Tensor | None) -> None:
-        self.grad = value
+    main_grad = TPTensor.main_grad
 
 
 _foreach_supported_types.append(MainGradParameter)  # optimizers ask for the exact type

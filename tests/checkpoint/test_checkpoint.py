@@ -305,6 +305,21 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
         megafx.load_checkpoint(tmp_path / "file", Net(), missing_ok=True)
 
 
+def test_a_save_that_is_overtaken_as_it_begins_leaves_the_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, other = checkpoint_folder._claim, tmp_path / ".step_00000001.other-0.partial"
+
+    def overtaken(root: Path) -> None:
+        claim(root)
+        (root / checkpoint_folder.OWNER).write_text(json.dumps({"host": "there", "process": 1, "id": "other"}))
+        other.mkdir()
+
+    monkeypatch.setattr(checkpoint_folder, "_claim", overtaken)
+    checkpoint_folder.begin(tmp_path, 1)
+    assert other.is_dir() and "taken over" in str(checkpoint_folder.taken_over(tmp_path))
+
+
 def test_data_within_data_have_a_bound(tmp_path: Path) -> None:
     held: object = 1
     for _ in range(99):
