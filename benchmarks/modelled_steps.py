@@ -8,8 +8,8 @@
 Modes are those of train_tp.py. `ideal` is a step of one GPU, undivided. Rows stand for runs of 2026-11-23 on 2 x H200. TP was
 measured before all-reduces ran in pieces, so that it is `tp-plain` here.
 
-A second table has the fastest row of each run, and the row of what "auto" picks: layout, overlap, half-batches, Inductor, and CUDA
-graphs (by the cost model; on a GPU the second call is measured). Rows of different runs are not compared.
+A second table has the fastest row of each run, and the row of what "auto" picks: layout, overlap, half-batches, Inductor, and
+CUDA graphs (by the cost model; on a GPU the second call is measured). Rows of different runs are not compared.
 """
 
 from __future__ import annotations
