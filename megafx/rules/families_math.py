@@ -59,14 +59,16 @@ def _conv(call: OpCall) -> RuleText | None:
 
 
 @family("aten.convolution_backward")
-def _conv_backward(call: OpCall) -> str | None:
+def _conv_backward(call: OpCall) -> RuleText | None:
+    """The gradient of the bias is a sum of the gradient alone, whole on every rank where channels of the input are cut."""
     if call.get("transposed"):
         return None
     n = len(call.first.shape) - 2
     inside, kernel, out = (" ".join(f"{a}{i}!" for i in range(n)) for a in "xky")
-    o, c = ("o", "c!") if call.get("groups") == 1 else ("o!", "i!")
+    o, c, i = ("o", "c", "c") if call.get("groups") == 1 else ("o!", "c!", "i!")
     bias = o if call.results[2] else "*"  # none: None, or no dims
-    return f"lin[0]: b {o} {out}, b c! {inside}, {o} {c} {kernel} -> b c! {inside}; {o} {c} {kernel}; {bias}"
+    text = f"lin[0]: b {o} {out}, b {c} {inside}, {o} {i} {kernel} -> b {c} {inside}; {o} {i} {kernel}; {bias}"
+    return RuleText(text, reads={2: (0,)})
 
 
 @family(
