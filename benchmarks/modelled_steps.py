@@ -3,21 +3,31 @@
     python benchmarks/modelled_steps.py                              # by the profile that comes with megafx
     python benchmarks/modelled_steps.py --hardware mine.yaml         # by one that `megafx profile-hardware` measured
     python benchmarks/modelled_steps.py --row llama,2,sp,4=223.2     # rows of your own: model, ranks, mode, batch = ms
+    python benchmarks/modelled_steps.py --auto                       # only what "auto" picks
 
 Modes are those of train_tp.py. `ideal` is a step of one GPU, undivided. Rows stand for runs of 2026-11-23 on 2 x H200. TP was
 measured before all-reduces ran in pieces, so that it is `tp-plain` here.
+
+A second table has the fastest row of each run, and the row of what "auto" picks: layout, overlap, half-batches, Inductor, and
+CUDA graphs (by the cost model; on a GPU the second call is measured). Rows of different runs are not compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 import torch
 from train_tp import SHAPES, Model, WithLoss, places_of
 
 import megafx
+from megafx.capture.export import capture_call
+from megafx.compiler.pipeline import compile_program
+from megafx.planner.context import Planner
+from megafx.planner.hardware import Hardware
 from megafx.report.report import Report
+from megafx.report.steps import graphs_pay
 
 RECORDED = {
     ("llama", 1, "ideal", 4): 400.6,
@@ -33,6 +43,13 @@ RECORDED = {
     ("gpt", 2, "sp-plain", 8): 259.0,
     ("gpt", 2, "sp", 8): 251.4,
 }
+# (model, ranks, batch): the modes of one run each.
+RUNS = [
+    (("llama", 2, 4), {"sp-plain": 232.2, "sp": 223.2, "sp-graphs": 225.3}),
+    (("llama", 2, 4), {"tp": 225.7, "sp": 221.4, "sp-halves": 226.0, "sp-compile": 220.8}),
+    (("llama", 2, 1), {"tp-plain": 66.3, "sp-plain": 65.6, "sp": 63.1, "sp-graphs": 65.6}),
+    (("gpt", 2, 8), {"tp-plain": 261.5, "sp-plain": 259.0, "sp": 251.4}),
+]
 Row = tuple[str, int, str, int]
 
 
@@ -56,6 +73,37 @@ def report_of(row: Row, hardware: str) -> Report:
     return megafx.explain(megafx.plan(model, config, example_inputs=(ids, places)))
 
 
+def picked(name: str, ranks: int, batch: int, hardware: str, layers: int = 0) -> str:
+    """The mode that "auto" of every field comes to. layers: fewer ones, to be faster; 0: all."""
+    shape = replace(SHAPES[name], layers=layers or SHAPES[name].layers)
+    with torch.device("meta"):
+        model = WithLoss(Model(shape).bfloat16())
+    config = megafx.Config(
+        tensor_model_parallel_size=ranks,
+        sequence_parallel="auto",
+        tp_comm_overlap="auto",
+        tp_batch_overlap="auto",
+        cuda_graphs="auto",
+        compile="auto",
+        micro_batch_size=batch,
+        seq_length=shape.seq,
+    )
+    inputs = torch.zeros(batch, shape.seq, dtype=torch.long), places_of(shape, torch.device("cpu"))
+    profile = Hardware.load(hardware)
+    planner = Planner(config, ranks, profile, None, wants_grad=lambda spec: spec.kind == "param")
+    made = compile_program(capture_call(model, inputs, {}), planner)
+    notes = made.for_rank(None).notes
+    report = planner.solved.report
+    flags = {
+        "sp" if planner.solved.sequence_parallel else "tp": True,
+        "plain": not report.picture.overlap,
+        "halves": any(n.topic == "halves" and "run on two halves" in n.message for n in notes),
+        "graphs": graphs_pay(report.step, profile)[0],
+        "compile": any(n.topic == "compile" and "Inductor compiles" in n.message for n in notes),
+    }
+    return "-".join(flag for flag, on in flags.items() if on)
+
+
 def row_of(text: str) -> tuple[Row, float]:
     row, _, ms = text.partition("=")
     name, ranks, mode, batch = row.split(",")
@@ -66,12 +114,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hardware", default="h200-nvlink", help="name or path of a profile")
     parser.add_argument("--row", action="append", type=row_of, help="model,ranks,mode,batch=ms")
+    parser.add_argument("--auto", action="store_true", help='only what "auto" picks')
     args = parser.parse_args()
+    if not args.auto:
+        print_modelled(args.row or list(RECORDED.items()), args.hardware)
+    if not args.row:
+        print_picked(args.hardware)
+
+
+def print_picked(hardware: str) -> None:
+    print('\n| model | ranks | batch | fastest recorded | ms | "auto" picks | ms | ratio |')
+    print("|---|---|---|---|---|---|---|---|")
+    modes: dict[tuple[str, int, int], str] = {}
+    for run, times in RUNS:
+        mode = modes[run] = modes.get(run) or picked(*run, hardware)
+        best = min(times, key=times.__getitem__)
+        own = f"{times[mode]:.1f} | {times[mode] / times[best]:.3f}" if mode in times else "not recorded | "
+        print(f"| {' | '.join(map(str, run))} | {best} | {times[best]:.1f} | {mode} | {own} |", flush=True)
+
+
+def print_modelled(rows: list[tuple[Row, float]], hardware: str) -> None:
     print("| model | ranks | mode | batch | modelled ms | recorded ms | off | waits ms | collectives ms |")
     print("|---|---|---|---|---|---|---|---|---|")
     worst, start = 0.0, time.monotonic()
-    for row, recorded in args.row or RECORDED.items():
-        step = report_of(row, args.hardware).step
+    for row, recorded in rows:
+        step = report_of(row, hardware).step
         off = step.total_us / 1e3 / recorded - 1
         worst = max(worst, abs(off))
         numbers = f"{step.total_us / 1e3:.1f} | {recorded:.1f} | {off:+.1%}"

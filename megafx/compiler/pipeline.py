@@ -75,7 +75,8 @@ from megafx.planner.plan import Plan
 from megafx.report.alternatives import price_alternatives
 from megafx.report.describe import describe
 from megafx.report.picture import draw
-from megafx.report.steps import schedule
+from megafx.report.report import refresh_notes
+from megafx.report.steps import LEAST_GAIN, graphs_pay, schedule
 
 
 def describe_plan(program: Program, planner: Planner) -> int:
@@ -84,6 +85,11 @@ def describe_plan(program: Program, planner: Planner) -> int:
     report.picture = draw(program, planner)
     report.step = schedule(report.picture)
     report.header["modelled step"] = f"{report.step.total_us:.0f} us"
+    if planner.config.cuda_graphs == "auto":
+        pays, told = graphs_pay(report.step, planner.hardware)
+        expected = "expects CUDA graphs to pay" if pays else "expects no gain of CUDA graphs"
+        program.note("cuda graphs", f"'auto' {expected} at the sizes that are priced ({told}); calls are measured")
+        refresh_notes(report, program.notes)
     if planner.problem is not None:
         price_alternatives(report.picture, planner.problem, planner.solved)
     return 0
@@ -219,9 +225,16 @@ class Compiled:
         made = _executable(program, self.planner, self.runner or _runner(self.planner, "lowered"), gathered)
         self.program.notes += [note for note in program.notes if note not in self.program.notes]
         wanted = self.planner.config.cuda_graphs
-        if wanted is False or self.planner.config.cpu_offloading or not torch.cuda.is_available():
+        if wanted is False:
             return made
-        return made.recorded(wanted is True, lambda text: self.program.note("cuda graphs", text))
+        told = lambda text: self.program.note("cuda graphs", text)  # noqa: E731
+        if not torch.cuda.is_available():
+            told("calls run op by op: there is no CUDA device")
+        elif self.planner.config.cpu_offloading:
+            told("calls run kernel by kernel: copies of cpu_offloading are on streams of their own")
+        else:
+            made = made.recorded(wanted is True, told)
+        return made
 
     def for_rank(self, axes: Mapping[str, AxisContext] | None) -> Program:
         """PARTITIONED: what the rank at this place runs. Nothing is logged or dumped."""
@@ -324,10 +337,6 @@ def plan_only(program: Program, planner: Planner) -> Plan:
         finally:
             planner.config = config
     return planner.solved
-
-
-# Of a step: what another layout than the solver's has to save by the schedule to be taken instead.
-LEAST_GAIN = 0.02
 
 
 def _sequence_parallel(program: Program, planner: Planner, passes: list[Pass]) -> bool | str:

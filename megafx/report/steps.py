@@ -15,14 +15,18 @@ scheduled once, each from when the one before it is done.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
+from megafx.planner.cost import memory_seconds
+from megafx.planner.hardware import Hardware
 from megafx.planner.times import library_seconds, sum_seconds
 from megafx.report.picture import Drawn, Picture
 
 COMPUTE, WAIT, SEND = "compute", "wait", "send"
 LEAST_BYTES = 2**20  # of the whole tensor, as in passes/lower/overlap_products.py
+# Of a step: what another choice than the usual one (the solver's layout, kernels launched one by one) has to save.
+LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,10 @@ class Part:
 
 @dataclass
 class Step:
-    """Times of the whole step, all layers: computing, collectives, waiting for them (`exposed_us`), and for the host."""
+    """Times of the whole step, all layers: computing, collectives, waiting for them (`exposed_us`), and for the host.
+
+    graphs_us: the whole step with CUDA graphs.
+    """
 
     parts: list[Part]
     total_us: float = 0.0
@@ -58,6 +65,7 @@ class Step:
     send_us: float = 0.0
     exposed_us: float = 0.0
     host_us: float = 0.0
+    graphs_us: float = 0.0
     flops: float = 0.0  # of one rank: products and attention, forward and backward
 
 
@@ -73,7 +81,22 @@ class _Sent:
 
 
 def schedule(picture: Picture) -> Step:
-    """The step of a picture."""
+    """The step of a picture. A replayed CUDA graph waits for no launch; its gradients are copied out of its memory."""
+    step, hardware = _step(picture), replace(picture.hardware, launch_seconds=0.0)
+    replayed = _step(replace(picture, hardware=hardware)) if picture.hardware.launch_seconds else step
+    step.graphs_us = replayed.total_us + 1e6 * memory_seconds(2 * picture.memory.get("gradients", 0), hardware)
+    return step
+
+
+def graphs_pay(step: Step, hardware: Hardware) -> tuple[bool, str]:
+    """(whether CUDA graphs are modelled to save enough of a step, the reason)."""
+    if not hardware.launch_seconds:
+        return False, f"the hardware profile '{hardware.name}' does not say how long a launch takes"
+    waits = f"a step of {step.total_us:.0f} us waits {step.host_us:.0f} us for launches"
+    return step.graphs_us < (1 - LEAST_GAIN) * step.total_us, f"{waits}; replayed it takes {step.graphs_us:.0f} us"
+
+
+def _step(picture: Picture) -> Step:
     made = _Schedule(picture)
     step = Step([*made.forward(), *(made.backward() if picture.training else ())])
     for part in step.parts:

@@ -173,6 +173,39 @@ def test_values_that_a_replay_overwrites_show(replays, monkeypatch):
     assert not equal(train(recorded, ids, together=2, every=2), train(ordinary, ids, together=2, every=2))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a CUDA device")
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_without_a_gpu_the_report_says_that_nothing_is_recorded(wanted):
+    model = megafx.parallelize(Net().double(), megafx.Config(tensor_model_parallel_size=1, cuda_graphs=wanted))
+    train(model, batches(4))
+    assert any("calls run op by op: there is no CUDA device" in note for note in megafx.explain(model).notes)
+
+
+@pytest.mark.parametrize(("host", "recorded"), [(0.9, True), (0.7, False)])
+def test_auto_records_where_launching_takes_about_as_long_as_running(monkeypatch, host, recorded):
+    """In units of the time of the GPU."""
+    told = []
+
+    class Event:
+        synchronize = lambda self: None  # noqa: E731
+        elapsed_time = lambda self, other: 1000.0  # noqa: E731
+
+    def timed(self, here, inputs):
+        here.host, here.events = host, (Event(), Event())
+        return list(self._forward(*inputs))
+
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "_timed", timed)
+    monkeypatch.setattr(
+        cuda_graphs.CudaGraphs, "_graph", lambda self, run, given, pool: (Graph(run, given, made := run(given)), made)
+    )
+    graphs = cuda_graphs.CudaGraphs(lambda x: [x + 1], None, 1, (), False, told.append)
+    found = [graphs.forward(torch.tensor(float(i)))[0].item() for i in range(5)]
+    assert found == [1.0, 2.0, 3.0, 4.0, 5.0]
+    (note,) = told
+    assert (next(iter(graphs.sizes.values())).forward is not None) is recorded
+    assert f"the host is {'' if recorded else 'not '}the limit (it launches forward in {host * 1e3:.1f} ms" in note
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("loop", [{}, {"every": 3}, {"together": 2, "every": 2}, {"in_place": True}])

@@ -15,7 +15,7 @@ from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTE
 from megafx.planner.hardware import Hardware
 from megafx.report.picture import Drawn, Picture, Region
 from megafx.report.report import PricedTransition
-from megafx.report.steps import Step, schedule
+from megafx.report.steps import Step, graphs_pay, schedule
 
 MiB = 2**20
 # A second for a byte of a collective, in units in which a mebibyte takes 1000 us; a copy is twice as fast.
@@ -89,6 +89,37 @@ def test_products_are_slower_beside_copies_and_nothing_runs_before_it_is_launche
     assert found.total_us == 3 * 11.0 and found.host_us == 3 * 9.0 and found.compute_us == 6.0
 
 
+def test_cuda_graphs_pay_where_the_device_waits_for_the_host() -> None:
+    slow = replace(HW, launch_seconds=1e-5)
+    tiny, large = (step([product(us), product(us)], slow) for us in (1.0, 1000.0))
+    assert (tiny.total_us, tiny.host_us, tiny.graphs_us) == (21.0, 19.0, 2.0) and graphs_pay(tiny, slow)[0]
+    assert (large.total_us, large.host_us, large.graphs_us) == (2010.0, 10.0, 2000.0)
+    assert graphs_pay(large, slow) == (False, "a step of 2010 us waits 10 us for launches; replayed it takes 2000 us")
+    assert not graphs_pay(step([product(1.0)]), HW)[0], "nothing is known about launches"
+
+
+def test_copies_of_gradients_count_against_cuda_graphs() -> None:
+    slow = replace(HW, launch_seconds=1e-5, memory_bytes_per_second=1e6 * MiB)
+    region, memory = Region("all", 1, False, [0]), {"gradients": 10 * MiB}
+    picture = Picture([region], [product(1.0)], [], memory, None, 0.0, False, [], slow, 1, False)
+    found = schedule(picture)
+    assert (found.total_us, found.graphs_us) == (11.0, 1.0 + 20.0) and not graphs_pay(found, slow)[0]
+
+
+def test_the_report_of_a_plan_says_whether_graphs_are_expected_to_pay() -> None:
+    def told(seq: int, **options: Any) -> list[str]:
+        config = megafx.Config(tensor_model_parallel_size=2, seq_length=seq, **options)
+        plan = megafx.plan(model, config, example_inputs=inputs(2, 16))
+        return [note for note in megafx.explain(plan).notes if note.startswith("cuda graphs")]
+
+    model, inputs = zoo.build("nanogpt", layers=1)
+    (tiny,) = told(16, hardware="h200-nvlink", cuda_graphs="auto")
+    assert "'auto' expects CUDA graphs to pay at the sizes that are priced (a step of" in tiny
+    (unknown,) = told(16, hardware="cpu-gloo", cuda_graphs="auto")
+    assert "'auto' expects no gain" in unknown and "'cpu-gloo' does not say how long a launch takes" in unknown
+    assert told(16, hardware="h200-nvlink") == []
+
+
 @pytest.mark.parametrize(("faster", "taken"), [(0.5, True), (0.99, False), (2.0, False)])
 def test_auto_takes_the_layout_whose_schedule_is_shorter(monkeypatch: Any, faster: float, taken: bool) -> None:
     model, inputs = zoo.build("nanogpt", layers=1)
@@ -108,3 +139,14 @@ def test_modelled_steps_are_within_15_percent_of_recorded_ones() -> None:
     torch.manual_seed(0)
     for row, ms in RECORDED.items():
         assert report_of(row, "h200-nvlink").step.total_us / 1e3 == pytest.approx(ms, rel=0.15), row
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_auto_picks_a_configuration_within_3_percent_of_the_fastest_recorded_one(layers: int) -> None:
+    """Of what was recorded in one run. With one layer: the batch whose rows are nearest to each other."""
+    from modelled_steps import RUNS, picked
+
+    runs = [RUNS[2]] if layers else RUNS
+    modes = {run: picked(*run, "h200-nvlink", layers) for run in dict.fromkeys(run for run, _ in runs)}
+    for run, times in runs:
+        assert times[modes[run]] <= 1.03 * min(times.values()), (run, modes[run])
