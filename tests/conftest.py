@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 
 import pytest
+
+# pytest gives its handlers to every logger that does not propagate, and torch writes down all it does as soon as this one has
+# any: 3% of the time.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 # Test -> n: one in n of its cases runs by default, the first of every n. What is left out so took two fifths of the time of
 # the whole suite.
