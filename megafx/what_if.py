@@ -88,7 +88,9 @@ class Found:
     def config(self) -> Config:
         """Of the best. Raises UsageError where nothing fits."""
         if not self.best:
-            assert self.least is not None
+            if self.least is None:
+                why = "; ".join(f"{layout}: {why}" for layout, why in self.refused.items())
+                raise UsageError(f"no layout of {self.gpus} GPUs can be planned ({why})", fix="change what it names")
             raise UsageError(
                 f"nothing fits into {bytes_text(self.memory)} on {self.gpus} GPUs; the least is {bytes_text(self.least.bytes)}",
                 fix=f"more GPUs, or a smaller batch; the least was {self.least.text()}",

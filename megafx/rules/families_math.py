@@ -7,6 +7,12 @@ import re
 from megafx.rules.aten import RULES
 from megafx.rules.families import Arg, OpCall, RuleText, dims, family
 
+# Losses of two values, element by element, with a reduction: none, mean or sum.
+LOSSES_OF_ELEMENTS = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+
 # -- products
 
 
@@ -199,6 +205,24 @@ def _attention(call: OpCall) -> RuleText:
         out = 5 if "efficient" in call.op else 4
         partials = (((3, out), "PPRR"[: len(call.results)]),)  # v partial: so are the output and the gradients of q, k
     return RuleText(text, why, partials=partials)
+
+
+_DECOMPOSED = ("l1_loss", "kl_div", "binary_cross_entropy_with_logits")  # by autograd: they have no op for the gradient
+
+
+@family(
+    *(f"aten.{name}" for name in LOSSES_OF_ELEMENTS),
+    *(f"aten.{name}_backward" for name in LOSSES_OF_ELEMENTS if name not in _DECOMPOSED),
+)
+def _loss_of_elements(call: OpCall) -> RuleText | None:
+    """Without its reduction, which `canonicalize` takes apart, such a loss is elementwise."""
+    if call.get("reduction") != 0:
+        return None
+    operands = ", ".join(
+        "..." for name in call.names if name in ("grad_output", "self", "target", "weight", "pos_weight")
+    )
+    partials = (((1, 2), "P"),) if call.op == "aten.mse_loss_backward.default" else ()  # grad * 2 (x - target)
+    return RuleText(f"{'nl[0]' if 'backward' in call.op else 'nl'}: {operands} -> ...", partials=partials)
 
 
 @family("aten.nll_loss_forward", "aten.nll_loss", "aten.nll_loss_nd")

@@ -93,9 +93,9 @@ def test_from_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *model, "--gpus", "2", "--memory", "10MiB"]) == 0
     assert "megafx.Config(tensor_model_parallel_size=" in capsys.readouterr().out
     assert main(["plan", *model, "--gpus", "2", "--memory", "1000"]) == 1
-    assert main(["plan", *model, "--gpus", "2"]) == 1
+    assert main(["plan", *model, "--gpus", "2"]) == 2
     assert "--gpus and --memory go together" in capsys.readouterr().err
-    assert main(["plan", *model, "--gpus", "2", "--memory", "lots"]) == 1
+    assert main(["plan", *model, "--gpus", "2", "--memory", "lots"]) == 2
     assert "memory='lots' is no size" in capsys.readouterr().err
     assert main(["plan", *model, "--tp", "2", "--pipeline-stages", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
