@@ -261,7 +261,8 @@ def _plan(args: argparse.Namespace) -> int:
     if args.pipeline_stages is not None:
         from megafx.report.stages import pipeline_stages
 
-        print(*pipeline_stages(megafx.explain(plan), args.pipeline_stages), sep="\n")
+        stages = pipeline_stages(megafx.explain(plan), args.pipeline_stages)
+        print("forward and backward of a micro-batch, and the modules of each stage", *stages, sep="\n")
         return 0
     print(plan)
     if args.predict_memory:

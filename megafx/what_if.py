@@ -143,7 +143,7 @@ class Found:
             console.print(f"not planned: {layout}: {why}", highlight=False, markup=False)
         rate = self.best[0].rate / 1e12
         console.print(
-            f"MFU counts the whole square of attention, against the matmul rate of the profile, {rate:.0f} TFLOP/s"
+            f"MFU counts what causal masks leave of attention, against the matmul rate of the profile, {rate:.0f} TFLOP/s"
         )
         return f"{out.getvalue()}\n{self.best[0].text()}"
 
