@@ -110,6 +110,8 @@ CALLS: list[tuple[Any, ...]] = [
     ("convolution_backward", real(4, 6, 3), real(4, 6, 5), real(6, 1, 3), [6], *_CONV[:-1], 6, [True, True, True]),
     ("count_nonzero", mask(4, 6), 1),
     ("count_nonzero.dim_IntList", mask(4, 6, 6), [0, 2]),
+    ("diagonal diagonal_copy", _M3, 0, 1, 2),
+    ("diagonal_backward", real(4, 6), [4, 6, 6], 0, -2, -1),
     ("einsum", "bshd,btd->bhst", [real(2, 4, 6, 4), real(2, 6, 4)]),
     ("einsum", "...ij,jk", [real(4, 6, 4), _M]),
     ("embedding", real(12, 6), ids(12, 4, 6)),

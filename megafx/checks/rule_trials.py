@@ -327,7 +327,7 @@ CANONICAL: dict[str, Any] = {
     **dict.fromkeys(_EXPANDS, aten.expand.default),
     **dict.fromkeys(("aten.narrow.default", "aten.slice_copy.Tensor"), aten.slice.Tensor),
 }
-PART_GRADIENTS = ("aten.slice_backward.default", "aten.select_backward.default")
+PART_GRADIENTS = ("aten.slice_backward.default", "aten.select_backward.default", "aten.diagonal_backward.default")
 
 
 # -- trees and numbers

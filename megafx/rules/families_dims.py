@@ -97,6 +97,17 @@ def _select(call: OpCall) -> RuleText:
     return RuleText(f"lin: {dims(shape, (d,))} -> {left}", {f"f{d}": "one element of the dim is selected"})
 
 
+@family("aten.diagonal", "aten.diagonal_copy", "aten.diagonal_backward")
+def _diagonal(call: OpCall) -> RuleText:
+    """The two dims become one, the last; backward the other way."""
+    whole, backward = call.first.shape, call.op == "aten.diagonal_backward.default"
+    whole = call.results[0] if backward else whole
+    pair = [call.dim(name, len(whole)) for name in ("dim1", "dim2")]
+    part = " ".join([*(f"f{i}" for i in range(len(whole)) if i not in pair), "y!"])
+    text = f"lin: {part} -> {dims(whole, pair)}" if backward else f"lin: {dims(whole, pair)} -> {part}"
+    return RuleText(text, dict.fromkeys((*(f"f{i}" for i in pair), "y"), "the diagonal runs over the dim"))
+
+
 @family("aten.cat", "aten.concat", "aten.concatenate")
 def _cat(call: OpCall) -> RuleText | None:
     tensors = call.get("tensors")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -85,11 +86,14 @@ def case(heads: int, groups: int, form: str = "library", p: float = 0.0) -> Case
     return Case(model, inputs, capture_call(model, (), inputs(2, 16)))
 
 
-def busiest(plan: Plan, heads: int) -> set[int]:
-    """Query heads of the rank that has most, as attention, its projections and their weights are cut."""
+def busiest(plan: Plan) -> Fraction:
+    """The share of the rank that has most, as attention, its projections and their weights are cut.
+
+    By query heads; without a causal mask also by rows of queries, which any number of ranks divide.
+    """
     cuts = [o.out for name, o in plan.ops.items() if "attention" in name or "softmax" in name]
-    out = plan.params["attention.out.weight"]
-    return {p.cut.local_size(plan.t) if p.is_shard else heads for p in cuts} | {out.cut.local_size(plan.t) // WIDTH}
+    cuts.append(plan.params["attention.out.weight"])
+    return max(Fraction(p.cut.local_size(plan.t), p.cut.size) if p.is_shard else Fraction(1) for p in cuts)
 
 
 QUICK = {
@@ -114,6 +118,6 @@ def test_every_rank_has_query_heads_and_numbers_are_eagers(
     made = case(*pair, form)
     call = inputs(3, 5)
     compiled = made.compile(t, sequence_parallel=sequence_parallel, **LARGE)
-    assert busiest(compiled.plan, pair[0]) == {-(-pair[0] // t)}
+    assert busiest(compiled.plan) == Fraction(-(-pair[0] // t), pair[0])
     assert not [n for n in compiled.program.notes if n.topic == "types"]
     assert_equal(made.run(compiled, call), made.reference(call))
