@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import math
 import operator
+import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -230,9 +231,14 @@ def _product_of(equation: str, operands: Sequence[torch.Tensor]) -> torch.Tensor
     """
     terms, _, out = equation.replace(" ", "").partition("->")
     letters = terms.split(",")
-    if "->" not in equation or "." in equation or len(letters) != 2 or len(operands) != 2:
+    if "->" not in equation or len(letters) != 2 or len(operands) != 2:
         return None
-    left, right = letters
+    free = [c for c in string.ascii_letters if c not in equation]  # for the dims of '...', aligned from the right
+    dots = [
+        x.dim() - len(term.replace("...", "")) if "." in term else 0 for term, x in zip(letters, operands, strict=True)
+    ]
+    left, right = (term.replace("...", "".join(free[:n][::-1])) for term, n in zip(letters, dots, strict=True))
+    out = out.replace("...", "".join(free[: max(dots)][::-1]))
     size = dict(zip(left, operands[0].shape, strict=True))
     if any(len({*term}) != len(term) for term in (left, right, out)) or {*out} - {*left, *right}:
         return None

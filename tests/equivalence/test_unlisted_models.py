@@ -338,6 +338,20 @@ class Depthwise(nn.Module):
         return self.down(F.gelu(self.up(inner))).square().mean()
 
 
+class Spelled(nn.Module):
+    """Products of heads with dims that have no letter, and the diagonals of their matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mix = nn.Parameter(torch.randn(12, 4, 6) / 3), nn.Parameter(torch.randn(4, 6, 6) / 2)
+        self.down = nn.Parameter(torch.randn(4, 6, 12) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.einsum("...h,hnd->...nd", x, self.up)
+        y = y * torch.einsum("ndd->nd", self.mix) + torch.einsum("...nd,nde->...ne", y, self.mix)
+        return torch.einsum("...nd,ndh->...h", y, self.down).square().mean()
+
+
 class RowParallel(nn.Module):
     """A convolution whose input channels are cut; its bias is added once."""
 
@@ -350,7 +364,7 @@ class RowParallel(nn.Module):
 
 
 MAKE = {
-    **{"einsum": lambda: Heads("einsum"), "baddbmm": lambda: Heads("baddbmm"), "biases": Biased},
+    **{"einsum": lambda: Heads("einsum"), "baddbmm": lambda: Heads("baddbmm"), "biases": Biased, "spelled": Spelled},
     **{"experts": Experts, "depthwise": Depthwise, "row-parallel": RowParallel},
 }
 
