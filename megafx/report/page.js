@@ -2,6 +2,10 @@
 // Draws the report whose data stands in the page. Plain JavaScript; nothing is loaded.
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent), nodes = data.nodes, regions = data.regions, edges = data.edges;
+for (const n of nodes) {
+  n.source = data.texts[n.source];
+  for (const key of ["why", "alternatives"]) n[key] = n[key].map((i) => data.texts[i]);
+}
 const PLACEMENTS = {
   S: "S, shard: each rank holds a slice", R: "R, replicate: each rank holds all of it; its gradient is a sum over ranks",
   I: "I, invariant: each rank holds all of it, and all of its gradient", P: "P, partial: ranks hold summands of it",
