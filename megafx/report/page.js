@@ -14,6 +14,7 @@ const STYLES = {
   "column-parallel": "each rank has a slice of the output features",
   "row-parallel": "each rank has a slice of the input features, so results are summands",
   "vocab-parallel": "each rank has a slice of the vocabulary, so results are summands",
+  "hidden-parallel": "each rank has a slice of the features of each row, and of the result",
   "expert-parallel": "each rank has some of the experts",
   "on a shard of the sequence": "each rank has the whole weight, and some of the tokens",
   replicated: "each rank has the whole weight, and computes all of it",
