@@ -29,7 +29,7 @@ from megafx.ir.program import Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.report.picture import Picture, draw
-from megafx.report.report import bytes_text
+from megafx.report.report import bytes_text, time_text
 from megafx.report.steps import Step, schedule
 
 FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them
@@ -88,7 +88,9 @@ class Found:
     def config(self) -> Config:
         """Of the best. Raises UsageError where nothing fits."""
         if not self.best:
-            assert self.least is not None
+            if self.least is None:
+                why = "; ".join(f"{layout}: {why}" for layout, why in self.refused.items())
+                raise UsageError(f"no layout of {self.gpus} GPUs can be planned ({why})", fix="change what it names")
             raise UsageError(
                 f"nothing fits into {bytes_text(self.memory)} on {self.gpus} GPUs; the least is {bytes_text(self.least.bytes)}",
                 fix=f"more GPUs, or a smaller batch; the least was {self.least.text()}",
@@ -108,7 +110,7 @@ class Found:
         slower = 100 * (other.us_a_row / best.us_a_row - 1)
         if slower < 0.1:
             return f"as fast, with {bytes_text(other.bytes - best.bytes)} more memory"
-        return f"{slower:.0f}% slower: {more[cause] / 1e3:.2f} ms more a row for {cause}"
+        return f"{slower:.0f}% slower: {time_text(more[cause])} more a row for {cause}"
 
     def __str__(self) -> str:
         if not self.best:
@@ -126,7 +128,7 @@ class Found:
         for c in self.best:
             k = c.config
             form = k.data_parallel if (k.data_parallel_size or 1) > 1 else ""
-            numbers = (f"{c.step_us / 1e3:.1f} ms", f"{1e6 / c.us_a_row:.2f}", f"{100 * c.mfu:.0f}%")
+            numbers = (time_text(c.step_us), f"{1e6 / c.us_a_row:.2f}", f"{100 * c.mfu:.0f}%")
             sizes = (bytes_text(c.bytes), bytes_text(c.sent))
             what = (
                 k.tensor_model_parallel_size,
@@ -141,7 +143,7 @@ class Found:
             console.print(f"not planned: {layout}: {why}", highlight=False, markup=False)
         rate = self.best[0].rate / 1e12
         console.print(
-            f"MFU counts the whole square of attention, against the matmul rate of the profile, {rate:.0f} TFLOP/s"
+            f"MFU counts what causal masks leave of attention, against the matmul rate of the profile, {rate:.0f} TFLOP/s"
         )
         return f"{out.getvalue()}\n{self.best[0].text()}"
 

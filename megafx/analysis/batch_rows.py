@@ -16,14 +16,12 @@ import sympy
 import torch
 from torch import fx
 
-from megafx.ir.nodes import argument, draw_of, is_draw
+from megafx.ir.nodes import draw_of, is_draw
 from megafx.ir.program import VAL, Program
 from megafx.ir.sizes import Sizes
 from megafx.placements.types import I, Layout, P, Placement, R, S
 from megafx.rules.strategies import OpRule, factor_layouts, place, row, rule_for
 
-# Losses of two values of the same shape, element by element, with a reduction: none, mean or sum (at::Reduction).
-LOSSES = frozenset(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"))
 # A value made of no tensor has the same rows on every rank where all its elements are alike.
 FILLS = frozenset(("full", "zeros", "ones", "empty", "scalar_tensor"))
 LIKE = frozenset(name for what in ("zeros", "ones", "full", "empty") for name in (f"{what}_like", f"new_{what}"))
@@ -52,11 +50,6 @@ class Row:
     outs: tuple[Placement, ...]
 
 
-def reduction(node: fx.Node) -> Any:
-    """at::Reduction of a loss: 0 none, 1 mean, 2 sum."""
-    return argument(node, "reduction")
-
-
 def cut(sizes: Sizes, value: torch.Tensor, batch: int, ranks: int) -> Placement | None:
     """S on the one dim that has the batch (structural); R where none has; None where it is in the shape in another way."""
     shape = sizes.shape(value)
@@ -71,9 +64,6 @@ def rows(rule: OpRule, held: list[Placement], ranks: int) -> Iterator[Row]:
     """The ways to run an op that operands which are held like this may fit."""
     template = rule.template
     count = len(template.results)
-    if template.op.split(".")[1] in LOSSES and held[0].is_shard:
-        yield Row((held[0],) * len(held), (P if reduction(rule.node) else held[0],))
-        return
     yield Row((R,) * len(held), (R,) * count)
     for group, outs in template.groups:
         if group:

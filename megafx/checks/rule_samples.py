@@ -48,6 +48,7 @@ SCALARS: dict[str, Any] = {
 
 _M, _M3, _V = real(4, 6), real(4, 6, 6), real(6)
 _Q, _K, _V4 = real(2, 4, 6, 6), real(2, 4, 4, 6), real(2, 4, 4, 6)
+_CHANCES = SampleTensor((4, 6), "x", 0.9, 0.1), SampleTensor((4, 6), "n", 0.9, 0.1)  # of classes, and targets
 
 _CONV = ([1], [0], [1], False, [0], 1)  # stride, padding, dilation, transposed, output padding, groups
 
@@ -121,6 +122,15 @@ CALLS: list[tuple[Any, ...]] = [
     ("_fused_rms_norm_backward", _M, _M, [6], fixed(4, 1), _V, [True, True]),
     ("gather", _M, 1, ids(6, 4, 12)),
     ("glu", real(4, 12), 1),
+    ("glu", real(4, 12, 6), -2),
+    ("glu_backward", real(4, 6), real(4, 12), 1),
+    ("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss", _M, fixed(4, 6), 0),
+    ("mse_loss_backward soft_margin_loss_backward", _M, _M, fixed(4, 6), 0),
+    ("smooth_l1_loss_backward huber_loss_backward", _M, _M, fixed(4, 6), 0, 0.7),
+    ("kl_div", _M, _CHANCES[1], 0),
+    ("binary_cross_entropy", *_CHANCES, fixed(6), 0),
+    ("binary_cross_entropy_backward", _M, *_CHANCES, None, 0),
+    ("binary_cross_entropy_with_logits", _M, fixed(4, 6), None, fixed(6), 0),
     ("group_norm", _M3, 3, _V, _V),
     ("histc", fixed(4, 6), 6, -4, 4),
     ("index.Tensor", _M3, [None, ids(6, 4, 1), ids(6, 6)]),

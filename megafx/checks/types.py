@@ -32,7 +32,7 @@ from megafx.ir.facts import facts_of
 from megafx.ir.nodes import draw_of, in_backward, is_draw, is_zero
 from megafx.ir.program import PLACEMENT, VAL, Program
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
-from megafx.placements.views import flatten, refit, slice_layout, view_options
+from megafx.placements.views import slice_layout, view_options
 from megafx.rules.families import VIEWS, Shape
 from megafx.rules.inference import VARYING, infer, is_uniform
 
@@ -242,25 +242,8 @@ def _view_readings(checker: _Checker, node: fx.Node) -> Facts:
             if before[gone] != 1 or fact.dim != gone:
                 found.append(S(fact.dim - (before[gone] == 1 and fact.dim > gone), fact.cut))
         else:
-            found += [S(*o) for o in _view_shards(before, after, fact.dim, fact.cut, checker.t)]
+            found += [S(*o) for o in view_options(before, after, fact.dim, fact.cut, checker.t)]
     return tuple(dict.fromkeys(found))
-
-
-def _view_shards(a: Shape, b: Shape, dim: int, cut: Layout, t: int) -> list[tuple[int, Layout]]:
-    """`view_options`, and where a cut dim has one local element, also those in which it belongs to the dim on its left.
-
-    [b, 2, 1, s] cut at dim 2 -> [b, 2, s]: the rank's copy of each of two heads (of 2*2), not of s.
-    """
-    found = view_options(a, b, dim, cut, t)
-    if dim and a[dim] == 1:
-        found += view_options(a[:dim] + a[dim + 1 :], b, dim - 1, flatten(cut, a[dim - 1], 1, t), t)
-    for k in range(1, len(b)):
-        if b[k] == 1:
-            for d, whole in view_options(a, b[:k] + b[k + 1 :], dim, cut, t):
-                part = refit(whole, b[k - 1], 1, t) if d == k - 1 else None
-                if part is not None:
-                    found.append((k, part))
-    return found
 
 
 def _part_readings(checker: _Checker, node: fx.Node) -> Facts:

@@ -80,24 +80,22 @@ def map_view(a: Shape, b: Shape, dim: int, layout: Layout, t: int) -> tuple[int,
 
 
 def view_options(a: Shape, b: Shape, dim: int, layout: Layout, t: int) -> list[tuple[int, Layout]]:
-    """All ways to see the shard in b, outermost dim first.
+    """All ways to see the shard in b, those of the fewest repeats first, then the outermost dim.
 
     On whole shapes there is at most one dim longer than 1. On local shapes a sharded dim may have length 1, and a rank's
-    [1, 64] may be one head of two, or the half of one head: both are returned.
+    [1, 64] may be one head of two, or the half of one head: both are returned. A dim of 1 may also belong to the dim beside it:
+    [b, 2, 1, s] cut at dim 2 -> [b, 2, s]: the rank's copy of each of two heads (of 2*2).
     """
+    near = next((into for group, into in dim_groups(a, b) if dim in group), None)
+    if near is None:
+        return []
+    flat = flatten(layout, math.prod(a[:dim]), math.prod(a[dim + 1 :]), t)
     found: list[tuple[int, Layout]] = []
-    for group_a, group_b in dim_groups(a, b):
-        if dim not in group_a:
-            continue
-        at = group_a.index(dim)
-        outer = math.prod(a[d] for d in group_a[:at])
-        inner = math.prod(a[d] for d in group_a[at + 1 :])
-        flat = flatten(layout, outer, inner, t)
-        for k, d in enumerate(group_b):
-            part = refit(flat, math.prod(b[x] for x in group_b[:k]), math.prod(b[x] for x in group_b[k + 1 :]), t)
-            if part is not None:
-                found.append((d, part))
-    return found
+    for d in range(len(b)):
+        part = refit(flat, math.prod(b[:d]), math.prod(b[d + 1 :]), t) if d in near or 1 in (a[dim], b[d]) else None
+        if part is not None:
+            found.append((d, part))
+    return sorted(found, key=lambda option: option[1].rep)
 
 
 def blocks_of(layout: Layout) -> tuple[Block, ...] | None:

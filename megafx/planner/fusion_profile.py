@@ -25,6 +25,7 @@ made for its memory, whatever it costs.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -116,8 +117,7 @@ class FusionProfile:
             return None
         if wanted is not None:
             return FusionProfile.load(wanted)
-        shipped = (FusionProfile.load(name) for name in FusionProfile.names())
-        return next((p for p in shipped if hardware in p.hardware), None)
+        return next((p for p in _shipped() if hardware in p.hardware), None)
 
     @staticmethod
     def load(name_or_path: str | Path) -> FusionProfile:
@@ -157,6 +157,12 @@ class FusionProfile:
 
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, width=200, default_flow_style=None))
+
+
+@functools.cache
+def _shipped() -> tuple[FusionProfile, ...]:
+    """Those that come with megafx, read once."""
+    return tuple(map(FusionProfile.load, FusionProfile.names()))
 
 
 def _measured(entry: Any) -> Measured:

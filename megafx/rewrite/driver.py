@@ -136,7 +136,7 @@ class _Run:
                 free = sorted({s.dtype for s in specs if s.free_dtype})
                 choices = [dict(zip(free, c, strict=True)) for c in itertools.product(dtypes, repeat=len(free))]
                 for trace in self._of_dtypes(pattern, variant, choices):
-                    found.setdefault((pattern, trace.key()), trace)
+                    found.setdefault((pattern, trace.key), trace)
         traces = list(found.values())
         return sorted(traces, key=lambda t: (-t.pattern.priority, -t.size, t.pattern.name))
 

@@ -67,6 +67,7 @@ fake tensors; what it computes with numbers (1/scale) is baked into the match at
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import itertools
 import re
@@ -136,6 +137,7 @@ _SPEC = re.compile(r"(?P<param>param )?(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?P<opt
 _DIM = re.compile(r"(?P<one>1\|)?(?P<product>\d*[a-z]?(?:\*[a-z])*)")
 
 
+@functools.cache
 def parse_spec(text: str) -> TensorSpec:
     """'param D[n 2k]?' -> TensorSpec."""
     found = _SPEC.fullmatch(text.strip())

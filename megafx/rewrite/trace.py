@@ -143,6 +143,7 @@ class Trace:
     def __str__(self) -> str:
         return f"{self.pattern.name}({self.variant})"
 
+    @functools.cached_property
     def key(self) -> Any:
         """Equal for traces that match the same graphs."""
         numbers = {n: i for i, n in enumerate(self.graph.nodes)}

@@ -61,13 +61,15 @@ class RuleText:
     """A rule string with what strings cannot say.
 
     why: factor -> reason why it is not sharded (with or without '!' in the string); parts: operand (-1: result) -> Part;
-    partials: further rows (operands that are partial, 'P' or 'R' for each result).
+    partials: further rows (operands that are partial, 'P' or 'R' for each result); reads: of several results, those that are
+    made of some operands alone -> the operands.
     """
 
     text: str
     why: dict[str, str] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
     partials: tuple[tuple[tuple[int, ...], str], ...] = ()
+    reads: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 Family = Callable[[OpCall], "RuleText | str | None"]

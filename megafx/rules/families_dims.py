@@ -186,7 +186,19 @@ def _along(call: OpCall) -> RuleText:
     )
 
 
-@family("aten.glu", "aten.topk", "aten.kthvalue", "aten.mode")
+@family("aten.glu", "aten.glu_backward")
+def _glu(call: OpCall) -> RuleText:
+    """A gated unit of the halves of a dim: a rank has the same part of both."""
+    whole = call.get("self").shape
+    out, d = [f"f{i}" for i in range(len(whole))], call.dim(ndim=len(whole))
+    packed = [*out[:d], f"(two f{d})", *out[d + 1 :]]
+    why = {"two": "the halves are read together"}
+    if "backward" in call.op:
+        return RuleText(f"nl[0]: {' '.join(out)}, {' '.join(packed)} -> {' '.join(packed)}", why)
+    return RuleText(f"nl: {' '.join(packed)} -> {' '.join(out)}", why)
+
+
+@family("aten.topk", "aten.kthvalue", "aten.mode")
 def _resized(call: OpCall) -> RuleText:
     """The dim comes out with another length, or none."""
     shape, d = call.first.shape, call.dim()

@@ -7,6 +7,12 @@ import re
 from megafx.rules.aten import RULES
 from megafx.rules.families import Arg, OpCall, RuleText, dims, family
 
+# Losses of two values, element by element, with a reduction: none, mean or sum.
+LOSSES_OF_ELEMENTS = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+
 # -- products
 
 
@@ -53,14 +59,16 @@ def _conv(call: OpCall) -> RuleText | None:
 
 
 @family("aten.convolution_backward")
-def _conv_backward(call: OpCall) -> str | None:
+def _conv_backward(call: OpCall) -> RuleText | None:
+    """The gradient of the bias is a sum of the gradient alone, whole on every rank where channels of the input are cut."""
     if call.get("transposed"):
         return None
     n = len(call.first.shape) - 2
     inside, kernel, out = (" ".join(f"{a}{i}!" for i in range(n)) for a in "xky")
-    o, c = ("o", "c!") if call.get("groups") == 1 else ("o!", "i!")
+    o, c, i = ("o", "c", "c") if call.get("groups") == 1 else ("o!", "c!", "i!")
     bias = o if call.results[2] else "*"  # none: None, or no dims
-    return f"lin[0]: b {o} {out}, b c! {inside}, {o} {c} {kernel} -> b c! {inside}; {o} {c} {kernel}; {bias}"
+    text = f"lin[0]: b {o} {out}, b {c} {inside}, {o} {i} {kernel} -> b {c} {inside}; {o} {i} {kernel}; {bias}"
+    return RuleText(text, reads={2: (0,)})
 
 
 @family(
@@ -197,6 +205,24 @@ def _attention(call: OpCall) -> RuleText:
         out = 5 if "efficient" in call.op else 4
         partials = (((3, out), "PPRR"[: len(call.results)]),)  # v partial: so are the output and the gradients of q, k
     return RuleText(text, why, partials=partials)
+
+
+_DECOMPOSED = ("l1_loss", "kl_div", "binary_cross_entropy_with_logits")  # by autograd: they have no op for the gradient
+
+
+@family(
+    *(f"aten.{name}" for name in LOSSES_OF_ELEMENTS),
+    *(f"aten.{name}_backward" for name in LOSSES_OF_ELEMENTS if name not in _DECOMPOSED),
+)
+def _loss_of_elements(call: OpCall) -> RuleText | None:
+    """Without its reduction, which `canonicalize` takes apart, such a loss is elementwise."""
+    if call.get("reduction") != 0:
+        return None
+    operands = ", ".join(
+        "..." for name in call.names if name in ("grad_output", "self", "target", "weight", "pos_weight")
+    )
+    partials = (((1, 2), "P"),) if call.op == "aten.mse_loss_backward.default" else ()  # grad * 2 (x - target)
+    return RuleText(f"{'nl[0]' if 'backward' in call.op else 'nl'}: {operands} -> ...", partials=partials)
 
 
 @family("aten.nll_loss_forward", "aten.nll_loss", "aten.nll_loss_nd")

@@ -72,6 +72,7 @@ class Template:
     localized: Localized | None = None  # its factor is cut in one block a rank
     reason: str = ""
     roles: tuple[str, ...] = ()  # of results: 'x', '~' never partial by linearity, '*' no tensor of interest
+    reads: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results made of some operands alone
 
     def entries(self, i: int, result: int = 0) -> Entries:
         """Factors by dim of operand i, or of a result for i = -1."""
@@ -87,6 +88,8 @@ class Template:
         """Whether a result does not depend on how f is sharded: only operands that it is independent of have f."""
         role = self.roles[result] if self.roles else "x"
         carriers = {i for i in range(len(self.operands)) if self.carries(i, f)}
+        if result in self.reads and carriers.isdisjoint(self.reads[result]):
+            return True
         return role == "*" or (role == "~" and carriers <= {i for g, _ in self.groups for i in g})
 
     def written_out(self, f: str) -> bool:
@@ -298,6 +301,7 @@ def _bound(call: OpCall, args: list[Arg | None], row: RuleText) -> Template:
         {(i if i == -1 else order[i]): part for i, part in row.parts.items() if part.factor in bound.sizes},
         facts_of(call.op).localize,
         roles=tuple(p.role for p in rule.results[: len(call.results)]),
+        reads={k: tuple(order[i] for i in read if i in order) for k, read in row.reads.items()},
     )
 
 

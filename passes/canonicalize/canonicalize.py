@@ -57,6 +57,7 @@ VALUES: tuple[Step, ...] = (
     random.dropout_of_other_kinds,
     loss.cross_entropy_to_tokens,
     loss.nll_of_log_softmax,
+    loss.loss_of_elements,
 )
 
 

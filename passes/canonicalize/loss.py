@@ -1,7 +1,10 @@
-"""Cross entropy in one spelling: megafx.cross_entropy gives each token's loss, ATen reduces it.
+"""Losses and their reductions are two things: megafx.cross_entropy gives each token's loss, and ATen reduces it.
 
 Before:  %l = cross_entropy_loss(%logits, %target, None, mean, -100, 0.0)
 After:   %c = cross_entropy(%logits, %target, -100, 0.0, False); %n = sum(ne(%target, -100)); %l = div(sum(%c), %n)
+
+Losses of elements (mse_loss, binary_cross_entropy_with_logits, ...) are taken apart as well: each rank then computes the loss
+of its elements, and the sum is partial.
 
 Class weights w: the token's loss is times w[target], and a mean is over the sum of these.
 """
@@ -12,9 +15,10 @@ import torch
 from torch import fx
 
 import megafx.kernels.loss.cross_entropy  # noqa: F401  registers megafx::cross_entropy
-from megafx.ir.nodes import argument
-from megafx.ir.program import VAL
+from megafx.ir.nodes import argument, set_arguments
+from megafx.ir.program import VAL, recompute_val
 from megafx.passes.canonicalize.editor import Editor, arguments, is_tensor, on, replace
+from megafx.rules.families_math import LOSSES_OF_ELEMENTS
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
@@ -38,6 +42,19 @@ def nll_of_log_softmax(editor: Editor, node: fx.Node) -> bool:
     if dtype is not None and dtype != logits.meta[VAL].dtype:
         logits = editor.at(node)(aten.to.dtype, logits, dtype)
     return _rewrite(editor, node, logits, 0.0)
+
+
+@on(" ".join(LOSSES_OF_ELEMENTS))
+def loss_of_elements(editor: Editor, node: fx.Node) -> bool:
+    """A loss with a reduction -> the same loss without, and its sum or mean; ATen's kernels do so too."""
+    kind = argument(node, "reduction")
+    if kind == _NONE:
+        return False
+    emit = editor.at(node)
+    each = emit(node.target, *node.args, **node.kwargs)  # type: ignore[arg-type]
+    set_arguments(each, reduction=_NONE)
+    recompute_val(editor.program, each)
+    return replace(node, emit(aten.mean.default if kind == _MEAN else aten.sum.default, each))
 
 
 def _rewrite(editor: Editor, node: fx.Node, logits: fx.Node, smoothing: float) -> bool:

@@ -26,7 +26,7 @@ import sympy
 import torch
 from torch import fx
 
-from megafx.analysis.batch_rows import FILLS, LIKE, LOSSES, REPEATS, Row, WholeSizes, cut, has_tensor, reduction, rows
+from megafx.analysis.batch_rows import FILLS, LIKE, REPEATS, Row, WholeSizes, cut, has_tensor, rows
 from megafx.errors import PlanError
 from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
 from megafx.ir.program import VAL, Batch, Builder, Phase, Program, located
@@ -124,7 +124,7 @@ class _Typer:
         for operand, have, want in zip(rule.operands, held, chosen.ins, strict=True):
             if have == P and want != P:
                 node.replace_input_with(operand.node, self._whole(operand.node))
-        if chosen.outs[0] == P and (node.target in MEANS or (name in LOSSES and reduction(node) == 1)):
+        if chosen.outs[0] == P and node.target in MEANS:
             self._divide(node)
         if chosen.outs[0].is_shard and is_draw(node) and draw_of(node).p and draw_of(node).seed is not None:
             self._draw_rows(node, chosen.outs[0])

@@ -128,6 +128,13 @@ def test_a_local_head_may_be_a_whole_head_or_part_of_one():
     assert options == [(1, Layout.of([(2, 1)], 2)), (2, Layout.of([(2, 64)], 2))]
 
 
+def test_a_local_dim_of_one_row_may_be_any_of_its_neighbours():
+    options = view_options(
+        (1, 1, 1, 6), (1, 6), 2, Layout.of([(4, 1)], 4), 4
+    )  # as the gradient of a bias [heads, 6] is made
+    assert options == [(0, Layout.of([(4, 1)], 4)), (1, Layout.of([(4, 6)], 4))]
+
+
 def test_groups_of_a_view():
     assert dim_groups((2, 3, 8), (6, 2, 4)) == (((0, 1), (0,)), ((2,), (1, 2)))
     assert dim_groups((2, 3), (7,)) == ()

@@ -248,3 +248,25 @@ def test_the_sum_is_made_by_the_product(monkeypatch: pytest.MonkeyPatch) -> None
 def test_options_go_together() -> None:
     for fused, cast in itertools.product((False, True), repeat=2):
         assert megafx.Config(**{FUSED: fused, CAST: cast}).gradients_in_fp32 == (fused or cast)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{FUSED: True}, {CAST: True}, {FUSED: True, "compile": True}])
+def test_on_a_gpu(options: dict[str, Any]) -> None:
+    """One batch 40 times in bf16, as above; the fused loss and the products are the kernels' here."""
+    off: dict[str, float] = {}
+    ids = batches(1)[0].cuda()
+    for name, chosen in (("bf16", {}), ("fp32", options)):
+        model = megafx.parallelize(plain().cuda(), megafx.Config(**chosen))
+        model(ids).backward()
+        once = {n: g.double() for n, g in gradients(model).items()}
+        for _ in range(39):
+            model(ids).backward()
+        found = gradients(model)
+        assert {g.dtype for g in found.values()} == {torch.float32 if chosen else torch.bfloat16}
+        off[name] = max(float((found[n].double() / 40 - g).norm() / g.norm()) for n, g in once.items())
+    assert off["fp32"] < 1e-5 and off["bf16"] > 1e-2, off
+    if FUSED in options:
+        assert all(p.main_grad is p.grad for p in model.parameters())
+        torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -204,6 +204,16 @@ CASES = [
         inputs="x ids",
     ),
     Case(
+        "loss_of_elements",
+        lambda m, x: F.smooth_l1_loss(x, x * 2, beta=0.5),
+        """\
+        %0 = args[0]                         # f64[batch seq 8]
+        %1 = mul(%0, 2)                      # f64[batch seq 8]
+        %2 = smooth_l1_loss(%0, %1, 0, 0.5)  # f64[batch seq 8]
+        %3 = mean(%2)                        # f64[]
+        return %3""",
+    ),
+    Case(
         "dropout_in_eval",
         lambda m, x: F.dropout(x, 0.1, m.training).contiguous().clone().to(x.dtype) * 2,
         """\

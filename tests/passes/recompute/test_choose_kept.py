@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import re
@@ -13,7 +12,7 @@ import numpy
 import pytest
 import scipy.optimize
 import torch
-from harness import Case
+from harness import Case, chosen
 from torch import nn
 
 from megafx.analysis.kept import Kept, bytes_of, is_free, is_given, is_replayable, is_value, seconds
@@ -27,7 +26,7 @@ from megafx.ir.program import RECOMPUTE, Program, Recomputed
 from megafx.ops.again import when_repeated
 from megafx.passes.lower.partition import cut
 from megafx.passes.recompute.budget import allowed, whole
-from megafx.passes.recompute.choose_kept import choose_kept, split_norms
+from megafx.passes.recompute.choose_kept import split_norms
 
 BUDGETS = [n / 10 for n in range(11)]
 OPTIONS: list[dict[str, Any]] = [
@@ -51,14 +50,6 @@ def plain(name: str, t: int, sp: bool) -> tuple[Compiled, Logical]:
     made = case(name).compile(t, sequence_parallel=sp)
     assert made.program.recomputed is None
     return made, case(name).run(made, case(name).inputs(2, 16))
-
-
-def chosen(made: Compiled, **options: Any) -> Compiled:
-    """The same with what backward makes again under these options."""
-    program, planner = made.program.copy(), copy.copy(made.planner)
-    planner.config = planner.config.replace(**options)
-    choose_kept(program, planner)
-    return Compiled(program, planner)
 
 
 def outcome(made: Compiled) -> Recomputed:

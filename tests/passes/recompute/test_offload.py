@@ -217,3 +217,28 @@ def test_a_backward_that_never_comes_or_comes_twice() -> None:
         assert all(map(torch.equal, step(model), wanted))
     assert packed
     assert "on the host" in str(megafx.explain(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"cpu_offloading_num_layers": 3}, {"activation_memory_budget": 0.5}])
+def test_on_a_gpu(options: dict[str, Any]) -> None:
+    """Copies on their own stream: the bits of a step are the same, and between forward and backward less is alive."""
+    blocks = nn.Sequential(
+        *(nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Dropout(0.2), nn.Linear(4096, 1024)) for _ in range(6))
+    )
+    x = torch.randn(4096, 1024, device="cuda")
+    found, alive = [], []
+    for chosen in ({}, {"cpu_offloading": True, "hardware": "h200-nvlink", **options}):
+        model = megafx.parallelize(copy.deepcopy(blocks).cuda(), megafx.Config(**chosen))
+        torch.manual_seed(1)
+        for every in range(4):
+            before = torch.cuda.memory_allocated()
+            loss = model(x + every).square().mean()
+            if every == 3:
+                alive.append(torch.cuda.memory_allocated() - before)
+            if every != 1:  # a backward that never comes
+                loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+    assert alive[1] < 0.75 * alive[0], alive
