@@ -156,6 +156,9 @@ def search(
         limit = bytes_of(memory)
     except UsageError as error:
         raise UsageError(f"memory={memory!r} is no size", fix="write 80GiB, 80000MiB or a number of bytes") from error
+    if gpus < 1 or not batches or min(batches) < 1:
+        found = f"gpus={gpus}, batches={tuple(batches)} leave nothing to search"
+        raise UsageError(found, fix="give at least one GPU, and micro-batch sizes of at least 1")
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import platform
@@ -26,12 +27,13 @@ import yaml
 
 from megafx.config import STYLES, Config, choices_of, is_whole
 from megafx.debugging import progress, stage
-from megafx.errors import MegafxError, UsageError
+from megafx.errors import ConfigError, MegafxError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 an error or (check-rules, verify, diff, replay) something found, 2 wrong arguments."""
-    args = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    args = _parser().parse_args(given or ["--help"])
     try:
         with _shown_progress(quiet=getattr(args, "quiet", True)):
             status: int = args.run(args)
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except MegafxError as error:
         print(f"megafx: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, (UsageError, ConfigError)) else 1
 
 
 @contextlib.contextmanager
@@ -94,18 +96,18 @@ def _parser() -> argparse.ArgumentParser:
         return argument
 
     argument = add_for_model(_plan, "megafx.plan", "plan a model and print where everything is")
-    argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
+    argument("--save", type=_output, metavar="FILE", help="write the plan as JSON")
     argument("--predict-memory", action="store_true", help="memory of a rank over a step (megafx.predict_memory)")
     argument(
-        "--gpus", type=int, metavar="N", help="megafx.search: the ten best configurations of N GPUs; needs --memory"
+        "--gpus", type=_count, metavar="N", help="megafx.search: the ten best configurations of N GPUs; needs --memory"
     )
     argument("--memory", metavar="SIZE", help="of each, for example 80GiB")
     told = "cut the model into N balanced stages (megafx.report.stages.pipeline_stages)"
-    argument("--pipeline-stages", type=int, metavar="N", help=told)
+    argument("--pipeline-stages", type=_count, metavar="N", help=told)
     argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
-    argument("--html", type=Path, metavar="FILE", help="write the report as a page")
-    argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    argument("--model-explorer", type=Path, metavar="FILE", help="write the graph as JSON of Model Explorer")
+    argument("--html", type=_output, metavar="FILE", help="write the report as a page")
+    argument("--json", type=_output, metavar="FILE", help="write the report as JSON")
+    argument("--model-explorer", type=_output, metavar="FILE", help="write the graph as JSON of Model Explorer")
     argument = add_for_model(
         _verify,
         "megafx.verify",
@@ -131,9 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     argument, _ = add(_diff, "megafx.diff", "compare two saved plans, two reports, or two dump folders graph by graph")
     argument("before", type=Path)
     argument("after", type=Path)
-    argument("--html", type=Path, metavar="FILE", help="write two reports side by side")
+    argument("--html", type=_output, metavar="FILE", help="write two reports side by side")
     argument, _ = add(_profile_hardware, "megafx.profile_hardware", "measure this machine, for --hardware FILE")
-    argument("file", type=Path, metavar="FILE", help="YAML file to write")
+    argument("file", type=_output, metavar="FILE", help="YAML file to write")
     argument("--link", metavar="PROFILE", help="in one process (without torchrun): whose link is taken over")
     usage = "megafx replay FOLDER MODEL [options]"
     argument, _ = add(_replay, "megafx.replay", "compile as a dump folder says, and compare its graphs", usage=usage)
@@ -141,6 +143,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(argument)
     add(_version, "importlib.metadata.version('megafx')", "print versions, for bug reports")
     return parser
+
+
+def _output(text: str) -> Path:
+    """A file that can be written: told before the work, not after it."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        found = f"'{path}' is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
+        raise argparse.ArgumentTypeError(f"{found}; give a file to write")
+    return path
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number of at least 1")
+    return int(text)
 
 
 _INPUT = (
@@ -186,10 +203,10 @@ def _add_fields(group: argparse._ArgumentGroup) -> None:
         group.add_argument(*names, help=text + ("" if shown is None else f" (default: {shown})"), **how)
 
 
-def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
+def _pairs(texts: Sequence[str], option: str, form: str = "NAME=VALUE") -> dict[str, str]:
     for text in texts:
         if "=" not in text:
-            raise UsageError(f"{option} {text} has no value", fix=f"write {option} NAME=VALUE")
+            raise UsageError(f"{option} {text} has no value", fix=f"write {option} {form}")
     return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
@@ -197,20 +214,32 @@ def _config(args: argparse.Namespace) -> Config:
     config, values = Config.from_yaml(args.config) if args.config else Config(), {"on": True, "off": False}
     given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Config)}
     if given["overrides"]:
-        given["overrides"] = _pairs(given["overrides"], "--overrides")
+        given["overrides"] = _pairs(given["overrides"], "--overrides", LISTS["overrides"])
     plain = {n: values.get(v, v) if isinstance(v, str) else v for n, v in given.items() if v is not None}
-    return config.replace(**plain)
+    config = config.replace(**plain)
+    if config.hardware is not None:
+        from megafx.planner.hardware import Hardware
+
+        Hardware.load(config.hardware)  # a wrong name is told before the model is built
+    return config
 
 
 def _model(args: argparse.Namespace, device: str = "meta") -> tuple[Any, Any]:
     """(model, example inputs or None) that the arguments name."""
+    from megafx.capture.huggingface import is_hf_model
     from megafx.named_model import example_inputs, load_model
 
     settings = {name: yaml.safe_load(value) for name, value in _pairs(args.settings, "--set").items()}
     with stage("build the model"):
         model, inputs = load_model(args.model, settings, device=device)
     given = getattr(args, "inputs", [])
-    return model, example_inputs(given, model, device=device) if given else inputs
+    if given:
+        inputs = example_inputs(given, model, device=device)
+    elif inputs is None and hasattr(args, "inputs") and not is_hf_model(model):
+        takes = str(inspect.signature(model.forward)).partition(" ->")[0]
+        fix = f"describe a call of forward{takes}: --input NAME=DTYPE[SIZES] for each argument, as --input 'ids=int64[2,64]'"
+        raise UsageError(f"the inputs of a {type(model).__name__} are unknown", fix=fix)
+    return model, inputs
 
 
 # -- the commands
@@ -221,8 +250,8 @@ def _plan(args: argparse.Namespace) -> int:
 
     if (args.gpus is None) != (args.memory is None):
         raise UsageError("--gpus and --memory go together", fix="for example --gpus 8 --memory 80GiB")
-    model, inputs = _model(args)
     config = _config(args)
+    model, inputs = _model(args)
     if args.gpus is not None:
         batches = (1, 2, 4, 8) if args.micro_batch_size is None else (args.micro_batch_size,)
         found = megafx.search(model, args.gpus, args.memory, config, example_inputs=inputs, batches=batches)
@@ -232,7 +261,8 @@ def _plan(args: argparse.Namespace) -> int:
     if args.pipeline_stages is not None:
         from megafx.report.stages import pipeline_stages
 
-        print(*pipeline_stages(megafx.explain(plan), args.pipeline_stages), sep="\n")
+        stages = pipeline_stages(megafx.explain(plan), args.pipeline_stages)
+        print("forward and backward of a micro-batch, and the modules of each stage", *stages, sep="\n")
         return 0
     print(plan)
     if args.predict_memory:
@@ -245,8 +275,9 @@ def _plan(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     import megafx
 
+    config = _config(args)
     model, inputs = _model(args)
-    report = megafx.explain(megafx.plan(model, _config(args), example_inputs=inputs))
+    report = megafx.explain(megafx.plan(model, config, example_inputs=inputs))
     print(report)
     if args.html:
         report.html(args.html)
@@ -314,7 +345,10 @@ def _check_rules(args: argparse.Namespace) -> int:
 
     sys.path.insert(0, os.getcwd())  # as for `python -m`
     for name in args.imports:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UsageError(f"--import {name}: {error}", fix="name a module that can be imported from here") from error
     report = check_rules(args.ops or None)
     print(report)
     return 0 if report.ok else 1
@@ -348,7 +382,9 @@ def _profile_hardware(args: argparse.Namespace) -> int:
 
 def _replay(args: argparse.Namespace) -> int:
     import megafx
+    from megafx.replaying import read_about
 
+    read_about(args.folder)  # a wrong folder is told before the model is built
     model, inputs = _model(args)
     found = megafx.replay(args.folder, model, example_inputs=inputs)
     print(found)

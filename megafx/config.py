@@ -294,7 +294,13 @@ class Config:
         """A YAML mapping of field names to values. Functions that `passes` names are imported and called: read your own."""
         import yaml
 
-        values = yaml.safe_load(Path(path).read_text())
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            raise ConfigError(
+                f"'{path}' cannot be read as YAML: {why}", fix="write one 'field: value' a line"
+            ) from error
         if values is None:
             return Config()
         if not isinstance(values, dict):

@@ -69,7 +69,8 @@ def profile_hardware(
         if ranks == 1 and link is None:
             raise UsageError(
                 "one process cannot measure the link between ranks",
-                fix="start with `torchrun --nproc-per-node 2 -m megafx.cli profile-hardware FILE`, or name a profile with link",
+                fix="start with `torchrun --nproc-per-node 2 -m megafx.cli profile-hardware FILE`, or take the link of a "
+                "profile: --link NAME (in Python: link=)",
             )
         flops = {dtype: _matmul_flops(getattr(torch, dtype), device) for dtype in dtypes}
         memory, host = _copy_rate(device), _host_rate(device)

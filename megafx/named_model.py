@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ WAYS = (
     "give a Hugging Face config.json, its folder or an architecture (LlamaForCausalLM), "
     "or 'module:name' of a class or function"
 )
+SETTINGS = "change the sizes that do not fit, with settings= or --set NAME=VALUE"
 
 
 def load_model(
@@ -41,12 +43,22 @@ def load_model(
     return a pair (model, example_inputs). Raises UsageError where there is no such model, file or setting.
     """
     make = _maker(name, dict(settings or {}))
-    with torch.device(device):
-        made = make()
+    try:
+        with torch.device(device):
+            made = make()
+    except Exception as error:  # of the model's own code
+        raise UsageError(f"'{name}' cannot be made: {_told(error)}", fix=SETTINGS) from error
     model, inputs = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"'{name}' makes a {type(model).__name__}, not a torch.nn.Module", fix=WAYS)
     return model, inputs
+
+
+def _told(error: Exception) -> str:
+    """What an error of somebody else's code says, and where it was raised."""
+    said = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {said}" + f" ({frame.filename}:{frame.lineno} `{frame.line}`)"
 
 
 def _maker(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
@@ -58,7 +70,11 @@ def _maker(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     if path.suffix == ".json":
         if not path.is_file():
             raise UsageError(f"there is no file '{path}'", fix=WAYS)
-        return _hugging_face(name, json.loads(path.read_text()), settings)
+        try:
+            fields = json.loads(path.read_text())
+        except ValueError as error:
+            raise UsageError(f"'{path}' is not JSON: {error}", fix=WAYS) from error
+        return _hugging_face(name, fields, settings)
     if not name.isidentifier():
         raise UsageError(f"'{name}' names no model", fix=WAYS)
     return _hugging_face(name, {}, settings)
@@ -91,16 +107,25 @@ def _hugging_face(name: str, fields: dict[str, Any], settings: dict[str, Any]) -
         near = ", ".join(difflib.get_close_matches(name, names, n=3))
         hint = f"did you mean {near}? " if near else ""
         raise UsageError(f"'{name}' is no architecture and no model type of transformers", fix=hint + WAYS)
-    made = kind(**{k: v for k, v in fields.items() if k != "model_type"})
+    fields = {k: v for k, v in fields.items() if k != "model_type"}
+    made = _config_of(name, kind, fields)
     for key in settings:
         if not hasattr(made, key):
             near = ", ".join(difflib.get_close_matches(key, made.to_dict(), n=3))
             fix = f"did you mean {near}?" if near else f"fields: {', '.join(sorted(made.to_dict()))}"
             raise UsageError(f"the config of '{name}' ({kind.__name__}) has no field '{key}'", fix=fix)
-    config = kind(**{**{k: v for k, v in fields.items() if k != "model_type"}, **settings})
+    config = _config_of(name, kind, fields | settings)
     build = cls or transformers.AutoModelForCausalLM.from_config
     dtype = getattr(config, "dtype", None)  # as from_pretrained does it; without one, torch's default
     return lambda: build(config) if dtype is None else build(config).to(dtype)
+
+
+def _config_of(name: str, kind: Callable[..., Any], fields: dict[str, Any]) -> Any:
+    try:
+        return kind(**fields)
+    except Exception as error:  # transformers checks sizes and types
+        said = str(error).splitlines()[-1].strip() if str(error) else type(error).__name__
+        raise UsageError(f"the config of '{name}' ({kind.__name__}) cannot be made: {said}", fix=SETTINGS) from error
 
 
 # -- a class or a function of the user's
@@ -110,7 +135,9 @@ def _own(module: str, attribute: str, settings: dict[str, Any]) -> Callable[[], 
     name = f"{module}:{attribute}"
     try:
         made = getattr(_imported(module), attribute)
-    except (ImportError, AttributeError, FileNotFoundError) as error:
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no file '{module}'", fix=WAYS) from error
+    except (ImportError, AttributeError) as error:
         raise UsageError(f"'{name}' cannot be imported: {error}", fix=WAYS) from error
     if not callable(made):
         raise UsageError(f"'{name}' is a {type(made).__name__}, not a class or a function", fix=WAYS)
@@ -122,7 +149,7 @@ def _own(module: str, attribute: str, settings: dict[str, Any]) -> Callable[[], 
     try:
         inspect.signature(made).bind(*arguments[0], **arguments[1])
     except TypeError as error:
-        fix = f"it takes {takes}; set them with settings (--set NAME=VALUE)"
+        fix = f"it takes {takes}; give them with settings= or --set NAME=VALUE"
         raise UsageError(f"'{name}' cannot be called: {error}", fix=fix) from error
     return lambda: made(*arguments[0], **arguments[1])
 

@@ -50,11 +50,7 @@ def replay_call(model: nn.Module, args: Any, kwargs: Mapping[str, Any], by_name:
     pipeline.
     """
     folder = Path(folder)
-    if not (folder / ABOUT).is_file():
-        raise UsageError(
-            f"'{folder}' is not a dump folder: it has no {ABOUT}", fix="make one with MEGAFX_DUMP=<folder>"
-        )
-    about = json.loads((folder / ABOUT).read_text())
+    about = read_about(folder)
     if about["config"]["passes"]:
         named = ", ".join(name for _, name in about["config"]["passes"])
         found = f"the dump was made with passes of somebody's own ({named}), which a replay does not import"
@@ -69,6 +65,14 @@ def replay_call(model: nn.Module, args: Any, kwargs: Mapping[str, Any], by_name:
             if again.is_file() and (found := dump.diff(file.read_text(), again.read_text())):
                 return Replayed(len(files), name, found)
     return Replayed(len(files))
+
+
+def read_about(folder: Path) -> Any:
+    """What a dump folder says of its compile. Raises UsageError for another folder."""
+    if not (folder / ABOUT).is_file():
+        found = f"'{folder}' is not a dump folder: it has no {ABOUT}"
+        raise UsageError(found, fix="make one with MEGAFX_DUMP=<folder>")
+    return json.loads((folder / ABOUT).read_text())
 
 
 def _compile(model: nn.Module, args: Any, kwargs: Any, about: dict[str, Any], passes: Collection[str]) -> None:

@@ -88,7 +88,9 @@ class Found:
     def config(self) -> Config:
         """Of the best. Raises UsageError where nothing fits."""
         if not self.best:
-            assert self.least is not None
+            if self.least is None:
+                why = "; ".join(f"{layout}: {why}" for layout, why in self.refused.items())
+                raise UsageError(f"no layout of {self.gpus} GPUs can be planned ({why})", fix="change what it names")
             raise UsageError(
                 f"nothing fits into {bytes_text(self.memory)} on {self.gpus} GPUs; the least is {bytes_text(self.least.bytes)}",
                 fix=f"more GPUs, or a smaller batch; the least was {self.least.text()}",
@@ -141,7 +143,7 @@ class Found:
             console.print(f"not planned: {layout}: {why}", highlight=False, markup=False)
         rate = self.best[0].rate / 1e12
         console.print(
-            f"MFU counts the whole square of attention, against the matmul rate of the profile, {rate:.0f} TFLOP/s"
+            f"MFU counts what causal masks leave of attention, against the matmul rate of the profile, {rate:.0f} TFLOP/s"
         )
         return f"{out.getvalue()}\n{self.best[0].text()}"
 

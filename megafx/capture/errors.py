@@ -84,7 +84,10 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
             f"forward stores a tensor in the module: {_first_line(message)}",
             "register it as a buffer (register_buffer) and change it in place, or return it",
         )
-    return f"{name}: {_first_line(message)}", "change this line so that torch.export(strict=False) can trace it"
+    if name == "TypeError" and "forward()" in message:
+        return f"the call does not fit the model: {_first_line(message)}", "give forward the arguments that it takes"
+    fix = "if the model runs in eager mode on these inputs, change this line so that torch.export(strict=False) can trace it; "
+    return f"{name}: {_first_line(message)}", fix + "otherwise the sizes of the inputs or of the model do not fit"
 
 
 def _first_line(message: str, prefix: str = "") -> str:

@@ -10,11 +10,13 @@ not claimed is MISSING. Gradients decide between I and R: a result that is right
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megafx.checks.rule_samples import SAMPLES, Sample, samples_of
 from megafx.checks.rule_trials import Row, Trial
+from megafx.errors import UsageError
 from megafx.ir.facts import declared
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS
@@ -71,6 +73,12 @@ def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Itera
     every = sorted({*RULES, *FAMILIES, *VIEWS, *fused, *SAMPLES})
     ops = [op_key(op) for op in ([*every, *registered()] if rules is None else rules)]
     report = RuleReport()
+    for op in ops:
+        if op not in given and op not in every and not registered_rule(op):
+            near = ", ".join(difflib.get_close_matches(op, every, n=3))
+            raise UsageError(
+                f"'{op}' has no sharding rule", fix=f"did you mean {near}?" if near else "docs/extending.md"
+            )
     for op in dict.fromkeys(ops):
         own = given.get(op) or registered_rule(op)
         samples = samples_of(op, own)

@@ -262,7 +262,8 @@ class _Draw:
         if kind == ATTENTION:
             causal = bool(argument(node, "is_causal", False) or argument(node, "causal", False))
             dropped = float(argument(node, "dropout_p", 0.0) or argument(node, "p", 0.0) or 0.0) > 0
-            return flops, (*attention_seconds(flops / (1 + causal), dtype, hardware, dropout=dropped), 0.0)
+            flops /= 1 + causal  # what the mask leaves
+            return flops, (*attention_seconds(flops, dtype, hardware, dropout=dropped), 0.0)
         moved = op_bytes(name, numel * itemsize, [self._bytes(o.node) for o in rule.operands]) * part
         once = memory_seconds(moved, hardware) + (hardware.kernel_seconds if moved else 0.0)
         if name == "embedding":  # its gradient is zeros first

@@ -329,6 +329,8 @@ def _replaced(arguments: Any, old: fx.Node, new: int | fx.Node) -> Any:
 
 # Ops whose result lies in memory as it was traced, whatever the operands are like; and where operands lie as they were traced.
 _LAYS_OUT = aten_ops("mm bmm addmm baddbmm embedding embedding_dense_backward full new_zeros zeros arange")
+# Of contiguous operands too it lies otherwise than traced: by the order in which the transform takes the dims (torch 2.11).
+_BY_PLAN = aten_ops("_fft_r2c _fft_c2c _fft_c2r")
 _OWN_FORMS = ("megafx.", "scaled_dot_product")
 _FOLLOWS = aten_ops(
     "add.Tensor sub.Tensor mul.Tensor div.Tensor mul.Scalar add.Scalar neg exp rsqrt sqrt pow.Tensor_Scalar _to_copy clone "
@@ -361,7 +363,9 @@ def _free_of_strides(program: Program) -> None:
             if loose and node.target in RESHAPES:
                 node.target = aten.reshape.default
         elif node.target not in _LAYS_OUT and not any(name in str(node.target) for name in _OWN_FORMS):
-            rows_only = all(n.meta[VAL].is_contiguous() for n in operands if isinstance(n.meta.get(VAL), torch.Tensor))
+            rows_only = node.target not in _BY_PLAN and all(
+                n.meta[VAL].is_contiguous() for n in operands if isinstance(n.meta.get(VAL), torch.Tensor)
+            )
             if (loose or not (rows_only or node.target in _FOLLOWS)) and not _is_a_row(node):
                 unsure.add(node)
     output, results = program.output_node(), list(program.results())

@@ -139,12 +139,14 @@ def other_inputs_on_one_rank_are_refused() -> str:
     pair = Pair("nanogpt", example=True, check_inputs_every=5).parallelize()
     inputs = pair.inputs(2, 16)
     mine = {**inputs, "targets": inputs["targets"].roll(dist.get_rank())}
-    text = "input targets is not the same on all tensor-parallel ranks .rank 1 against rank 0"
+    causes = "got different batches, as from a DistributedSampler over all ranks, another shuffle seed on each"
+    text = f"^step 0: input targets is not the same on all tensor-parallel ranks .rank 1 against rank 0.: they {causes}"
     raises(AgreementError, text, lambda: pair.model(**mine))
     shorter = {k: v[:, : 16 - dist.get_rank()] for k, v in inputs.items()}
-    raises(AgreementError, "size 1 of 'idx' is", lambda: pair.model(**shorter))
+    raises(AgreementError, f"^call 0: tensor-parallel ranks {causes}.* size 1 of 'idx' is", lambda: pair.model(**shorter))
     with torch.set_grad_enabled(dist.get_rank() == 0):
-        raises(AgreementError, "call 0: .* in different modes", lambda: pair.model(**inputs))
+        text = r"^call 0: tensor-parallel ranks are in different modes, as after model.eval\(\) or torch.no_grad\(\) on one"
+        raises(AgreementError, text, lambda: pair.model(**inputs))
     other = forms_of(seed=0)
     if dist.get_rank() == 1:
         other.up = nn.Linear(6, 10)

@@ -167,7 +167,7 @@ def test_profile_hardware(tmp_path, monkeypatch, capsys):
     found, pcie = Hardware.load(file), Hardware.load("pcie")
     assert found.name == "mine" and found.link_bytes_per_second == pcie.link_bytes_per_second
     assert set(found.flops_per_second) == {"bfloat16", "float16", "float32", "float64"}
-    assert main(["profile-hardware", file]) == 1
+    assert main(["profile-hardware", file]) == 2
     assert "one process cannot measure the link" in capsys.readouterr().err
 
 
@@ -253,7 +253,7 @@ def test_plan_of_a_factory(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_models_that_do_not_exist(model, found, capsys):
-    assert main(["plan", "--quiet", *model.split()]) == 1
+    assert main(["plan", "--quiet", *model.split()]) == 2
     assert found in capsys.readouterr().err
 
 
@@ -265,7 +265,7 @@ def test_diff_of_dumps(tmp_path, capsys):
     (tmp_path / "b" / "00_capture.txt").write_text("%0 = x  # f32[5]\nreturn %0\n")
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "+ %0 = x  # f32[5]" in capsys.readouterr().out
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
     assert "is not a dump folder" in capsys.readouterr().err
 
 
@@ -277,6 +277,50 @@ def test_check_rules_of_one_op(capsys):
 def test_version(capsys):
     assert main(["version"]) == 0
     assert f"torch {torch.__version__}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("plan nets:Net --tp 0", "Config.tensor_model_parallel_size = 0 is out of range"),
+        ("plan nets:Net --hardware h300", "no hardware profile 'h300'"),
+        ("plan nets:Net --config none.yaml", "'none.yaml' cannot be read as YAML: No such file or directory"),
+        ("passes --config nets.py", "'nets.py' cannot be read as YAML"),
+        ("plan nets:Net --overrides up", "fix: write --overrides PATTERN=STYLE"),
+        ("plan nets:Net --set width=6", "describe a call of forward(ids, scale=None): --input NAME=DTYPE[SIZES]"),
+        ("plan nets:Net --set width=-6", "'nets:Net' cannot be made: RuntimeError: Trying to create tensor"),
+        ("plan llama --set hidden_size=65", "(LlamaConfig) cannot be made: ValueError: The hidden size (65) is not"),
+        ("plan llama --set hidden_size=abc", "Field 'hidden_size' expected int, got str"),
+        ("plan llama --set num_hidden_layers=1 --gpus 8", "--gpus and --memory go together"),
+        ("check-rules --import no_such_module", "--import no_such_module: No module named 'no_such_module'"),
+        (
+            "check-rules aten.mmm.default",
+            "'aten.mmm.default' has no sharding rule\n  fix: did you mean aten.mm.default",
+        ),
+        ("replay nets.py nets:Net", "'nets.py' is not a dump folder"),
+    ],
+)
+def test_arguments_that_do_not_fit(command, found, tmp_path, monkeypatch, capsys):
+    (tmp_path / "nets.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    sys.modules.pop("nets", None)
+    assert main(command.split()) == 2
+    assert found in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--save no/such/plan.json", "--gpus 0", "--pipeline-stages none"])
+def test_options_are_checked_before_the_work(option):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "llama", *option.split()])
+    assert stopped.value.code == 2
+
+
+def test_a_call_that_does_not_fit_the_model(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nets.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    sys.modules.pop("nets", None)
+    assert main(["plan", "--quiet", "nets:Net", "--input", "idz=int64[3,5]"]) == 1
+    assert "the call does not fit the model: Net.forward() got an unexpected keyword" in capsys.readouterr().err
 
 
 def test_wrong_arguments():

@@ -72,6 +72,24 @@ def test_the_config_is_to_be_pasted_and_reasons_are_given() -> None:
     assert tried.best[0].text() in text and "configurations of 4 GPUs tried" in text
 
 
+class Attention(torch.nn.Module):
+    """Nothing but causal attention of long sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(-1, (8, 128)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(x, x * self.scale, x, is_causal=True).sum()
+
+
+def test_no_more_is_computed_than_the_hardware_can() -> None:
+    config = megafx.Config(hardware="h100-nvlink", seq_length=65536, params_dtype="bfloat16")
+    tried = megafx.search(Attention(), 1, "1000GiB", config, example_inputs=torch.randn(2, 256, 1024).bfloat16())
+    assert all(0.5 < c.mfu < 1 for c in tried.best), "what a causal mask takes away is not computed"
+
+
 def test_what_does_not_fit_gets_a_budget_or_is_left_out() -> None:
     everything = found()
     limit = sorted(c.bytes for c in everything.best)[len(everything.best) // 3]
@@ -93,12 +111,12 @@ def test_from_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *model, "--gpus", "2", "--memory", "10MiB"]) == 0
     assert "megafx.Config(tensor_model_parallel_size=" in capsys.readouterr().out
     assert main(["plan", *model, "--gpus", "2", "--memory", "1000"]) == 1
-    assert main(["plan", *model, "--gpus", "2"]) == 1
+    assert main(["plan", *model, "--gpus", "2"]) == 2
     assert "--gpus and --memory go together" in capsys.readouterr().err
-    assert main(["plan", *model, "--gpus", "2", "--memory", "lots"]) == 1
+    assert main(["plan", *model, "--gpus", "2", "--memory", "lots"]) == 2
     assert "memory='lots' is no size" in capsys.readouterr().err
     assert main(["plan", *model, "--tp", "2", "--pipeline-stages", "2"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 class Uneven(torch.nn.Module):
