@@ -65,8 +65,10 @@ class Verdict:
             )
         worst = max(self.gradients.items(), key=lambda kv: kv[1], default=("none", 0.0))
         ranks = f"{self.t} real ranks ({self.backend})" if self.backend else f"{self.t} ranks"
+        other = "" if self.reference == "eager" else " (dropout: eager draws other masks)"
+        against = f"{self.reference}{other}, tolerance {self.tolerance:.0e}"
         lines = [
-            f"{'equal' if self.ok else 'DIFFERENT'}: {ranks} against {self.reference}, tolerance {self.tolerance:.0e}",
+            f"{'equal' if self.ok else 'DIFFERENT'}: {ranks} against {against}",
             *(f"  output {name}: {error:.1e}" for name, error in self.outputs.items()),
             f"  {len(self.gradients)} gradients, worst {worst[1]:.1e} ({worst[0]})",
         ]

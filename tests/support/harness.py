@@ -6,6 +6,7 @@ autograd on the canonical graph in one process.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from megafx.config import Config
 from megafx.ir.interpret import bind_inputs, input_values
 from megafx.ir.program import VAL, Program, recompute_val
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
+from megafx.passes.recompute.choose_kept import choose_kept
 from megafx.planner.context import Planner
 from megafx.planner.plan import Plan
 from megafx.testing import make_planner
@@ -106,6 +108,14 @@ class Case:
         named[loss_name(program)].backward()
         gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
         return Logical({n: v.detach() for n, v in named.items()}, gradients)
+
+
+def chosen(made: Compiled, **options: Any) -> Compiled:
+    """The same with what backward makes again under these options."""
+    program, planner = made.program.copy(), copy.copy(made.planner)
+    planner.config = planner.config.replace(**options)
+    choose_kept(program, planner)
+    return Compiled(program, planner)
 
 
 def loss_name(program: Program) -> str:

@@ -22,6 +22,11 @@ def moving(dst: str, **x: str) -> Program:
     return graph(lambda x: transition(x, dst), out=dst.partition("/")[0] + "@tp", local=True, **x)
 
 
+def check_moving(dst: str, x: str, text: str) -> None:
+    """What a transition of x to `dst` becomes."""
+    expect(run_pass(expand_transitions, moving(dst, x=x)), text, t=2)
+
+
 def row_parallel() -> Program:
     return graph(
         lambda x, w: transition(aten.mm(x, w), "I", src="P"),
@@ -74,21 +79,22 @@ def test_column_parallel_all_reduces_backward_only() -> None:
 
 
 def test_contiguous_shards_of_dim0_are_gathered_as_they_are() -> None:
-    expect(
-        run_pass(expand_transitions, moving("R", x="f32[4 6] S0@tp")),
+    check_moving(
+        "R",
+        "f32[4 6] S0@tp",
         """
         %0 = x                                    # f32[4/2 6] S0@tp
         %1 = all_gather_into_tensor(%0, 2, 'tp')  # f32[4 6]
         %2 = wait_tensor(%1)                      # f32[4 6] R@tp
         return %2
         """,
-        t=2,
     )
 
 
 def test_padding_is_dropped() -> None:
-    expect(
-        run_pass(expand_transitions, moving("R", x="f32[5 6] S0@tp")),
+    check_moving(
+        "R",
+        "f32[5 6] S0@tp",
         """
         %0 = x                                    # f32[5/2 6] S0@tp
         %1 = all_gather_into_tensor(%0, 2, 'tp')  # f32[6 6]
@@ -96,13 +102,13 @@ def test_padding_is_dropped() -> None:
         %3 = slice(%2, 0, 0, 5)                   # f32[5 6] R@tp
         return %3
         """,
-        t=2,
     )
 
 
 def test_reduce_scatter_of_an_inner_dim() -> None:
-    expect(
-        run_pass(expand_transitions, moving("S1", x="f32[4 6] P@tp")),
+    check_moving(
+        "S1",
+        "f32[4 6] P@tp",
         """
         %0 = x                                          # f32[4 6] P@tp
         %1 = view(%0, [4, 2, 3])                        # f32[4 2 3]
@@ -113,13 +119,13 @@ def test_reduce_scatter_of_an_inner_dim() -> None:
         %6 = wait_tensor(%5)                            # f32[4 6/2] S1@tp
         return %6
         """,
-        t=2,
     )
 
 
 def test_all_to_all_is_native() -> None:
-    expect(
-        run_pass(expand_transitions, moving("S1", x="f32[5 6] S0@tp")),
+    check_moving(
+        "S1",
+        "f32[5 6] S0@tp",
         """
         %0 = x                                            # f32[5/2 6] S0@tp
         %1 = view(%0, [3, 2, 3])                          # f32[3 2 3]
@@ -131,7 +137,6 @@ def test_all_to_all_is_native() -> None:
         %7 = slice(%6, 0, 0, 5)                           # f32[5 6/2] S1@tp
         return %7
         """,
-        t=2,
     )
 
 

@@ -20,8 +20,9 @@ aten = torch.ops.aten
 X, W = "f32[t=4 k=8]", "param f32[n=6 k=8]"
 
 
-def check(before: Program, after: Program, planner: Planner, text: str, t: int = 2) -> None:
+def check(placed: tuple[Program, Program, Planner], text: str, t: int = 2) -> None:
     """The placed graph is this text, and it computes what the graph before does; so do t ranks after localizing."""
+    before, after, planner = placed
     verify(after)
     expect(after, text, t=1)
     assert_same(before, after)
@@ -31,13 +32,8 @@ def check(before: Program, after: Program, planner: Planner, text: str, t: int =
 
 
 def test_row_parallel_gets_one_all_reduce() -> None:
-    before, after, planner = small_plans.placed(
-        lambda x, w: aten.linear(x, w), {"linear": "S1, S1 -> P", "w": "S1"}, x=X, w=W
-    )
     check(
-        before,
-        after,
-        planner,
+        small_plans.placed(lambda x, w: aten.linear(x, w), {"linear": "S1, S1 -> P", "w": "S1"}, x=X, w=W),
         """
         %0 = x                        # f32[4 8] I@tp
         %1 = w                        # f32[6 8] S1@tp param
@@ -51,15 +47,15 @@ def test_row_parallel_gets_one_all_reduce() -> None:
 
 def test_q_k_and_v_share_one_conversion() -> None:
     """Column-parallel: x becomes R once, whose backward is one all-reduce of three gradients' sum."""
-    before, after, planner = small_plans.placed(
-        lambda x, q, k, v: aten.add(aten.mul(aten.linear(x, q), aten.linear(x, k)), aten.linear(x, v)),
-        {"linear": "R, S0 -> S1", "linear_1": "R, S0 -> S1", "linear_2": "R, S0 -> S1"},
-        x=X, q=W, k=W, v=W,
-    )  # fmt: skip
     check(
-        before,
-        after,
-        planner,
+        small_plans.placed(
+            lambda x, q, k, v: aten.add(aten.mul(aten.linear(x, q), aten.linear(x, k)), aten.linear(x, v)),
+            {"linear": "R, S0 -> S1", "linear_1": "R, S0 -> S1", "linear_2": "R, S0 -> S1"},
+            x=X,
+            q=W,
+            k=W,
+            v=W,
+        ),
         """
         %0 = x                         # f32[4 8] I@tp
         %1 = q                         # f32[6 8] S0@tp param
@@ -90,13 +86,10 @@ def test_a_gathered_shard_serves_every_reader() -> None:
 
 
 def test_a_row_parallel_bias_is_added_once() -> None:
-    before, after, planner = small_plans.placed(
-        lambda x, w, b: aten.linear(x, w, b), {"linear": "S1, S1, P -> P", "b": "I"}, x=X, w=W, b="param f32[n=6]"
-    )
     check(
-        before,
-        after,
-        planner,
+        small_plans.placed(
+            lambda x, w, b: aten.linear(x, w, b), {"linear": "S1, S1, P -> P", "b": "I"}, x=X, w=W, b="param f32[n=6]"
+        ),
         """
         %0 = x                        # f32[4 8] I@tp
         %1 = w                        # f32[6 8] S1@tp param
@@ -112,13 +105,10 @@ def test_a_row_parallel_bias_is_added_once() -> None:
 
 def test_a_replicated_parameter_on_a_shard() -> None:
     """A norm's weight under sequence parallelism: I -> R, whose backward is the gradient all-reduce."""
-    before, after, planner = small_plans.placed(
-        lambda x, w: aten.layer_norm(x, [8], w), {"layer_norm": "S0, R -> S0"}, x=X, w="param f32[k=8]"
-    )
     check(
-        before,
-        after,
-        planner,
+        small_plans.placed(
+            lambda x, w: aten.layer_norm(x, [8], w), {"layer_norm": "S0, R -> S0"}, x=X, w="param f32[k=8]"
+        ),
         """
         %0 = x                        # f32[4 8] I@tp
         %1 = w                        # f32[8] I@tp param
@@ -133,13 +123,13 @@ def test_a_replicated_parameter_on_a_shard() -> None:
 
 def test_a_value_without_gradient_is_sliced() -> None:
     """A mask is computed whole everywhere and sliced without communication; a mask of one row is not."""
-    before, after, planner = small_plans.placed(
-        lambda x, mask: aten.where(mask, x, aten.mul(x, 0.5)), {"where": "S0, S0, S0 -> S0"}, x=X, mask="bool[t=4 k=8]"
-    )
     check(
-        before,
-        after,
-        planner,
+        small_plans.placed(
+            lambda x, mask: aten.where(mask, x, aten.mul(x, 0.5)),
+            {"where": "S0, S0, S0 -> S0"},
+            x=X,
+            mask="bool[t=4 k=8]",
+        ),
         """
         %0 = x                        # f32[4 8] I@tp
         %1 = mask                     # bool[4 8]
@@ -154,13 +144,8 @@ def test_a_value_without_gradient_is_sliced() -> None:
 
 
 def test_sizes_of_layouts_are_emitted_once() -> None:
-    before, after, planner = small_plans.placed(
-        lambda x: aten.relu(aten.relu(x)), {"relu": "S1 -> S1", "relu_1": "S0 -> S0"}, x="f32[b s]"
-    )
     check(
-        before,
-        after,
-        planner,
+        small_plans.placed(lambda x: aten.relu(aten.relu(x)), {"relu": "S1 -> S1", "relu_1": "S0 -> S0"}, x="f32[b s]"),
         """
         %0 = x                         # f32[b s] I@tp
         %1 = sym_size.int(%0, 1)       # int s

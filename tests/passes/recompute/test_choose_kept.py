@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from typing import Any
 
 import pytest
 import torch
-from harness import Case
+from harness import Case, chosen
 from torch import nn
 
 from megafx.analysis.kept import is_replayable
@@ -21,7 +20,6 @@ from megafx.errors import ConfigError, PlanError
 from megafx.ir.nodes import in_backward, is_draw, op_name
 from megafx.ir.program import RECOMPUTE, Program, Recomputed
 from megafx.passes.lower.partition import cut
-from megafx.passes.recompute.choose_kept import choose_kept
 
 BUDGETS = [n / 10 for n in range(11)]
 OPTIONS: list[dict[str, Any]] = [
@@ -45,14 +43,6 @@ def plain(name: str, t: int, sp: bool) -> tuple[Compiled, Logical]:
     made = case(name).compile(t, sequence_parallel=sp)
     assert made.program.recomputed is None
     return made, case(name).run(made, case(name).inputs(2, 16))
-
-
-def chosen(made: Compiled, **options: Any) -> Compiled:
-    """The same with what backward makes again under these options."""
-    program, planner = made.program.copy(), copy.copy(made.planner)
-    planner.config = planner.config.replace(**options)
-    choose_kept(program, planner)
-    return Compiled(program, planner)
 
 
 def outcome(made: Compiled) -> Recomputed:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
-from harness import Case
+from harness import Case, chosen
 
 from megafx.checks.simulate import Logical
 from megafx.compiler.pipeline import Compiled
 from megafx.config import Config
 from megafx.errors import ConfigError
-from megafx.passes.recompute.choose_kept import choose_kept
 
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 SPREAD = {**FULL, "distribute_saved_activations": True}
@@ -30,13 +28,6 @@ def case() -> Case:
 def plain(t: int, sp: bool | str) -> tuple[Compiled, Logical]:
     made = case().compile(t, sequence_parallel=sp)
     return made, case().run(made, case().inputs(BATCH, SEQ))
-
-
-def chosen(made: Compiled, **options: Any) -> Compiled:
-    program, planner = made.program.copy(), copy.copy(made.planner)
-    planner.config = planner.config.replace(**options)
-    choose_kept(program, planner)
-    return Compiled(program, planner)
 
 
 def kept(made: Compiled) -> int:
