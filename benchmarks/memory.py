@@ -4,12 +4,15 @@
     python benchmarks/memory.py --parts predicted      # five models, three budgets each
     python benchmarks/memory.py --parts traded         # beside torch.utils.checkpoint, torch.compile with its budget, Megatron
     python benchmarks/memory.py --parts fits           # a model that runs out of memory without a budget, and trains with "fit"
-    python benchmarks/memory.py --tiny                 # small shapes; without CUDA it prints what is predicted
+    python benchmarks/memory.py --parts traded --rows megafx,Megatron    # only rows whose name has one of these words
+    python benchmarks/memory.py --tiny                 # small shapes, also without CUDA: does it run?
 
 predicted: the highest bytes of forward and backward beside parameters and AdamW's moments, by `Compiled.memory()` and by
 torch.cuda.max_memory_allocated(). traded: activations (what a step takes above what stands), and the median time of forward and
 backward. bf16; a model is captured and compiled once, and each budget is chosen on a copy. Megatron Core, if it is installed,
 runs a model of the same shape (untied; attention is torch's, as its own kernels need Transformer Engine).
+
+A row is printed as soon as it is measured. One that fails prints its error, and the others go on; then the exit status is 1.
 
 fits: the process may have so much memory that seven tenths of what activations take fit in. Steps are those of a user, with
 megafx.parallelize and AdamW.
@@ -18,10 +21,11 @@ megafx.parallelize and AdamW.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +56,7 @@ TRADED: tuple[dict[str, Any], ...] = (
     {"activation_memory_budget": 0.4},
     {"recompute_granularity": "full"},
     {"cpu_offloading": True, "activation_memory_budget": 0.6},
+    {"cpu_offloading": True, "activation_memory_budget": 0.5},
     {"cpu_offloading": True},
 )
 MEGATRON: tuple[dict[str, Any], ...] = (
@@ -150,22 +155,39 @@ class Step:
 
 
 def timed(step: Callable[[], Any], steps: int = 5) -> tuple[float, int]:
-    """(median ms, highest bytes allocated) after a first run."""
+    """(median ms, highest bytes allocated) after a first run; 0 bytes without CUDA."""
+    cuda = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if cuda else lambda: None
     step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    wait()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(steps):
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        wait()
         times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times)[steps // 2], torch.cuda.max_memory_allocated()
+    return sorted(times)[steps // 2], torch.cuda.max_memory_allocated() if cuda else 0
 
 
 def free() -> None:
     gc.collect()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+failed: list[str] = []
+
+
+@contextlib.contextmanager
+def goes_on(what: str) -> Iterator[None]:
+    """An error ends this row or model only."""
+    try:
+        yield
+    except Exception as error:
+        failed.append(what)
+        print(f"{what}: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
 def text(options: dict[str, Any]) -> str:
@@ -175,47 +197,65 @@ def text(options: dict[str, Any]) -> str:
 def predicted(names: list[str], tiny: bool, cuda: bool, hardware: str) -> None:
     print(f"{'model':<20}{'budget':<16}{'kept MiB':>10}{'predicted':>12}{'measured':>12}{'off':>8}{'ms':>10}")
     for name in names:
-        start = time.perf_counter()
-        model, call = build(name, tiny, torch.device("cuda" if cuda else "meta"))
-        made = compiled(model, call, hardware)
-        seconds = time.perf_counter() - start
-        moments: list[torch.Tensor] = []
-        if cuda:
-            place_joined(model, made)
-            moments = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]
-        for options in BUDGETS:
-            choice = chosen(made, options)
-            found = choice.memory()
-            graphs = max(v for k, v in found.peaks.items() if k != "optimizer step")
-            row = f"{name:<20}{text(options):<16}{found.saved / MIB:>10.1f}{graphs / MIB:>12.1f}"
-            if cuda:
-                free()
-                ms, peak = timed(Step(choice, model, call, torch.device("cuda")), 3)
-                row += f"{peak / MIB:>12.1f}{100 * (graphs / peak - 1):>7.1f}%{ms:>10.1f}"
-            print(row, flush=True)
-        print(f"{'':<20}captured and compiled in {seconds:.0f} s", flush=True)
-        del model, made, moments
+        with goes_on(name):
+            _predicted(name, tiny, cuda, hardware)
         if cuda:
             free()
 
 
-def traded(names: list[str], tiny: bool, hardware: str) -> None:
-    device = torch.device("cuda")
+def _predicted(name: str, tiny: bool, cuda: bool, hardware: str) -> None:
+    start = time.perf_counter()
+    model, call = build(name, tiny, torch.device("cuda" if cuda else "meta"))
+    made = compiled(model, call, hardware)
+    seconds = time.perf_counter() - start
+    moments: list[torch.Tensor] = []
+    if cuda:
+        place_joined(model, made)
+        moments = [torch.zeros_like(p) for p in model.parameters() for _ in range(2)]
+    for options in BUDGETS:
+        choice = chosen(made, options)
+        found = choice.memory()
+        graphs = max(v for k, v in found.peaks.items() if k != "optimizer step")
+        row = f"{name:<20}{text(options):<16}{found.saved / MIB:>10.1f}{graphs / MIB:>12.1f}"
+        if cuda:
+            free()
+            ms, peak = timed(Step(choice, model, call, torch.device("cuda")), 3)
+            row += f"{peak / MIB:>12.1f}{100 * (graphs / peak - 1):>7.1f}%{ms:>10.1f}"
+        print(row, flush=True)
+    print(f"{'':<20}captured and compiled in {seconds:.0f} s", flush=True)
+    del model, made, moments
+    if cuda:
+        free()
+
+
+def traded(names: list[str], tiny: bool, hardware: str, rows: list[str]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     print(f"{'model':<20}{'mode':<44}{'activations MiB':>16}{'ms':>10}{'memory':>9}{'time':>9}")
     for name in names:
-        model, call = build(name, tiny, device)
-        made = compiled(model, call, hardware)
+        with goes_on(name):
+            Traded(name, tiny, device, hardware, rows).run()
+        free()
 
-        def show(mode: str, step: Callable[[], Any], first: list[tuple[int, float]], name: str = name) -> None:
-            free()
-            standing = torch.cuda.memory_allocated()
-            ms, peak = timed(step)
-            held = peak - standing
-            first.append((held, ms))
-            than = f"{100 * (held / first[0][0] - 1):>8.0f}%{100 * (ms / first[0][1] - 1):>8.1f}%"
-            print(f"{name:<20}{mode:<44}{held / MIB:>16.1f}{ms:>10.1f}{than}", flush=True)
 
-        def eager(model: Any, call: dict[str, torch.Tensor] = call) -> Callable[[], None]:
+class Traded:
+    """The rows of one model. Memory and time of a row are compared with those of the first row of its kind."""
+
+    def __init__(self, name: str, tiny: bool, device: torch.device, hardware: str, rows: list[str]) -> None:
+        self.name, self.tiny, self.device, self.hardware, self.rows = name, tiny, device, hardware, rows
+        self.first: tuple[int, float] | None = None
+
+    def run(self) -> None:
+        self.one_model()
+        free()
+        self.first = None
+        if self.wants("Megatron"):
+            self.megatron()
+
+    def one_model(self) -> None:
+        """All rows but Megatron's; their weights are freed behind."""
+        model, call = build(self.name, self.tiny, self.device)
+
+        def eager(model: Any) -> Callable[[], None]:
             def step() -> None:
                 model(**call).loss.backward()
                 for p in model.parameters():
@@ -223,51 +263,77 @@ def traded(names: list[str], tiny: bool, hardware: str) -> None:
 
             return step
 
-        first: list[tuple[int, float]] = []
-        show("eager", eager(model), first)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        show("eager, torch.utils.checkpoint of each layer", eager(model), first)
-        model.gradient_checkpointing_disable()
-        first = []
-        for budget in (1.0, 0.5):
+        def checkpointed() -> Callable[[], None]:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            return eager(model)
+
+        def inductor(budget: float) -> Callable[[], None]:
             torch._dynamo.reset()
             torch._functorch.config.activation_memory_budget = budget
-            show(f"torch.compile, its budget {budget}", eager(torch.compile(model)), first)
+            return eager(torch.compile(model))
+
+        self.show("eager", lambda: eager(model))
+        self.show("eager, torch.utils.checkpoint of each layer", checkpointed)
+        model.gradient_checkpointing_disable()
+        self.first = None
+        for budget in (1.0, 0.5):
+            self.show(f"torch.compile, its budget {budget}", lambda budget=budget: inductor(budget))
         torch._dynamo.reset()
-        place_joined(model, made)
-        first = []
-        for options in TRADED:
-            show(f"megafx, {text(options)}", Step(chosen(made, options), model, call, device), first)
-        del model, made
-        free()
-        megatron(name, tiny, device, show)
+        self.first = None
+        if self.wants("megafx"):
+            made = compiled(model, call, self.hardware)
+            place_joined(model, made)
+            for options in TRADED:
+                step = lambda options=options: Step(chosen(made, options), model, call, self.device)  # noqa: E731
+                self.show(f"megafx, {text(options)}", step)
 
+    def wants(self, mode: str) -> bool:
+        return not self.rows or any(word.lower() in mode.lower() for word in self.rows)
 
-def megatron(name: str, tiny: bool, device: torch.device, show: Callable[..., None]) -> None:
-    """Rows of Megatron Core; 'not installed' where that is so."""
-    try:
-        import megatron.core  # noqa: F401
-    except ImportError:
-        print(f"{name:<20}Megatron Core is not installed", flush=True)
-        return
-    layers, hidden, heads, kv, ffn, vocab, batch, seq = shape_of(name, tiny)
-    shape = train_tp.Shape(layers, hidden, ffn, heads, kv, vocab, seq, 0.1 if name.startswith("gpt") else 0.0)
-    if not dist.is_initialized():
-        store = dist.HashStore()
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
-    first: list[tuple[int, float]] = []
-    for options in MEGATRON:
-        model, step = train_tp.with_megatron("megatron", shape, batch, device, **options)
-        ids = torch.randint(1, vocab, (batch, seq), device=device)
+    def show(self, mode: str, make: Callable[[], Callable[[], Any]]) -> None:
+        """One row; an error is told in its place."""
+        if not self.wants(mode):
+            return
+        with goes_on(f"{self.name}, {mode}"):
+            free()
+            step = make()
+            free()
+            standing = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            ms, peak = timed(step)
+            held = peak - standing
+            self.first = self.first or (held, ms)
+            than = f"{100 * (held / max(self.first[0], 1) - 1):>8.0f}%{100 * (ms / self.first[1] - 1):>8.1f}%"
+            print(f"{self.name:<20}{mode:<44}{held / MIB:>16.1f}{ms:>10.1f}{than}", flush=True)
 
-        def run(model: Any = model, step: Any = step, ids: torch.Tensor = ids) -> None:
-            step(ids)
-            for p in model.parameters():
-                p.grad = None
+    def megatron(self) -> None:
+        """Rows of Megatron Core; 'not installed' where that is so."""
+        try:
+            import megatron.core  # noqa: F401
+        except ImportError:
+            print(f"{self.name:<20}Megatron Core is not installed", flush=True)
+            return
+        layers, hidden, heads, kv, ffn, vocab, batch, seq = shape_of(self.name, self.tiny)
+        dropout = 0.1 if self.name.startswith("gpt") else 0.0
+        shape = train_tp.Shape(layers, hidden, ffn, heads, kv, vocab, seq, dropout)
+        if not dist.is_initialized():
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            given = {"device_id": self.device} if self.device.type == "cuda" else {}
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **given)
 
-        show(f"Megatron Core, {options.get('recompute_granularity', 'all kept')}", run, first)
-        del model, step, run
-        free()
+        def made(options: dict[str, Any]) -> Callable[[], None]:
+            model, step = train_tp.with_megatron("megatron", shape, batch, self.device, **options)
+            ids = torch.randint(1, vocab, (batch, seq), device=self.device)
+
+            def run() -> None:
+                step(ids)
+                for p in model.parameters():
+                    p.grad = None
+
+            return run
+
+        for options in MEGATRON:
+            mode = f"Megatron Core, {options.get('recompute_granularity', 'all kept')}"
+            self.show(mode, lambda options=options: made(options))
 
 
 def fits(names: list[str], tiny: bool, hardware: str) -> None:
@@ -317,18 +383,21 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(SHAPES))
     parser.add_argument("--fits-models", default="gpt2-medium")
     parser.add_argument("--traded-models", default="llama-8b-8-layers,gpt2-medium")
+    parser.add_argument("--rows", default="", help="words, of which the name of a row of `traded` has to have one")
     parser.add_argument("--hardware", default="h200-nvlink")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
-    where = torch.cuda.get_device_name() if cuda else "no CUDA: predicted only"
+    where = torch.cuda.get_device_name() if cuda else "no CUDA: no memory is measured"
     print(f"{where}, torch {torch.__version__}, transformers {transformers.__version__}")
     if "predicted" in args.parts:
         predicted(args.models.split(","), args.tiny, cuda, args.hardware)
-    if "traded" in args.parts and cuda:
-        traded(args.traded_models.split(","), args.tiny, args.hardware)
+    if "traded" in args.parts and (cuda or args.tiny):
+        traded(args.traded_models.split(","), args.tiny, args.hardware, [w for w in args.rows.split(",") if w])
     if "fits" in args.parts and cuda:
         fits(args.fits_models.split(","), args.tiny, args.hardware)
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

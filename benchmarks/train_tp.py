@@ -20,6 +20,9 @@ one mode's own tensors and its step. Exposed: time in which communication alone 
 Before that, each mode takes --losses steps on batches that come again, from the same weights (megafx and DTensor; with dropout
 megafx alone) and seeds. `losses`: the largest relative difference of a step's loss from the first mode's, which rounding to
 bf16 explains up to 2%; the run fails where a mode of megafx is farther off. --plot (with matplotlib): times, and these losses.
+
+Each mode and each round is printed when it is done. A mode that fails prints its error, and the others go on; then the exit
+status is 1.
 """
 
 from __future__ import annotations
@@ -399,16 +402,32 @@ def batch_of(s: Shape, batch: int, device: torch.device, number: int) -> Tensor:
     return torch.randint(0, s.vocab, (batch, s.seq), generator=generator).to(device)
 
 
-def measure(runs: list[Run], ids: Tensor, rounds: int, steps: int) -> None:
-    """Rounds of all modes in turn; the first round warms up."""
+def everywhere(error: str, device: torch.device) -> str:
+    """The error, or that another rank has one; '' where none has. A rank that fails inside of a collective is not rescued."""
+    failed = torch.tensor([float(bool(error))], device=device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    return error or ("another rank failed" if float(failed) else "")
+
+
+def measure(runs: list[Run], ids: Tensor, rounds: int, steps: int, say: Callable[..., None]) -> None:
+    """Rounds of all modes in turn; the first round warms up. A mode that fails takes no part in further rounds."""
     for number in range(rounds + 1):
-        for run in runs:
+        for run in [r for r in runs if not r.error]:
             dist.barrier()
-            elapsed = timed(run.step, ids, steps)
+            try:
+                elapsed, error = timed(run.step, ids, steps), ""
+            except Exception as found:
+                elapsed, error = float("inf"), f"{type(found).__name__}: {str(found)[:300]}"
+            run.error = everywhere(error, ids.device)
             slowest = torch.tensor([elapsed], device=ids.device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if number:
+            if run.error:
+                say(f"{run.mode}: {run.error}", flush=True)
+            elif number:
                 run.times.append(float(slowest))
+        if number:
+            found_so_far = ", ".join(f"{r.mode} {r.times[-1]:.1f}" for r in runs if r.times and not r.error)
+            say(f"round {number}, ms: {found_so_far}", flush=True)
 
 
 def timed(step: Step, ids: Tensor, steps: int) -> float:
@@ -553,15 +572,26 @@ def main() -> None:
     say = print if rank == 0 else lambda *_, **__: None
     found: list[dict[str, Any]] = []
     wrong: list[str] = []
+    failed: list[str] = []
     for batch in map(int, args.batch.split(",")):
         runs = []
         for mode in args.modes.split(","):
+            run, error = None, ""
             try:
-                runs.append(prepare(mode, s, batch, device, args.losses))
-            except Exception as error:
-                say(f"{mode}: {type(error).__name__}: {str(error)[:300]}")
+                run = prepare(mode, s, batch, device, args.losses)
+            except Exception as caught:
+                error = f"{type(caught).__name__}: {str(caught)[:300]}"
+            error = everywhere(error, device)
+            if error or run is None:
+                failed.append(f"{mode}, B={batch}")
+                say(f"{mode}: {error}", flush=True)
+            else:
+                runs.append(run)
+                say(f"{mode}: first step {run.first:.0f} s, peak {run.peak:.1f} GB", flush=True)
+            del run
         ids = batch_of(s, batch, device, 0)
-        measure(runs, ids, args.rounds, args.steps)
+        measure(runs, ids, args.rounds, args.steps, say)
+        failed += [f"{run.mode}, B={batch}" for run in runs if run.error]
         rows = [row(run, ranks) for run in runs]
         apart(rows, s)
         ideal = next((r["ms"] for r in rows if r["mode"] == "ideal"), None)
@@ -577,7 +607,7 @@ def main() -> None:
             say(line.format(part=part, off=off, last=r["losses"][-1], **r))
         wrong += [r["mode"] for r in rows if maker(r["mode"]) is with_megafx and (r["apart"] or 0.0) > NOISE]
         for run, r in zip(runs, rows, strict=True):
-            if args.profile and device.type == "cuda":
+            if args.profile and device.type == "cuda" and not run.error:
                 r["profile"] = exposed(run.step, ids)
                 say(f"{run.mode}: " + ", ".join(f"{k} {v:.1f}" for k, v in r["profile"].items() if k != "kernels"))
                 for name, count, ms in r["profile"]["kernels"]:
@@ -586,13 +616,16 @@ def main() -> None:
             {"model": args.model, "batch": batch, "shape": vars(s) if hasattr(s, "__dict__") else {}, "rows": rows}
         )
         runs.clear()
-    if args.json and rank == 0:
-        args.json.write_text(json.dumps({"device": str(device), "torch": torch.__version__, "runs": found}, indent=1))
+        if args.json and rank == 0:  # after each batch size
+            about = {"device": str(device), "torch": torch.__version__, "runs": found}
+            args.json.write_text(json.dumps(about, indent=1))
     if args.plot and rank == 0:
         say(plot(found, args.plot))
     dist.destroy_process_group()
     if wrong:
-        raise SystemExit(f"losses differ by more than {NOISE:.0%} from those of the first mode: {', '.join(wrong)}")
+        failed.append(f"losses differ by more than {NOISE:.0%} from those of the first mode: {', '.join(wrong)}")
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -210,6 +210,14 @@ def _pairs(texts: Sequence[str], option: str, form: str = "NAME=VALUE") -> dict[
     return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
+def _value(text: str) -> Any:
+    """JSON, or else YAML, which takes words without quotes, and 1e-5 for one."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
 def _config(args: argparse.Namespace) -> Config:
     config, values = Config.from_yaml(args.config) if args.config else Config(), {"on": True, "off": False}
     given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Config)}
@@ -229,7 +237,7 @@ def _model(args: argparse.Namespace, device: str = "meta") -> tuple[Any, Any]:
     from megafx.capture.huggingface import is_hf_model
     from megafx.named_model import example_inputs, load_model
 
-    settings = {name: yaml.safe_load(value) for name, value in _pairs(args.settings, "--set").items()}
+    settings = {name: _value(value) for name, value in _pairs(args.settings, "--set").items()}
     with stage("build the model"):
         model, inputs = load_model(args.model, settings, device=device)
     given = getattr(args, "inputs", [])

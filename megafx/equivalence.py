@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megafx.analysis.communication import collective_nodes
 from megafx.capture.caches import is_cache
 from megafx.capture.export import capture_call
+from megafx.capture.program import output_path
 from megafx.checks import simulate
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_types
@@ -65,8 +66,10 @@ class Verdict:
             )
         worst = max(self.gradients.items(), key=lambda kv: kv[1], default=("none", 0.0))
         ranks = f"{self.t} real ranks ({self.backend})" if self.backend else f"{self.t} ranks"
+        other = "" if self.reference == "eager" else " (dropout: eager draws other masks)"
+        against = f"{self.reference}{other}, tolerance {self.tolerance:.0e}"
         lines = [
-            f"{'equal' if self.ok else 'DIFFERENT'}: {ranks} against {self.reference}, tolerance {self.tolerance:.0e}",
+            f"{'equal' if self.ok else 'DIFFERENT'}: {ranks} against {against}",
             *(f"  output {name}: {error:.1e}" for name, error in self.outputs.items()),
             f"  {len(self.gradients)} gradients, worst {worst[1]:.1e} ({worst[0]})",
         ]
@@ -216,7 +219,7 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
             output = of(*args, **kwargs)
             output = (loss_fn(output, **loss_inputs), output) if loss_fn is not None and loss_inputs else output
         leaves = torch.utils._pytree.tree_flatten_with_path(output, is_leaf=is_cache)[0]
-        named = {torch.utils._pytree.keystr(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
+        named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
         chosen = {name for name, x in named.items() if x.requires_grad} if wanted is None else wanted
         if chosen:
             roots = [x for name, x in named.items() if name in chosen]

@@ -29,7 +29,7 @@ from megafx.ir.program import Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.report.picture import Picture, draw
-from megafx.report.report import bytes_text
+from megafx.report.report import bytes_text, time_text
 from megafx.report.steps import Step, schedule
 
 FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them
@@ -110,7 +110,7 @@ class Found:
         slower = 100 * (other.us_a_row / best.us_a_row - 1)
         if slower < 0.1:
             return f"as fast, with {bytes_text(other.bytes - best.bytes)} more memory"
-        return f"{slower:.0f}% slower: {more[cause] / 1e3:.2f} ms more a row for {cause}"
+        return f"{slower:.0f}% slower: {time_text(more[cause])} more a row for {cause}"
 
     def __str__(self) -> str:
         if not self.best:
@@ -128,7 +128,7 @@ class Found:
         for c in self.best:
             k = c.config
             form = k.data_parallel if (k.data_parallel_size or 1) > 1 else ""
-            numbers = (f"{c.step_us / 1e3:.1f} ms", f"{1e6 / c.us_a_row:.2f}", f"{100 * c.mfu:.0f}%")
+            numbers = (time_text(c.step_us), f"{1e6 / c.us_a_row:.2f}", f"{100 * c.mfu:.0f}%")
             sizes = (bytes_text(c.bytes), bytes_text(c.sent))
             what = (
                 k.tensor_model_parallel_size,

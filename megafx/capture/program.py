@@ -116,7 +116,7 @@ def name_outputs(exported: ExportedProgram, graph: fx.Graph) -> tuple[list[Outpu
         if isinstance(value, fx.Node):
             leaves.append(OutputLeaf(len(kept)))
             in_cache = path[-1].key if path and isinstance(path[-1], CacheKey) else ""
-            outputs.append(Output("user", _output_path(path), cache=in_cache))
+            outputs.append(Output("user", output_path(path), cache=in_cache))
             kept.append(value)
         else:
             leaves.append(OutputLeaf(-1, value))
@@ -124,7 +124,7 @@ def name_outputs(exported: ExportedProgram, graph: fx.Graph) -> tuple[list[Outpu
     return outputs, tuple(leaves)
 
 
-def _output_path(path: Sequence[Any]) -> str:
+def output_path(path: Sequence[Any]) -> str:
     """Key path of an output -> 'loss', '[0]', 'hidden_states[1]'; '' is the output itself."""
     text = ""
     for key in path:

@@ -2,6 +2,10 @@
 // Draws the report whose data stands in the page. Plain JavaScript; nothing is loaded.
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent), nodes = data.nodes, regions = data.regions, edges = data.edges;
+for (const n of nodes) {
+  n.source = data.texts[n.source];
+  for (const key of ["why", "alternatives"]) n[key] = n[key].map((i) => data.texts[i]);
+}
 const PLACEMENTS = {
   S: "S, shard: each rank holds a slice", R: "R, replicate: each rank holds all of it; its gradient is a sum over ranks",
   I: "I, invariant: each rank holds all of it, and all of its gradient", P: "P, partial: ranks hold summands of it",
@@ -10,6 +14,7 @@ const STYLES = {
   "column-parallel": "each rank has a slice of the output features",
   "row-parallel": "each rank has a slice of the input features, so results are summands",
   "vocab-parallel": "each rank has a slice of the vocabulary, so results are summands",
+  "hidden-parallel": "each rank has a slice of the features of each row, and of the result",
   "expert-parallel": "each rank has some of the experts",
   "on a shard of the sequence": "each rank has the whole weight, and some of the tokens",
   replicated: "each rank has the whole weight, and computes all of it",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -53,7 +54,7 @@ def _asset(name: str) -> str:
 
 def page(data: dict[str, Any]) -> str:
     """The page of a report's data (`Report.page_data`)."""
-    text = json.dumps(data, separators=(",", ":")).replace(
+    text = json.dumps(_packed(data), separators=(",", ":")).replace(
         "<", "\\u003c"
     )  # so that no text of the model ends the script
     title, about = (html.escape(data[key]) for key in ("title", "about"))
@@ -66,7 +67,24 @@ def data_of(text: str) -> dict[str, Any]:
     if not found:
         raise ValueError("this is no page of megafx")
     data: dict[str, Any] = json.loads(rest.partition(CLOSES)[0])
+    texts = data.pop("texts")
+    for node in data["nodes"]:
+        node.update({key: _each(node[key], texts.__getitem__) for key in REPEATED})
     return data
+
+
+REPEATED = ("source", "why", "alternatives")  # of nodes: many have the same texts, so the page holds each once
+
+
+def _packed(data: dict[str, Any]) -> dict[str, Any]:
+    texts: dict[str, int] = {}
+    number = lambda text: texts.setdefault(text, len(texts))  # noqa: E731
+    nodes = [{**node, **{key: _each(node[key], number) for key in REPEATED}} for node in data["nodes"]]
+    return {**data, "nodes": nodes, "texts": list(texts)}
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    return [change(item) for item in value] if isinstance(value, (list, tuple)) else change(value)
 
 
 def side_by_side(before: dict[str, Any], after: dict[str, Any], text: str) -> str:

@@ -216,9 +216,12 @@ class Report:
                 whole[f"{INDEX.sub('.*', fqn)} {shape}: {why}"].append(fqn)
         texts = [k + (f" ({len(v)} of them)" if len(v) > 1 else "") for k, v in whole.items()]
         if self.step is not None:
-            step, ms = self.step, lambda us: f"{us / 1e3:.2f} ms"
-            waits = f"{ms(step.exposed_us)} waiting for collectives, of {ms(step.send_us)} in which they run"
-            yield "A step by the cost model", [f"{ms(step.total_us)}: {ms(step.compute_us)} computing, {waits}"]
+            step = self.step
+            total, computing, waiting, sending = map(
+                time_text, (step.total_us, step.compute_us, step.exposed_us, step.send_us)
+            )
+            waits = f"{waiting} waiting for collectives, of {sending} in which they run"
+            yield "A step by the cost model", [f"{total}: {computing} computing, {waits}"]
             yield "Memory of a rank", [f"{kind}: {bytes_text(size)}" for kind, size in self.picture.memory.items()]
         yield "Measured, one step", [str(m) for m in self.measured]
         yield "Stored whole on every rank", texts
@@ -250,6 +253,10 @@ def folded_name(pattern: str, fqns: list[str]) -> str:
     for a, b in zip(first, last, strict=False):
         name = name.replace(".*", f".{a}" if a == b else f".[{a}-{b}]", 1)
     return name
+
+
+def time_text(us: float) -> str:
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
 
 
 def bytes_text(n: int) -> str:

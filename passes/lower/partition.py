@@ -156,28 +156,32 @@ class _Backward:
         needed = ancestors([*gradients, *unread], stop=lambda n: not self.own(n))
         for node in self.program.graph.nodes:
             if node in needed and self.own(node):
-                self._place(node)
+                self._require(node)
         for node in gradients:
             if isinstance(node, fx.Node):
                 self._require(node)
         for node in [n for n in self.order if is_start(n) and not (in_backward(n) or is_region_gather(n))]:
             self.order = start_earlier(self.order, node)
 
-    def _place(self, node: fx.Node) -> None:
-        for operand in when_repeated(node):
-            self._require(operand)
-        if node not in self.placed:
-            self.placed.add(node)
-            self.order.append(node)
-
     def _require(self, node: fx.Node) -> None:
-        if node in self.placed or node in self.saved:
-            return
-        repeated = node.meta.get(RECOMPUTE) or is_free(node, self.parameters)
-        if self.own(node) or (_kind(node) != "input" and repeated):
-            self._place(node)
-        else:
-            self.saved.add(node)
+        """Keep the node's value, or place the node behind its operands. A chain may be as long as the model is deep."""
+        todo = [node]
+        while todo:
+            node = todo[-1]
+            missing = []
+            if node not in self.placed and node not in self.saved:
+                repeated = node.meta.get(RECOMPUTE) or is_free(node, self.parameters)
+                if self.own(node) or (_kind(node) != "input" and repeated):
+                    missing = [n for n in when_repeated(node) if n not in self.placed and n not in self.saved]
+                    if not missing:
+                        self.placed.add(node)
+                        self.order.append(node)
+                else:
+                    self.saved.add(node)
+            if missing:
+                todo += reversed(missing)
+            else:
+                todo.pop()
 
     def finish(self, saved: list[fx.Node]) -> fx.Graph:
         graph, new = fx.Graph(), {}

@@ -1,10 +1,17 @@
 """A budget in bytes: values are dropped one after the other, the cheapest per byte first, until what is kept fits.
 
-The order does not depend on the budget, so a larger budget never costs more time: dropping only stops earlier. The price of a
-value is the time to recompute it from what is kept or recomputed at that point.
+The order does not depend on the budget, and the last value is the one that takes the least time of those that free enough. So a
+larger budget never costs more time. The price of a value is the time to recompute it from what is kept or recomputed then.
 
-At first nothing is recomputed across layer boundaries: the values that layers pass on stay, and a layer's values are back only
-while its own backward runs. If that is not enough, boundaries within groups of 2 layers are lifted, then of 4, and so on.
+At first nothing is recomputed across layer boundaries, except from inputs: the values that layers pass on stay, and a layer's
+values are back only while its own backward runs. If that is not enough, values within groups of 2 layers are passed on anew,
+then of 4, and so on:
+
+Before:  %h = gelu(mm(%x, ..)); %y = mm(%h, ..)     # layer 1, which passes %y on; %x is kept, backward makes %h again
+After:   %h' = gelu(mm(%x, ..)); %y' = mm(%h', ..); %y'' = again(%y, %y')    # copies for backward, which reads %y''
+
+The copies are freed at once, where %h itself would wait for the backward of layer 1. So the layer runs twice more in place of
+once, and at the peak there are the values that layers pass on, as before, and one layer's own.
 """
 
 from __future__ import annotations
@@ -22,9 +29,11 @@ from megafx.analysis.kept import Kept, bytes_of, is_free, is_given, is_replayabl
 from megafx.analysis.layers import Layers
 from megafx.errors import PlanError
 from megafx.ir.nodes import in_backward
-from megafx.ir.program import VAL, Program, fqn_of
-from megafx.ops.again import when_repeated
+from megafx.ir.program import RECOMPUTE, VAL, Program, fqn_of, inherit
+from megafx.ops.again import AGAIN, when_repeated
 from megafx.planner.context import Planner
+
+NAME = "choose_kept"
 
 
 def promised_bytes(budget: Any, without: int) -> int | None:
@@ -49,9 +58,10 @@ def whole(node: fx.Node) -> fx.Node:
 
 @dataclass(order=True)
 class Step:
-    """Values of one op, dropped together. price: seconds per byte freed.
+    """Values of one op, dropped together. price: seconds per byte freed; gain: bytes freed.
 
-    cone: the nodes recomputed for them; instead: values that are kept as inputs of the cone.
+    cone: the nodes recomputed for them; instead: values that are kept as inputs of the cone; copied: whether copies of the cone
+    are recomputed.
     """
 
     price: float
@@ -59,6 +69,12 @@ class Step:
     values: list[fx.Node]
     cone: list[fx.Node]
     instead: list[fx.Node]
+    copied: bool
+    gain: int
+
+    @property
+    def seconds(self) -> float:
+        return self.price * self.gain
 
 
 class Offload(Protocol):
@@ -78,17 +94,18 @@ class Spender:
         self.allowed = allowed(program, planner)
         self.total = total_bytes(program, (n for n in kept.saved if n not in self.away))
         self.layer = layers_of(program)
+        self.count = max(self.layer.values(), default=0) + 1
+        self.passed_on: set[fx.Node] = set()  # `megafx.again` nodes of values that layers pass on anew
         self.times: dict[fx.Node, float] = {}
         self.dropped: list[fx.Node] = []
 
     def spend(self, promise: int) -> list[fx.Node]:
         """The nodes that backward makes again so that at most `promise` bytes are kept. Raises PlanError if none suffice."""
-        count = max(self.layer.values(), default=0) + 1
         size = 1
         while self.total > promise:
-            while self._spend(promise, size if size < count else 0):
+            while self._spend(promise, size if size < self.count else 0):
                 pass  # what was kept instead of something else may be dropped in its turn
-            if size >= count:
+            if size >= self.count:
                 break
             size *= 2
         for node in self.offload.further() if self.offload is not None else ():
@@ -118,6 +135,10 @@ class Spender:
         heapq.heapify(heap)
         while heap and self.total > promise:
             step = heapq.heappop(heap)
+            if self.total - step.gain <= promise:  # the last one
+                steps = (s for chunk in makers for s in self._steps(makers[chunk], chunk, size))
+                enough = [s for s in steps if self.total - s.gain <= promise]
+                step = min(enough, key=lambda s: (s.seconds, s.gain, s.chunk))
             self._drop(step)
             following = self._next(makers[step.chunk], step.chunk, size)
             if following is not None:
@@ -129,50 +150,65 @@ class Spender:
 
     def _next(self, makers: dict[fx.Node, None], chunk: int, size: int) -> Step | None:
         """The cheapest step inside of a chunk."""
-        found: Step | None = None
+        return min(self._steps(makers, chunk, size), key=lambda step: step.price, default=None)
+
+    def _steps(self, makers: dict[fx.Node, None], chunk: int, size: int) -> Iterator[Step]:
         for maker in list(makers):
             here = [n for n in (maker, *maker.users) if n in self.kept.saved and n not in self.away]
             values = [n for n in here if whole(n) is maker]
             step = self._step(values, chunk, size) if values else None
             if not values:
                 del makers[maker]
-            elif step is not None and (found is None or step.price < found.price):
-                found = step
-        return found
+            elif step is not None:
+                yield step
 
     def _step(self, values: list[fx.Node], chunk: int, size: int) -> Step | None:
-        if size and not all(self._chunk(reader, size) == chunk for v in values for reader in self._readers(v)):
+        readers = [reader for v in values for reader in self._readers(v)]
+        copied = size != 1 and self.count > 1 and not any(r.op == "output" for r in readers)
+        cone, instead = self._cone(values, chunk, size, copied)
+        if size and any(self._chunk(r, size) != chunk for r in readers) and not self._from_inputs(cone, instead):
             return None
-        cone, instead = self._cone(values, chunk, size)
         gain = total_bytes(self.program, values) - total_bytes(self.program, instead)
         if gain <= 0 or not cone:
             return None
-        return Step(sum(map(self._seconds, cone)) / gain, chunk, values, cone, instead)
+        return Step(sum(map(self._seconds, cone)) / gain, chunk, values, cone, instead, copied, gain)
+
+    def _from_inputs(self, cone: list[fx.Node], instead: list[fx.Node]) -> bool:
+        """Whether nothing else is needed for the cone (an embedding): then readers may be in any layer."""
+        operands = {a for n in cone for a in when_repeated(n)}
+        return not instead and all(a in cone or is_given(a) or _is_size(a) for a in operands)
 
     def _readers(self, value: fx.Node) -> Iterator[fx.Node]:
-        """What needs the value; a reader that is free to recompute is replaced by its own readers."""
-        for reader in self.kept.readers.get(value, ()):
-            if reader in self.kept.again and is_free(reader, self.kept.parameters):
-                yield from self._readers(reader)
-            else:
-                yield reader
+        """What needs the value in the end; a reader that is recomputed is replaced by its own readers."""
+        todo, seen = [value], {value}
+        while todo:
+            for reader in self.kept.readers.get(todo.pop(), ()):
+                if reader not in self.kept.again:
+                    yield reader
+                elif reader not in seen:
+                    seen.add(reader)
+                    todo.append(reader)
 
-    def _cone(self, values: list[fx.Node], chunk: int, size: int) -> tuple[list[fx.Node], list[fx.Node]]:
-        """(nodes to recompute for these values, values to keep for that because they may not be recomputed)"""
+    def _cone(self, values: list[fx.Node], chunk: int, size: int, copied: bool) -> tuple[list[fx.Node], list[fx.Node]]:
+        """(nodes to recompute for these values, values to keep for that because they may not be recomputed). copied: also nodes
+        of the chunk that are recomputed anyway."""
         cone: dict[fx.Node, None] = {}
         instead: dict[fx.Node, None] = {}
         todo = list(values)
         while todo:
             node = todo.pop()
-            if node in cone or is_given(node) or node in self.kept.again or _is_size(node):
+            if node in cone or is_given(node) or _is_size(node):
                 continue
             if node in self.kept.saved and node not in values:
+                continue
+            again = node in self.kept.again
+            if again and not (copied and self._chunk(node, size) == chunk and node not in self.passed_on):
                 continue
             inside = not size or not is_value(node) or self._chunk(node, size) == chunk
             if (inside and self.allowed(whole(node))) or is_free(node, self.kept.parameters):
                 cone[node] = None
                 todo += when_repeated(node)
-            elif is_value(node):
+            elif is_value(node) and not again:
                 instead[node] = None
         return list(cone), list(instead)
 
@@ -181,12 +217,42 @@ class Spender:
         for value in step.values:
             kept.saved.pop(value, None)
         kept.saved |= dict.fromkeys(step.instead)
-        for node in step.cone:
+        made = self._copy(step) if step.copied else step.cone
+        for node in made:
             kept.again[node] = None
             for operand in when_repeated(node):
                 kept.readers.setdefault(operand, {})[node] = None
-        self.dropped += step.cone
+        self.dropped += made
         self.total -= total_bytes(self.program, step.values) - total_bytes(self.program, step.instead)
+
+    def _copy(self, step: Step) -> list[fx.Node]:
+        """Copies of the cone, and `megafx.again` of each value and its copy, which all read instead of the value."""
+        graph, cone, made = self.program.graph, {*step.cone}, []
+        copies: dict[fx.Node, fx.Node] = {}
+        last = whole(step.values[0])
+        for node in [n for n in graph.nodes if n in cone]:
+            if node.target is AGAIN:
+                (other,) = when_repeated(node)
+                copies[node] = copies.get(other, other)
+                continue
+            with graph.inserting_after(last):
+                last = graph.node_copy(node, lambda n: copies.get(n, n))
+            copies[node] = inherit(last, node, NAME)
+            made.append(last)
+            self.layer[last] = self.layer.get(node, -1)
+        for value in step.values:
+            with graph.inserting_after(last if value is whole(value) else value):
+                both = inherit(graph.call_function(AGAIN, (value, copies[value])), value, NAME)
+            both.meta[VAL] = value.meta[VAL]
+            for reader in [n for n in value.users if n is not both and n.op != "output"]:
+                reader.replace_input_with(value, both)
+            self.layer[both] = self.layer.get(value, -1)
+            self.kept.readers[both] = self.kept.readers.pop(value, {})
+            self.passed_on.add(both)
+            made.append(both)
+        for node in made:
+            node.meta[RECOMPUTE] = True
+        return made
 
     def _seconds(self, node: fx.Node) -> float:
         if node not in self.times:

@@ -61,7 +61,7 @@ def nanogpt_made_at_the_first_call() -> str:
     return seen
 
 
-@check(2, 3)
+@check(2, 3, slow=(3,))
 def nanogpt_sequence_parallel() -> str:
     """Example inputs given; AdamW fused, then SGD; odd sequences, gradients accumulated, one graph."""
     pair = Pair("nanogpt", example=True, sequence_parallel=True).parallelize()
@@ -92,7 +92,7 @@ def gpt2_whole_sequence() -> str:
     return seen + "; rank 0's weights taken"
 
 
-@check(2)
+@check(2, slow=True)
 def gpt2_sequence_parallel() -> str:
     return Pair("gpt2", sequence_parallel=True).parallelize().train(torch.optim.AdamW, fused=True, **ADAMW)
 
@@ -110,7 +110,7 @@ def llama_sequence_parallel() -> str:
     return Pair("llama", sequence_parallel=True).parallelize().train(torch.optim.AdamW, fused=True, **ADAMW)
 
 
-@check(2)
+@check(2, slow=True)
 def llama_as_written() -> str:
     """Its own casts to fp32 in both: equal within fp32's rounding."""
     pair = Pair("llama", sequence_parallel=True)
@@ -149,12 +149,12 @@ def _dropout(name: str, **options: Any) -> str:
     return seen
 
 
-@check(2, 3)
+@check(2, 3, slow=(2,))
 def dropout_of_nanogpt_sequence_parallel() -> str:
     return _dropout("nanogpt", sequence_parallel=True)
 
 
-@check(2, 3)
+@check(2, 3, slow=(3,))
 def dropout_of_nanogpt_with_overlap() -> str:
     """Gathers and scatters in pieces, through files that the ranks share."""
     return _dropout("nanogpt", sequence_parallel=True, tp_comm_overlap=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megafx
-from megafx.cli import _config, _parser, main
+from megafx.cli import _config, _parser, _value, main
 from megafx.compiler.pipeline import pipeline
 from megafx.config import Config
 from megafx.debugging import progress
@@ -110,6 +110,11 @@ def build(width, layers=1):
     return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
 NUMBER = 3
 """
+
+
+def test_values_of_settings():
+    given = {"1e-5": 1e-5, "3": 3, "true": True, "False": False, "relu": "relu", "[1, 2]": [1, 2], "null": None}
+    assert {text: _value(text) for text in given} == given
 
 
 def test_models_of_ones_own(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_the_config_is_to_be_pasted_and_reasons_are_given() -> None:
     for candidate in tried.best[:5]:
         assert eval(candidate.text(), {"megafx": megafx}) == candidate.config
     assert tried.why(tried.best[0]) == "the fastest"
-    assert "% slower: " in tried.why(tried.best[-1]) and "ms more a row for " in tried.why(tried.best[-1])
+    assert "% slower: " in tried.why(tried.best[-1]) and "s more a row for " in tried.why(tried.best[-1])
     text = str(tried)
     assert tried.best[0].text() in text and "configurations of 4 GPUs tried" in text
 
