@@ -1,5 +1,5 @@
 """Covers: checkpoint/torch_format.py: model and optimizer out of what torch.distributed.checkpoint itself wrote, bit-equal.
-What FSDP ranks saved: dist/fsdp_checkpoint.py."""
+What FSDP ranks saved: dist/on_ranks/fsdp_checkpoint.py."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
-EXPERTS = Path(__file__).with_name("experts.py")
+EXPERTS = Path(__file__).parent / "on_ranks" / "experts.py"
 SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""All checks on real gloo ranks, from the modules that are imported here; each says what it covers.
+"""All checks on real gloo ranks, from the modules of on_ranks/; each says what it covers.
 
 One process group is started for each number of ranks, as starting one costs about 10 s, and runs those checks that pytest
 selected. Run as a script, this file is one of the ranks; by hand:
@@ -21,7 +21,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":  # pytest has them by pyproject.toml
     sys.path[:0] = [
-        str(HERE),
+        str(HERE / "on_ranks"),
         str(HERE.parent / "support"),
         str(HERE.parent / "models"),
         str(HERE.parents[1] / "examples"),

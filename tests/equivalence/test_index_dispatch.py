@@ -1,7 +1,7 @@
 """Mixtures that give their experts tokens by index, whose number the data decides: against eager at fp64.
 
 Covers: ir/data_sizes.py, kernels/nonzero.py, passes/canonicalize/sizes.py, ir/sizes.py where sizes stem from data.
-dist/call_structures.py has one on real ranks.
+dist/on_ranks/call_structures.py has one on real ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Covers: direct calls of submodules of a parallelized model, graphs of their own, on simulated ranks. (On real ones:
-dist/call_forms.py and runtime/test_generation.py.)
+dist/on_ranks/call_forms.py and runtime/test_generation.py.)
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Covers: text generation with a key-value cache: eager's tokens, one graph for prompts and one for tokens, caches that stay
-sharded over heads. On ranks: dist/generation.py."""
+sharded over heads. On ranks: dist/on_ranks/generation.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parallelized object on one rank: graphs, autograd, keys, refusals. (Several ranks: dist/call_forms.py.)"""
+"""The parallelized object on one rank: graphs, autograd, keys, refusals. (Several ranks: dist/on_ranks/call_forms.py.)"""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_hooks_that_were_there_are_captured_and_reported():
 def test_wrapping_for_data_parallelism_is_refused(pair):
     _, model = pair
     with pytest.raises(UsageError, match="DistributedDataParallel around a model"):
-        _ = model._ddp_params_and_buffers_to_ignore  # what DDP reads first (dist/call_forms.py wraps for real)
+        _ = model._ddp_params_and_buffers_to_ignore  # what DDP reads first (dist/on_ranks/call_forms.py wraps for real)
 
 
 def test_conversion_captures_anew(pair):

@@ -1,8 +1,8 @@
 """Checks on real gloo ranks: how they are registered, started and run, and what most of them compare.
 
-A module of tests/dist registers functions with `@check(2)`; test_on_ranks.py there starts one process group for each number of
-ranks, which runs all checks of this number. A check fails where it fails on any rank. Models that cast to fp32 inside run with
-these casts promoted to fp64, on our side by a pass of the pipeline, in eager by a mode.
+A module of tests/dist/on_ranks registers functions with `@check(2)`; tests/dist/test_on_ranks.py starts one process group for
+each number of ranks, which runs all checks of this number. A check fails where it fails on any rank. Models that cast to fp32
+inside run with these casts promoted to fp64, on our side by a pass of the pipeline, in eager by a mode.
 """
 
 from __future__ import annotations
