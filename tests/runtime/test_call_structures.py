@@ -1,7 +1,8 @@
 """Covers: the forms of calls that training loops and evaluations make of one model: on simulated ranks at fp64 against eager,
 every output and gradient; and which calls of a parallelized model share a graph.
 
-Without the slow ones, every fifth structure at one number of ranks. dist/on_ranks/call_structures.py has the main ones on real ranks.
+Without the slow ones, every fifth structure at one number of ranks. On real ranks:
+dist/on_ranks/call_structures.py.
 """
 
 from __future__ import annotations
