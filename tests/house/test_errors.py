@@ -1,4 +1,4 @@
-"""Covers: the texts of errors, and fallbacks that are reported instead of refused. (Among ranks: dist/on_ranks/call_forms.py.)"""
+"""Covers: the texts of errors, and fallbacks that are reported. (Among ranks: dist/on_ranks/call_forms.py.)"""
 
 from __future__ import annotations
 

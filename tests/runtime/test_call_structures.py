@@ -1,8 +1,7 @@
 """Covers: the forms of calls that training loops and evaluations make of one model: on simulated ranks at fp64 against eager,
 every output and gradient; and which calls of a parallelized model share a graph.
 
-Without the slow ones, every fifth structure at one number of ranks. On real ranks:
-dist/on_ranks/call_structures.py.
+Without the slow ones, every fifth structure at one number of ranks. On real ranks: dist/on_ranks/call_structures.py.
 """
 
 from __future__ import annotations
