@@ -34,7 +34,7 @@ from megafx.ir.program import PLACEMENT, VAL, Program
 from megafx.placements.types import I, Layout, P, Placement, R, S, dual
 from megafx.placements.views import slice_layout, view_options
 from megafx.rules.families import VIEWS, Shape
-from megafx.rules.inference import VARYING, infer, is_uniform
+from megafx.rules.inference import VARYING, infer, is_uniform, same_value
 
 MAX_READINGS = 64  # combinations of readings of an op's operands that are tried
 
@@ -103,7 +103,7 @@ class _Checker:
 
     def _is(self, node: fx.Node, wanted: Placement) -> bool:
         facts = self.facts.get(node, ())
-        if wanted in facts:
+        if any(same_value(fact, wanted, self.t, self.program.sizes) for fact in facts):
             return True
         alike = R in facts and wanted.is_shard and is_uniform(node, wanted.dim, self.program.sizes, wanted.cut)
         return alike or (wanted == P and R in facts and is_zero(node))

@@ -108,6 +108,15 @@ class Layout:
         """The shards in rank order, one after another, are the dim itself (torch.chunk's layout)."""
         return self.simple() and not self.padded(t)
 
+    def cuts_alike(self, other: Layout, t: int) -> bool:
+        """Whether every rank holds the same pieces and as much padding: 40 units of 1 and 20 of 2 on 7 ranks.
+
+        For static sizes; a structural integer may agree by chance.
+        """
+        if (self.size, self.local_size(t)) != (other.size, other.local_size(t)):
+            return False
+        return all([*self.pieces(r, t)] == [*other.pieces(r, t)] for r in range(t))
+
     def pieces(self, rank: int, t: int) -> Iterator[Piece]:
         """The ranges of the whole dim that `rank` holds, in local order, padding left out."""
         local = 0

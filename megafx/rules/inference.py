@@ -172,7 +172,7 @@ class _Inference:
             if part is not None and part.factor == f:
                 continue  # a concatenation: _parts has checked
             want = place(template, i, f, cut, self.t)
-            if want is None or have == want or (want.kind == "I" and have == R):
+            if want is None or same_value(have, want, self.t, self.sizes) or (want.kind == "I" and have == R):
                 continue
             if want.is_shard and have == R and is_uniform(n, want.dim, self.sizes, want.cut):
                 continue
@@ -191,6 +191,14 @@ def _is_tensor(n: fx.Node) -> bool:
 
 
 # -- what a value is, apart from who holds it
+
+
+def same_value(a: Placement, b: Placement, t: int, sizes: Sizes) -> bool:
+    """Whether the two say the same of a value: equal, or shards whose layouts differ by units alone."""
+    if a == b:
+        return True
+    shards = a.is_shard and b.is_shard and a.dim == b.dim
+    return shards and sizes.is_static(a.cut.size) and a.cut.cuts_alike(b.cut, t)
 
 
 def is_uniform(node: fx.Node, dim: int, sizes: Sizes, cut: Layout | None = None) -> bool:

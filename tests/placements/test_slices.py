@@ -1,5 +1,5 @@
-"""Covers: placements/slices.py, weights/state.py. Boxes of shards in original coordinates, and the tensors that a
-state consists of."""
+"""Covers: placements/slices.py, Layout.cuts_alike, weights/state.py. Boxes of shards in original coordinates, and the tensors
+that a state consists of."""
 
 from __future__ import annotations
 
@@ -39,6 +39,20 @@ def test_boxes_are_what_sharding_cuts(shape, dim, blocks, rep, t) -> None:
             covered[box.original] += 1
         assert torch.equal(local, shard_tensor(full, placement, rank, t))
     assert (covered == 1).all()
+
+
+@pytest.mark.parametrize("t", [2, 3, 7])
+@pytest.mark.parametrize("a", [[(40, 1)], [(12, 2)], [(4, 6), (5, 1)]])
+@pytest.mark.parametrize("b", [[(40, 1)], [(20, 2)], [(10, 4)], [(6, 4)], [(8, 3), (5, 1)]])
+def test_cuts_are_alike_where_every_rank_holds_the_same(a, b, t) -> None:
+    one, other = Layout.of(a, t), Layout.of(b, t)
+    same = one.size == other.size
+    if same:
+        full = torch.arange(1, 1 + one.size)  # 0 is padding
+        shards = [[shard_tensor(full, S(0, cut), rank, t) for cut in (one, other)] for rank in range(t)]
+        same = all(x.shape == y.shape and torch.equal(x, y) for x, y in shards)
+    assert one.cuts_alike(other, t) == same
+    assert Layout.of([(40, 1)], 7).cuts_alike(Layout.of([(20, 2)], 7), 7)
 
 
 @pytest.mark.parametrize("placement", [I, R])
