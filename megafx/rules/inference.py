@@ -252,7 +252,8 @@ def _transition(at: _Inference) -> Placement:
     assert isinstance(source, fx.Node)
     one_each = src.is_shard and src.cut == Layout.contiguous(at.t, at.t) and at.shape(source)[src.dim] == 1
     uniform = src.is_shard and have == R and is_uniform(source, src.dim, at.sizes, src.cut)
-    if have != want and not (have == VARYING and one_each) and not uniform and not (want == P and is_zero(source)):
+    held = same_value(have, want, at.t, at.sizes)
+    if not held and not (have == VARYING and one_each) and not uniform and not (want == P and is_zero(source)):
         raise at.error(f"the transition starts from {src}")
     if src != dst and (src.kind, dst.kind) not in TRANSITIONS:
         raise at.error(f"{src} -> {dst} is no transition")
@@ -278,6 +279,6 @@ def _cut(at: _Inference, wanted: str, made: str) -> Placement:
     flat = _arguments(at.node)[[a.name for a in target._schema.arguments].index("layout")]
     layout, n = Layout.from_flat(flat), at.node.meta[VAL].ndim
     have, result = (S(int(p[1:]) % n, layout) if p[0] == "S" else Placement(p) for p in (wanted, made))
-    if at.given[0] != have:
+    if not same_value(at.given[0], have, at.t, at.sizes):
         raise at.error(f"it takes a value that is {have}")
     return result

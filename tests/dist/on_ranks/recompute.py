@@ -50,13 +50,20 @@ def same(plain: dict[str, Any], *others: dict[str, Any]) -> None:
         assert not off and less < kept, (options, off, less, kept)
 
 
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
 @check(2)
 def what_is_made_again_on_tensor_parallel_ranks() -> None:
-    tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    same(tensor, {"activation_memory_budget": 0.0}, {"cpu_offloading": True})
+    same(TENSOR, {"activation_memory_budget": 0.0})
+
+
+@check(2, slow=True)
+def what_is_offloaded_spread_or_checkpointed() -> None:
+    same(TENSOR, {"cpu_offloading": True})
     spread = {"recompute_granularity": "full", "distribute_saved_activations": True}
     same({"tensor_model_parallel_size": 2, "sequence_parallel": False}, spread)
-    same({**tensor, "autocast": True}, {"checkpoint": True})
+    same({**TENSOR, "autocast": True}, {"checkpoint": True})
 
 
 @check(2)

@@ -62,7 +62,7 @@ def a_wrong_graph_on_real_ranks_is_found() -> None:
     config = megafx.Config(passes=[("after canonicalize", doubled)], bias_activation_fusion=False)
     x = torch.randn(3, 5, 6, dtype=torch.float64)
     verdict = megafx.verify(Net().double(), config, example_inputs=x, on_ranks=True)
-    assert not verdict and verdict.outputs["['loss']"] > 1e-3 and "DIFFERENT: 2 real ranks" in str(verdict)
+    assert not verdict and verdict.outputs["loss"] > 1e-3 and "DIFFERENT: 2 real ranks" in str(verdict)
     config = megafx.Config(data_parallel_size=2)
     call = partial(megafx.verify, Net().double(), config, example_inputs=x, on_ranks=True)
     raises(UsageError, "for tensor parallelism alone", call)
