@@ -207,10 +207,9 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
     name = "scaled_dot_product_attention" if name.startswith(_ATTENTION) else name
     terms = _terms(program, node, name, operands) if cost_kind(name) else 0
     flops = op_flops(name, numel(program, results[0]), terms)
-    factors = [
-        v for v in operands if v.is_floating_point()
-    ] or results  # a fused loss in fp32 has products of bf16 inside
-    dtype = DTYPE_OF_ITEMSIZE.get(factors[0].element_size(), "float32")
+    # by an operand: a fused loss in fp32 has products of bf16 inside
+    factor = next((v for v in operands if v.is_floating_point()), results[0])
+    dtype = DTYPE_OF_ITEMSIZE.get(factor.element_size(), "float32")
     return max(matmul_seconds(flops, dtype, hardware), memory_seconds(moved, hardware))
 
 

@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -227,7 +228,7 @@ class Compiled:
         wanted = self.planner.config.cuda_graphs
         if wanted is False:
             return made
-        told = lambda text: self.program.note("cuda graphs", text)  # noqa: E731
+        told = partial(self.program.note, "cuda graphs")
         if not torch.cuda.is_available():
             told("calls run op by op: there is no CUDA device")
         elif self.planner.config.cpu_offloading:

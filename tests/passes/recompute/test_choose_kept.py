@@ -158,12 +158,18 @@ def test_a_fused_loss_is_priced_by_the_dtype_of_its_products() -> None:
 
 def test_a_long_chain_is_made_again_without_recursion() -> None:
     program = chosen(deep("nanogpt", 1), activation_memory_budget=0.0).program
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(len(inspect.stack()) + 110)
+    depth: dict[Any, int] = {}  # of a chain of what is made again
+    for node in program.graph.nodes:
+        if node.meta.get(RECOMPUTE):
+            depth[node] = 1 + max((depth.get(a, 0) for a in node.all_input_nodes), default=0)
+    limit, room = sys.getrecursionlimit(), 110
+    sys.setrecursionlimit(len(inspect.stack()) + room)
     try:
-        cut(program)
+        parts = cut(program)
     finally:
         sys.setrecursionlimit(limit)
+    assert max(depth.values()) > room
+    assert parts.backward is not None and len(parts.backward.graph.nodes) > len(depth)
 
 
 def least_seconds(made: Compiled, promise: int) -> float:
