@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 
-def run_as_script(file: str | Path, timeout_s: int, on_gpu: bool = True) -> None:
+def run_as_script(file: str | Path, timeout_s: int, on_gpu: bool = True, *arguments: str) -> None:
     """Run a file, which compares kernels with their reference; it must end well. Skips without Triton.
 
     on_gpu: whether it runs there if it can; else it gives the kernels tensors on the CPU.
@@ -28,7 +28,7 @@ def run_as_script(file: str | Path, timeout_s: int, on_gpu: bool = True) -> None
     here = Path(__file__).parent
     folders = os.pathsep.join(filter(None, (str(here), str(here.parent / "support"), os.environ.get("PYTHONPATH"))))
     run = subprocess.run(
-        [sys.executable, str(file)],
+        [sys.executable, str(file), *arguments],
         env=os.environ | interpret | {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

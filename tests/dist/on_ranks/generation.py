@@ -148,25 +148,31 @@ def tokens_of_llama() -> None:
         keys + 1
 
 
+LARGE: dict[str, Any] = {"micro_batch_size": 64, "seq_length": 8192}
+
+
 def shared_heads(heads: int, groups: int, hidden: int) -> str:
-    """All ranks at work: training, tokens, and a cache in the model's own heads."""
-    large: dict[str, Any] = {"micro_batch_size": 64, "seq_length": 8192}
+    """All ranks at work in training."""
     sizes = {"heads": heads, "kv": groups, "hidden": hidden}
-    pair = Pair("llama", model=sizes, sequence_parallel=heads == 14, **large).parallelize()
+    pair = Pair("llama", model=sizes, sequence_parallel=heads == 14, **LARGE).parallelize()
     seen = pair.train(torch.optim.SGD, lr=0.1)
     cut = pair.model.megafx.settled.plan.params["model.layers.0.self_attn.o_proj.weight"].cut
     assert cut.local_size(4) == -(-heads // 4) * 6
+    return seen
+
+
+def tokens_of_shared_heads(heads: int, groups: int, hidden: int) -> None:
+    """Tokens, and a cache in the model's own heads."""
     torch.manual_seed(0)
     own = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 6, "hidden_size": hidden}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE | own)).eval()
     eager = copy.deepcopy(model)
-    megafx.parallelize(model, megafx.Config(hardware="h100-nvlink", **large))
+    megafx.parallelize(model, megafx.Config(hardware="h100-nvlink", **LARGE))
     for call in CALLS:
         assert torch.equal(generate(model, call, tokens=9), generate(eager, call, tokens=9)), (heads, call)
     ids = prompt()["input_ids"]
     mine, its = (m(ids, use_cache=True).past_key_values.layers[0].keys for m in (model, eager))
     torch.testing.assert_close(mine.full_tensor() if isinstance(mine, CacheShard) else mine, its)
-    return seen
 
 
 @check(4)
@@ -175,7 +181,13 @@ def ranks_share_key_value_heads() -> str:
 
 
 @check(4, slow=True)
+def tokens_of_ranks_that_share_heads() -> None:
+    tokens_of_shared_heads(14, 2, 28)
+
+
+@check(4, slow=True)
 def ranks_share_the_one_key_value_head() -> str:
+    tokens_of_shared_heads(8, 1, 24)
     return shared_heads(8, 1, 24)
 
 

@@ -65,12 +65,12 @@ def trains_in_bf16(parts: int, tensor_ranks: int, **options: Any) -> None:
 @check(2)
 def gradients_of_shards_are_fp32() -> None:
     trains_in_bf16(1, 2, tensor_model_parallel_size=2, sequence_parallel=True, **FUSED)
-    trains_in_bf16(2, 1, tensor_model_parallel_size=1, data_parallel_size=2, data_parallel="fsdp", **FUSED)
 
 
 @check(2, slow=True)
 def gradients_are_fp32_in_the_other_forms() -> None:
     trains_in_bf16(1, 2, tensor_model_parallel_size=2, **CAST)
+    trains_in_bf16(2, 1, tensor_model_parallel_size=1, data_parallel_size=2, data_parallel="fsdp", **FUSED)
     trains_in_bf16(2, 1, tensor_model_parallel_size=1, data_parallel_size=2, **FUSED)
     trains_in_bf16(2, 1, tensor_model_parallel_size=1, data_parallel_size=2, data_parallel="zero1", **CAST)
 

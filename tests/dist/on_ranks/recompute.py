@@ -66,6 +66,6 @@ def what_is_offloaded_spread_or_checkpointed() -> None:
     same({**TENSOR, "autocast": True}, {"checkpoint": True})
 
 
-@check(2)
+@check(2, slow=True)
 def what_is_made_again_with_sharded_parameters() -> None:
     same(SHARDED, {"activation_memory_budget": 0.2, "checkpoint": True})
