@@ -25,6 +25,7 @@ import contextlib
 import copy
 import gc
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -187,7 +188,9 @@ def goes_on(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         failed.append(what)
-        print(f"{what}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}:{last.lineno}"
+        print(f"{what}: {type(error).__name__}: {str(error)[:300]} ({where})", flush=True)
 
 
 def text(options: dict[str, Any]) -> str:

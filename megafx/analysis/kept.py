@@ -16,7 +16,7 @@ from torch import fx
 
 from megafx.analysis.communication import STARTS, is_region_gather, is_start, is_wait
 from megafx.analysis.lazy import only_for_lazy
-from megafx.ir.facts import ATTENTION, facts_of
+from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import argument, in_backward, op_name, shows_operand, storage_of
 from megafx.ir.program import MADE_BY, RECOMPUTE, VAL, Program, ancestors
 from megafx.ops.again import AGAIN, when_repeated
@@ -205,7 +205,7 @@ def seconds(program: Program, node: fx.Node, hardware: Hardware, t: int) -> floa
     read = [numel(program, v) * v.element_size() for v in operands]
     moved = op_bytes(name, bytes_of(program, node), read)
     name = "scaled_dot_product_attention" if name.startswith(_ATTENTION) else name
-    terms = _terms(program, node, name, operands) if cost_kind(name) else 0
+    terms = _terms(program, node, name, operands) if cost_kind(name) in (MATMUL, ATTENTION) else 0
     flops = op_flops(name, numel(program, results[0]), terms)
     # by an operand: a fused loss in fp32 has products of bf16 inside
     factor = next((v for v in operands if v.is_floating_point()), results[0])

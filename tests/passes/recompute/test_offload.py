@@ -13,11 +13,12 @@ from harness import Case
 from torch import nn
 
 import megafx
+from megafx.analysis.kept import seconds
 from megafx.checks.simulate import Logical
 from megafx.compiler.pipeline import Compiled
 from megafx.config import Config
 from megafx.errors import ConfigError, PlanError
-from megafx.ir.program import LAYER, Partition, Recomputed
+from megafx.ir.program import LAYER, VAL, Partition, Recomputed
 from megafx.ops.offload import OFFLOAD, OFFLOADED, RELOAD, RELOADED
 from megafx.passes.lower.partition import partition
 from megafx.passes.lower.schedule_offload import schedule_offload
@@ -242,3 +243,15 @@ def test_on_a_gpu(options: dict[str, Any]) -> None:
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *found))
     assert alive[1] < 0.75 * alive[0], alive
+
+
+def test_a_number_that_is_brought_back_takes_no_time() -> None:
+    """A free op is no product: its operand, of no dims, was asked for its last one."""
+    made = plain(1)[0]
+    program = made.program.copy()
+    values = ((n, n.meta.get(VAL)) for n in program.graph.nodes)
+    number = next(n for n, value in values if isinstance(value, torch.Tensor) and value.dim() == 0)
+    with program.graph.inserting_after(number):
+        node = program.graph.call_function(RELOAD, (number, False))
+    node.meta[VAL] = number.meta[VAL]
+    assert seconds(program, node, made.planner.hardware, 1) == 0.0
