@@ -89,7 +89,7 @@ def case(heads: int, groups: int, form: str = "library", p: float = 0.0) -> Case
 def busiest(plan: Plan) -> Fraction:
     """The share of the rank that has most, as attention, its projections and their weights are cut.
 
-    By query heads; without a causal mask also by rows of queries, which any number of ranks divide.
+    By query heads; without a causal mask also by rows of queries, which any number of ranks divide: then no rank has more.
     """
     cuts = [o.out for name, o in plan.ops.items() if "attention" in name or "softmax" in name]
     cuts.append(plan.params["attention.out.weight"])
@@ -118,6 +118,6 @@ def test_every_rank_has_query_heads_and_numbers_are_eagers(
     made = case(*pair, form)
     call = inputs(3, 5)
     compiled = made.compile(t, sequence_parallel=sequence_parallel, **LARGE)
-    assert busiest(compiled.plan) == Fraction(-(-pair[0] // t), pair[0])
+    assert busiest(compiled.plan) <= Fraction(-(-pair[0] // t), pair[0])
     assert not [n for n in compiled.program.notes if n.topic == "types"]
     assert_equal(made.run(compiled, call), made.reference(call))
