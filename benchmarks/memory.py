@@ -58,6 +58,7 @@ TRADED: tuple[dict[str, Any], ...] = (
     {"recompute_granularity": "full"},
     {"cpu_offloading": True, "activation_memory_budget": 0.6},
     {"cpu_offloading": True, "activation_memory_budget": 0.5},
+    {"cpu_offloading": True, "activation_memory_budget": 0.4},
     {"cpu_offloading": True},
 )
 MEGATRON: tuple[dict[str, Any], ...] = (

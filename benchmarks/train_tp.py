@@ -36,7 +36,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -553,6 +553,7 @@ def plot(found: list[dict[str, Any]], path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="llama")
+    parser.add_argument("--layers", type=int, help="in place of the shape's own")
     parser.add_argument("--batch", default="4,1", help="batch sizes")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--rounds", type=int, default=5)
@@ -569,6 +570,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(None, device_id=device if device.type == "cuda" else None)
     s = (TINY if args.tiny else SHAPES)[args.model]
+    s = replace(s, layers=args.layers or s.layers)
     say = print if rank == 0 else lambda *_, **__: None
     found: list[dict[str, Any]] = []
     wrong: list[str] = []

@@ -5,8 +5,9 @@ After:   %y = gelu(%x); %h = offload(%y); %b = reloaded(reload(%h)); %a = again(
 Legal because: copies have the same bits, and `megafx.again` leaves %y to forward and %b to backward.
 
 With `cpu_offloading_num_layers`, these are the kept values of that many first layers; without it and without a budget, of all
-layers but the last, whose backward comes at once. With a budget, they are as many as it takes to meet it, but no more than can
-be copied while the device computes (by the hardware profile); the rest is recomputed, or offloaded after all if it cannot be.
+layers but the last, whose backward comes at once. With a budget, they are as many as it takes to meet it: those whose ops take
+longest per byte, as long as each copy ends before forward waits for it (schedule_offload.py), by the hardware profile. What
+else the budget asks for is recomputed, or offloaded after all if it cannot be.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from megafx.ir.nodes import in_backward, storage_of
 from megafx.ir.program import LAYER, RECOMPUTE, VAL, Program, inherit
 from megafx.ops.again import AGAIN
 from megafx.ops.offload import OFFLOAD, RELOAD, RELOADED
-from megafx.passes.recompute.budget import model_places
+from megafx.passes.recompute.budget import model_places, whole
 from megafx.planner.context import Planner
 
 NAME = "choose_kept"
-# Fraction of forward's time that copies can hide behind: the link is not always busy.
-HIDDEN = 0.8
+# Fraction of the link's rate that copies get beside a step.
+BESIDE = 0.8
 
 
 class Offload:
@@ -66,31 +67,61 @@ class Offload:
         if promise is None or self.planner.config.cpu_offloading_num_layers is not None:
             self.away |= dict.fromkeys(found)
             return
-        hidden = self._hidden_bytes()
-        for node in found:
-            size = bytes_of(self.program, node)
+        link = _Link(self.program, self.planner, self.layer)
+        for node in sorted(found, key=link.price, reverse=True):
             if total <= promise:
                 break
-            if size <= hidden:
+            if link.carries(node):
                 self.away[node] = None
-                total, hidden = total - size, hidden - size
+                total -= bytes_of(self.program, node)
 
     def further(self) -> Iterator[fx.Node]:
         """Kept values that may go too, even if the copies take time: the largest first."""
         left = [n for n in self.kept.saved if n not in self.away and self.may(n)]
         yield from sorted(left, key=lambda n: -bytes_of(self.program, n))
 
-    def _hidden_bytes(self) -> float:
-        """Bytes that the link can carry in one direction while forward computes."""
-        hardware = self.planner.hardware
+
+class _Link:
+    """Copies to the host, one after the other, while forward computes; backward takes longer, so copies back hide as well."""
+
+    def __init__(self, program: Program, planner: Planner, layer: Mapping[fx.Node, int]) -> None:
+        hardware = planner.hardware
         if hardware.host_bytes_per_second is None:
             raise PlanError(
                 f"cpu_offloading with a budget is priced by the link to the host, which the profile '{hardware.name}' lacks",
                 fix="cpu_offloading_num_layers=..., or host_bytes_per_second in a profile of your own (Config(hardware=path))",
             )
-        forward = [n for n in self.program.graph.nodes if not in_backward(n)]
-        time = sum(seconds(self.program, n, hardware, self.planner.t) for n in forward)
-        return HIDDEN * time * hardware.host_bytes_per_second
+        self.program, self.layer = program, layer
+        self.rate = BESIDE * hardware.host_bytes_per_second
+        self.seconds: dict[fx.Node, float] = {}
+        self.made: dict[fx.Node, float] = {}  # when the value is there
+        self.begin: dict[int, float] = {}  # when a layer begins
+        self.end = 0.0
+        for node in program.graph.nodes:
+            if not in_backward(node):
+                self.begin.setdefault(layer.get(node, 0), self.end)
+                self.seconds[node] = seconds(program, node, hardware, planner.t)
+                self.end += self.seconds[node]
+                self.made[node] = self.end
+        self.copies: list[fx.Node] = []
+
+    def price(self, node: fx.Node) -> float:
+        """Seconds of the op that makes the value, for each of its bytes: what is cheap is rather made again."""
+        return self.seconds[whole(node)] / bytes_of(self.program, node)
+
+    def carries(self, node: fx.Node) -> bool:
+        """Whether no copy is waited for if this one is added; adds it then."""
+        copies, free = sorted([*self.copies, node], key=self.made.__getitem__), 0.0
+        for copy in copies:
+            free = max(free, self.made[copy]) + bytes_of(self.program, copy) / self.rate
+            if free > self._waited_for(copy):
+                return False
+        self.copies = copies
+        return True
+
+    def _waited_for(self, node: fx.Node) -> float:
+        later = (begin for number, begin in self.begin.items() if number >= self.layer[node] + 2)
+        return min(later, default=self.end)
 
 
 def emit_offload(program: Program, values: Iterable[fx.Node], layer: Mapping[fx.Node, int]) -> int:

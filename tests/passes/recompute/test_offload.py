@@ -13,11 +13,12 @@ from harness import Case
 from torch import nn
 
 import megafx
-from megafx.analysis.kept import seconds
+from megafx.analysis.kept import bytes_of, seconds
 from megafx.checks.simulate import Logical
 from megafx.compiler.pipeline import Compiled
 from megafx.config import Config
 from megafx.errors import ConfigError, PlanError
+from megafx.ir.nodes import in_backward
 from megafx.ir.program import LAYER, VAL, Partition, Recomputed
 from megafx.ops.offload import OFFLOAD, OFFLOADED, RELOAD, RELOADED
 from megafx.passes.lower.partition import partition
@@ -163,6 +164,28 @@ def test_a_budget_offloads_what_hides_and_makes_the_rest_again() -> None:
     assert outcome(least).kept < outcome(chosen(made, activation_memory_budget=0.1)).kept
     first = chosen(made, cpu_offloading=True, cpu_offloading_num_layers=1, activation_memory_budget=0.5)
     assert outcome(first).offloaded > 0
+
+
+@pytest.mark.parametrize("part", [0.3, 1.0, 3.0])
+def test_no_copy_that_a_budget_chose_is_waited_for(part: float) -> None:
+    """On a link that carries all that is kept in `1 / part` of forward's time, by the prices and the schedule of the graph."""
+    made, _ = plain(1)
+    program, planner = made.program, made.planner
+    time = lambda node: seconds(program, node, planner.hardware, 1)  # noqa: E731
+    forward = sum(time(n) for n in program.graph.nodes if not in_backward(n))
+    rate = outcome(chosen(made, activation_memory_budget=1.0)).without / forward * part
+    hardware = {"host_bytes_per_second": rate}
+    found = chosen(made, cpu_offloading=True, activation_memory_budget=0.4, hardware=hardware)
+    assert outcome(found).offloaded > 0.2 * part * outcome(found).without or part > 1
+    now, free, ends = 0.0, 0.0, {}
+    for node in parts(found).forward.graph.nodes:
+        if node.target is OFFLOAD:
+            free = ends[node] = max(free, now) + bytes_of(program, node.args[0]) / rate
+        elif node.target is OFFLOADED:
+            assert ends.pop(node.args[0]) <= now, node
+        elif node.op == "call_function":
+            now += time(node)
+    assert not ends and free > 0
 
 
 def test_what_cannot_be_is_refused() -> None:
