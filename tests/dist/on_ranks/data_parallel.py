@@ -238,18 +238,18 @@ def shards_and_copies() -> None:
 
 
 def accumulates_without_reducing(options: dict[str, Any]) -> None:
-    start = base()
+    start, t = base(), options["tensor_model_parallel_size"]
     one, model = Alone(copy.deepcopy(start)), parallel(start, **options)
     for again in range(2):
         calls = [batch(10 * again + k, 2) for k in range(3)]
         for k, (ids, labels) in enumerate(calls):
             with model.no_sync() if k < 2 else contextlib.nullcontext():
-                loss = model(mine(ids, 2, 2), mine(labels, 2, 2))
+                loss = model(mine(ids, 2, t), mine(labels, 2, t))
                 loss.backward()
             assert k == 2 or all(isinstance(p.grad, HeldGradient) for p in model.parameters())
         one.check(loss.detach(), megafx.full_gradients(model), calls, 0)
         model.zero_grad(), one.model.zero_grad()
-    call = mine(ids, 2, 2), mine(labels, 2, 2)
+    call = mine(ids, 2, t), mine(labels, 2, t)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def hold() -> None:
@@ -291,6 +291,11 @@ def accumulates_without_reducing(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="changed in place while no_sync holds"):
         model(*call).backward()
     model.zero_grad(), one.model.zero_grad()
+
+
+@check(2)
+def accumulates_into_shards() -> None:
+    accumulates_without_reducing({"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel": "fsdp"})
 
 
 @check(4, slow=True)
