@@ -95,14 +95,16 @@ class _Link:
         self.rate = BESIDE * hardware.host_bytes_per_second
         self.seconds: dict[fx.Node, float] = {}
         self.made: dict[fx.Node, float] = {}  # when the value is there
-        self.begin: dict[int, float] = {}  # when a layer begins
-        self.end = 0.0
+        begin: dict[int, float] = {}  # when a layer begins
+        end = 0.0
         for node in program.graph.nodes:
             if not in_backward(node):
-                self.begin.setdefault(layer.get(node, 0), self.end)
+                begin.setdefault(layer.get(node, 0), end)
                 self.seconds[node] = seconds(program, node, hardware, planner.t)
-                self.end += self.seconds[node]
-                self.made[node] = self.end
+                end += self.seconds[node]
+                self.made[node] = end
+        # when forward waits for copies of a layer's values
+        self.until = {n: min((b for m, b in begin.items() if m >= n + 2), default=end) for n in begin}
         self.copies: list[fx.Node] = []
 
     def price(self, node: fx.Node) -> float:
@@ -114,14 +116,10 @@ class _Link:
         copies, free = sorted([*self.copies, node], key=self.made.__getitem__), 0.0
         for copy in copies:
             free = max(free, self.made[copy]) + bytes_of(self.program, copy) / self.rate
-            if free > self._waited_for(copy):
+            if free > self.until[self.layer[copy]]:
                 return False
         self.copies = copies
         return True
-
-    def _waited_for(self, node: fx.Node) -> float:
-        later = (begin for number, begin in self.begin.items() if number >= self.layer[node] + 2)
-        return min(later, default=self.end)
 
 
 def emit_offload(program: Program, values: Iterable[fx.Node], layer: Mapping[fx.Node, int]) -> int:
