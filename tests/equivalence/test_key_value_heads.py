@@ -118,6 +118,7 @@ def test_every_rank_has_query_heads_and_numbers_are_eagers(
     made = case(*pair, form)
     call = inputs(3, 5)
     compiled = made.compile(t, sequence_parallel=sequence_parallel, **LARGE)
-    assert busiest(compiled.plan) <= Fraction(-(-pair[0] // t), pair[0])
+    found, by_heads = busiest(compiled.plan), Fraction(-(-pair[0] // t), pair[0])
+    assert found == by_heads or (form == "eager" and sequence_parallel and found < by_heads)
     assert not [n for n in compiled.program.notes if n.topic == "types"]
     assert_equal(made.run(compiled, call), made.reference(call))
