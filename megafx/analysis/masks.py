@@ -370,9 +370,11 @@ def _cast(reader: MaskReader, node: fx.Node) -> Value | None:
     return value if same or (isinstance(value, Index) and whole) else None
 
 
-@_reads("clone alias detach lift_fresh_copy")
-def _same(reader: MaskReader, node: fx.Node) -> Value | None:
-    return reader.operand(node.args[0])
+@_reads("detach")
+def _detach(reader: MaskReader, node: fx.Node) -> Value | None:
+    """Positions and choices have no gradient. What has a floating tensor in it would get one: the result stays a Leaf."""
+    value = reader.operand(node.args[0])
+    return value if isinstance(value, (Index, Choice)) else None
 
 
 @_reads(
@@ -480,11 +482,9 @@ def _slice(reader: MaskReader, node: fx.Node) -> Value | None:
 
 @_reads("select.int")
 def _select(reader: MaskReader, node: fx.Node) -> Value | None:
-    source = node.args[0].meta[VAL]  # type: ignore[union-attr]
-    n = source.dim()
+    """One place of a dim that the value does not depend on."""
+    n = node.meta[VAL].dim() + 1
     dim = int(node.args[1]) % n - n  # type: ignore[arg-type]
-    if source.shape[dim] != 1 or not isinstance(source.shape[dim], int):
-        return None
     return moved(reader.operand(node.args[0]), lambda d: None if d == dim else d if d > dim else d + 1)
 
 

@@ -142,7 +142,7 @@ def _draws(node: fx.Node) -> bool:
     for name in ("train", "training"):
         if name in argument_places(node.target):
             p = argument(node, "p", argument(node, "dropout"))  # a recurrent layer drops between layers
-            return bool(argument(node, name)) and p != 0
+            return argument(node, name) is not False and p != 0  # native_dropout takes None for True
     if "dropout_p" in argument_places(node.target):
         return bool(argument(node, "dropout_p"))
     return True
@@ -150,11 +150,12 @@ def _draws(node: fx.Node) -> bool:
 
 @on("native_dropout")
 def native_dropout_to_dropout(editor: Editor, node: fx.Node) -> bool:
-    """native_dropout whose mask nobody reads -> dropout."""
-    if any(u.args[1] != 0 for u in node.users):
+    """native_dropout whose mask nobody reads -> dropout; a copy of its input where it is off."""
+    if any(u.args[1] != 0 and u.users for u in node.users):  # export takes both results, read or not
         return False
-    x, p, train = arguments(node, "input", "p", "train")
-    new: Any = editor.at(node)(aten.dropout.default, x, p, train is not False) if is_tensor(x) else x
+    emit = editor.at(node)
+    x, p, _ = arguments(node, "input", "p", "train")
+    new = emit(aten.dropout.default, x, p, True) if _draws(node) else emit(aten.clone.default, x)
     for user in list(node.users):
         replace(user, new)
     editor.graph.erase_node(node)

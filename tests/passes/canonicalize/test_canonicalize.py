@@ -51,6 +51,12 @@ def _no_grad(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x * scale + also
 
 
+def _idle_native_dropout(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Unlike dropout it returns a copy: what is written into that is not in x."""
+    y, _ = torch.native_dropout(x * 3, 0.0, True)
+    return y + torch.native_dropout(x, 0.5, m.training)[0].mul_(2)
+
+
 def _heads(m: Any, x: torch.Tensor) -> torch.Tensor:
     q, k, v = F.linear(x, m.w).view(x.shape[0], x.shape[1], 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -220,6 +226,17 @@ CASES = [
         %0 = args[0]     # f64[batch seq 8]
         %1 = mul(%0, 2)  # f64[batch seq 8]
         return %1""",
+        train=False,
+    ),
+    Case(
+        "native_dropout_that_is_off",
+        _idle_native_dropout,
+        """\
+        %0 = args[0]      # f64[batch seq 8]
+        %1 = mul(%0, 3)   # f64[batch seq 8]
+        %2 = mul(%0, 2)   # f64[batch seq 8]
+        %3 = add(%1, %2)  # f64[batch seq 8]
+        return %3""",
         train=False,
     ),
     Case(

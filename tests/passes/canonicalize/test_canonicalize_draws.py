@@ -29,6 +29,8 @@ DRAWS: dict[str, tuple[Callable[..., Any], float, float]] = {  # result, mean, s
     "dropout1d": (lambda m, x: F.dropout1d(x * 0 + 1, 0.5, m.training), 1.0, 1.0),
     "alpha_dropout": (lambda m, x: F.alpha_dropout(x * 0, 0.5, m.training), 0.0, 0.7792),
     "dropout": (lambda m, x: F.dropout(x * 0 + 1, 0.5, m.training), 1.0, 1.0),
+    "native_dropout": (lambda m, x: torch.native_dropout(x * 0 + 1, 0.5, m.training)[0], 1.0, 1.0),
+    "native_dropout_in_training_by_default": (lambda m, x: torch.native_dropout(x * 0 + 1, 0.5, None)[0], 1.0, 1.0),
 }
 
 
@@ -117,3 +119,9 @@ def test_write_without_gradient_is_refused() -> None:
 
 def test_number_from_data_is_refused() -> None:
     assert _refused(lambda m, x: x * x.detach().max().item()).startswith("a tensor's data becomes a Python number")
+
+
+@pytest.mark.parametrize("train", [True, None])
+def test_native_dropout_whose_mask_is_read_is_refused(train: bool | None) -> None:
+    found = _refused(lambda m, x: torch.mul(*torch.native_dropout(x, 0.5, train)))
+    assert found == "aten.native_dropout.default draws random numbers that depend on the process"

@@ -58,6 +58,9 @@ CAUSAL = {
     "positions, expanded": lambda q, z: (
         z + torch.where((positions(q)[1] >= positions(q)[0]).expand(q.shape[0], 1, -1, -1), 0.0, LOWEST)
     ),
+    "one of equal triangles": lambda q, z: z.masked_fill(square(q).tril().expand(3, -1, -1)[1] == 0, -math.inf),
+    "a dim that comes and goes": lambda q, z: z.masked_fill(square(q).tril()[:, None][:, 0] == 0, -math.inf),
+    "detached": lambda q, z: z + q.new_full((q.shape[2], q.shape[2]), -math.inf).triu(1).detach(),
 }
 WINDOWS = {
     "band of two triangles": (
@@ -145,6 +148,22 @@ def run_with_padding(before, after, window=5, bias=False):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+def test_padding_whose_dims_come_and_go():
+    def function(q, k, v, m):
+        return chain(lambda q, z: padded(q, z, m.bool()[None, :, None][0, :, 0]))(q, k, v)
+
+    before, after, node = described(function, m="i64[b s]")
+    assert node.args[3].meta["val"].dim() == 2 and node.args[7] is True
+    run_with_padding(before, after)
+
+
+def test_a_row_of_a_triangle_is_not_causal():
+    """Its key mask: the same keys are seen by all queries."""
+    before, after, node = described(chain(lambda q, z: z.masked_fill(square(q).tril()[2] == 0, -math.inf)))
+    assert not any(value is True for value in node.args)
+    assert_same(before, after)
+
+
 def test_a_window_with_padding():
     def function(q, k, v, m):
         def mask(q, z):
@@ -165,6 +184,20 @@ def test_a_bias_under_a_causal_mask_is_what_is_left():
 
     before, after, node = described(function, a="f32[1 n=2 s s]")
     assert node.args[3].op == "placeholder" and node.args[7] is True
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize("stopped", ["bias", "mask"])
+def test_a_bias_that_is_detached_gets_no_gradient(stopped):
+    """In eager the gradient stops there; attention's mask must be the detached one too."""
+
+    def function(q, k, v, a):
+        causal = torch.where(positions(q)[0] <= positions(q)[1], 0.0, LOWEST)
+        bias = a.detach() + causal if stopped == "bias" else (a + causal).detach()
+        return chain(lambda q, z: z + bias)(q, k, v)
+
+    before, after, node = described(function, a="f32[1 n=2 s s]")
+    assert target_text(node.args[3].target) == "detach" and node.args[7] is (stopped == "bias")
     assert_same(before, after)
 
 
