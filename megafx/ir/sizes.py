@@ -303,6 +303,9 @@ class _Emit:
     def _binary(self, target: Any, a: Any, b: Any) -> _Emit:
         a, b = (x.node if isinstance(x, _Emit) else x if isinstance(x, float) else int(x) for x in (a, b))
         va, vb = (x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b))
+        # -1 * x is -1.0*x, another expression than the -x of y - x
+        if target is operator.mul and va == -1 and isinstance(vb, torch.SymFloat):
+            return _Emit(self.emitter, b).unary(operator.neg)
         return _Emit(self.emitter, self.emitter._call((target, a, b), target, (a, b), target(va, vb)))
 
     def unary(self, target: Any) -> _Emit:

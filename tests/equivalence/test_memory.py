@@ -127,8 +127,10 @@ def test_what_cannot_be_a_value_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="writes into a view made by aten.einsum"):
         check(Between(through_einsum), torch.randn(4, 6, dtype=F64), 2)
+    # eager writes so into what lies otherwise only where that has no gradient
+    scattered = Between(lambda x: x.detach().t().as_strided_scatter(x[:, :4], (4, 4), (4, 1)).t()).double()
+    scattered(torch.randn(4, 6, dtype=F64))
     with pytest.raises(CaptureError, match="does not fill it densely"):
-        scattered = Between(lambda x: x.t().as_strided_scatter(x[:, :4], (4, 4), (8, 1)).t())
         check(scattered, torch.randn(4, 6, dtype=F64), 2)
 
 

@@ -8,6 +8,7 @@ way, routers), passes/canonicalize/random.py (recurrent layers).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ import megafx
 from megafx.capture.export import capture_call
 from megafx.errors import CaptureError
 from megafx.ir.interpret import run_program
+from megafx.ir.program import VAL
+from megafx.ir.sizes import SizeEmitter
 from megafx.passes.canonicalize.canonicalize import canonicalize_program
 from megafx.rules.families import Arg, OpCall
 from megafx.rules.families_math import _conv_backward
+from megafx.testing import canonical
 
 TWO = megafx.Config(tensor_model_parallel_size=2)
 
@@ -52,6 +56,18 @@ def test_range_with_a_step() -> None:
     """Its length is a rounded quotient, which is computed from the inputs' sizes as all others are."""
     found = megafx.verify(RelativeShift().double(), TWO, example_inputs=(floats(3, 5, 6),))
     assert found.ok, str(found)
+
+
+def test_a_length_of_floats_is_emitted_as_it_was_traced() -> None:
+    """As torch 2.15 traces a range with a step: (end - start) / step, with end and start as floats."""
+    program = canonical(lambda x: x.relu(), x="f32[s k=4]")
+    s: Any = program.placeholders()[0].meta[VAL].shape[0]
+    length: Any = math.ceil((torch.sym_float(-s) - torch.sym_float(s)) / -1.0)
+    node: Any = SizeEmitter(program.graph, program.sizes)(program.sizes.of(length))
+    assert node.meta[VAL].node.expr == length.node.expr
+    program.graph.output_node().args = ((node,),)
+    program.gm.recompile()
+    assert torch.fx.Interpreter(program.gm).run(torch.zeros(5, 4)) == (10,)
 
 
 def test_gradient_of_a_convolution_without_bias() -> None:
