@@ -14,7 +14,7 @@ does, at the first batch size. What is added to its step is coarser:
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from rich.console import Console
@@ -25,7 +25,7 @@ from megafx.compiler.runner import Runner
 from megafx.config import Config
 from megafx.debugging import Debug, current, stage
 from megafx.errors import MegafxError, UsageError
-from megafx.ir.program import Program
+from megafx.ir.program import Input, Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.report.picture import Picture, draw
@@ -149,9 +149,16 @@ class Found:
 
 
 def search_call(
-    program: Program, config: Config, hardware: Hardware, gpus: int, memory: int, batches: Sequence[int], shown: int
+    program: Program,
+    config: Config,
+    hardware: Hardware,
+    gpus: int,
+    memory: int,
+    batches: Sequence[int],
+    shown: int,
+    wants_grad: Callable[[Input], bool],
 ) -> Found:
-    """CAPTURED program -> what was found."""
+    """CAPTURED program -> what was found. wants_grad: input -> whether its gradient is wanted."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
     ready: dict[bool, tuple[Program, bool]] = {}  # with sequence parallelism or not, of the first number of ranks
@@ -167,9 +174,9 @@ def search_call(
                 with stage(f"plan {what}"):
                     start, shared = ready.get(sequence, (program, False))
                     if not shared or t == 1:
-                        ready[sequence] = _ready(program, options, hardware, t)
+                        ready[sequence] = _ready(program, options, hardware, t, wants_grad)
                         start = ready[sequence][0]
-                    for picture, step, batch in _priced(start, options, hardware, t, batches):
+                    for picture, step, batch in _priced(start, options, hardware, t, batches, wants_grad):
                         tried += _with_data(picture, step, options.replace(micro_batch_size=batch), hardware, memory)
             except MegafxError as error:
                 refused[what] = error.found
@@ -178,9 +185,11 @@ def search_call(
     return Found(gpus, memory, len(tried), best[:shown], refused, least)
 
 
-def _ready(program: Program, config: Config, hardware: Hardware, t: int) -> tuple[Program, bool]:
+def _ready(
+    program: Program, config: Config, hardware: Hardware, t: int, wants_grad: Callable[[Input], bool]
+) -> tuple[Program, bool]:
     """The program up to planning; and whether it is the same for other numbers of ranks, as it is without experts."""
-    made, planner = program.copy(), Planner(config, t, hardware, wants_grad=lambda spec: True)
+    made, planner = program.copy(), Planner(config, t, hardware, wants_grad=wants_grad)
     passes = passes_of(planner, "planning")
     names = [p.name for p in passes]
     records = Runner(planner, names, _quiet()).run(made, passes[: names.index("plan_sharding")])
@@ -192,13 +201,18 @@ def _quiet() -> Debug:
 
 
 def _priced(
-    ready: Program, config: Config, hardware: Hardware, t: int, batches: Sequence[int]
+    ready: Program,
+    config: Config,
+    hardware: Hardware,
+    t: int,
+    batches: Sequence[int],
+    wants_grad: Callable[[Input], bool],
 ) -> Iterator[tuple[Picture, Step, int]]:
     """The plan of the first batch size, at each of them."""
     given = None
     for batch in batches:
         program, options = ready.copy(), config.replace(micro_batch_size=batch)
-        planner = Planner(options, t, hardware, wants_grad=lambda spec: True, given=given)
+        planner = Planner(options, t, hardware, wants_grad=wants_grad, given=given)
         passes = passes_of(planner, "planning")
         names = [p.name for p in passes]
         first = names.index("plan_sharding")
