@@ -85,8 +85,8 @@ def plan(
     """The plan of a training call, without ranks, a GPU or memory for weights: the model may be on the meta device.
 
     config.tensor_model_parallel_size is the number of ranks planned for; example_inputs and loss_fn as in `parallelize`. An
-    example input has a gradient where it requires one (requires_grad=True); the others are data. The Plan can be printed, saved,
-    loaded and compared; `megafx.explain(plan)` is its report. Raises CaptureError, PlanError, ConfigError.
+    example input has a gradient where it requires one (requires_grad=True); the others are data. The Plan can be printed,
+    saved, loaded and compared; `megafx.explain(plan)` is its report. Raises CaptureError, PlanError, ConfigError.
     """
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
@@ -152,7 +152,9 @@ def search(
 
     Tried are tensor- and data-parallel sizes, forms of the latter, sequence parallelism, micro-batch sizes (`batches`), and
     budgets for what is kept for backward; other fields are those of `config`. str() of the result is a table with step time,
-    MFU, memory, bytes and why each loses to the best; `.config` is that of the best. Needs no ranks, GPU or weights.
+    MFU, memory, bytes and why each loses to the best; `.config` is that of the best; `.best` has up to `shown` of them, and
+    .to_json() is all of it as data. Configurations that differ in the form of data parallelism alone, and by at most 2% in
+    time, are one of these: the others are its `.twins`. Needs no ranks, GPU or weights. Raises CaptureError, UsageError.
     """
     try:
         limit = bytes_of(memory)
