@@ -59,9 +59,8 @@ class Planner:
     # decided by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
-    differentiable: set[fx.Node] = field(
-        default_factory=set
-    )  # values that get a gradient: others send none in backward
+    # values that get a gradient: the others send none in backward
+    differentiable: set[fx.Node] = field(default_factory=set)
     owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (ops/owners.py)
     weights: set[fx.Node] = field(default_factory=set)
     accepts: dict[fx.Node, Accepts] = field(default_factory=dict)
