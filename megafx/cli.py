@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus", type=_count, metavar="N", help="megafx.search: the ten best configurations of N GPUs; needs --memory"
     )
     argument("--memory", metavar="SIZE", help="of each, for example 80GiB")
+    argument("--json", type=_output, metavar="FILE", help="with --gpus: write what was found as JSON")
     told = "cut the model into N balanced stages (megafx.report.stages.pipeline_stages)"
     argument("--pipeline-stages", type=_count, metavar="N", help=told)
     argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
@@ -258,12 +259,18 @@ def _plan(args: argparse.Namespace) -> int:
 
     if (args.gpus is None) != (args.memory is None):
         raise UsageError("--gpus and --memory go together", fix="for example --gpus 8 --memory 80GiB")
+    if args.json and args.gpus is None:
+        raise UsageError(
+            "--json without --gpus: a plan is written by --save", fix="--save FILE, or megafx explain --json FILE"
+        )
     config = _config(args)
     model, inputs = _model(args)
     if args.gpus is not None:
         batches = (1, 2, 4, 8) if args.micro_batch_size is None else (args.micro_batch_size,)
         found = megafx.search(model, args.gpus, args.memory, config, example_inputs=inputs, batches=batches)
         print(found)
+        if args.json:
+            args.json.write_text(found.to_json())
         return 0 if found.best else 1
     plan = megafx.plan(model, config, example_inputs=inputs)
     if args.pipeline_stages is not None:

@@ -14,8 +14,10 @@ does, at the first batch size. What is added to its step is coarser:
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +27,7 @@ from megafx.compiler.runner import Runner
 from megafx.config import Config
 from megafx.debugging import Debug, current, stage
 from megafx.errors import MegafxError, UsageError
-from megafx.ir.program import Program
+from megafx.ir.program import Input, Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.report.picture import Picture, draw
@@ -34,12 +36,14 @@ from megafx.report.steps import Step, schedule
 
 FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them
 BUCKET = 25 * 2**20
+TWINS = 0.02  # forms of data parallelism whose steps differ by no more are one choice: the model knows steps to several percent
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One configuration. parts: microseconds of a step by cause; memory: bytes of a rank by kind; mfu: of the matmul rate
-    of the hardware's profile."""
+    of the hardware's profile. twins: the same with other forms of data parallelism, whose steps are at most TWINS longer and
+    which fit too, fastest first."""
 
     config: Config
     parts: dict[str, float]
@@ -48,6 +52,7 @@ class Candidate:
     flops: float  # of one rank in a step
     sent: int  # bytes of a rank
     rate: float
+    twins: tuple[Candidate, ...] = ()
 
     @property
     def step_us(self) -> float:
@@ -65,6 +70,22 @@ class Candidate:
     def mfu(self) -> float:
         return self.flops / (self.step_us * 1e-6) / self.rate
 
+    def slower_than(self, other: Candidate) -> float:
+        """Fraction by which a row takes longer."""
+        return self.us_a_row / other.us_a_row - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: times in microseconds, sizes in bytes."""
+        numbers = {
+            "step_us": self.step_us,
+            "rows_per_second": 1e6 / self.us_a_row,
+            "mfu": self.mfu,
+            "bytes": self.bytes,
+        }
+        sizes = {"sent_bytes": self.sent, "rows": self.rows, "parts_us": self.parts, "memory_bytes": self.memory}
+        twins = [twin.to_dict() | {"slower": twin.slower_than(self)} for twin in self.twins]
+        return {"config": self.config.to_dict()} | numbers | sizes | {"twins": twins}
+
     def text(self) -> str:
         """The Config to paste."""
         default = Config()
@@ -75,7 +96,7 @@ class Candidate:
 
 @dataclass
 class Found:
-    """best first: those that fit, up to `shown`. least: the smallest memory of those that do not fit, where none does."""
+    """best first: those that fit, up to `shown`, no two of them twins. least: the one of the smallest memory."""
 
     gpus: int
     memory: int
@@ -107,10 +128,18 @@ class Found:
             for cause in other.parts | best.parts
         }
         cause = max(more, key=lambda c: more[c])
-        slower = 100 * (other.us_a_row / best.us_a_row - 1)
+        slower = 100 * other.slower_than(best)
         if slower < 0.1:
-            return f"as fast, with {bytes_text(other.bytes - best.bytes)} more memory"
+            more_bytes = other.bytes - best.bytes
+            return f"as fast, with {bytes_text(abs(more_bytes))} {'more' if more_bytes >= 0 else 'less'} memory"
         return f"{slower:.0f}% slower: {time_text(more[cause])} more a row for {cause}"
+
+    def to_json(self) -> str:
+        """Everything as data. configurations: `best`, each with its twins; `slower` of a twin: the fraction it takes longer."""
+        found = [c.to_dict() | {"why": self.why(c)} for c in self.best]
+        data = {"gpus": self.gpus, "memory_bytes": self.memory, "tried": self.tried}
+        least = None if self.least is None else self.least.to_dict()
+        return json.dumps(data | {"configurations": found, "refused": self.refused, "least": least}, indent=1)
 
     def __str__(self) -> str:
         if not self.best:
@@ -137,10 +166,16 @@ class Found:
                 "on" if k.sequence_parallel else "off",
             )
             budget = "" if k.activation_memory_budget is None else k.activation_memory_budget
-            table.add_row(*map(str, (*what, k.micro_batch_size, budget, *numbers, *sizes, self.why(c))))
+            why = "\n".join([self.why(c), *(f"or {_twin_text(twin, c)}" for twin in c.twins)])
+            table.add_row(*map(str, (*what, k.micro_batch_size, budget, *numbers, *sizes, why)))
         console.print(table)
         for layout, why in self.refused.items():
             console.print(f"not planned: {layout}: {why}", highlight=False, markup=False)
+        if any(c.twins for c in self.best):
+            told = (
+                f"'or': the same with another form of data parallelism, at most {100 * TWINS:.0f}% slower than its row"
+            )
+            console.print(told, highlight=False)
         rate = self.best[0].rate / 1e12
         console.print(
             f"MFU counts what causal masks leave of attention, against the matmul rate of the profile, {rate:.0f} TFLOP/s"
@@ -148,10 +183,36 @@ class Found:
         return f"{out.getvalue()}\n{self.best[0].text()}"
 
 
+def _twin_text(twin: Candidate, row: Candidate) -> str:
+    slower = 100 * twin.slower_than(row)
+    return f"{twin.config.data_parallel}: {slower:.1f}% slower, {bytes_text(twin.bytes)}"
+
+
+def _without_twins(found: Iterable[Candidate]) -> list[Candidate]:
+    """found: best first -> the same, but of forms of data parallelism whose steps are about equal the first has the others."""
+    rows: list[tuple[Config, Candidate, list[Candidate]]] = []
+    for candidate in found:
+        choice = candidate.config.replace(data_parallel="ddp")
+        for other, first, twins in rows:
+            if other == choice and candidate.slower_than(first) <= TWINS:
+                twins.append(candidate)
+                break
+        else:
+            rows.append((choice, candidate, []))
+    return [replace(first, twins=tuple(twins)) for _, first, twins in rows]
+
+
 def search_call(
-    program: Program, config: Config, hardware: Hardware, gpus: int, memory: int, batches: Sequence[int], shown: int
+    program: Program,
+    config: Config,
+    hardware: Hardware,
+    gpus: int,
+    memory: int,
+    batches: Sequence[int],
+    shown: int,
+    wants_grad: Callable[[Input], bool],
 ) -> Found:
-    """CAPTURED program -> what was found."""
+    """CAPTURED program -> what was found. wants_grad: input -> whether its gradient is wanted."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
     ready: dict[bool, tuple[Program, bool]] = {}  # with sequence parallelism or not, of the first number of ranks
@@ -167,20 +228,22 @@ def search_call(
                 with stage(f"plan {what}"):
                     start, shared = ready.get(sequence, (program, False))
                     if not shared or t == 1:
-                        ready[sequence] = _ready(program, options, hardware, t)
+                        ready[sequence] = _ready(program, options, hardware, t, wants_grad)
                         start = ready[sequence][0]
-                    for picture, step, batch in _priced(start, options, hardware, t, batches):
+                    for picture, step, batch in _priced(start, options, hardware, t, batches, wants_grad):
                         tried += _with_data(picture, step, options.replace(micro_batch_size=batch), hardware, memory)
             except MegafxError as error:
                 refused[what] = error.found
-    best = sorted((c for c in tried if c.bytes <= memory), key=lambda c: (c.us_a_row, c.bytes))
+    best = _without_twins(sorted((c for c in tried if c.bytes <= memory), key=lambda c: (c.us_a_row, c.bytes)))
     least = min(tried, key=lambda c: c.bytes, default=None)
     return Found(gpus, memory, len(tried), best[:shown], refused, least)
 
 
-def _ready(program: Program, config: Config, hardware: Hardware, t: int) -> tuple[Program, bool]:
+def _ready(
+    program: Program, config: Config, hardware: Hardware, t: int, wants_grad: Callable[[Input], bool]
+) -> tuple[Program, bool]:
     """The program up to planning; and whether it is the same for other numbers of ranks, as it is without experts."""
-    made, planner = program.copy(), Planner(config, t, hardware, wants_grad=lambda spec: True)
+    made, planner = program.copy(), Planner(config, t, hardware, wants_grad=wants_grad)
     passes = passes_of(planner, "planning")
     names = [p.name for p in passes]
     records = Runner(planner, names, _quiet()).run(made, passes[: names.index("plan_sharding")])
@@ -192,13 +255,18 @@ def _quiet() -> Debug:
 
 
 def _priced(
-    ready: Program, config: Config, hardware: Hardware, t: int, batches: Sequence[int]
+    ready: Program,
+    config: Config,
+    hardware: Hardware,
+    t: int,
+    batches: Sequence[int],
+    wants_grad: Callable[[Input], bool],
 ) -> Iterator[tuple[Picture, Step, int]]:
     """The plan of the first batch size, at each of them."""
     given = None
     for batch in batches:
         program, options = ready.copy(), config.replace(micro_batch_size=batch)
-        planner = Planner(options, t, hardware, wants_grad=lambda spec: True, given=given)
+        planner = Planner(options, t, hardware, wants_grad=wants_grad, given=given)
         passes = passes_of(planner, "planning")
         names = [p.name for p in passes]
         first = names.index("plan_sharding")

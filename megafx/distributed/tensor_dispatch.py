@@ -4,7 +4,8 @@ others are refused. The table is in distributed/tensor.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -35,7 +36,8 @@ class DispatchedTensor(DTensor):
             return args[0]
         kwargs = kwargs or {}
         if func in _TO_BOOL:
-            return _TO_BOOL[func](*args, **kwargs)
+            with contextlib.nullcontext() if SUBCLASS_DISPATCH else _Dispatching():
+                return _TO_BOOL[func](*args, **kwargs)
         done, result = False, None
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             done = True
@@ -111,13 +113,17 @@ SUBCLASS_DISPATCH = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (
 
 
 class _Dispatching(TorchDispatchMode):
-    """Sends operations on TPTensors to `DispatchedTensor.__torch_dispatch__`; the others run as usual."""
+    """Sends operations on TPTensors to the `__torch_dispatch__` of their class; the others run as usual."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for kind in (DispatchedTensor, Unreduced):
-            if any(issubclass(t, kind) for t in types):
-                return kind.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
+        kind = _dispatching(types)
+        return func(*args, **(kwargs or {})) if kind is None else kind.__torch_dispatch__(func, types, args, kwargs)
+
+
+def _dispatching(types: Iterable[type]) -> Any:
+    """The class among these whose `__torch_dispatch__` is called: the most derived, as torch 2.13 has it."""
+    ours = [t for t in types if issubclass(t, (DispatchedTensor, Unreduced))]
+    return max(ours, key=lambda t: len(t.__mro__), default=None)
 
 
 def _through_mode(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,8 +134,9 @@ def _through_mode(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any 
 
 def _handle(func: Any, args: Any, kwargs: Any) -> Any:
     """The handler of one operation: DTensor's own way, but for TPTensors."""
-    if any(isinstance(x, DispatchedTensor) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
-        return DispatchedTensor.__torch_dispatch__(func, (), args, kwargs)
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    if any(isinstance(x, DispatchedTensor) for x in leaves):
+        return _dispatching(map(type, leaves)).__torch_dispatch__(func, (), args, kwargs)
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     own = handlers.pop(func)
     try:

@@ -406,6 +406,20 @@ def active_nodes(program: Program) -> set[fx.Node]:
     return active
 
 
+def differentiable_nodes(program: Program, wants_grad: Callable[[Input], bool] | None) -> set[fx.Node]:
+    """Floating values that depend on an input whose gradient is wanted: the others get none in backward."""
+    found: set[fx.Node] = set()
+    if wants_grad is None:
+        return found
+    for node, spec in program.input_nodes():
+        if spec.kind in ("param", "user") and is_floating(node) and wants_grad(spec):
+            found.add(node)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and is_floating(node) and any(a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get(VAL)
     values: Iterable[Any] = value if isinstance(value, (tuple, list)) else (value,)

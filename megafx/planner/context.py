@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -59,6 +59,8 @@ class Planner:
     # decided by plan_sharding
     plan: Plan | None = None
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
+    # values that get a gradient: the others send none in backward
+    differentiable: set[fx.Node] = field(default_factory=set)
     owners: dict[fx.Node, int] = field(default_factory=dict)  # the rank that alone computes a value (ops/owners.py)
     weights: set[fx.Node] = field(default_factory=set)
     accepts: dict[fx.Node, Accepts] = field(default_factory=dict)
@@ -77,6 +79,11 @@ class Planner:
     def solved(self) -> Plan:
         assert self.plan is not None, "plan_sharding has not run"
         return self.plan
+
+
+def in_training(inputs: Collection[str]) -> Callable[[Input], bool]:
+    """Whose gradients a training call is planned with: every parameter's, and those of the user's tensors of these names."""
+    return lambda spec: spec.kind == "param" or (spec.kind == "user" and spec.name in inputs)
 
 
 WHOLE: Accepts = frozenset("I")

@@ -22,7 +22,7 @@ from torch import fx
 
 from megafx.ir.facts import ATTENTION, facts_of
 from megafx.ir.nodes import op_name
-from megafx.ir.program import VAL, Program, fqn_of, is_floating
+from megafx.ir.program import VAL, Program, fqn_of
 from megafx.placements.types import I, P, Placement, S
 from megafx.planner.context import Accepts, Planner, accepts, way_out
 from megafx.planner.cost import (
@@ -85,7 +85,7 @@ class Problem:
         if not self.policy.allows_transition(node, src, dst):
             return math.inf
         value = node.meta[VAL]
-        grad = self.planner.training and is_floating(node)
+        grad = node in self.planner.differentiable
         is_param = node in self.params
         pieces = self.in_pieces(node, src) or self.in_pieces(node, dst)
         key: Any = (src, dst, pieces)

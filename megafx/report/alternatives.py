@@ -56,7 +56,8 @@ def _sent(problem: Problem, moves: Iterable[tuple[fx.Node, Transition]]) -> Sent
     planner, sent = problem.planner, Sent()
     for node, move in moves:
         row, size = collectives(move.src, move.dst), (problem.numel(node), node.meta[VAL].dtype.itemsize)
-        cost = transition_cost(move.src, move.dst, *size, planner.hardware, planner.t, needs_grad=planner.training)
+        needs_grad = node in planner.differentiable
+        cost = transition_cost(move.src, move.dst, *size, planner.hardware, planner.t, needs_grad=needs_grad)
         for collective, moved in ((row.forward, cost.forward_bytes), (row.backward, cost.backward_bytes)):
             if collective != LOCAL and moved:
                 sent[collective, moved] += 1

@@ -13,7 +13,7 @@ from torch import fx
 
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import op_name
-from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, is_floating, source_of
+from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, source_of
 from megafx.ops.owners import OWNER_PARAMETER
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
 from megafx.planner.context import Planner
@@ -203,7 +203,10 @@ def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTrans
 
 def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
     src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
-    row, val, needs_grad = collectives(src, dst), value.meta[VAL], planner.training and is_floating(value)
+    row, val, root = collectives(src, dst), value.meta[VAL], value
+    while root.target is torch.ops.megafx.transition.default:
+        root = root.all_input_nodes[0]
+    needs_grad = root in planner.differentiable
     shape = program.sizes.shape(val)
     numel = math.prod(program.sizes.workload(n) for n in shape)
     sizes = (numel, val.dtype.itemsize, planner.hardware, planner.t)

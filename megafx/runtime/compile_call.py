@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
 from megafx.compiler.pipeline import Compiled, Pending, compile_program, plan_only
 from megafx.ir.program import PLACEMENT, Program
 from megafx.placements.types import I, Placement
-from megafx.planner.context import Gradients, Planner
+from megafx.planner.context import Gradients, Planner, in_training
 from megafx.planner.plan import Plan
 from megafx.runtime.bound_graph import CompiledCall
 from megafx.runtime.cache_shard import CacheShard
@@ -35,18 +37,21 @@ class Settled:
     gathered: GatheredParameters = field(default_factory=GatheredParameters)
 
 
-def settle(capture: Capture, planner: Planner, settled: Settled) -> Program | None:
+def settle(call: Call, capture: Capture, planner: Planner, settled: Settled) -> Program | None:
     """Plan the training form of a call and return that; None where there was a plan already."""
     if settled.plan is not None:
         return None
     program = capture(True)
-    settled.plan = plan_only(program.copy(), replace(planner, wants_grad=lambda spec: True))
+    inputs = {
+        n for n, x in zip(call.names(), call.leaves, strict=True) if isinstance(x, torch.Tensor) and x.requires_grad
+    }
+    settled.plan = plan_only(program.copy(), replace(planner, wants_grad=in_training(inputs)))
     return program
 
 
 def compile_call(call: Call, is_training: bool, capture: Capture, planner: Planner, settled: Settled) -> CompiledCall:
     """The graph of one call. The first call plans, by its training form, which it may be itself (is_training)."""
-    planned = settle(capture, planner, settled)
+    planned = settle(call, capture, planner, settled)
     assert settled.plan is not None
     stored = dict(settled.plan.params)
     if planned is not None and is_training:

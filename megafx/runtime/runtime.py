@@ -136,7 +136,7 @@ class Runtime:
             return
         planner = self._planner(call, True)
         with self._capturing(True):
-            settle(lambda _: self._capture(call, frozenset(), training=True), planner, self.settled)
+            settle(call, lambda _: self._capture(call, frozenset(), training=True), planner, self.settled)
         assert self.settled.plan is not None
         self._adopt(self.settled.plan.params)
 

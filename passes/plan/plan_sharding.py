@@ -18,7 +18,17 @@ from torch import fx
 
 from megafx.debugging import current, say
 from megafx.errors import PlanError
-from megafx.ir.program import TOKENS, VAL, Phase, Program, active_nodes, fqn_of, located, number_nodes
+from megafx.ir.program import (
+    TOKENS,
+    VAL,
+    Phase,
+    Program,
+    active_nodes,
+    differentiable_nodes,
+    fqn_of,
+    located,
+    number_nodes,
+)
 from megafx.ops.owners import EXPERT, OWNER_OUTPUT, OWNER_PARAMETER, owners_of
 from megafx.placements.types import I, P, R, owned
 from megafx.planner.context import Planner, accepted_outputs, price_workload
@@ -58,6 +68,7 @@ def ask(program: Program, planner: Planner) -> tuple[set[fx.Node], list[fx.Node]
     active = active_nodes(program)
     order = [n for n in program.graph.nodes if n in active]
     planner.rules = {n: rule_for(n, program, active) for n in order if n.op == "call_function"}
+    planner.differentiable = differentiable_nodes(program, planner.wants_grad)
     planner.owners = owners_of(program)
     planner.accepts = accepted_outputs(program, active, planner.config, planner.caches)
     return active, order

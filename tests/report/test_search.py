@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +15,22 @@ import zoo
 import megafx
 from megafx.cli import main
 from megafx.errors import UsageError
+from megafx.report.report import bytes_text
 from megafx.report.stages import pipeline_stages
-from megafx.what_if import Found
+from megafx.what_if import TWINS, Candidate, Found
 
 CONFIG = megafx.Config(hardware="pcie", seq_length=64)
 
 
 @cache
-def found(memory: int = 2**30, batches: tuple[int, ...] = (1, 4)) -> Found:
+def found(memory: int = 2**30, batches: tuple[int, ...] = (1, 4), shown: int = 1000) -> Found:
     model, inputs = zoo.build("nanogpt", layers=2)
-    return megafx.search(model, 4, memory, CONFIG, example_inputs=inputs(2, 16), batches=batches, shown=1000)
+    return megafx.search(model, 4, memory, CONFIG, example_inputs=inputs(2, 16), batches=batches, shown=shown)
+
+
+def every(tried: Found) -> list[Candidate]:
+    """Twins too."""
+    return [c for row in tried.best for c in (row, *row.twins)]
 
 
 def test_every_way_to_share_the_gpus_is_tried() -> None:
@@ -33,7 +42,7 @@ def test_every_way_to_share_the_gpus_is_tried() -> None:
             c.config.data_parallel,
             c.config.sequence_parallel,
         )
-        for c in tried.best
+        for c in every(tried)
     }
     assert {(t, d) for t, d, _, _ in ways} == {(1, 4), (2, 2), (4, 1)}
     assert {form for t, _, form, _ in ways if t == 2} == {"ddp", "zero1", "fsdp"}
@@ -50,7 +59,7 @@ def test_a_layout_is_priced_as_its_plan(t: int, sequence: bool, batch: int) -> N
     report = megafx.explain(megafx.plan(model, options, example_inputs=inputs(2, 16)))
     (same,) = [
         c
-        for c in found().best
+        for c in every(found())
         if c.config.tensor_model_parallel_size == t and c.config.sequence_parallel == sequence
         and c.config.micro_batch_size == batch and c.config.data_parallel == "ddp"
     ]  # fmt: skip
@@ -72,6 +81,42 @@ def test_the_config_is_to_be_pasted_and_reasons_are_given() -> None:
     assert tried.best[0].text() in text and "configurations of 4 GPUs tried" in text
 
 
+def test_forms_of_data_parallelism_that_take_the_same_time_are_one_row() -> None:
+    tried = found()
+    assert len({id(c) for c in every(tried)}) > len(tried.best), "there are twins"
+    assert not any(twin.twins for row in tried.best for twin in row.twins)
+    for row in tried.best:
+        assert row.twins == tuple(sorted(row.twins, key=lambda c: (c.us_a_row, c.bytes)))
+        for twin in row.twins:
+            assert twin.config != row.config
+            assert twin.config.replace(data_parallel=row.config.data_parallel) == row.config
+            assert 0 <= twin.slower_than(row) <= TWINS
+    for row, other in itertools.combinations(tried.best, 2):  # what is left are other choices, or other times
+        alike = other.config.replace(data_parallel=row.config.data_parallel) == row.config
+        assert not alike or other.slower_than(row) > TWINS
+    few = found(shown=3)
+    assert few.best == tried.best[:3], "so many rows are shown, not so many with those that were folded"
+
+
+def test_a_row_and_the_json_tell_of_its_twins() -> None:
+    tried = found()
+    row = next(c for c in tried.best if c.twins)
+    text, data = str(tried), json.loads(tried.to_json())
+    for twin in row.twins:
+        slower = 100 * (twin.us_a_row / row.us_a_row - 1)
+        assert f"or {twin.config.data_parallel}: {slower:.1f}% slower, {bytes_text(twin.bytes)}" in text
+    assert f"at most {100 * TWINS:.0f}% slower than its row" in text
+    assert len(data["configurations"]) == len(tried.best)
+    for told, c in zip(data["configurations"], tried.best, strict=True):
+        assert megafx.Config.from_dict(told["config"]) == c.config
+        assert (told["step_us"], told["bytes"], told["why"]) == (c.step_us, c.bytes, tried.why(c))
+        for twin, of in zip(told["twins"], c.twins, strict=True):
+            assert megafx.Config.from_dict(twin["config"]) == of.config
+            assert (twin["bytes"], twin["slower"]) == (of.bytes, of.slower_than(c))
+    alone = Found(4, 2**30, tried.tried, [replace(c, twins=()) for c in tried.best])
+    assert "slower than its row" not in str(alone)
+
+
 class Attention(torch.nn.Module):
     """Nothing but causal attention of long sequences."""
 
@@ -91,12 +136,12 @@ def test_no_more_is_computed_than_the_hardware_can() -> None:
 
 
 def test_what_does_not_fit_gets_a_budget_or_is_left_out() -> None:
-    everything = found()
-    limit = sorted(c.bytes for c in everything.best)[len(everything.best) // 3]
+    everything = every(found())
+    limit = sorted(c.bytes for c in everything)[len(everything) // 3]
     tight = found(limit)
-    assert tight.best and all(c.bytes <= limit for c in tight.best)
-    assert any(c.config.activation_memory_budget is not None for c in tight.best)
-    for c in tight.best:
+    assert tight.best and all(c.bytes <= limit for c in every(tight))
+    assert any(c.config.activation_memory_budget is not None for c in every(tight))
+    for c in every(tight):
         assert (c.parts["computing again in backward"] > 0) == (c.config.activation_memory_budget is not None)
     nothing = found(1000)
     assert not nothing.best and "nothing fits into 1000 B on 4 GPUs; the least is" in str(nothing)
@@ -104,12 +149,17 @@ def test_what_does_not_fit_gets_a_budget_or_is_left_out() -> None:
         _ = nothing.config
 
 
-def test_from_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = ["llama", "--quiet", "--seq", "128", "--batch", "2"]
     sizes = ["hidden_size=64", "intermediate_size=96", "num_hidden_layers=3", "num_attention_heads=4", "vocab_size=96"]
     model += [word for size in [*sizes, "num_key_value_heads=2"] for word in ("--set", size)]
-    assert main(["plan", *model, "--gpus", "2", "--memory", "10MiB"]) == 0
+    written = tmp_path / "found.json"
+    assert main(["plan", *model, "--gpus", "2", "--memory", "10MiB", "--json", str(written)]) == 0
     assert "megafx.Config(tensor_model_parallel_size=" in capsys.readouterr().out
+    configurations = json.loads(written.read_text())["configurations"]
+    assert any(row["twins"] for row in configurations)
+    assert main(["plan", *model, "--tp", "2", "--json", str(written)]) == 2
+    assert "--json without --gpus" in capsys.readouterr().err
     assert main(["plan", *model, "--gpus", "2", "--memory", "1000"]) == 1
     assert main(["plan", *model, "--gpus", "2"]) == 2
     assert "--gpus and --memory go together" in capsys.readouterr().err

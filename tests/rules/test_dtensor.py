@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -109,6 +110,9 @@ def compared(op: str, mesh: DeviceMesh, own: str | None = None) -> Iterator[tupl
             yield (ins, outs), (ins, outs) in claimed
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="its DTensor ends in an assertion for index_put's indices"
+)
 def test_what_dtensor_allows_is_allowed(mesh: DeviceMesh) -> None:
     ops, rows, other = set(), 0, dict[str, list[str]]()
     for op in sorted({*RULES, *FAMILIES, *VIEWS}):
