@@ -297,7 +297,7 @@ def _on_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
         if name in _SAME_SHAPE_VIEWS and tuple(args[1]) == tuple(permuted.shape):
             return _new(type(permuted), permuted._local_tensor, permuted._spec, requires_grad=False)
         if name == "mean" and len(args) == 1 and not kwargs:
-            return _on_dtensors(aten.sum.default, args, {}) / args[0].numel()
+            return _marked(_on_dtensors(aten.sum.default, args, {}) / args[0].numel())
         _check_order_free(func, name, args, kwargs, permuted)
     plain = {id(x): _as_dtensor(x, name in _NORMS) for x in tensors}
     back = {id(plain[id(x)]): x for x in tensors}
