@@ -35,7 +35,7 @@ class DispatchedTensor(DTensor):
             _count_write(args[0])
             return args[0]
         kwargs = kwargs or {}
-        if func in _TO_BOOL:
+        if func in _TO_BOOL:  # made of operations on TPTensors, which come here too
             with contextlib.nullcontext() if SUBCLASS_DISPATCH else _Dispatching():
                 return _TO_BOOL[func](*args, **kwargs)
         done, result = False, None

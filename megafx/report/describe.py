@@ -204,7 +204,7 @@ def statistics(program: Program, planner: Planner, node: fx.Node) -> PricedTrans
 def priced(program: Program, planner: Planner, value: fx.Node, made: fx.Node) -> PricedTransition:
     src, dst = value.meta[PLACEMENT], made.meta[PLACEMENT]
     row, val, root = collectives(src, dst), value.meta[VAL], value
-    while root.target is torch.ops.megafx.transition.default:
+    while root.target is torch.ops.megafx.transition.default:  # one of several in a row: what they move decides
         root = root.all_input_nodes[0]
     needs_grad = root in planner.differentiable
     shape = program.sizes.shape(val)

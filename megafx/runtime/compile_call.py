@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
 from megafx.compiler.pipeline import Compiled, Pending, compile_program, plan_only
+from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.program import PLACEMENT, Program
 from megafx.placements.types import I, Placement
 from megafx.planner.context import Gradients, Planner, in_training
@@ -42,9 +41,7 @@ def settle(call: Call, capture: Capture, planner: Planner, settled: Settled) -> 
     if settled.plan is not None:
         return None
     program = capture(True)
-    inputs = {
-        n for n, x in zip(call.names(), call.leaves, strict=True) if isinstance(x, torch.Tensor) and x.requires_grad
-    }
+    inputs = differentiable_inputs(call.args, call.kwargs, call.loss_inputs)
     settled.plan = plan_only(program.copy(), replace(planner, wants_grad=in_training(inputs)))
     return program
 
