@@ -59,7 +59,7 @@ class Call:
             if isinstance(value, torch.Tensor):
                 found += value.shape
                 if type(value) is torch.Tensor and value.device.type == "cpu":
-                    few = value.detach().reshape(-1)[:COMPARED]
+                    few = value.detach().reshape(-1)[:COMPARED].contiguous()  # a column of a matrix is not
                     found.append(zlib.crc32(few.view(torch.uint8).numpy().data))
             elif _is_number(value):
                 found.append(hash(value))

@@ -119,3 +119,11 @@ def test_spellings_of_one_call_are_one():
 
 def test_an_argument_given_twice_is_left_for_forward_to_refuse():
     assert Normalizer(Model().forward)((1,), {"ids": 2}) == ((1,), {"ids": 2})
+
+
+def test_ranks_compare_values_of_any_strides() -> None:
+    """A column of ids, as generation with a static cache passes it, has the numbers of its copy."""
+    ids = torch.arange(14).reshape(2, 7)
+    column, other = ids[:, -1:], ids[:, :1]
+    numbers = [Call.of((x,), {}).numbers() for x in (column, column.clone(), other)]
+    assert numbers[0] == numbers[1] != numbers[2]
