@@ -1,0 +1,110 @@
+"""What users do around a model, each situation in eager mode, on one rank and on two gloo ranks (support/loop.py).
+
+The two ranks are started once, and run those situations that pytest selected. Run as a script, this file is one of them; by
+hand: torchrun --standalone --nproc-per-node 2 tests/loop/test_loop.py [names of situations]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":  # pytest has them by pyproject.toml
+    sys.path[:0] = [str(HERE / "situations"), str(HERE.parent / "support"), str(HERE.parent / "models")]
+
+import loop  # noqa: E402
+import ranks  # noqa: E402
+
+import megafx  # noqa: E402
+
+for module in sorted((HERE / "situations").glob("*.py")):
+    __import__(module.stem)
+
+
+def cases() -> Iterator[Any]:
+    for name, each in loop.SITUATIONS.items():
+        for world in each.ranks:
+            yield pytest.param(world, name, marks=pytest.mark.slow if world in each.slow else [])
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], dict[str, Any]]:
+    """World -> {situation: (PASS or FAIL, text)} of the selected ones."""
+    here = [item for item in request.session.items if item.path == Path(__file__)]
+    chosen = [item.callspec.params for item in here if hasattr(item, "callspec")]
+
+    @cache
+    def launch(world: int) -> dict[str, Any]:
+        names = [params["name"] for params in chosen if params["world"] == world]
+        texts = ranks.run_ranks(__file__, tmp_path_factory.mktemp(f"loop{world}"), world, *names, timeout=1700)
+        lines = re.findall(r"^(PASS|FAIL) (\w+): (.*)$", texts[0], re.MULTILINE)
+        return {name: (verdict, text.replace(" | ", "\n")) for verdict, name, text in lines}
+
+    return launch
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world", "name"), list(cases()))
+def test_a_situation_is_as_in_eager_mode(world: int, name: str, results: Callable[[int], dict[str, Any]]) -> None:
+    if world == 1:
+        loop.run(name, config(1))
+        return
+    verdict, text = results(world)[name]
+    assert verdict == "PASS", text
+
+
+def test_a_difference_is_seen() -> None:
+    def differs(run: loop.Loop) -> None:
+        run.see(loss=1.0 if run.eager else 1.1)
+
+    loop.SITUATIONS["differs"] = loop.Situation(differs, "", (1,), (), loop.RTOL)
+    try:
+        with pytest.raises(AssertionError, match=r"loss is 1.1 where eager has 1.0"):
+            loop.run("differs", config(1))
+    finally:
+        del loop.SITUATIONS["differs"]
+
+
+def config(world: int) -> megafx.Config:
+    return megafx.Config(tensor_model_parallel_size=world, hardware="h100-nvlink")
+
+
+def main() -> None:
+    import torch.distributed as dist
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
+        folder, rank, names = Path(tempfile.gettempdir()), int(os.environ["RANK"]), sys.argv[1:]
+        folder = folder / f"megafx_loop_{os.environ['TORCHELASTIC_RUN_ID']}"
+        folder.mkdir(exist_ok=True)
+    else:
+        folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    ranks.start_group(folder, rank)
+    world = dist.get_world_size()
+    for name in names or [n for n, s in loop.SITUATIONS.items() if world in s.ranks]:
+        error, seen = None, ""
+        try:
+            seen = loop.run(name, config(world))
+        except Exception:
+            error = f"rank {rank}: {traceback.format_exc()}"
+        errors: list[Any] = [None] * world
+        dist.all_gather_object(errors, error)
+        failed = [e.replace("\n", " | ") for e in errors if e]
+        if rank == 0:
+            print(f"FAIL {name}: {failed[0]}" if failed else f"PASS {name}: {seen}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
