@@ -34,6 +34,8 @@ from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
 from megafx.weights.state import full_gradients
 
+FLOOR = torch.finfo(torch.float64).tiny
+
 
 @dataclass
 class Verdict:
@@ -44,15 +46,16 @@ class Verdict:
     tolerance: float
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, float] = field(default_factory=dict)  # after the call
+    requires_grad: list[str] = field(default_factory=list)  # outputs for which it is another than in eager mode
     divergence: simulate.Divergence | None = None
     refused: PlacementError | None = None  # by the type checker, where nothing was computed
     backend: str = ""  # of real ranks
 
     @property
     def ok(self) -> bool:
-        return self.refused is None and all(
-            e <= self.tolerance for e in (*self.outputs.values(), *self.gradients.values())
-        )
+        errors = (*self.outputs.values(), *self.gradients.values(), *self.buffers.values())
+        return self.refused is None and not self.requires_grad and all(e <= self.tolerance for e in errors)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -71,6 +74,8 @@ class Verdict:
         lines = [
             f"{'equal' if self.ok else 'DIFFERENT'}: {ranks} against {against}",
             *(f"  output {name}: {error:.1e}" for name, error in self.outputs.items()),
+            *(f"  output {name}: requires_grad is not eager mode's" for name in self.requires_grad),
+            *(f"  buffer {name}: {error:.1e}" for name, error in self.buffers.items() if error > self.tolerance),
             f"  {len(self.gradients)} gradients, worst {worst[1]:.1e} ({worst[0]})",
         ]
         if self.divergence is not None:
@@ -148,7 +153,8 @@ class VerifiedCall:
         )
 
     def planner(self, ranks: int, config: Config) -> Planner:
-        return Planner(config, ranks, self.hardware, wants_grad=lambda spec: spec.kind == "param")
+        wanted = {n for n, p in self.model.named_parameters() if p.requires_grad} if torch.is_grad_enabled() else set()
+        return Planner(config, ranks, self.hardware, wants_grad=(lambda spec: spec.name in wanted) if wanted else None)
 
 
 @dataclass
@@ -162,6 +168,7 @@ class _Trial:
     wanted: simulate.Logical
     reference: str
     limit: float
+    requires_grad: list[str]  # outputs for which the graph's is not eager mode's
 
     @property
     def t(self) -> int:
@@ -170,6 +177,11 @@ class _Trial:
     def verdict(self, found: simulate.Logical) -> Verdict:
         verdict = Verdict(self.t, self.reference, self.limit)
         verdict.outputs, verdict.gradients = simulate.relative_errors(found, self.wanted)
+        verdict.buffers = {
+            n: simulate.relative_error(found.mutations.get(n, self.values.get(n, b)), b, FLOOR)
+            for n, b in self.wanted.mutations.items()
+        }
+        verdict.requires_grad = self.requires_grad
         return verdict
 
 
@@ -210,8 +222,8 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
         torch.distributed.broadcast(tensor.detach(), 0)
     t = torch.distributed.get_world_size()
 
-    def run(of: nn.Module, runtime: Runtime | None, wanted: set[str] | None) -> tuple[simulate.Logical, set[str]]:
-        """Outputs, gradients, and which outputs were differentiated: those of `wanted`, else all that can be."""
+    def run(of: nn.Module, runtime: Runtime | None) -> tuple[simulate.Logical, set[str]]:
+        """Outputs, gradients and buffers, and which outputs require a gradient. Those that the graph differentiates are."""
         torch.manual_seed(seed)
         if runtime is not None and loss_inputs:
             output = of(*args, **kwargs, loss_inputs=loss_inputs)
@@ -220,20 +232,25 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
             output = (loss_fn(output, **loss_inputs), output) if loss_fn is not None and loss_inputs else output
         leaves = torch.utils._pytree.tree_flatten_with_path(output, is_leaf=is_cache)[0]
         named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
-        chosen = {name for name, x in named.items() if x.requires_grad} if wanted is None else wanted
-        if chosen:
-            roots = [x for name, x in named.items() if name in chosen]
+        needs = {name for name, x in named.items() if x.requires_grad}
+        last = runtime.settled.last if runtime is not None else None
+        if last is not None:
+            chosen.update(last.program.outputs[i].name or "output" for i in last.differentiated)
+        roots = [x for name, x in named.items() if name in chosen and x.requires_grad]
+        if roots:
             torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
         gradients: dict[str, Tensor | None] = {name: p.grad for name, p in of.named_parameters()}
         gradients |= {} if runtime is None else full_gradients(of)
-        return simulate.Logical({name: x.detach() for name, x in named.items()}, gradients), chosen
+        outputs = {name: x.detach() for name, x in named.items()}
+        return simulate.Logical(outputs, gradients, dict(of.named_buffers())), needs
 
     def parallel(meshes: Meshes, config: Config) -> tuple[nn.Module, Runtime]:
         runtime = Runtime(copy.deepcopy(plain), config, meshes, call.hardware, loss_fn)
         return make_parallel(runtime), runtime
 
+    chosen: set[str] = set()
     sharded, runtime = parallel(meshes, call.config)
-    ours, chosen = run(sharded, runtime, None)
+    ours, needs = run(sharded, runtime)
     assert runtime.settled.last is not None
     program = runtime.settled.last.program
     verdict = Verdict(t, "eager", _rounding(program) if tolerance is None else tolerance)
@@ -241,13 +258,15 @@ def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdi
     if any(spec.kind == "seed" for spec in program.inputs):
         verdict.reference = "megafx at t=1"
         alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1)
-        wanted, _ = run(*parallel(Meshes(None), alone), chosen)
+        wanted, needed = run(*parallel(Meshes(None), alone))
     else:
-        wanted, _ = run(plain, None, chosen)
+        wanted, needed = run(plain, None)
+    verdict.requires_grad = sorted(needs ^ needed)
+    buffers = {n: simulate.relative_error(ours.mutations[n], b, FLOOR) for n, b in wanted.mutations.items()}
     errors: list[Any] = [None] * t
-    torch.distributed.all_gather_object(errors, simulate.relative_errors(ours, wanted))
+    torch.distributed.all_gather_object(errors, (*simulate.relative_errors(ours, wanted), buffers))
     for mine in errors:
-        for total, part in zip((verdict.outputs, verdict.gradients), mine, strict=True):
+        for total, part in zip((verdict.outputs, verdict.gradients, verdict.buffers), mine, strict=True):
             total.update({name: max(error, total.get(name, 0.0)) for name, error in part.items()})
     if not verdict.ok:
         config = call.config.replace(tensor_model_parallel_size=t)
@@ -325,11 +344,16 @@ def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Tria
     if random:
         wanted = run_ranks(single(), values)
     else:
-        torch.autograd.backward([eager[name] for name in tangents], [*tangents.values()])
+        if tangents:
+            torch.autograd.backward([eager[name] for name in tangents], [*tangents.values()])
         outputs = {name: value.detach() for name, value in eager.items()}
         wanted = simulate.Logical(outputs, {name: p.grad for name, p in plain.named_parameters()})
+        wanted.mutations = dict(plain.named_buffers())
     limit = _rounding(sharded.program) if tolerance is None else tolerance
-    return _Trial(sharded, single, values, wanted, "megafx at t=1" if random else "eager", limit)
+    reference = "megafx at t=1" if random else "eager"
+    needs = {o.name: o.requires_grad for o in sharded.program.outputs if o.kind == "user"}
+    differ = [name for name, value in eager.items() if value.requires_grad != needs[name]]
+    return _Trial(sharded, single, values, wanted, reference, limit, differ)
 
 
 def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> dict[str, Tensor]:

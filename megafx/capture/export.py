@@ -135,6 +135,7 @@ class _Call(nn.Module):
         self.call = forward if forward is not None else type(model).__call__
         self.autocast = ambient_autocast()
         self.note: Callable[[str], None] = lambda text: None
+        self.returned: Callable[[list[bool]], None] = lambda requires_grad: None  # told which leaves of the result do
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any]) -> Any:
         with contextlib.ExitStack() as stack:
@@ -156,7 +157,9 @@ class _Call(nn.Module):
                 pytree.register_dataclass(kind)  # so that export can flatten it
             result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
             loops.check(result)
-            return caches.result(result)
+            result = caches.result(result)
+            self.returned([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result)])
+            return result
 
 
 def _part_forward(module: nn.Module) -> Callable[..., Any]:
@@ -184,6 +187,7 @@ class _Capture:
     part: str
     notes: list[str] = field(default_factory=list)
     eager_notes: dict[str, str] = field(default_factory=dict)
+    requires_grad: list[bool] = field(default_factory=list)  # of each leaf of what the last trace returned
 
     def run(self) -> Program:
         exported, sizes = self._export()
@@ -265,6 +269,7 @@ class _Capture:
     def _attempt(self, sizes: dict[str, int], mode: str) -> ExportedProgram:
         notes: list[str] = []
         self.root.note = notes.append
+        self.root.returned = functools.partial(setattr, self, "requires_grad")
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
         told = lambda text, fqn: self.eager_notes.update({fqn: text})  # noqa: E731
         with (
@@ -317,7 +322,7 @@ class _Capture:
         refuse_nodes(gm)
         entering = [name for name, value in self.leaves if self._enters(name, value)]
         inputs, constants = name_inputs(exported, self.root.model, entering)
-        outputs, out_leaves = name_outputs(exported, gm.graph)
+        outputs, out_leaves = name_outputs(exported, gm.graph, self.requires_grad)
         program = Program(gm, inputs, outputs, Sizes(), fake_mode, spec, constants)
         values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}
         self._name_symbols(program, values, sizes)

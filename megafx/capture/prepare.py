@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
@@ -110,6 +110,9 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
     why = "the hooks of checkpointing cannot be traced: what is computed inside is marked, for the graph to compute it again"
     new: Callable[[Any], Any] = lambda old: checkpointing_of_capture(note, regions)  # noqa: E731
     table += [Replacement(checkpoint, GENERATOR, new, why)]
+
+    why = "`x.data` of a traced tensor leaves no trace: it is x.detach()"
+    table += [Replacement(Tensor, "data", lambda old: property(_data_of(old), Tensor.data.__set__), why)]  # type: ignore[attr-defined]
 
     why = "a graph computes with parameters as they are: code that converts a module is an error"
     table += [Replacement(nn.Module, "_apply", lambda old: _refusing_conversions(model), why)]
@@ -210,6 +213,15 @@ def _warning_as_note(note: Note, message: Any, *_: Any, **__: Any) -> None:
     if found:
         names = found.group(1).replace(f"self.{ROOT}.", "")
         note(f"forward stores a tensor in {names}: a captured graph does not (register it as a buffer, or return it)")
+
+
+def _data_of(old: Any) -> Callable[[Tensor], Tensor]:
+    """What reads `x.data` while a model is traced: of fakes, which no other thread has, as `x.detach()` does."""
+
+    def data(x: Tensor) -> Tensor:
+        return x.detach() if isinstance(x, FakeTensor) else old.__get__(x)
+
+    return data
 
 
 def _refusing_conversions(model: nn.Module) -> Callable[..., Any]:

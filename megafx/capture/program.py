@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,8 +102,13 @@ def name_inputs(
     return inputs, constants
 
 
-def name_outputs(exported: ExportedProgram, graph: fx.Graph) -> tuple[list[Output], tuple[OutputLeaf, ...]]:
-    """Name the user outputs by their path; constants leave the graph."""
+def name_outputs(
+    exported: ExportedProgram, graph: fx.Graph, requires_grad: Sequence[bool]
+) -> tuple[list[Output], tuple[OutputLeaf, ...]]:
+    """Name the user outputs by their path; constants leave the graph. A tensor in several places is one output.
+
+    requires_grad: of each leaf of what the model returned.
+    """
     node = graph.output_node()
     spec = exported.call_spec.out_spec
     assert spec is not None
@@ -112,12 +118,17 @@ def name_outputs(exported: ExportedProgram, graph: fx.Graph) -> tuple[list[Outpu
     outputs: list[Output] = []
     leaves: list[OutputLeaf] = []
     kept: list[fx.Node] = []
-    for path, value in zip(paths, values, strict=True):
+    for path, value, needs in zip(paths, values, requires_grad, strict=True):
         if isinstance(value, fx.Node):
-            leaves.append(OutputLeaf(len(kept)))
             in_cache = path[-1].key if path and isinstance(path[-1], CacheKey) else ""
-            outputs.append(Output("user", output_path(path), cache=in_cache))
-            kept.append(value)
+            found = Output("user", output_path(path), cache=in_cache, requires_grad=needs)
+            same = next((i for i, n in enumerate(kept) if n is value and not (in_cache or outputs[i].cache)), None)
+            if same is not None and found.name == "loss":  # the name that `mark_losses` looks for
+                outputs[same] = found
+            leaves.append(OutputLeaf(len(kept) if same is None else same))
+            if same is None:
+                outputs.append(found)
+                kept.append(value)
         else:
             leaves.append(OutputLeaf(-1, value))
     node.args = (tuple(kept),)
@@ -150,10 +161,17 @@ def drop_unread(program: Program) -> None:
 
 
 def mark_losses(program: Program) -> None:
-    """A field called `loss`; else the first element of what loss_fn made a pair; else every 0-d floating active output."""
+    """A field called `loss`; else the first element of what loss_fn made a pair; else every 0-d floating active output.
+
+    What eager mode gives without a gradient beside others that have one (`loss.detach()`, for the log) is no loss, nor is a
+    parameter that is returned.
+    """
     active = active_nodes(program)
     values = [(node, node.meta.get(VAL)) for node in program.results()]
     scalars = [i for i, (n, v) in enumerate(values) if isinstance(v, torch.Tensor) and v.dim() == 0 and n in active]
+    scalars = [i for i in scalars if values[i][0].op != "placeholder"]
+    if any(o.requires_grad for o in program.outputs):
+        scalars = [i for i in scalars if program.outputs[i].requires_grad]
     named = [i for i in scalars if program.outputs[i].name == "loss"]
     for i in named or scalars:
-        program.outputs[i] = Output("user", program.outputs[i].name, loss=True)
+        program.outputs[i] = replace(program.outputs[i], loss=True)

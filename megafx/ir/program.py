@@ -76,7 +76,8 @@ class Output:
     """One element of the output tuple. name: path of a user output; FQN of the buffer or parameter otherwise.
 
     placement: that of the value as it leaves, from `insert_transitions` on. The node's own may differ once lowering has dropped
-    the identity R -> I. lazy: it may be computed when somebody first reads it (lazy_outputs).
+    the identity R -> I. lazy: it may be computed when somebody first reads it (lazy_outputs). requires_grad: whether it does in
+    eager mode, where the call was captured with gradients.
     cache: path inside of a key-value cache that the call returns or changes ('' where it is none).
     """
 
@@ -86,6 +87,7 @@ class Output:
     placement: Placement | None = None
     lazy: bool = False
     cache: str = ""
+    requires_grad: bool = True
 
 
 @dataclass(frozen=True)

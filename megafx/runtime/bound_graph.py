@@ -175,6 +175,13 @@ class BoundGraph:
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.outputs = [o for o in program.outputs if o.kind != "gradient"]
         self.user_outputs = [i for i, o in enumerate(self.outputs) if o.kind == "user"]
+        inputs = {
+            node: i for i, (node, spec) in enumerate(program.input_nodes()) if spec.kind in ("param", "user", "buffer")
+        }
+        results = program.results()
+        self.given_back = {
+            i: inputs[results[i]] for i in self.user_outputs if results[i] in inputs and not self.outputs[i].cache
+        }
         self.mutations = [(i, o.name) for i, o in enumerate(self.outputs) if o.kind == "mutation"]
         slots = state.slots
         self.slots = [slots[i.name] for i in self.inputs if i.kind == "param"]
@@ -204,7 +211,34 @@ class BoundGraph:
             outputs = step.outputs
         else:
             outputs = self.finish(self.executable.forward(inputs)[0], call)
-        return give_back(compiled.spec.unflatten([outputs[i] for i in self.user_outputs]), call.caches)
+        return give_back(compiled.spec.unflatten(self._results(outputs, user)), call.caches)
+
+    def _results(self, outputs: list[Any], user: Mapping[int, torch.Tensor]) -> list[Any]:
+        """What the user gets for each user output: never one object twice, without a gradient where eager mode gives none, and
+        what came in as it is."""
+        differentiated, seen, results = {*self.compiled.differentiated}, set[int](), []
+        for index in self.user_outputs:
+            value = self._given_back(index, user) if index in self.given_back else outputs[index]
+            if isinstance(value, torch.Tensor):
+                if index not in differentiated and index not in self.given_back and value.requires_grad:
+                    value = value.detach()
+                if id(value) in seen:
+                    value = value.view_as(value)
+                seen.add(id(value))
+            results.append(value)
+        return results
+
+    def _given_back(self, index: int, user: Mapping[int, torch.Tensor]) -> Any:
+        """The very tensor that an output is: of the model, or of the call."""
+        place = self.given_back[index]
+        spec = self.inputs[place]
+        if spec.kind == "user":
+            return user[place]
+        if spec.kind == "buffer":
+            return self.state.model.get_buffer(spec.name)
+        slot = self.state.slots[spec.name]
+        param = slot.module._parameters[slot.key]
+        return param.full_tensor() if isinstance(param, DTensor) else param
 
     def _inputs(self, call: Call) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """(local tensors in placeholder order, position -> the user's own tensor)."""
@@ -238,6 +272,9 @@ class BoundGraph:
         for index, name in self.mutations:
             with torch.no_grad():
                 self._stored(name).copy_(outputs[index])
+        for index in self.user_outputs:  # users may write into them: not into what autograd takes for a view of another
+            if isinstance(outputs[index], torch.Tensor) and outputs[index]._is_view():
+                outputs[index] = outputs[index].detach()
         lazy = [i for i in self.lazy if isinstance(outputs[i], LazyOutput)]
         if self.sharded or lazy:
             self._wrap(outputs, lazy, bind_sizes(self.compiled.spec, call))

@@ -53,7 +53,7 @@ aten = torch.ops.aten
 
 
 def build_joint_graph(program: Program, planner: Planner) -> int:
-    """Append the backward of the loss alone, or of every floating output; return the number of its nodes."""
+    """Append the backward of the loss alone, or of all `differentiable_outputs`; return the number of its nodes."""
     assert planner.wants_grad is not None
     wrt = [
         i
@@ -63,9 +63,13 @@ def build_joint_graph(program: Program, planner: Planner) -> int:
     losses = [i for i, spec in enumerate(program.outputs) if spec.loss]
     if losses and not planner.config.differentiable_outputs:
         return differentiate(program, wrt, losses)
-    values = [x.meta.get(VAL) if isinstance(x, fx.Node) and x.op != "placeholder" else None for x in program.results()]
-    made = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    return differentiate(program, wrt, [i for i in made if program.outputs[i].kind == "user"])
+    return differentiate(program, wrt, differentiable_outputs(program))
+
+
+def differentiable_outputs(program: Program) -> list[int]:
+    """Indices of user outputs that require a gradient in eager mode. (An input that is returned is the user's own tensor.)"""
+    made = [isinstance(x, fx.Node) and x.op != "placeholder" and is_floating(x) for x in program.results()]
+    return [i for i, o in enumerate(program.outputs) if made[i] and o.kind == "user" and o.requires_grad]
 
 
 def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -> int:
@@ -80,6 +84,7 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
     tangents = [_traced(program, program.results()[i], False) for i in differentiated]
     symbols = set(size_sources(program.graph))
     origins: _Origins | None = None
+    lost: list[str] = []
 
     def joint(*args: Any) -> tuple[Any, ...]:
         values, seeds = args[: len(primals)], args[len(primals) :]
@@ -87,6 +92,8 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
         origins = _Origins(program, symbols)
         outputs = _Forward(program.gm, origins).run(*values)
         origins.backward = True
+        if wrt and program.call is not None:
+            lost[:] = [program.outputs[i].name for i in differentiated if not outputs[i].requires_grad]
         gradients = _gradients([outputs[i] for i in differentiated], [values[i] for i in wrt], seeds)
         origins.attribute(None)
         return (*outputs, *gradients)
@@ -95,6 +102,11 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
         program.gm = functional(make_fx(joint, tracing_mode="real")(*primals, *tangents), [*primals, *tangents])
     assert origins is not None
     _check_symbols(program, symbols, origins.fixing)
+    if lost:
+        raise MegafxError(
+            f"output '{lost[0]}' requires a gradient in eager mode, and in the graph nothing that it is made of does",
+            fix="report it: gradients would be lost; Config(eager_modules=...) leaves the module that makes it as it is",
+        )
     program.inputs += [Input("tangent", program.outputs[i].name) for i in differentiated]
     program.outputs += [Output("gradient", program.inputs[i].name) for i in wrt]
     _drop_noise(program)

@@ -158,11 +158,29 @@ class _Functionalizer:
         base = self._base(name)
         if base.op == "placeholder" and dict(self.editor.program.input_nodes())[base].kind in ("user", "constant"):
             raise _refuse(node, "the model writes into one of its inputs")
-        if node in self.editor.without_grad and base in self.active and base not in self.editor.without_grad:
-            raise _refuse(node, "the model writes under no_grad into a tensor that has a gradient")
+        how = (
+            "under no_grad"
+            if node in self.editor.without_grad
+            else "by detach() or .data"
+            if self._detached(name)
+            else ""
+        )
+        if how and base in self.active and base not in self.editor.without_grad:
+            raise _refuse(node, f"the model writes {how} into a tensor that has a gradient")
         version = self.version.get(base, 0) + 1
-        self._store(name, self._new_value(node, name), node, version)
+        value = self._new_value(node, name)
+        if node in self.editor.without_grad:
+            value = self.editor.at(node)(aten.detach.default, value)
+        self._store(name, value, node, version)
         self.version[base], self.same[node] = version, name
+
+    def _detached(self, name: fx.Node) -> bool:
+        """Whether the name is a view of a detached tensor: autograd sees no write into the base."""
+        while name in self.parent:
+            if name.target is aten.detach.default:
+                return True
+            name = self.parent[name]
+        return False
 
     def _new_value(self, node: fx.Node, name: fx.Node) -> fx.Node:
         """What the op leaves in its first operand, in that operand's dtype."""
@@ -198,6 +216,8 @@ class _Functionalizer:
         emit = self.editor.at(where)
         target: Any = view.target
         rest = view.args[1:]
+        if target is aten.detach.default:
+            return emit(aten.detach.default, part)
         if self.editor.same_shape(whole.meta[VAL], part.meta[VAL]) and target in _WHOLE:
             return part
         if target in _SCATTERS:

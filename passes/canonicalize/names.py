@@ -24,6 +24,7 @@ from megafx.passes.canonicalize.editor import Editor, is_tensor, on, replace, re
 aten = torch.ops.aten
 # They look at how operands lie in memory.
 _READ_STRIDES = aten_ops("view_as_complex view_as_real view.dtype as_strided as_strided_copy as_strided_scatter")
+_OWN_MEMORY = aten_ops("clone")  # their result is never their operand
 _NUMBERS = aten_ops("item _local_scalar_dense")  # read from tensors
 
 
@@ -81,6 +82,8 @@ def erase_identity(editor: Editor, node: fx.Node) -> bool:
         return False  # conj and neg are marks on a tensor, which these ops carry out
     if node.target in COPIES and any(u.target in _READ_STRIDES for u in node.users):
         return False
+    if node.target in _OWN_MEMORY and any(user.op == "output" for user in node.users):
+        return False  # the user may write into it
     return replace(node, node.args[0])
 
 

@@ -1,0 +1,69 @@
+"""Covers: equivalence.py (what `megafx.verify` compares besides numbers of outputs and gradients)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megafx
+from megafx.ir.program import Program
+from megafx.planner.context import Planner
+
+TWO = megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
+
+
+class Averaging(nn.Module):
+    """Returns a prediction, and the same detached; keeps a mean in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.down(self.up(x).relu())
+        with torch.no_grad():
+            self.mean.add_(out.mean(0))
+        return out, out.detach()
+
+
+def verdict(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return megafx.verify(Averaging().double(), TWO.replace(**options), example_inputs=(torch.randn(5, 8).double(),))
+
+
+def test_buffers_are_compared() -> None:
+    found = verdict()
+    assert found and found.buffers.keys() == {"mean"} and not found.requires_grad
+
+    def forget(program: Program, planner: Planner) -> int:
+        results = [*program.results()]
+        buffer = next(n for n, i in program.input_nodes() if i.name == "mean")
+        results[next(i for i, o in enumerate(program.outputs) if o.kind == "mutation")] = buffer
+        program.output_node().args = (tuple(results),)
+        return 1
+
+    found = verdict(passes=[("after canonicalize", forget)])
+    assert not found and max(found.outputs.values()) < 1e-10
+    assert "buffer mean" in str(found)
+
+
+def test_requires_grad_of_outputs_is_compared() -> None:
+    def detach(program: Program, planner: Planner) -> int:
+        program.outputs = [replace(o, requires_grad=o.requires_grad and k != 0) for k, o in enumerate(program.outputs)]
+        return 1
+
+    found = verdict(passes=[("after canonicalize", detach)])
+    assert not found and "output [0]: requires_grad is not eager mode's" in str(found)
+
+
+@pytest.mark.parametrize("how", ["frozen", "no_grad"])
+def test_a_model_without_gradients(how: str) -> None:
+    model, x = Averaging().double().requires_grad_(how != "frozen"), torch.randn(5, 8).double()
+    with torch.set_grad_enabled(how != "no_grad"):
+        found = megafx.verify(model, TWO, example_inputs=(x,))
+    assert found and found.outputs.keys() == {"[0]", "[1]"} and found.gradients == {}
