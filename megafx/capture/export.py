@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,11 @@ from megafx.capture.expert_loops import ExpertLoops
 from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import alone, fake_like, prepared, target_device, without_hooks
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
+from megafx.capture.small_sizes import listing
 from megafx.debugging import stage
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
+from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.sizes import Sizes
 
@@ -56,6 +58,8 @@ def capture_call(
     varying: frozenset[str] = frozenset(),
     eager: Sequence[str] = (),
     part: str = "",
+    data_ranks: int = 1,
+    fixed: Collection[str] = (),
 ) -> Program:
     """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
 
@@ -67,6 +71,9 @@ def capture_call(
     eager: globs of submodules that are one node each (ops/eager_call.py).
     part: FQN of the submodule that is called instead of the model (its own hooks are not: they run when it is called). The
     graph has no other parameters and buffers than those that it reads, under their names in the model, and no loss.
+    data_ranks: over how many ranks the batch is cut: the model sees that many times the rows of this call.
+    fixed: names of dims that are constants of the graph. Sizes of 0 and 1 become such by themselves where the model may
+    compute something else at them than the graph (small_sizes.py).
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
     if loss_inputs and loss_fn is None:
@@ -88,16 +95,43 @@ def capture_call(
     where = device or target_device(model, [value for _, value in leaves])
     root = _Call(model, loss_fn, _part_forward(module) if part else forward)
 
-    def captured(varying: frozenset[str]) -> Program:
-        tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
-        dims = NamedDims([{} for _ in tensors])
-        if dynamic:
-            group_of = part_group if part else sequence_group(model)
-            dims = name_dims(tensors, max_length(module) or max_length(model), group_of, growing_dims(tree))
-        return _Capture(root, leaves, in_spec, dims, where, stand_ins or {}, varying, eager, part).run()
+    tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
 
+    def named() -> NamedDims:
+        if not dynamic:
+            return NamedDims([{} for _ in tensors])
+        group_of = part_group if part else sequence_group(model)
+        return name_dims(tensors, max_length(module) or max_length(model), group_of, growing_dims(tree))
+
+    def captured(varying: frozenset[str], fixed: frozenset[str]) -> Program:
+        dims = named()
+        dims.constant |= fixed
+        capture = _Capture(root, leaves, in_spec, dims, where, stand_ins or {}, varying, eager, part, data_ranks)
+        return capture.run(fixed)
+
+    def served(program: Program) -> bool:
+        assert program.call is not None
+        return program.call.mismatch(args, kwargs, loss_inputs) is None
+
+    few = frozenset(name for name, size in named().user.items() if size < 2 and (name != "batch" or data_ranks == 1))
+    constant, general, small = frozenset(fixed), None, {}
     with alone(), stage("capture"):
-        return _both_ways(captured, varying)
+        while True:
+            try:
+                program = _both_ways(functools.partial(captured, fixed=constant), varying)
+            except CaptureError:
+                if few <= constant:
+                    raise
+                constant, general = constant | few, None  # the error may be of code that is for larger sizes
+                continue
+            assert program.call is not None
+            if general is not None and general.call.prove(small, program.call) and served(general):
+                return general
+            if few <= constant or served(program):
+                return program
+            small = program.call.undecided(args, kwargs, loss_inputs)
+            general = program if small else None
+            constant |= small.keys() or few
 
 
 def _both_ways(captured: Callable[[frozenset[str]], Program], varying: frozenset[str]) -> Program:
@@ -145,6 +179,7 @@ class _Call(nn.Module):
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             caches = Revived()
             args, kwargs = caches.revive((args, kwargs))
+            stack.enter_context(DataShapeEnv.recording())
             output = self.call(self.model, *args, **kwargs)
             for module, name, old in buffers:
                 new = module._buffers.get(name)
@@ -185,13 +220,19 @@ class _Capture:
     varying: frozenset[str]
     eager: Sequence[str]
     part: str
+    data_ranks: int
     notes: list[str] = field(default_factory=list)
     eager_notes: dict[str, str] = field(default_factory=dict)
     requires_grad: list[bool] = field(default_factory=list)  # of each leaf of what the last trace returned
 
-    def run(self) -> Program:
+    def run(self, fixed: frozenset[str]) -> Program:
+        """fixed: names of dims that keep the call's size, for all that the model's code may do."""
+        sizes = {name: size for name, size in self.dims.user.items() if name in fixed}
+        if sizes:
+            listed = " and ".join(f"{size} of {name}" for name, size in sizes.items())
+            self.notes.append(f"a graph for the size {listed} alone: at it the model's code computes something else")
         exported, sizes = self._export()
-        program = self._program(exported, sizes)
+        program = self._program(exported, sizes, fixed)
         program.table = functools.cache(lambda name: read_table(self.root.model.get_buffer(name)))
         for message in dict.fromkeys(self.notes):
             program.note("capture", message)
@@ -207,8 +248,10 @@ class _Capture:
         Sizes: the trace's own, then the call's (at least 2: export takes 0 and 1 for constants). Dims: shared and named; with
         the conditions on them that export cannot prove left to be checked at each call; at last each dim on its own.
         """
-        user = {name: max(size, 2) for name, size in self.dims.user.items()}
-        plan = [(self.dims.hints, "named"), (self.dims.hints, "deferred")]
+        fixed = {name: self.dims.user[name] for name in self.dims.constant}
+        user = {name: max(size, 2) for name, size in self.dims.user.items()} | fixed
+        hints = self.dims.hints | fixed
+        plan = [(hints, "named"), (hints, "deferred")]
         plan += [(user, "named"), (user, "deferred"), (user, "automatic")]
         if not self.dims.user:
             plan = [({}, "named")]
@@ -262,7 +305,7 @@ class _Capture:
                 for want, size in zip(nodes[spec.arg.name].meta[VAL].shape, leaf.shape, strict=True):
                     if isinstance(want, torch.SymInt) and isinstance(want.node.expr, sympy.Symbol):
                         bound[want.node.expr] = size
-        return violated(_conditions(exported), bound) is None and all(
+        return violated(_conditions(exported), bound, _decided(exported)) is None and all(
             least <= bound.get(s, least) <= greatest for s, (least, greatest) in _ranges(exported).items()
         )
 
@@ -314,7 +357,7 @@ class _Capture:
 
     # -- the Program
 
-    def _program(self, exported: ExportedProgram, sizes: dict[str, int]) -> Program:
+    def _program(self, exported: ExportedProgram, sizes: dict[str, int], fixed: frozenset[str]) -> Program:
         gm, spec = exported.graph_module, exported.call_spec.out_spec
         assert spec is not None
         fake_mode = next(n.meta[VAL] for n in gm.graph.find_nodes(op="placeholder")).fake_mode
@@ -325,9 +368,21 @@ class _Capture:
         outputs, out_leaves = name_outputs(exported, gm.graph, self.requires_grad)
         program = Program(gm, inputs, outputs, Sizes(), fake_mode, spec, constants)
         values = {each.name: node.meta[VAL] for node, each in program.input_nodes() if each.kind == "user"}
-        self._name_symbols(program, values, sizes)
+        names = self._name_symbols(program, values, sizes, fixed)
         leaves = tuple(_leaf(name, value, values.get(name)) for name, value in self.leaves)
-        program.call = CallSpec(self.in_spec, leaves, spec, out_leaves, _ranges(exported), _conditions(exported))
+        batch = program.sizes.symbols.get("batch")
+        program.call = CallSpec(
+            self.in_spec,
+            leaves,
+            spec,
+            out_leaves,
+            _ranges(exported),
+            _conditions(exported),
+            _decided(exported),
+            names,
+            {} if batch is None or self.data_ranks == 1 else {batch: self.data_ranks},
+            listing=listing(gm, [i.name for i in inputs], constants, out_leaves),
+        )
         if self.part:
             drop_unread(program)
         else:
@@ -337,22 +392,30 @@ class _Capture:
         gm.recompile()
         return program
 
-    def _name_symbols(self, program: Program, values: Mapping[str, torch.Tensor], sizes: dict[str, int]) -> None:
-        """Fill `sizes.symbols` and the default workload; note each dim that export made static."""
+    def _name_symbols(
+        self, program: Program, values: Mapping[str, torch.Tensor], sizes: dict[str, int], fixed: frozenset[str]
+    ) -> dict[sympy.Symbol, str]:
+        """Fill `sizes.symbols` and the default workload; note each dim that export made static. Returns the names of all
+        symbols that are dims."""
+        named: dict[sympy.Symbol, str] = {}
         names = [name for name, value in self.leaves if isinstance(value, torch.Tensor)]
         for name, dims in zip(names, self.dims.names, strict=True):
             for dim, dim_name in dims.items():
                 size = values[name].shape[dim]
+                if dim_name in fixed:
+                    continue
                 if isinstance(size, int) or size.node.expr.is_Integer:
                     self.notes.append(
                         f"dim {dim} ({dim_name}) of {name} is fixed to {size}: the model's code depends on it, so another "
                         f"size is captured anew"
                     )
                 elif isinstance(size.node.expr, sympy.Symbol):
+                    named[size.node.expr] = dim_name
                     program.sizes.symbols.setdefault(dim_name, size.node.expr)
                     program.sizes.workload_of.setdefault(size.node.expr, sizes[dim_name])
                     program.sizes.of_call[size.node.expr] = self.dims.user.get(dim_name, sizes[dim_name])
                     program.sizes.traced_of.setdefault(size.node.expr, sizes[dim_name])
+        return named
 
 
 def _leaf(name: str, value: Any, traced: torch.Tensor | None) -> Leaf:
@@ -378,8 +441,15 @@ def _conditions(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
     return tuple(dict.fromkeys(e for e in known if e.free_symbols))
 
 
+def _decided(exported: ExportedProgram) -> tuple[sympy.Basic, ...]:
+    """What the model's code asked of sizes, as conditions that hold in the trace."""
+    shape_env = _shape_env(exported)
+    return tuple(dict.fromkeys(e for e in map(shape_env.replace, shape_env.decided) if e.free_symbols))
+
+
 def _ranges(exported: ExportedProgram) -> dict[sympy.Symbol, tuple[int, int]]:
-    """Sizes that the graph is valid for. A least size of 2 is export's assumption, not the model's: 1 is allowed."""
+    """Sizes that the graph is valid for. A least size of 2 is export's assumption, not the model's: what the model assumes of
+    0 and 1 is in `_decided`."""
     found, shape_env = {}, _shape_env(exported)
     for symbol, bounds in exported.range_constraints.items():
         if any(map(shape_env.is_unbacked_symint, symbol.free_symbols)):  # it may be a sum with a number, too

@@ -47,7 +47,7 @@ from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layer
 from megafx.capture.program import ROOT
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.source_lines import current_user_line
+from megafx.ir.source_lines import current_user_line, is_user_file
 from megafx.ops.eager_call import LeftEager, matching
 
 Note = Callable[[str], None]
@@ -120,6 +120,9 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
     why = "export makes its own, whatever the inputs have; ours names the sizes that data decides"
     table += [Replacement(non_strict_utils, "ShapeEnv", lambda old: functools.partial(DataShapeEnv, asked), why)]
 
+    why = "a size that code looks up in a dict is a number there: each has a graph of its own"
+    table += [Replacement(torch.SymInt, "__hash__", _hash_for_users, why)]
+
     if any(isinstance(m, (nn.TransformerEncoder, nn.TransformerDecoder)) for m in model.modules()):
         why = "whether a mask is causal is asked of its values: attention takes the mask, and describe_masks reads what it is"
         told: Callable[[Any], Any] = lambda old: lambda mask, is_causal=None, size=None: is_causal is True  # noqa: E731
@@ -188,6 +191,16 @@ def replaced(table: Sequence[Replacement]) -> Iterator[None]:
                     delattr(line.owner, line.name)
                 else:
                     setattr(line.owner, line.name, before)
+
+
+def _hash_for_users(old: Callable[[torch.SymInt], int]) -> Callable[[torch.SymInt], int]:
+    """The hash of a size where the user's code asks for it; elsewhere, in torch itself, as before."""
+
+    def __hash__(self: torch.SymInt) -> int:
+        file = sys._getframe(2).f_code.co_filename  # behind _here_alone
+        return hash(int(self)) if is_user_file(file) or file.startswith("<") else old(self)
+
+    return __hash__
 
 
 class _Muted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,12 @@ def differentiable_inputs(
 
 @dataclass(frozen=True)
 class CallSpec:
-    """One captured call structure. ranges and conditions: the sizes, per symbol, that the graph is valid for."""
+    """One captured call structure. ranges and conditions: the sizes, per symbol, that the graph is valid for.
+
+    decided: what the model's code asked of sizes, as conditions; for sizes of 0 and 1 they count too. names: of dims. parts:
+    number of ranks over which a size is cut; the model's code sees the whole. listing: of the captured graph. proven: sizes of
+    0 and 1 that the conditions exclude, and at which the model was found to compute the same -> that call.
+    """
 
     in_spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
@@ -70,15 +75,58 @@ class CallSpec:
     out_leaves: tuple[OutputLeaf, ...]
     ranges: dict[sympy.Symbol, tuple[int, int]] = field(default_factory=dict)
     conditions: tuple[sympy.Basic, ...] = ()
+    decided: tuple[sympy.Basic, ...] = ()
+    names: Mapping[sympy.Symbol, str] = field(default_factory=dict)
+    parts: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    listing: Any = field(default=None, compare=False, repr=False)
+    proven: dict[frozenset[tuple[str, int]], CallSpec] = field(default_factory=dict, compare=False, repr=False)
     _verdicts: dict[tuple[int, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def mismatch(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
     ) -> str | None:
         """Why this graph cannot serve the call, or None if it can."""
+        problem, bound = self._bind(args, kwargs, loss_inputs)
+        if problem is not None:
+            return problem
+        key = tuple(bound.values())
+        if key not in self._verdicts:
+            problem = self._size_mismatch(bound)
+            if problem is None and (small := self._undecided(bound)):
+                same = self.proven.get(frozenset(small.items()))
+                if same is None:
+                    problem = f"the model may compute something else at {small}, which the trace took for at least 2"
+                else:
+                    problem = same.mismatch(args, kwargs, loss_inputs)
+            self._verdicts[key] = problem
+        return self._verdicts[key]
+
+    def undecided(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
+    ) -> dict[str, int]:
+        """Names of dims of 0 and 1 for which alone it is not known whether this graph serves the call; {} for other calls."""
+        problem, bound = self._bind(args, kwargs, loss_inputs)
+        if problem is not None or self._size_mismatch(bound) is not None:
+            return {}
+        small = self._undecided(bound)
+        return {} if frozenset(small.items()) in self.proven else small
+
+    def prove(self, small: Mapping[str, int], other: CallSpec) -> bool:
+        """Let the graph serve calls with these sizes of 0 and 1 if `other`, captured for them alone, is the same graph."""
+        sizes = {symbol: small[name] for symbol, name in self.names.items() if name in small}
+        if other.in_spec != self.in_spec or self.listing.at(sizes) != other.listing.at({}):
+            return False
+        self.proven[frozenset(small.items())] = other
+        self._verdicts.clear()
+        return True
+
+    def _bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_inputs: Mapping[str, Any] | None
+    ) -> tuple[str | None, dict[sympy.Symbol, int]]:
+        """(what differs besides sizes, the size of each symbol)."""
         leaves, spec = pytree.tree_flatten(call_tree(args, kwargs, loss_inputs))
         if spec != self.in_spec:
-            return "the structure of the call differs"
+            return "the structure of the call differs", {}
         bound: dict[sympy.Symbol, int] = {}  # symbol that is some dim by itself -> size of the first such dim
         for leaf, value in zip(self.leaves, leaves, strict=True):
             if isinstance(value, torch.Tensor) and value.dim() == len(leaf.dims):
@@ -88,19 +136,26 @@ class CallSpec:
         for leaf, value in zip(self.leaves, leaves, strict=True):
             problem = _leaf_mismatch(leaf, value, bound)
             if problem:
-                return problem
-        key = tuple(bound.values())
-        if key not in self._verdicts:
-            self._verdicts[key] = self._size_mismatch(bound)
-        return self._verdicts[key]
+                return problem, bound
+        return None, bound
 
     def _size_mismatch(self, bound: dict[sympy.Symbol, int]) -> str | None:
         for symbol, size in bound.items():
             least, greatest = self.ranges.get(symbol, (0, size))
             if not least <= size <= greatest:
                 return f"size {size} is outside of [{least}, {greatest}], for which the graph is valid"
-        condition = violated(self.conditions, bound)
+        condition = violated(self.conditions, bound, self.decided)
         return None if condition is None else f"the trace assumed {condition}, which does not hold for {bound}"
+
+    def _undecided(self, bound: Mapping[sympy.Symbol, int]) -> dict[str, int]:
+        """Names of dims of size 0, and of those of size 1 at which the model's code decides otherwise than in the trace."""
+        small = {s: n for s, n in bound.items() if n < 2 and s in self.names and s not in self.parts}
+        if not small:
+            return {}
+        whole = {symbol: sympy.Integer(size * self.parts.get(symbol, 1)) for symbol, size in bound.items()}
+        others = (c for c in self.decided if c.xreplace(whole) != sympy.true)
+        asked = {symbol for condition in others for symbol in condition.free_symbols}
+        return {self.names[s]: n for s, n in small.items() if n == 0 or s in asked}
 
     def flatten(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
@@ -145,10 +200,17 @@ def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> st
     return None
 
 
-def violated(conditions: Sequence[sympy.Basic], bound: Mapping[sympy.Symbol, int]) -> sympy.Basic | None:
-    """The first condition that is false for these sizes. Export treats sizes 0 and 1 specially, so 1 is tried as 2."""
-    sizes = {symbol: sympy.Integer(max(size, 2)) for symbol, size in bound.items()}
-    return next((c for c in conditions if c.xreplace(sizes) == sympy.false), None)
+def violated(
+    conditions: Sequence[sympy.Basic], bound: Mapping[sympy.Symbol, int], decided: Collection[sympy.Basic]
+) -> sympy.Basic | None:
+    """The first condition that is false for these sizes. decided: those that the model's code asked about.
+
+    Of the other ones all but equations are tried at 2 for sizes of 0 and 1: they are ops' own, and say how memory is laid out.
+    """
+    least_2 = {symbol: sympy.Integer(max(size, 2)) for symbol, size in bound.items()}
+    sizes = {symbol: sympy.Integer(size) for symbol, size in bound.items()}
+    exact = lambda c: c.is_Equality or c in decided  # noqa: E731
+    return next((c for c in conditions if c.xreplace(sizes if exact(c) else least_2) == sympy.false), None)
 
 
 # -- autocast: part of what a call means. Off wherever graphs are made or run, since they hold its casts as nodes: an op that

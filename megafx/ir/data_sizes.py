@@ -8,13 +8,18 @@ same size. Hints are primes above those of capture/dims.py. As with every size, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, ClassVar
 
 import networkx as nx
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+
+from megafx.ir.source_lines import is_user_file
 
 FIRST_HINT = 127
 
@@ -24,11 +29,18 @@ class DataShapeEnv(ShapeEnv):
 
     Code that asks (`if rows.numel() == 0: continue`) skips work on no rows. That work changes nothing if done on no rows, so a
     graph without the branch computes the same. asked: called at each branch decided by that assumption.
+
+    decided: conditions on sizes that hold in the trace and that the model's code asked about, in order. Those that hold for
+    all sizes of at least 2 are in it too, for which ShapeEnv makes no guard.
     """
+
+    model_runs: ClassVar[bool] = False  # one thread traces at a time
 
     def __init__(self, asked: Callable[[], None] = lambda: None, **options: Any) -> None:
         super().__init__(**options)
         self.asked = asked
+        self.decided: dict[sympy.Basic, None] = {}
+        self._answers: set[tuple[Any, Any]] = set()  # those that are in `decided`
         self.row_counts: dict[str, torch.SymInt] = {}
 
     def row_count(self, name: str) -> torch.SymInt:
@@ -44,15 +56,65 @@ class DataShapeEnv(ShapeEnv):
             self.row_counts[name] = self.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[assignment]  # no int
         return self.row_counts[name]
 
+    @classmethod
+    @contextlib.contextmanager
+    def recording(cls) -> Iterator[None]:
+        """While the model's forward runs: what its code asks is kept in `decided`."""
+        cls.model_runs = True
+        try:
+            yield
+        finally:
+            cls.model_runs = False
+
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().evaluate_expr(orig_expr, *args, **kwargs)
+            answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+            if self.model_runs:
+                self._note_answer(orig_expr, answer)
+            return answer
         except GuardOnDataDependentSymNode:
             answer = if_there_are_rows(self.simplify(orig_expr), self.is_unbacked_symint)
             if answer is None:
                 raise
             self.asked()
             return sympy.true if answer else sympy.false
+
+    def guard_or_defer_runtime_assert(self, orig_expr: Any, *args: Any, **kwargs: Any) -> bool:
+        held = super().guard_or_defer_runtime_assert(orig_expr, *args, **kwargs)
+        if self.model_runs:
+            self._note_answer(orig_expr, sympy.sympify(bool(held)))
+        return held
+
+    def _note_answer(self, question: Any, answer: Any) -> None:
+        symbols = getattr(question, "free_symbols", ())
+        if not symbols or (question, answer) in self._answers or any(map(self.is_unbacked_symint, symbols)):
+            return
+        if _asked_by_code():
+            self._answers.add((question, answer))
+            truth = answer in (sympy.true, sympy.false)
+            holds = (question if answer else sympy.Not(question)) if truth else sympy.Eq(question, answer)
+            self.decided[holds] = None
+
+
+def _asked_by_code() -> bool:
+    """Whether the model's code, or a function of torch that it calls, asks the question that is being answered.
+
+    Otherwise an op asks, while its result is made up: how it is laid out in memory, whether an operand is broadcast. That
+    changes nothing of the graph, nor of the sizes of results, except where an op removes dims of size 1.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if is_user_file(file):
+            return True
+        if name in _MAKES_RESULTS and file.endswith(_MAKES_RESULTS[name]):
+            return frame.f_locals.get("func") in _REMOVES_DIMS
+        frame = frame.f_back
+    return True
+
+
+_MAKES_RESULTS = {"_dispatch_impl": "_subclasses/fake_tensor.py", "proxy_call": "experimental/proxy_tensor.py"}
+_REMOVES_DIMS = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
 
 
 def same_rows(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Symbol]:

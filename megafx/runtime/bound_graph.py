@@ -200,6 +200,10 @@ class BoundGraph:
             return False
         return chosen is None or chosen.at is None or chosen.holds(bind_sizes(spec, call))
 
+    def undecided(self, call: Call) -> dict[str, int]:
+        """As CallSpec.undecided."""
+        return self.compiled.spec.undecided(call.args, call.kwargs, call.loss_inputs) if self.tables.holds() else {}
+
     def run(self, call: Call) -> Any:
         inputs, user = self._inputs(call)
         compiled = self.compiled

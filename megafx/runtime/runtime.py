@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -228,7 +228,10 @@ class Runtime:
             if known is not None:
                 return known
             try:
-                graph = self._compile(call, varying, present, grad)
+                known, captured = self._small_sizes(graphs, call, varying, grad)
+                if known is not None:
+                    return known
+                graph = self._compile(call, varying, present, grad, captured)
             except CaptureError:
                 if not varying:
                     raise
@@ -236,6 +239,22 @@ class Runtime:
                 continue
             graphs.append(graph)
             return graph
+
+    def _small_sizes(
+        self, graphs: Sequence[BoundGraph], call: Call, varying: frozenset[int], grad: bool
+    ) -> tuple[BoundGraph | None, Program | None]:
+        """Where only sizes of 0 and 1 keep a graph from serving the call, that is looked into once: (the graph, if the model
+        computes the same at these sizes; else None, and what it computes)."""
+        found = ((g, g.undecided(call)) for g in graphs)
+        graph, small = next(((g, small) for g, small in found if small), (None, {}))
+        if graph is None:
+            return None, None
+        with self._capturing(grad):
+            wanted = self._planner(call, grad).training
+            program = self._capture(call, varying, training=False, grad=wanted, fixed=small)
+        assert program.call is not None
+        same = graph.compiled.spec.prove(small, program.call) and graph.fits(call)
+        return (graph, None) if same else (None, program)
 
     def _parameters(self) -> list[torch.Tensor]:
         """Parameters as they are now, in the order of `slots`."""
@@ -246,7 +265,15 @@ class Runtime:
             found = [slot.module._parameters[slot.key] for slot in self.state.slots.values()]
         return [p for p in found if p is not None]
 
-    def _compile(self, call: Call, varying: frozenset[int], params: Sequence[torch.Tensor], grad: bool) -> BoundGraph:
+    def _compile(
+        self,
+        call: Call,
+        varying: frozenset[int],
+        params: Sequence[torch.Tensor],
+        grad: bool,
+        captured: Program | None = None,
+    ) -> BoundGraph:
+        """captured: the program of the call, where it was captured already."""
         if self.mesh is not None:
             for name, param in zip(self.state.slots, params, strict=True):
                 if not isinstance(param, TPTensor):
@@ -256,6 +283,8 @@ class Runtime:
         is_training = planner.training and all(m.training for m in self.modules)
 
         def capture(training: bool) -> Program:
+            if captured is not None and not training:
+                return captured
             return self._capture(call, varying, training=training, grad=planner.training)
 
         with self._capturing(grad):
@@ -333,17 +362,22 @@ class Runtime:
             return None
         return {TENSOR_AXIS: AxisContext(self.rank, self.t, self.group.group_name), **self.meshes.axes}
 
-    def _capture(self, call: Call, varying: frozenset[int], *, training: bool, grad: bool = True) -> Program:
+    def _capture(
+        self, call: Call, varying: frozenset[int], *, training: bool, grad: bool = True, fixed: Collection[str] = ()
+    ) -> Program:
         """The call as it is, or with every module in training mode and with gradients (training). The same on all ranks.
 
-        Graphs are captured on logical shapes. varying: positions of Python numbers that enter as 0-d tensors.
+        Graphs are captured on logical shapes. varying: positions of Python numbers that enter as 0-d tensors. fixed: names of
+        dims that are constants of the graph.
         """
         with agreement.raising_together(self.group):
-            program = self._capture_alone(call, varying, training, grad)
+            program = self._capture_alone(call, varying, training, grad, fixed)
         self._check_graph("what the model computes", program)
         return program
 
-    def _capture_alone(self, call: Call, varying: frozenset[int], training: bool, grad: bool) -> Program:
+    def _capture_alone(
+        self, call: Call, varying: frozenset[int], training: bool, grad: bool, fixed: Collection[str]
+    ) -> Program:
         model, names = self.model, call.names()
         modes = {m: m.training for m in model.modules()}
         tensors = [*model.parameters(), *(x for x in call.leaves if isinstance(x, torch.Tensor))]
@@ -367,10 +401,17 @@ class Runtime:
                     varying=frozenset(names[i] for i in varying),
                     eager=self.config.eager_modules,
                     part=call.part,
+                    data_ranks=self._data_ranks(),
+                    fixed=fixed,
                 )
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+    def _data_ranks(self) -> int:
+        """Over how many ranks one batch is cut: not where each rank has a loss of its own rows."""
+        data = self.meshes.data
+        return 1 if data is None or self.config.data_parallel_loss == "average" else data.ranks
 
     @contextlib.contextmanager
     def _capturing(self, grad: bool) -> Iterator[None]:
