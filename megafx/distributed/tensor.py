@@ -58,12 +58,15 @@ class TPTensor(DispatchedTensor):
         self.grad = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPTensor:
+        """As torch's: a parameter's copy has no gradient, another leaf's has a copy of it."""
         if id(self) not in memo:
             copy = wrap(self._local_tensor.clone(), self._spec).requires_grad_(self.requires_grad)
             vars(copy).update(vars(self))
             memo[id(self)] = copy
             if self.is_leaf and self.grad is not None:
                 copy.grad_dtype = self.grad_dtype
+                if isinstance(self, torch.nn.Parameter):
+                    return copy
                 copy.grad = self.grad.__deepcopy__(memo)
         return cast(TPTensor, memo[id(self)])
 
@@ -72,6 +75,10 @@ class TPTensor(DispatchedTensor):
         if not is_permuted(self):
             return super().full_tensor(grad_placements=grad_placements)
         return cast(torch.Tensor, _Full.apply(self))
+
+    def data_ptr(self) -> int:
+        """Where this rank's shard lies. (A DTensor's own memory is empty; accelerate finds an optimizer's parameters by it.)"""
+        return self._local_tensor.data_ptr()
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's physical shard."""

@@ -9,8 +9,10 @@ import contextlib
 import copy
 import functools
 import inspect
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,6 +107,11 @@ class Parallel:
     def megafx(self) -> Runtime:
         """The runtime: plan, graphs, `captures`, notes."""
         return cast(Runtime, vars(self)[RUNTIME])
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether ranks share the model: the Trainer then leaves placement and reductions to it, and saves on all ranks."""
+        return self.megafx.everyone is not None
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -241,19 +248,53 @@ def _install(runtime: Runtime) -> None:
 
 
 def announce(model: nn.Module, t: int, replicas: int) -> None:
-    """Tell Trainer and accelerate of the ranks, so that they neither wrap the model nor split a group's batches."""
+    """Tell Trainer and accelerate of the ranks, so that they neither wrap the model nor split a group's batches.
+
+    They read attributes of any model, not of transformers' own alone: `tp_size`, `_tp_size`, that the model owns its placement
+    (`Parallel.is_distributed_loading_by_transformers`), and the other sizes in `config.distributed_config`.
+    """
     for name in ("tp_size", "_tp_size"):
         if not isinstance(getattr(type(model), name, None), property):
             setattr(model, name, t)
-    if t * replicas == 1 or not isinstance(model, _Pretrained):
+    if t * replicas == 1:
         return
-    model._is_distributed_loading_by_transformers = True  # type: ignore[assignment]  # "the model owns its placement"
+    if getattr(model, "config", None) is None:
+        model.config = RanksConfig()  # type: ignore[assignment]
+    with contextlib.suppress(AttributeError, TypeError):  # a dict, a frozen dataclass: the Trainer refuses them itself
+        model.config.distributed_config = _sizes(t, replicas)  # type: ignore[union-attr]
+
+
+@dataclass
+class RankSizes:
+    """The sizes that Trainer and accelerate read from transformers' DistributedConfig, where transformers is not imported."""
+
+    tp_size: int
+    fsdp_size: int
+    dp_replicate_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp_replicate_size * self.fsdp_size
+
+
+class RanksConfig:
+    """The `config` of a parallelized model that has none of its own: the Trainer looks for the ranks there."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: asdict(value) if is_dataclass(value) else value for name, value in vars(self).items()}  # type: ignore[arg-type]
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict())
+
+
+def _sizes(t: int, replicas: int) -> Any:
     module = sys.modules.get("transformers.distributed.configuration_utils")
     known = getattr(module, "DistributedConfig", None)
-    if (
-        known is not None and "fsdp_size" in inspect.signature(known).parameters
-    ):  # from which Trainer has the other sizes
-        model.config.distributed_config = known(tp_size=t, tp_plan={}, fsdp_size=replicas)  # type: ignore[union-attr]
+    if known is None or "fsdp_size" not in inspect.signature(known).parameters:
+        return RankSizes(t, replicas)
+    return known(tp_size=t, tp_plan={}, fsdp_size=replicas)
 
 
 def parallel_class(original: type[nn.Module]) -> type[nn.Module]:

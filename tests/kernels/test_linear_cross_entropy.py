@@ -43,6 +43,16 @@ def test_loss_and_gradients(small_chunks, tokens, bias, smoothing):
         torch.testing.assert_close(a, c, **TIGHT)
 
 
+def test_a_mean_over_no_label_at_all():
+    """NaN, with gradients of zero: eager writes none to ignored tokens, whatever comes from above."""
+    x, w, b, y = case(6, 37)
+    y.fill_(-100)
+    loss, expected = ops.linear_cross_entropy(x, w, b, y, -100, 0.0), eager(x, w, b, y)
+    found, right = (torch.autograd.grad(v / (y != -100).sum(), [x, w, b]) for v in (loss, expected))
+    for a, c in zip(found, right, strict=True):
+        assert torch.equal(a, c) and not a.any()
+
+
 def test_chunks():
     """At most 8, of about the same size, in multiples of 128; as few as fit into CHUNK_BYTES."""
     assert module.chunk_rows(8192, 128256, 2) == 4096

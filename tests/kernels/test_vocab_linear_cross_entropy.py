@@ -102,6 +102,14 @@ def test_no_gradient_and_no_tokens():
     assert loss.shape == (0,) and found[0].shape == (0, 16) and all(not v.any() for v in found[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_mean_over_no_label_at_all(dtype):
+    """Ignored tokens get no gradient, be that from above infinite."""
+    x, w, b, y, g = case(6, 7, dtype=dtype)
+    y.fill_(-100)
+    assert all(torch.equal(v, torch.zeros_like(v)) for v in sharded(x, w, b, y, g / 0, 2)[1])
+
+
 def test_joint_graph():
     """Three nodes for every number of tokens; the rank is asked for when the graph runs."""
 

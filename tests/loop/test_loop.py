@@ -33,8 +33,9 @@ for module in sorted((HERE / "situations").glob("*.py")):
 
 def cases() -> Iterator[Any]:
     for name, each in loop.SITUATIONS.items():
-        for world in each.ranks:
-            yield pytest.param(world, name, marks=pytest.mark.slow if world in each.slow else [])
+        runs = [(world, name, world) for world in each.ranks] + [(2, f"{name}:{form}", form) for form in each.data]
+        for world, run, key in runs:
+            yield pytest.param(world, run, marks=pytest.mark.slow if key in each.slow else [])
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def results(
     def launch(world: int) -> dict[str, Any]:
         names = [params["name"] for params in chosen if params["world"] == world]
         texts = ranks.run_ranks(__file__, tmp_path_factory.mktemp(f"loop{world}"), world, *names, timeout=1700)
-        lines = re.findall(r"^(PASS|FAIL) (\w+): (.*)$", texts[0], re.MULTILINE)
+        lines = re.findall(r"^(PASS|FAIL) ([\w:]+): (.*)$", texts[0], re.MULTILINE)
         return {name: (verdict, text.replace(" | ", "\n")) for verdict, name, text in lines}
 
     return launch
@@ -77,8 +78,13 @@ def test_a_difference_is_seen() -> None:
         del loop.SITUATIONS["differs"]
 
 
-def config(world: int) -> megafx.Config:
-    return megafx.Config(tensor_model_parallel_size=world, hardware="h100-nvlink")
+def config(world: int, form: str = "") -> megafx.Config:
+    """form: of data parallelism over these ranks; without one they are tensor-parallel."""
+    if not form:
+        return megafx.Config(tensor_model_parallel_size=world, hardware="h100-nvlink")
+    return megafx.Config(
+        tensor_model_parallel_size=1, data_parallel_size=world, data_parallel=form, hardware="h100-nvlink"
+    )
 
 
 def main() -> None:
@@ -92,10 +98,12 @@ def main() -> None:
         folder, rank, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     ranks.start_group(folder, rank)
     world = dist.get_world_size()
-    for name in names or [n for n, s in loop.SITUATIONS.items() if world in s.ranks]:
+    every = [case.values for case in cases()]
+    for name in names or [run for ranks_of_it, run in every if ranks_of_it == world]:
         error, seen = None, ""
+        situation, _, form = name.partition(":")
         try:
-            seen = loop.run(name, config(world))
+            seen = loop.run(situation, config(world, form))
         except Exception:
             error = f"rank {rank}: {traceback.format_exc()}"
         errors: list[Any] = [None] * world

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -37,24 +38,31 @@ SITUATIONS: dict[str, Situation] = {}
 class Situation:
     """code(loop): the user's code. source: where such code, and what went wrong with it, is described.
 
-    ranks: numbers of ranks on which it runs. slow: at these only in the slow tests.
+    ranks: numbers of ranks on which it runs. data: forms of data parallelism in which it runs on two ranks more, each with half
+    of the rows (`Loop.rows`). slow: at these only in the slow tests.
     """
 
     code: Callable[[Loop], None]
     source: str
     ranks: tuple[int, ...]
-    slow: tuple[int, ...]
+    slow: tuple[int | str, ...]
     rtol: float
+    data: tuple[str, ...] = ()
 
 
 def situation(
-    source: str, *, ranks: tuple[int, ...] = (1, 2), slow: tuple[int, ...] = (), rtol: float = RTOL
+    source: str,
+    *,
+    ranks: tuple[int, ...] = (1, 2),
+    slow: tuple[int | str, ...] = (),
+    rtol: float = RTOL,
+    data: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
     """Register a situation under the name of its function."""
 
     def register(code: Callable[[Loop], None]) -> Callable[[Loop], None]:
         assert code.__name__ not in SITUATIONS, f"two situations are called {code.__name__}"
-        SITUATIONS[code.__name__] = Situation(code, source, ranks, slow, rtol)
+        SITUATIONS[code.__name__] = Situation(code, source, ranks, slow, rtol, data)
         return code
 
     return register
@@ -77,6 +85,23 @@ class Loop:
             return model
         config = megafx.Config.from_dict(self.config.to_dict() | options)
         return megafx.parallelize(model, config, example_inputs=example_inputs)
+
+    @property
+    def parts(self) -> int:
+        """Numbers of data-parallel ranks."""
+        return 1 if self.config is None else self.config.data_parallel_size or 1
+
+    def rows(self, batch: Tensor) -> Tensor:
+        """This rank's rows of a batch [rows, ...]: all of them but with data parallelism."""
+        return batch if self.parts == 1 else batch.chunk(self.parts)[dist.get_rank()]
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Of what data-parallel ranks computed of their own rows: a loss outside of the graph. Without a gradient."""
+        if self.parts == 1:
+            return value.detach()
+        value = value.detach().clone()
+        dist.all_reduce(value)
+        return value / self.parts
 
     def see(self, **values: Any) -> None:
         """Note values that have to be the same in eager mode: tensors, or structures with tensors and plain values."""

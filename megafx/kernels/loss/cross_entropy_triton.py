@@ -218,7 +218,8 @@ def _gradient(
 @triton.jit
 def _scale(x, out, factor, total, N: tl.constexpr):  # [total] IN, OUT, [] IN
     i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    value = tl.load(x + i, mask=i < total, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    value = tl.load(x + i, mask=i < total, other=0.0).to(tl.float32)
+    value = tl.where(value == 0.0, 0.0, value * tl.load(factor).to(tl.float32))  # ignored tokens, factor infinite
     tl.store(out + i, value.to(out.dtype.element_ty), mask=i < total)
 
 

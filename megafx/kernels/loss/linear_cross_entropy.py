@@ -124,14 +124,19 @@ def _backward(ctx, grad: Tensor | None, *_):
     return dx, dw, db if ctx.bias else None, None, None, None, None
 
 
+def _scaled(saved: Tensor, grad: Tensor) -> Tensor:
+    """saved times grad; zeros stay zeros. A mean over no label at all has an infinite gradient, which ignored tokens do not get."""
+    return (saved.to(grad.dtype) * grad).masked_fill_(saved == 0, 0.0)
+
+
 _KERNEL = "loss.cross_entropy_triton:linear_cross_entropy_backward"
 define_op(
     "linear_cross_entropy_backward(Tensor saved, Tensor grad) -> Tensor",
     rule="lin[0]: ..., ~ -> ...",
     samples=[(fixed(4, 6), fixed())],
-    reference=lambda saved, grad: (saved.to(grad.dtype) * grad).to(saved.dtype).contiguous(),
+    reference=lambda saved, grad: _scaled(saved, grad).to(saved.dtype).contiguous(),
     triton=_KERNEL,
     fake=lambda saved, grad: new_like(saved),
-    inplace=InPlace("saved", lambda saved, grad: saved.copy_(saved.to(grad.dtype) * grad), f"{_KERNEL}_"),
+    inplace=InPlace("saved", lambda saved, grad: saved.copy_(_scaled(saved, grad)), f"{_KERNEL}_"),
 )
 define_gradient("linear_cross_entropy_forward", _backward, _saves)

@@ -61,7 +61,7 @@ def backward(
     if low:
         given = grad if lse_grad is None else torch.cat([grad, lse_grad])
         most = given.abs().amax() if len(given) else grad.new_ones(())
-        most = torch.where(most == 0, 1.0, most)
+        most = torch.where((most == 0) | ~most.isfinite(), 1.0, most)  # infinite: a mean over no label at all
         grad = grad / most * FP16_FACTOR
         lse_grad = None if lse_grad is None else lse_grad / most * FP16_FACTOR
     chunks = LogitsChunks(x, weight, bias)

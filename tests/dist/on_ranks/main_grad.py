@@ -47,7 +47,7 @@ def trains_in_bf16(parts: int, tensor_ranks: int, **options: Any) -> None:
     for p in model.parameters():
         assert isinstance(p, TPTensor) and p.main_grad is p.grad and p.dtype == torch.bfloat16
     other = copy.deepcopy(model)
-    assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in zip(other.parameters(), model.parameters()))
+    assert all(p.grad is None for p in other.parameters())  # as torch copies parameters
     assert parts == 1 or collective_dtypes(model) == {torch.float32}
     norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6))
     if dist.get_rank() == 0:

@@ -1,0 +1,58 @@
+"""Trainers of transformers, trl and accelerate on two tensor-parallel gloo ranks, with their defaults and with LoRA: ten steps as
+one process has them with the plain model (trainer_runs.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = str(Path(__file__).resolve().parent / "trainer_runs.py")
+QUICK = ("trainer_with_lora", "trainer_of_own_module", "accelerate_in_one_call")
+SLOW = ("seq2seq_with_generation",)
+TRL = ("sft", "sft_with_lora", "dpo", "dpo_with_lora", "grpo", "grpo_with_lora")
+pytestmark = pytest.mark.dist
+
+
+def run(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
+    """Name -> curves, as trainer_runs.py prints them."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = plain | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *launch, SCRIPT, str(folder), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("log "))[4:])
+
+
+def compare(names: tuple[str, ...], folder: Path, rtol: float, of_weights: float) -> None:
+    wanted, found = run(folder, 1, "--eager", *names), run(folder, 2, *names)
+    for name in names:
+        assert isinstance(wanted[name], dict), wanted[name]
+        assert len(wanted[name]["losses"]) >= 10 and found[name].keys() == wanted[name].keys()
+        for what, curve in wanted[name].items():
+            bound = pytest.approx(curve, rel=of_weights if what == "weights" else rtol, abs=1e-6)
+            assert found[name][what] == bound, f"{what} of {name}"
+
+
+def test_the_trainer_with_lora_and_with_own_modules_and_accelerate(tmp_path: Path) -> None:
+    compare(QUICK, tmp_path, 1e-6, 1e-4)
+
+
+@pytest.mark.slow
+def test_generation_inside_of_training(tmp_path: Path) -> None:
+    compare(SLOW, tmp_path, 1e-10, 1e-8)
+
+
+# Losses are computed in fp32, and AdamW makes whole steps of rounding where a gradient is zero.
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
+@pytest.mark.parametrize("name", TRL)
+def test_trl(name: str, tmp_path: Path) -> None:
+    compare((name,), tmp_path, 1e-3, 1e-2)
