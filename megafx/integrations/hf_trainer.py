@@ -42,7 +42,14 @@ def attach(trainer: Any) -> Any:
     trainer.add_callback(TrainerCheckpoints())
     gather_once(trainer.accelerator, trainer.get_tp_size())
     if not trainer.args.eval_use_gather_object:
-        trainer.gather_function = trainer.accelerator.gather_for_metrics
+        looped = trainer.evaluation_loop
+
+        @functools.wraps(looped)
+        def evaluation_loop(*args: Any, **kwargs: Any) -> Any:
+            trainer.gather_function = trainer.accelerator.gather_for_metrics  # Seq2SeqTrainer sets one at each call
+            return looped(*args, **kwargs)
+
+        trainer.evaluation_loop = evaluation_loop
     return trainer
 
 

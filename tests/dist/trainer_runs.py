@@ -27,6 +27,7 @@ from hf_trainer import allow_cpu
 from shared import end, first, sequences, small_llama, start
 
 import megafx
+from megafx.integrations.hf_trainer import attach
 
 STEPS = 10
 RUNS: dict[str, Callable[[Runs], dict[str, list[float]]]] = {}
@@ -194,6 +195,8 @@ def seq2seq_with_generation(runs: Runs) -> dict[str, list[float]]:
         Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=9, generation_num_beams=2
     )
     made = Seq2SeqTrainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8], compute_metrics=metrics)
+    if not runs.eager:
+        attach(made)  # each sample once in what is evaluated
     found = runs.trained(made)
     made.evaluate()
     return found | {"generated": generated}

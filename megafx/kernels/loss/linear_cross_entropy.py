@@ -125,7 +125,7 @@ def _backward(ctx, grad: Tensor | None, *_):
 
 
 def _scaled(saved: Tensor, grad: Tensor) -> Tensor:
-    """saved times grad; zeros stay zeros. A mean over no label at all has an infinite gradient, which ignored tokens do not get."""
+    """saved times grad; zeros stay zeros: a mean over no label at all has an infinite gradient, not for ignored tokens."""
     return (saved.to(grad.dtype) * grad).masked_fill_(saved == 0, 0.0)
 
 
