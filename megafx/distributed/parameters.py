@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.optimizer import _foreach_supported_types, register_optimizer_step_pre_hook
 
+from megafx.distributed import optimizers
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import make_spec, placement_of
 from megafx.errors import PlanError, UsageError
@@ -119,6 +120,7 @@ def refuse_stale_optimizers(model: nn.Module) -> None:
 
 def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace each parameter by a replicated TPTensor over the same memory; ties are kept."""
+    optimizers.prepare()
     made: dict[int, nn.Parameter] = {}
     for fqn, slot in list(parameter_slots(model)):
         param = slot.get()

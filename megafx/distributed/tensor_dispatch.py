@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.distributed.tensor_layout import LayoutShard, is_permuted, make_spec, physical_spec, placement_of, zero_pads
+from megafx.distributed.whole_operations import in_optimizer_step, on_whole, whole_of, written_tensors
 from megafx.errors import UsageError
 from megafx.placements.tensors import shard_tensor
 
@@ -38,16 +39,26 @@ class DispatchedTensor(DTensor):
         if func in _TO_BOOL:  # made of operations on TPTensors, which come here too
             with contextlib.nullcontext() if SUBCLASS_DISPATCH else _Dispatching():
                 return _TO_BOOL[func](*args, **kwargs)
-        done, result = False, None
+        done, result, written = False, None, written_tensors(func, args, kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             done = True
             _unscale_gradients(func, *args, **kwargs)
         elif _order_free(func):
-            done, result = _on_locals(func, args, kwargs)
+            done, result = _on_locals(func, args, kwargs, written)
+        elif func is aten.index_put_.default:
+            done, result = _write_masked(func, *args, **kwargs)
+        if not done and _computes_whole(func, args, kwargs, written):
+            done, result = True, on_whole(func, args, kwargs)
         if not done:
             result = _on_dtensors(func, args, kwargs)
-        for written in _written(func):
-            _count_write(args[written] if isinstance(written, int) and written < len(args) else kwargs.get(written))
+            if (
+                isinstance(result, DTensor)
+                and not isinstance(result, cls)
+                and result.dim() == 0
+                and in_optimizer_step()
+            ):
+                result = whole_of(result)
+        _count_write(*written)
         return result
 
 
@@ -88,17 +99,9 @@ _TO_BOOL: dict[Any, Callable[..., Any]] = {
 }
 
 
-@cache
-def _written(func: Any) -> tuple[int | str, ...]:
-    """Arguments that the operation writes: positions, or names if keyword-only."""
-    arguments = func._schema.arguments
-    writes = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-    return tuple(arguments[i].name if arguments[i].kwarg_only else i for i in writes)
-
-
-def _count_write(x: Any) -> None:
+def _count_write(*written: torch.Tensor) -> None:
     """Count a write through a DTensor as one into its local tensor: below autograd nothing else does."""
-    for tensor in x if isinstance(x, (list, tuple)) else (x,):
+    for tensor in written:
         if isinstance(tensor, DTensor) and not tensor._local_tensor.is_inference():
             torch.autograd.graph.increment_version(tensor._local_tensor)
 
@@ -193,8 +196,11 @@ class _Mixed(Exception):
     """Operands at different placements."""
 
 
-def _local_of(x: Any, like: DispatchedTensor) -> Any:
-    """The local tensor of an operand beside `like`; raises _Mixed where it cannot be had without communication."""
+def _local_of(x: Any, like: DispatchedTensor, written: Sequence[torch.Tensor] = ()) -> Any:
+    """The local tensor of an operand beside `like`; raises _Mixed where it cannot be had without communication.
+
+    written: what the operation writes. A whole tensor among these has no part that could be written in its place.
+    """
     if not isinstance(x, torch.Tensor):
         return x
     spec = like._spec
@@ -203,16 +209,51 @@ def _local_of(x: Any, like: DispatchedTensor) -> Any:
             return x._local_tensor
         if not x._spec.placements[0].is_replicate():
             raise _Mixed
+        if _is_written(x, like, written):
+            raise _Mixed
         x = x._local_tensor
     if x.dim() == 0:
         return x
+    if _is_written(x, like, written):
+        raise _Mixed
     if x.shape == like.shape and (placement := placement_of(like)).kind != "P":
         return shard_tensor(x, placement, spec.mesh.get_local_rank(), spec.mesh.size())
     raise _Mixed
 
 
-def _rewrap(out: Any, like: DispatchedTensor, name: str, sources: dict[int, Any]) -> Any:
-    if not isinstance(out, torch.Tensor):
+def _is_written(x: torch.Tensor, beside: DispatchedTensor, written: Sequence[torch.Tensor]) -> bool:
+    """Whether whole x is written, beside a shard."""
+    return any(x is w for w in written) and x.dim() > 0 and not beside._spec.placements[0].is_replicate()
+
+
+def _computes_whole(func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> bool:
+    """Whether an operation is done on whole values: in an optimizer's step, and where a whole tensor is written, such as an
+    average of parameters that was made before they were cut."""
+    tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    if _order_free(func) and any(_is_written(w, x, written) for w in written for x in tensors if _is_shard(x)):
+        return True
+    name = _op_name(func)
+    reduces = (name in _NORMS or name in ("sum", "mean", "count_nonzero")) and _is_scalar(func, args, kwargs)
+    return not reduces and name not in _RANDOM and name != "_local_scalar_dense" and in_optimizer_step()
+
+
+def _is_shard(x: torch.Tensor) -> bool:
+    return isinstance(x, DispatchedTensor) and not x._spec.placements[0].is_replicate()
+
+
+def _is_scalar(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a reduction is one of all elements, to a 0-d tensor or a list of such."""
+    if _op_name(func) == "_foreach_norm":
+        return True
+    at = next((i for i, a in enumerate(func._schema.arguments) if a.name == "dim"), None)
+    dim = None if at is None else args[at] if at < len(args) else kwargs.get("dim")
+    return dim is None or (isinstance(dim, (list, tuple)) and not dim)
+
+
+def _rewrap(out: Any, like: DispatchedTensor | None, name: str, sources: dict[int, Any]) -> Any:
+    if not isinstance(out, torch.Tensor) or like is None:
         return out
     spec = like._spec
     if is_permuted(like) and name not in _KEEPS_ZERO:
@@ -228,8 +269,8 @@ def _is_list(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and any(isinstance(e, torch.Tensor) for e in x)
 
 
-def _on_locals(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """(whether it could be done on local tensors, result)."""
+def _on_locals(func: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> tuple[bool, Any]:
+    """(whether it could be done on local tensors, result). written: what the operation writes."""
     name = _op_name(func)
     values = [*args, *kwargs.values()]
     lists = [v for v in values if _is_list(v)]
@@ -238,12 +279,14 @@ def _on_locals(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         if lists:
             first = lambda row: next((x for x in row if isinstance(x, DispatchedTensor)), None)  # noqa: E731
             rows: list[Any] = [first(row) for row in zip(*lists, strict=True)]
-            if None in rows:
-                return False, None
-            convert = lambda v: [_local_of(x, r) for x, r in zip(v, rows, strict=True)] if _is_list(v) else _scalar(v)  # noqa: E731
+            convert = lambda v: (  # noqa: E731
+                [x if r is None else _local_of(x, r, written) for x, r in zip(v, rows, strict=True)]
+                if _is_list(v)
+                else _scalar(v)
+            )
         else:
             rows = [next(v for v in values if isinstance(v, DispatchedTensor))]
-            convert = lambda v: _local_of(v, rows[0])  # noqa: E731
+            convert = lambda v: _local_of(v, rows[0], written)  # noqa: E731
         local_args, local_kwargs = [convert(a) for a in args], {k: convert(v) for k, v in kwargs.items()}
     except _Mixed:
         return False, None
@@ -261,6 +304,17 @@ def _on_locals(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
                         zero_pads(x._local_tensor, x._spec)
         return True, None
     return True, _rewrap(out, rows[0], name, sources)
+
+
+def _write_masked(func: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> tuple[bool, Any]:
+    """`x[mask] = number`, as `_on_locals`: the mask is placed as x is, and false in the padding."""
+    mask = indices[0]
+    if not (isinstance(x, DispatchedTensor) and isinstance(mask, DispatchedTensor) and mask.dtype == torch.bool):
+        return False, None
+    if len(indices) > 1 or mask.shape != x.shape or mask._spec.placements != x._spec.placements or values.dim() > 0:
+        return False, None
+    func(x._local_tensor, [mask._local_tensor], values, accumulate)
+    return True, x
 
 
 def _scalar(x: Any) -> Any:

@@ -30,9 +30,9 @@ if __name__ == "__main__":  # pytest has them by pyproject.toml
 import ranks  # noqa: E402
 
 MODULES = (
-    "transitions", "parameters", "train_models", "call_forms", "call_structures", "data_parallel", "batches", "experts",
-    "weights", "fsdp_checkpoint", "generation", "pipeline", "accelerated", "one_rank", "recompute", "main_grad",
-    "verified",
+    "transitions", "parameters", "optimizers", "train_models", "call_forms", "call_structures", "data_parallel", "batches",
+    "experts", "weights", "fsdp_checkpoint", "generation", "pipeline", "accelerated", "one_rank", "recompute",
+    "main_grad", "verified",
 )  # fmt: skip
 for module in MODULES:
     __import__(module)

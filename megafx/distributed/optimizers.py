@@ -1,0 +1,57 @@
+"""Optimizers of sharded parameters: state follows the parameters, and Muon works on whole matrices.
+
+Nothing is to be done in a training loop: `prepare`, called when a model's parameters become TPTensors, hooks into torch.optim.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megafx.distributed import muon
+from megafx.distributed.tensor import TPTensor, spec_of, wrap
+from megafx.distributed.tensor_layout import placement_of
+from megafx.placements.tensors import shard_tensor
+
+
+@cache
+def prepare() -> None:
+    """Once a process."""
+    register_optimizer_step_pre_hook(lambda optimizer, *_: follow(optimizer))
+    muon.prepare()
+
+
+@torch.no_grad()
+def follow(optimizer: torch.optim.Optimizer) -> None:
+    """Cut state that was made, or loaded, for whole parameters as the parameters are cut by now.
+
+    Such is Adagrad's, which its constructor makes, and that of a `state_dict()` of another run. What has not the parameter's
+    shape is left as it is. All state of a group is alike: that of its first sharded parameter shows whether there is any.
+    """
+    for group in optimizer.param_groups:
+        first = next((p for p in group["params"] if _is_cut(p) and p in optimizer.state), None)
+        if first is not None and any(_is_whole(x, first) for x in optimizer.state[first].values()):
+            for p in group["params"]:
+                if _is_cut(p) and p in optimizer.state:
+                    state = optimizer.state[p]
+                    state.update({name: _cut(x, p) for name, x in state.items() if _is_whole(x, p)})
+
+
+def _is_cut(p: Any) -> bool:
+    return isinstance(p, TPTensor) and not p._spec.placements[0].is_replicate()
+
+
+def _is_whole(x: Any, p: TPTensor) -> bool:
+    if not isinstance(x, torch.Tensor) or x.shape != p.shape:
+        return False
+    return not isinstance(x, DTensor) or x._spec.placements[0].is_replicate()
+
+
+def _cut(x: torch.Tensor, p: TPTensor) -> torch.Tensor:
+    mesh = p._spec.mesh
+    local = x._local_tensor if isinstance(x, DTensor) else x
+    return wrap(shard_tensor(local, placement_of(p), mesh.get_local_rank(), mesh.size()), spec_of(p._spec, x.dtype))
