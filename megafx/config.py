@@ -97,7 +97,10 @@ class Config:
     gather_outputs: bool = _option(
         True, "without a loss in the graph, outputs come back whole; False: as sharded DTensors"
     )
-    differentiable_outputs: bool = _option(False, "large outputs that are returned beside a loss carry gradients too")
+    differentiable_outputs: bool = _option(
+        False,
+        "outputs beside a loss keep what their gradients need from the first call on, not from the first such backward on",
+    )
     lazy_outputs: bool = _option(
         True, "logits beside a loss that is fused with their layer are computed when they are first read"
     )

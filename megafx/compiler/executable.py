@@ -237,10 +237,7 @@ class Executable:
         """retain: leave `kept` as it is for another backward. pending: for the program's inputs of that kind."""
         assert self._backward is not None, "this program was built without gradients"
         if self.parts.saved and not kept.values:
-            raise UsageError(
-                "backward ran through this call's graph before, and its values are freed",
-                fix="call backward(retain_graph=True) the first time",
-            )
+            raise freed()
         changed = [self.parts.saved[i] for i, version in kept.versions if kept.values[i]._version != version]
         changed += [saved for part, version, saved in kept.parts if part._version != version]
         for saved in changed:
@@ -269,6 +266,13 @@ class Executable:
 def _contiguous(x: Any) -> Any:
     """The graphs were traced on contiguous inputs: their views are legal on no others."""
     return x.contiguous() if isinstance(x, torch.Tensor) else x
+
+
+def freed() -> UsageError:
+    return UsageError(
+        "backward ran through this call's graph before, and its values are freed",
+        fix="call backward(retain_graph=True) the first time",
+    )
 
 
 def _tangent(tangent: torch.Tensor | None, like: tuple[Any, Any, Any]) -> torch.Tensor:

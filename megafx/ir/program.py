@@ -422,6 +422,12 @@ def differentiable_nodes(program: Program, wants_grad: Callable[[Input], bool] |
     return found
 
 
+def differentiable_outputs(program: Program) -> list[int]:
+    """Indices of user outputs that require a gradient in eager mode. (An input that is returned is the user's own tensor.)"""
+    made = [isinstance(x, fx.Node) and x.op != "placeholder" and is_floating(x) for x in program.results()]
+    return [i for i, o in enumerate(program.outputs) if made[i] and o.kind == "user" and o.requires_grad]
+
+
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get(VAL)
     values: Iterable[Any] = value if isinstance(value, (tuple, list)) else (value,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import sympy
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from megafx.analysis.communication import schedule
 from megafx.analysis.tables import TableGuard
 from megafx.capture.caches import give_back
-from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs
+from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs, freed
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.board import BACKWARD, FORWARD, Board, Entry, calls_differ, replicas_differ
@@ -58,6 +59,8 @@ class CompiledCall:
     tangents) -> (outputs without gradients, kept); backward(kept, tangents) -> gradients, one for each of `wrt` (indices of
     inputs). differentiated: indices of outputs that bring a tangent. params: FQN -> storage. joined: FQNs of parameters that
     the graph reads as one. shards: as `outputs.output_shards`. holding: other backward graphs, where ranks reduce gradients.
+    beside: indices of outputs that the graph does not differentiate, and eager mode does; differentiable: compiles the form in
+    which they have gradients.
     """
 
     program: Program
@@ -68,6 +71,8 @@ class CompiledCall:
     joined: list[list[str]] = field(default_factory=list)
     shards: list[OutputShard | None] | None = None
     holding: HeldBack | None = None
+    beside: list[int] = field(default_factory=list)
+    differentiable: Callable[[], CompiledCall] | None = None
     spec: CallSpec = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,17 +143,20 @@ class Boards:
             sizes = [n for _, x in call.tensors() for n in x.shape] if graph.equal_batches else []
             self._replicas(FORWARD, self.shared, graph, held, sizes)
 
-    def backward(self, graph: BoundGraph, step: int, shared: int, held: bool) -> None:
-        """Of the step-th call and shared-th forward of replicas."""
+    def backward(self, graph: BoundGraph, step: int, shared: int, held: bool, about: str) -> None:
+        """Of the step-th call and shared-th forward of replicas. about: what tensor-parallel ranks agree on."""
         if self.calls is not None:
-            found = self.calls.exchange(Entry(BACKWARD, step, graph.about, ()))
+            found = self.calls.exchange(Entry(BACKWARD, step, about, ()))
             if found is not None:
                 raise calls_differ(found, ())
-        self._replicas(BACKWARD, shared, graph, held, ())
+        self._replicas(BACKWARD, shared, graph, held, (), "" if about == graph.about else about.partition("\n")[0])
 
-    def _replicas(self, phase: int, number: int, graph: BoundGraph, held: bool, sizes: Sequence[int]) -> None:
+    def _replicas(
+        self, phase: int, number: int, graph: BoundGraph, held: bool, sizes: Sequence[int], more: str = ""
+    ) -> None:
         if self.replicas is not None and graph.schedule:
-            text = f"no_sync holds gradients back\n{graph.schedule}" if held else graph.schedule
+            marks = [*(["no_sync holds gradients back"] if held else []), *([more] if more else [])]
+            text = "\n".join([*marks, graph.schedule])
             if (found := self.replicas.exchange(Entry(phase, number, text, sizes))) is not None:
                 raise replicas_differ(found)
 
@@ -190,6 +198,9 @@ class BoundGraph:
         self.slot_of = {i: slots[x.name] for i, x in enumerate(self.inputs) if x.kind == "param"}
         self.losses = [i for i, o in enumerate(self.outputs) if o.loss]
         self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
+        self.connected = [*compiled.differentiated, *compiled.beside]  # outputs that autograd knows of
+        self.make_differentiable: Callable[[], BoundGraph] | None = None
+        self._differentiable: BoundGraph | None = None
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
 
     def fits(self, call: Call) -> bool:
@@ -204,13 +215,27 @@ class BoundGraph:
         """As CallSpec.undecided."""
         return self.compiled.spec.undecided(call.args, call.kwargs, call.loss_inputs) if self.tables.holds() else {}
 
+    @property
+    def differentiable(self) -> BoundGraph:
+        """The form in which outputs beside the loss have gradients. Collective the first time."""
+        if self._differentiable is None:
+            assert self.make_differentiable is not None
+            self._differentiable = self.make_differentiable()
+            assert self._differentiable.wrt_names == self.wrt_names
+        return self._differentiable
+
+    def serving(self, call: Call) -> BoundGraph:
+        """Itself, or its differentiable form where an earlier call has needed that."""
+        other = self._differentiable
+        return self if other is None or not other.fits(call) else other
+
     def run(self, call: Call) -> Any:
         inputs, user = self._inputs(call)
         compiled = self.compiled
         if compiled.wrt and torch.is_grad_enabled():
             wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
             step = _Step(self, inputs, call)
-            for index, output in zip(compiled.differentiated, _Run.apply(step, *wrt), strict=True):
+            for index, output in zip(self.connected, _Run.apply(step, *wrt), strict=True):
                 step.outputs[index] = output
             outputs = step.outputs
         else:
@@ -220,11 +245,11 @@ class BoundGraph:
     def _results(self, outputs: list[Any], user: Mapping[int, torch.Tensor]) -> list[Any]:
         """What the user gets for each user output: never one object twice, without a gradient where eager mode gives none, and
         what came in as it is."""
-        differentiated, seen, results = {*self.compiled.differentiated}, set[int](), []
+        connected, seen, results = {*self.connected}, set[int](), []
         for index in self.user_outputs:
             value = self._given_back(index, user) if index in self.given_back else outputs[index]
             if isinstance(value, torch.Tensor):
-                if index not in differentiated and index not in self.given_back and value.requires_grad:
+                if index not in connected and index not in self.given_back and value.requires_grad:
                     value = value.detach()
                 if id(value) in seen:
                     value = value.view_as(value)
@@ -244,8 +269,10 @@ class BoundGraph:
         param = slot.module._parameters[slot.key]
         return param.full_tensor() if isinstance(param, DTensor) else param
 
-    def _inputs(self, call: Call) -> tuple[list[Any], dict[int, torch.Tensor]]:
-        """(local tensors in placeholder order, position -> the user's own tensor)."""
+    def _inputs(
+        self, call: Call, again: Mapping[tuple[str, str], Any] = MappingProxyType({})
+    ) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        """(local tensors in placeholder order, position -> the user's own tensor). again: (kind, name) -> what it was."""
         state, see = self.state, self.executable.see
         given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs))
         slots = iter(self.slots)
@@ -263,6 +290,8 @@ class BoundGraph:
             elif spec.kind == "user":
                 value = user[len(inputs)] = next(given)
                 inputs.append(value.local.contiguous() if isinstance(value, CacheShard) else value.detach())
+            elif (spec.kind, spec.name) in again:
+                inputs.append(again[spec.kind, spec.name])
             elif spec.kind == "buffer":
                 inputs.append(state.model.get_buffer(spec.name))
             elif spec.kind == "constant":
@@ -276,6 +305,9 @@ class BoundGraph:
         for index, name in self.mutations:
             with torch.no_grad():
                 self._stored(name).copy_(outputs[index])
+        return self._as_the_user_gets(outputs, call)
+
+    def _as_the_user_gets(self, outputs: list[Any], call: Call) -> list[Any]:
         for index in self.user_outputs:  # users may write into them: not into what autograd takes for a view of another
             if isinstance(outputs[index], torch.Tensor) and outputs[index]._is_view():
                 outputs[index] = outputs[index].detach()
@@ -323,6 +355,15 @@ class BoundGraph:
                 )
         return self.executable.backward(kept, tangents, retain) if found is None else found
 
+    def recompute(self, again: _Again, call: Call, tangents: Mapping[int, Any], edges: Sequence[Any]) -> list[Any]:
+        """`backward` of a call that another form of this graph has run. tangents: of outputs, as autograd gives them."""
+        inputs, _ = self._inputs(call, again.values)
+        outputs, kept = self.executable.forward(inputs)
+        outputs = self._as_the_user_gets(outputs, call)
+        of = [(tangents.get(i), outputs[i]) for i in self.compiled.differentiated]
+        given = [_local_tangent(x, o if isinstance(o, TPTensor) else None) for x, o in of]
+        return self.backward(kept, given, False, edges)
+
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
         names = [self.inputs[i].name for i in self.compiled.wrt]
@@ -346,6 +387,35 @@ class BoundGraph:
                     outputs.watch(self.inputs[i].name, slot.module._parameters[slot.key])
 
 
+class _Again:
+    """What it takes to compute a call once more: values that a later call changes, and how all others were.
+
+    values: (kind, name) of an input -> what it was.
+    """
+
+    def __init__(self, graph: BoundGraph, inputs: list[Any], parameters: Sequence[torch.Tensor]) -> None:
+        written = {name for _, name in graph.mutations}
+        pairs = [(spec, value) for spec, value in zip(graph.inputs, inputs, strict=True)]
+        self.values = {
+            (spec.kind, spec.name): value.clone() if spec.kind == "buffer" else value
+            for spec, value in pairs
+            if spec.kind == "seed" or (spec.kind == "buffer" and spec.name in written)
+        }
+        read = [(spec.name, x) for spec, x in pairs if isinstance(x, torch.Tensor) and spec.name not in written]
+        read += [(name or "an input", x) for name, x in zip(graph.wrt_names, parameters, strict=True)]
+        self.versions = [(name, x, x._version) for name, x in read if not x.is_inference()]
+
+    def check(self) -> None:
+        """Raise where the call can no longer be computed as it was."""
+        for name, tensor, version in self.versions:
+            if tensor._version != version:
+                raise UsageError(
+                    f"'{name}' was changed in place between forward and backward, which computes the call once more for the "
+                    "gradients of outputs beside the loss",
+                    fix="call backward before the change, or pass Config(differentiable_outputs=True)",
+                )
+
+
 class _Step:
     """What one call hands to `_Run`. outputs: all of the graph's, filled by forward."""
 
@@ -362,6 +432,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:
         graph = step.graph
+        ctx.again = _Again(graph, step.inputs, wrt) if graph.compiled.beside else None
+        ctx.call = step.call if graph.compiled.beside else None
         outputs, ctx.kept = graph.executable.forward(step.inputs)
         graph.watch_parameters(ctx.kept)
         if (hooks := _top_saved_tensors_default_hooks(False)) is not None:
@@ -369,7 +441,7 @@ class _Run(torch.autograd.Function):
         step.inputs = []
         step.outputs = graph.finish(outputs, step.call)
         graph.state.check_finite("the loss is", [(graph.outputs[i].name, step.outputs[i]) for i in graph.losses])
-        results = tuple(step.outputs[i] for i in graph.compiled.differentiated)
+        results = tuple(step.outputs[i] for i in graph.connected)
         ctx.graph, ctx.numbers = graph, step.numbers
         ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
         ctx.layouts = [o if isinstance(o, TPTensor) else None for o in results]
@@ -385,23 +457,35 @@ class _Run(torch.autograd.Function):
             )
         graph: BoundGraph = ctx.graph
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        given = [_local_tangent(x, layout) for x, layout in zip(tangents, ctx.layouts, strict=True)]
-        boards = graph.state.boards
+        boards, again = graph.state.boards, ctx.again
+        own = len(graph.compiled.differentiated)
+        beside = any(x is not None for x in tangents[own:])
+        if beside and again is None:
+            raise freed()
         try:
             with stopping_with_others("backward"):
+                about = f"backward of outputs beside the loss\n{graph.about}" if beside else graph.about
+                edges = [edge for edge, _ in ctx.next_functions]
                 if boards is not None:
                     step, shared = ctx.numbers
-                    boards.backward(graph, step, shared, graph.state.held.now)
-                edges = [edge for edge, _ in ctx.next_functions]
-                gradients = graph.backward(ctx.kept, given, retain, edges)
+                    boards.backward(graph, step, shared, graph.state.held.now, about)
+                if beside:
+                    again.check()
+                    by_output = dict(zip(graph.connected, tangents, strict=True))
+                    gradients = graph.differentiable.recompute(again, ctx.call, by_output, edges)
+                else:
+                    pairs = zip(tangents[:own], ctx.layouts[:own], strict=True)
+                    gradients = graph.backward(ctx.kept, [_local_tangent(x, o) for x, o in pairs], retain, edges)
                 graph.check_gradients(gradients)
         except LostRankError:
             if boards is not None:
                 boards.explain()
             raise
-        specs = ctx.specs
-        pairs = zip(gradients, specs, strict=True)
-        return (None, *[g if s is None or g is None else wrap(g, spec_of(s, g.dtype)) for g, s in pairs])
+        if not retain:
+            ctx.again = ctx.call = None
+            ctx.kept.values = []
+        of = zip(gradients, ctx.specs, strict=True)
+        return (None, *[g if s is None or g is None else wrap(g, spec_of(s, g.dtype)) for g, s in of])
 
 
 def _local_tangent(tangent: Any, output: TPTensor | None) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
 from megafx.compiler.pipeline import Compiled, Pending, compile_program, plan_only
 from megafx.ir.call_spec import differentiable_inputs
-from megafx.ir.program import PLACEMENT, Program
+from megafx.ir.program import PLACEMENT, Program, differentiable_outputs
 from megafx.placements.types import I, Placement
 from megafx.planner.context import Gradients, Planner, in_training
 from megafx.planner.plan import Plan
@@ -51,12 +51,41 @@ def compile_call(call: Call, is_training: bool, capture: Capture, planner: Plann
     planned = settle(call, capture, planner, settled)
     assert settled.plan is not None
     stored = dict(settled.plan.params)
-    if planned is not None and is_training:
+    shards = {n: x.placement for n, x in zip(call.names(), call.leaves, strict=True) if isinstance(x, CacheShard)}
+    general = replace(planner, fixed=stored | shards)
+    captured = planned if planned is not None and is_training else capture(False)
+    kept = captured.copy() if _gives_more_than_a_loss(captured, planner) else None
+    if captured is planned:
         planner = replace(planner, fixed=stored, given=settled.plan, agree=None)
-        compiled = compile_program(planned, planner)  # this call is the one that was planned
+        compiled = compile_program(captured, planner)  # this call is the one that was planned
     else:
-        shards = {n: x.placement for n, x in zip(call.names(), call.leaves, strict=True) if isinstance(x, CacheShard)}
-        compiled = compile_program(capture(False), replace(planner, fixed=stored | shards))
+        compiled = compile_program(captured, general)
+    made = _bound(compiled, call, planner, settled, stored)
+    if kept is not None:
+        made.beside = beside_the_loss(compiled)
+        config = planner.config.replace(differentiable_outputs=True)
+        other = replace(general, config=config)
+        made.differentiable = lambda: _bound(compile_program(kept.copy(), other), call, other, settled, stored)
+    return made
+
+
+def _gives_more_than_a_loss(captured: Program, planner: Planner) -> bool:
+    """Whether outputs beside a loss require a gradient in eager mode, and are compiled without."""
+    if planner.wants_grad is None or planner.config.differentiable_outputs or not any(o.loss for o in captured.outputs):
+        return False
+    return any(o.requires_grad and not o.loss for o in captured.outputs)
+
+
+def beside_the_loss(compiled: Compiled) -> list[int]:
+    """Indices of outputs that require a gradient in eager mode, and that the graph does not differentiate."""
+    known = {*compiled.differentiated}
+    return [i for i in differentiable_outputs(compiled.program) if i not in known]
+
+
+def _bound(
+    compiled: Compiled, call: Call, planner: Planner, settled: Settled, stored: Mapping[str, Placement]
+) -> CompiledCall:
+    """What this rank runs of a compiled program."""
     program = compiled.program
     for spec, node in zip(program.outputs, program.results(), strict=True):
         if spec.cache and (placement := node.meta.get(PLACEMENT)) is not None:

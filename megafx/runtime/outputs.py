@@ -1,8 +1,8 @@
 """Outputs of a graph as the user's structure: whole tensors, the loss, and lazy ones beside it.
 
 `LazyTensor` stands for a large output (logits beside a loss) that nobody may want: it knows shape and dtype, and is made at the
-first use of it: put together of the ranks' shards, collectively, and computed where the graph left it out (`Output.lazy`). It
-has no gradient.
+first use of it: put together of the ranks' shards, collectively, and computed where the graph left it out (`Output.lazy`). To
+autograd it is an output of the graph like any other: gradients of what is computed with it arrive there.
 """
 
 from __future__ import annotations
@@ -35,12 +35,20 @@ _METADATA = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in (*_FIELDS, "is_meta")]
     + [getattr(torch.Tensor, name) for name in (*_QUERIES, *_CHECKS)]
 )
+# What autograd keeps of a tensor object: of the lazy tensor itself.
+_OF_AUTOGRAD = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in ("grad", "retains_grad", "output_nr", "_backward_hooks")]
+    + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")]
+    + [torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.requires_grad_, torch.autograd.grad]
+    + [torch.Tensor.register_post_accumulate_grad_hook]
+)
 
 
 class LazyTensor(torch.Tensor):
     """A tensor that is made whole on first use: every rank of the axis has to use it then.
 
-    make: () -> the whole tensor, called at most once for all that derive from this one.
+    make: () -> the whole tensor, called at most once for all that derive from this one. What is computed with it is connected
+    to it by `_Value`, where autograd is on.
     """
 
     _make: Callable[[], torch.Tensor]
@@ -71,15 +79,15 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA or func in _OF_AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in (torch.Tensor.detach, torch.detach) and isinstance(args[0], LazyTensor):
-            return args[0]
+        if func in (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__) and isinstance(args[0], LazyTensor):
+            return LazyTensor(args[0].shape, args[0].dtype, args[0].device, args[0]._make)
         dtype = _CASTS.get(func) or _cast_of(func, args, kwargs)
         if dtype is not None:
             return _cast(args[0], dtype)
-        args, kwargs = torch.utils._pytree.tree_map(_whole, (tuple(args), kwargs))
+        args, kwargs = torch.utils._pytree.tree_map(_connected, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -103,6 +111,29 @@ def _whole(x: Any) -> Any:
     return x.whole() if isinstance(x, LazyTensor) else x
 
 
+def _connected(x: Any) -> Any:
+    """The tensor that a lazy one is, with its gradient."""
+    if not isinstance(x, LazyTensor):
+        return x
+    value: torch.Tensor = (
+        _Value.apply(x, x.whole) if x.requires_grad and torch.is_grad_enabled() else x.whole().detach()
+    )
+    return value
+
+
+class _Value(torch.autograd.Function):
+    """What `make` gives for a lazy tensor: a tensor of its shape. Gradients go to the lazy tensor, in its dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ctx.dtype = lazy.dtype
+        return make().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient.to(ctx.dtype), None
+
+
 def _cast_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
     """The dtype of `x.to(dtype)`."""
     plain = func is torch.Tensor.to and isinstance(args[0], LazyTensor) and not kwargs and len(args) == 2
@@ -112,7 +143,12 @@ def _cast_of(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
 def _cast(lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     if lazy.dtype == dtype:
         return lazy
-    return LazyTensor(lazy.shape, dtype, lazy.device, _once(lambda: lazy.whole().to(dtype)))
+    make = lazy._make
+    cast = LazyTensor(lazy.shape, dtype, lazy.device, _once(lambda: make().to(dtype)))
+    if not (lazy.requires_grad and torch.is_grad_enabled()):
+        return cast
+    connected: LazyTensor = _Value.apply(lazy, lambda: cast)
+    return connected
 
 
 def _once(make: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

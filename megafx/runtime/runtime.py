@@ -20,7 +20,7 @@ from torch._C import _autograd as autograd
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
-from megafx.capture.prepare import configs_of, released
+from megafx.capture.prepare import alone, configs_of, released
 from megafx.config import Config
 from megafx.distributed import agreement
 from megafx.distributed.board import FORWARD, GRADIENTS, TRAINING, Entry, calls_differ, make_board
@@ -172,7 +172,7 @@ class Runtime:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
         call = self._call_of(args, kwargs, part)
-        graph = self._graph(call)
+        graph = self._graph(call).serving(call)
         assert self.state.boards is not None
         self.state.boards.forward(graph, call, self.state.held.now)
         self.state.step += 1
@@ -290,13 +290,31 @@ class Runtime:
         with self._capturing(grad):
             compiled = self.compile(call, is_training, capture, planner, self.settled)
         self.captures += 1
-        self._check_graph("the graph", compiled.program)
         self._adopt(compiled.params)
+        return self._bind(compiled, self._describe(call))
+
+    def _bind(self, compiled: CompiledCall, about: str) -> BoundGraph:
+        self._check_graph("the graph", compiled.program)
         for note in compiled.program.notes:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
-        return BoundGraph(self.state, compiled, self._describe(call))
+        graph = BoundGraph(self.state, compiled, about)
+        graph.make_differentiable = lambda: self._differentiable(compiled, about)
+        return graph
+
+    def _differentiable(self, compiled: CompiledCall, about: str) -> BoundGraph:
+        """The form of a graph in which outputs beside the loss have gradients. Collective; runs in a backward."""
+        names = ", ".join(f"'{compiled.program.outputs[i].name}'" for i in compiled.beside)
+        text = (
+            f"gradients arrive at outputs beside the loss ({names}): this call was computed once more, with what they need; "
+            "from the next one on it is kept. Config(differentiable_outputs=True) keeps it from the first call on"
+        )
+        self.note("outputs", text)
+        assert compiled.differentiable is not None
+        with self._capturing(True), alone():
+            other = compiled.differentiable()
+        return self._bind(other, about)
 
     def _check_graph(self, what: str, program: Program) -> None:
         """Raise unless all tensor-parallel ranks have the same."""

@@ -38,6 +38,7 @@ from megafx.ir.program import (
     Output,
     Phase,
     Program,
+    differentiable_outputs,
     inherit,
     is_floating,
     located,
@@ -64,12 +65,6 @@ def build_joint_graph(program: Program, planner: Planner) -> int:
     if losses and not planner.config.differentiable_outputs:
         return differentiate(program, wrt, losses)
     return differentiate(program, wrt, differentiable_outputs(program))
-
-
-def differentiable_outputs(program: Program) -> list[int]:
-    """Indices of user outputs that require a gradient in eager mode. (An input that is returned is the user's own tensor.)"""
-    made = [isinstance(x, fx.Node) and x.op != "placeholder" and is_floating(x) for x in program.results()]
-    return [i for i, o in enumerate(program.outputs) if made[i] and o.kind == "user" and o.requires_grad]
 
 
 def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -> int:
