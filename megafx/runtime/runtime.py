@@ -290,11 +290,11 @@ class Runtime:
         with self._capturing(grad):
             compiled = self.compile(call, is_training, capture, planner, self.settled)
         self.captures += 1
+        self._check_graph("the graph", compiled.program)
         self._adopt(compiled.params)
         return self._bind(compiled, self._describe(call))
 
     def _bind(self, compiled: CompiledCall, about: str) -> BoundGraph:
-        self._check_graph("the graph", compiled.program)
         for note in compiled.program.notes:
             if note not in self.notes:
                 self.notes.append(note)
@@ -314,6 +314,7 @@ class Runtime:
         assert compiled.differentiable is not None
         with self._capturing(True), alone():
             other = compiled.differentiable()
+        self._check_graph("the graph", other.program)
         return self._bind(other, about)
 
     def _check_graph(self, what: str, program: Program) -> None:
