@@ -11,7 +11,7 @@ from torch import Tensor, nn
 FORMS = ("ddp", "zero1", "fsdp")
 
 
-@situation("https://github.com/huggingface/transformers/issues/7024", slow=(1,), data=("ddp",))
+@situation("https://github.com/huggingface/transformers/issues/7024", slow=(1, 2), data=("ddp",))
 def weighted_classes_with_label_smoothing(loop: Loop) -> None:
     model = loop.model(Classifier())
     weights = torch.tensor([0.2, 1.0, 3.0, 1.0, 0.7])
@@ -63,7 +63,7 @@ def tied_embeddings_with_z_loss(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/huggingface/transformers/issues/22885", slow=(1,))
+@situation("https://github.com/huggingface/transformers/issues/22885", slow=(1, 2))
 def z_loss_outside_of_a_model_with_tied_embeddings(loop: Loop) -> None:
     model, ids = loop.model(Language(tied=True)), tokens()
     logits = model(ids)
@@ -73,7 +73,7 @@ def z_loss_outside_of_a_model_with_tied_embeddings(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/vision/issues/3250", slow=(1,), data=("fsdp",))
+@situation("https://github.com/pytorch/vision/issues/3250", slow=(1, 2), data=("fsdp",))
 def focal_loss(loop: Loop) -> None:
     model = loop.model(Classifier())
     x, y = loop.rows(torch.randn(6, 7)), loop.rows(torch.randint(0, 5, (6,)))
@@ -164,7 +164,7 @@ def anchor_positive_and_negative(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/mlfoundations/open_clip/issues/616", ranks=(), data=FORMS)
+@situation("https://github.com/mlfoundations/open_clip/issues/616", ranks=(), slow=("ddp", "zero1"), data=FORMS)
 def contrastive_loss_over_the_rows_of_all_ranks(loop: Loop) -> None:
     """CLIP: features are gathered with gradients, and each rank has the whole batch's loss."""
     from torch.distributed.nn.functional import all_gather
@@ -179,7 +179,7 @@ def contrastive_loss_over_the_rows_of_all_ranks(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/huggingface/trl/issues/4235", slow=(1,), data=("fsdp",))
+@situation("https://github.com/huggingface/trl/issues/4235", slow=(1, 2), data=("fsdp",))
 def distillation_from_a_second_parallelized_model(loop: Loop) -> None:
     student, teacher = loop.model(Classifier()), loop.model(Classifier(width=31).eval().requires_grad_(False))
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
@@ -260,7 +260,7 @@ def virtual_adversarial_training(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/huggingface/transformers/issues/34242", slow=(1,), data=("ddp", "fsdp"))
+@situation("https://github.com/huggingface/transformers/issues/34242", slow=(1, "ddp"), data=("ddp", "fsdp"))
 def a_mean_over_the_tokens_of_all_micro_batches(loop: Loop) -> None:
     """Sums of losses are divided by the number of labels in the whole step, with uneven numbers of labels in each part."""
     model = loop.model(Language())

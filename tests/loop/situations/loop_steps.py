@@ -21,7 +21,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/121020", slow=(1,), data=FORMS)
+@situation("https://github.com/pytorch/pytorch/issues/121020", slow=(1, "ddp", "zero1"), data=FORMS)
 def gradients_are_clipped_by_norms_and_by_value(loop: Loop) -> None:
     model = loop.model(Classifier())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -39,7 +39,7 @@ def gradients_are_clipped_by_norms_and_by_value(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://discuss.pytorch.org/t/gradscaler-and-clip-grad-norm/107813", slow=(1,), data=("ddp", "fsdp"))
+@situation("https://discuss.pytorch.org/t/gradscaler-and-clip-grad-norm/107813", slow=(1, "ddp"), data=("ddp", "fsdp"))
 def a_scaler_with_clipping_and_an_overflow(loop: Loop) -> None:
     model = loop.model(Classifier())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -56,7 +56,11 @@ def a_scaler_with_clipping_and_an_overflow(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://discuss.pytorch.org/t/weight-decay-only-for-weights-of-nn-linear/114348", slow=(1,), data=FORMS)
+@situation(
+    "https://discuss.pytorch.org/t/weight-decay-only-for-weights-of-nn-linear/114348",
+    slow=(1, "ddp", "fsdp"),
+    data=FORMS,
+)
 def groups_of_parameters_with_schedules_of_their_own(loop: Loop) -> None:
     model = loop.model(Classifier())
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -74,7 +78,7 @@ def groups_of_parameters_with_schedules_of_their_own(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://discuss.pytorch.org/t/how-to-freeze-and-unfreeze-layers/7088", data=("fsdp",))
+@situation("https://discuss.pytorch.org/t/how-to-freeze-and-unfreeze-layers/7088", slow=(1,), data=("fsdp",))
 def layers_are_frozen_and_freed_between_steps(loop: Loop) -> None:
     model = loop.model(Classifier())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -110,7 +114,7 @@ def an_optimizer_gets_parameters_later(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/davda54/sam/issues/7", slow=(1,), data=("ddp",))
+@situation("https://github.com/davda54/sam/issues/7", slow=(1, 2), data=("ddp",))
 def sharpness_aware_minimization(loop: Loop) -> None:
     model = loop.model(Classifier())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,7 +139,7 @@ def sharpness_aware_minimization(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/51126", slow=(1,), data=("fsdp",))
+@situation("https://github.com/pytorch/pytorch/issues/51126", slow=(1, "fsdp"), data=("fsdp",))
 def a_mean_teacher_made_by_deepcopy(loop: Loop) -> None:
     """An average of the weights, which computes the targets of the next step."""
     model = loop.model(Classifier())
@@ -175,7 +179,7 @@ def averaged_model_of_torch(loop: Loop) -> None:
         loop.see(out=averaged(torch.randn(3, 7)))
 
 
-@situation("https://github.com/pytorch/examples/issues/116", slow=(1,), data=("ddp", "fsdp"))
+@situation("https://github.com/pytorch/examples/issues/116", slow=(1, "ddp"), data=("ddp", "fsdp"))
 def a_generator_against_a_discriminator(loop: Loop) -> None:
     """Two models, two optimizers; the generator's gradient goes through the discriminator, which keeps its own."""
     makes, judges = loop.model(Classifier()), loop.model(nn.Sequential(nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 1)))
@@ -213,7 +217,7 @@ def evaluation_between_micro_batches(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/microsoft/DeepSpeed/issues/2637", slow=(1,), data=("ddp",))
+@situation("https://github.com/microsoft/DeepSpeed/issues/2637", slow=(1, "ddp"), data=("ddp",))
 def sequences_grow_and_shrink(loop: Loop) -> None:
     model = loop.model(Language())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -251,7 +255,7 @@ def one_graph_is_differentiated_twice(loop: Loop) -> None:
     loop.see_gradients(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/104684", slow=(1,))
+@situation("https://github.com/pytorch/pytorch/issues/104684", slow=(1, 2))
 def gradients_are_checked_by_differences(loop: Loop) -> None:
     """The derivative along the gradient, by a central difference of the parameters."""
     model = loop.model(Classifier())
@@ -329,7 +333,7 @@ def training_goes_on_from_state_dicts(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/125096", slow=(1,), data=("fsdp",))
+@situation("https://github.com/pytorch/pytorch/issues/125096", slow=(1, 2), data=("fsdp",))
 def torch_saves_and_loads_a_distributed_checkpoint(loop: Loop) -> None:
     import tempfile
 
@@ -355,7 +359,7 @@ def torch_saves_and_loads_a_distributed_checkpoint(loop: Loop) -> None:
     loop.see_state(model)
 
 
-@situation("https://discuss.pytorch.org/t/zero-grad-set-to-none-false/155123", slow=(1,), data=("fsdp",))
+@situation("https://discuss.pytorch.org/t/zero-grad-set-to-none-false/155123", slow=(1, 2), data=("fsdp",))
 def gradients_are_set_to_zero_scaled_and_read(loop: Loop) -> None:
     model = loop.model(Classifier())
     for _ in range(3):

@@ -1,0 +1,92 @@
+"""Noise in the model. Its bits are not eager's: means over many draws are compared, and all ranks have to draw the same."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from loop import Loop, situation
+from torch import Tensor, nn
+
+
+def same_on_ranks(loop: Loop, value: Tensor) -> None:
+    """Tensor-parallel ranks have computed the same bits."""
+    value = value.detach()
+    if loop.eager or loop.parts > 1 or not dist.is_initialized():
+        return
+    others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, value.contiguous())
+    assert all(torch.equal(x, value) for x in others)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: whole rows of the branch are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.down(torch.relu(self.up(x)))
+        if self.training:
+            keep = 0.75
+            mask = x.new_empty(x.shape[0], 1).bernoulli_(keep)
+            branch = branch * mask / keep
+        return x + branch
+
+
+@situation("https://github.com/huggingface/pytorch-image-models/issues/380", slow=(1,), rtol=0.05)
+def whole_branches_are_dropped(loop: Loop) -> None:
+    model, x = loop.model(DropPath()), torch.ones(9000, 6)
+    out = model(x)
+    same_on_ranks(loop, out)
+    rows = (out - 1).abs().sum(-1) > 0
+    again = (model(x) - 1).abs().sum(-1) > 0
+    loop.see(kept=rows.double().mean(), mean=out.mean(0), other=bool((rows != again).any()))
+    out.square().mean().backward()
+    loop.see_gradients(model)
+    model.eval()
+    loop.see(evaluated=model(x[:3]))
+
+
+class Gumbel(nn.Module):
+    """A straight-through choice among three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)
+        noise = -torch.log(-torch.log(torch.rand_like(logits)))
+        soft = ((logits + noise) / 0.7).softmax(-1)
+        hard = F.one_hot(soft.argmax(-1), 3).to(soft.dtype)
+        choice = hard + soft - soft.detach()
+        return (self.experts(x).unflatten(-1, (3, 4)) * choice[..., None]).sum(-2), hard
+
+
+@situation("https://github.com/pytorch/pytorch/issues/22442", slow=(1,), rtol=0.1)
+def a_choice_by_gumbel_noise(loop: Loop) -> None:
+    model, x = loop.model(Gumbel()), torch.ones(3000, 6)
+    out, hard = model(x)
+    same_on_ranks(loop, out)
+    out.square().mean().backward()
+    loop.see(chosen=hard.mean(0), mean=out.mean(0))
+    for name, p in model.named_parameters():
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        if name.startswith("experts"):
+            loop.see(**{name: grad})
+
+
+@situation("https://github.com/dropreg/R-Drop/issues/11", slow=(1,), rtol=0.05)
+def two_dropouts_of_one_batch(loop: Loop) -> None:
+    """R-Drop: the divergence of two calls that drop different units."""
+    net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 5))
+    model, x = loop.model(net), torch.ones(1500, 6)
+    p, q = (model(x).log_softmax(-1) for _ in range(2))
+    divergence = (
+        F.kl_div(p, q, log_target=True, reduction="batchmean") + F.kl_div(q, p, log_target=True, reduction="batchmean")
+    ) / 2
+    same_on_ranks(loop, p)
+    divergence.backward()
+    loop.see(divergence=divergence, mean=p.mean(0))
