@@ -33,7 +33,8 @@ from megafx.distributed.failures import timeout_of
 from megafx.errors import AgreementError
 
 FORWARD, BACKWARD = 0, 1
-GRADIENTS, TRAINING = "gradients ", "training mode "  # how lines of a call's text begin
+# how lines of a call's text begin
+GRADIENTS, TRAINING, AUTOCAST, WANTED = "gradients ", "training mode ", "autocast ", "gradients are wanted of "
 RECORDS, NUMBERS, TEXT = 64, 25, 1 << 20  # entries that a rank keeps, numbers of an entry, bytes of a rank's texts
 _HEAD = struct.Struct("<q")  # number of the entry, written last: it says that the rest is there
 _BODY = struct.Struct(f"<{6 + NUMBERS}q")  # place and length of the text; phase, step, crc and count; numbers
@@ -275,6 +276,11 @@ def calls_differ(difference: Difference, labels: Sequence[str]) -> AgreementErro
         pairs = zip(a.text.splitlines(), b.text.splitlines(), strict=False)
         x, y = next(((x, y) for x, y in pairs if x != y), ("a call", "another one"))
         which = f"{x[:200]} on rank {i}, {y[:200]} on rank {j}"
+        if x.startswith(WANTED):
+            return AgreementError(f"{start} {_wanted(x, y, i, j)}", fix="set requires_grad alike on every rank")
+        if x.startswith(AUTOCAST):
+            found = f"{start} are in different contexts of torch.autocast: {which}"
+            return AgreementError(found, fix="enter torch.autocast on every rank, or on none")
         if x.startswith((GRADIENTS, TRAINING)):
             found = (
                 f"{start} are in different modes, as after model.eval() or torch.no_grad() on one rank alone: {which}"
@@ -286,6 +292,17 @@ def calls_differ(difference: Difference, labels: Sequence[str]) -> AgreementErro
     return AgreementError(
         f"{start} {OTHER_BATCHES}: {what} is {a.numbers[k]} on rank {i}, {b.numbers[k]} on rank {j}", fix=SAME_BATCH
     )
+
+
+def _wanted(x: str, y: str, i: int, j: int) -> str:
+    """How two ranks' lines on requires_grad differ."""
+    kind = "an input" if x.startswith(f"{WANTED}the inputs") else "a parameter"
+    names = [set(filter(None, line.partition(": ")[2].split(", "))) for line in (x, y)]
+    if not (apart := sorted(names[0] ^ names[1])):
+        return f"differ in requires_grad of parameters: {x[:200]} on rank {i}, {y[:200]} on rank {j}"
+    has = (apart[0] in names[0]) == (kind == "an input")
+    more = f" and of {len(apart) - 1} more" if len(apart) > 1 else ""
+    return f"differ in requires_grad of {kind}, '{apart[0]}'{more}: {has} on rank {i}, {not has} on rank {j}"
 
 
 def replicas_differ(difference: Difference) -> AgreementError:

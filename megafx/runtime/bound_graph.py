@@ -24,7 +24,7 @@ from megafx.capture.caches import give_back
 from megafx.compiler.executable import Kept, LazyOutput, LazyOutputs, freed
 from megafx.config import Config
 from megafx.distributed import agreement
-from megafx.distributed.board import BACKWARD, FORWARD, Board, Entry, calls_differ, replicas_differ
+from megafx.distributed.board import AUTOCAST, BACKWARD, FORWARD, Board, Entry, calls_differ, replicas_differ
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import Slot, shard_like
@@ -178,7 +178,9 @@ class BoundGraph:
         self.equal_batches = batch is not None and batch.equal
         self.one_mask = batch is not None and batch.whole
         lines = [f"{what}: {', '.join(names)}" for what, names in schedule(program, DATA_AXES)] if batch else []
-        self.schedule = "\n".join([*lines, *(["one dropout mask for all: "] if self.one_mask else [])])
+        lines += ["one dropout mask for all: "] if self.one_mask else []
+        lines += [x for x in about.splitlines() if x.startswith(AUTOCAST)] if lines else []
+        self.schedule = "\n".join(lines)
         self.tables = TableGuard(state.model, program.assumed)
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.outputs = [o for o in program.outputs if o.kind != "gradient"]

@@ -7,6 +7,7 @@ those that a graph is specialised on.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 import zlib
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import states_for_caches
+from megafx.distributed.board import AUTOCAST, GRADIENTS, TRAINING, WANTED
 from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name
 from megafx.runtime.cache_shard import CacheShard
 
@@ -188,9 +190,45 @@ def autocast_state() -> Hashable:
     return tuple([tuple(context.values()) for context in ambient_autocast()])
 
 
-def module_state(modules: Sequence[nn.Module], configs: Sequence[Any]) -> Hashable:
+def module_state(modules: Sequence[nn.Module], configs: Sequence[Any]) -> tuple[tuple[bool, ...], tuple[Any, ...]]:
     """train/eval of each module; whether transformers' configs ask for a cache."""
     return tuple([m.training for m in modules]), tuple([vars(c).get("use_cache") for c in configs])
+
+
+def describe(
+    call: Call, modules: Sequence[nn.Module], configs: Sequence[Any], params: Mapping[str, torch.Tensor], grad: bool
+) -> str:
+    """What a key holds, in lines that ranks compare, where they may have other devices than one another. params: by FQN."""
+    named = list(zip(call.names(), call.leaves, strict=True))
+    tensors = {n: v for n, v in named if isinstance(v, torch.Tensor)}
+    values = [(n, v) for n, v in named if n not in tensors]
+    kinds = [(n, v.dtype, v.dim(), v.device.type, getattr(v, "placement", None)) for n, v in tensors.items()]
+    training, cached = module_state(modules, configs)
+    autocast = " and ".join(
+        f"{c['device_type']} as {c['dtype']}{'' if c['cache_enabled'] else ' without a cache'}"
+        for c in ambient_autocast()
+    )
+    frozen = [n for n, p in params.items() if not p.requires_grad]
+    lines = [
+        f"{call.part}{call.names()}",
+        f"{values}",
+        f"inputs {kinds}",
+        f"{GRADIENTS}{'on' if grad else 'off'}",
+        f"{TRAINING}of {sum(training)} of {len(training)} modules ({_digest(training)})",
+        f"use_cache {_digest(cached)}",
+        f"{AUTOCAST}{autocast or 'off'}",
+        f"{WANTED}the inputs: {', '.join(n for n, v in tensors.items() if grad and v.requires_grad)}",
+        f"{WANTED}all parameters but {len(frozen)} ({_digest(frozen)}): {', '.join(frozen[:NAMED])}",
+        f"parameters {_digest([(p.dtype, p.is_cuda) for p in params.values()])}",
+    ]
+    return "\n".join(lines)
+
+
+NAMED = 200  # parameters whose names ranks tell each other: a text of some kilobytes a graph
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()
 
 
 def parameter_state(params: Sequence[torch.Tensor]) -> Hashable:

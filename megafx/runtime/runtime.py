@@ -8,7 +8,6 @@ step).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from megafx.capture.export import capture_call
 from megafx.capture.prepare import alone, configs_of, released
 from megafx.config import Config
 from megafx.distributed import agreement
-from megafx.distributed.board import FORWARD, GRADIENTS, TRAINING, Entry, calls_differ, make_board
+from megafx.distributed.board import FORWARD, Entry, calls_differ, make_board
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import (
@@ -46,7 +45,7 @@ from megafx.planner.plan import Plan
 from megafx.report.report import Report, fused, refresh_notes
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
-from megafx.runtime.keys import Call, KeyMaker, Normalizer, module_state, parameter_state
+from megafx.runtime.keys import Call, KeyMaker, Normalizer, describe, module_state, parameter_state
 
 
 class Runtime:
@@ -205,11 +204,9 @@ class Runtime:
         return step < agreement.CHECKED_FIRST or (every > 0 and step % every == 0)
 
     def _describe(self, call: Call) -> str:
-        """What ranks have to agree on besides tensors: structure, Python values, mode."""
-        values = [(n, v) for n, v in zip(call.names(), call.leaves, strict=True) if not isinstance(v, torch.Tensor)]
-        training = hashlib.blake2b(str(module_state(self.modules, self.configs)).encode(), digest_size=8).hexdigest()
-        mode = f"{TRAINING}of {sum(m.training for m in self.modules)} of {len(self.modules)} modules ({training})"
-        return f"{call.part}{call.names()}\n{values}\n{GRADIENTS}{'on' if torch.is_grad_enabled() else 'off'}\n{mode}"
+        """What ranks have to agree on besides values of tensors."""
+        params = {n: p for n, slot in self.state.slots.items() if (p := slot.get()) is not None}
+        return describe(call, self.modules, self.configs, params, torch.is_grad_enabled())
 
     def _graph(self, call: Call) -> BoundGraph:
         self._check_tree()

@@ -201,6 +201,23 @@ def calls_that_go_apart_late() -> None:
         with torch.set_grad_enabled(grad):
             model(x())
 
+    def wanted_of(name: str, wanted: bool) -> None:
+        model.get_parameter(name).requires_grad_(wanted)
+        try:
+            model(x()).backward()
+        finally:
+            model.get_parameter(name).requires_grad_(True)
+
+    def autocast(on: bool) -> None:
+        with torch.autocast("cpu", enabled=on):
+            model(x())
+
+    for wanted in (False, True):  # every rank knows the graphs of these calls, so that none is captured below
+        wanted_of("other.weight", wanted)
+        autocast(wanted)
+        model(x().requires_grad_(wanted))
+    model.megafx.state.step = 4
+
     def alone(first: bool) -> None:
         loss = model(x())
         model(x()) if first else loss.backward()
@@ -210,6 +227,9 @@ def calls_that_go_apart_late() -> None:
         "hash of the values of 'x'": lambda: model(x(seed=rank)),
         "different modes, as after model.eval": lambda: in_mode(rank == 1, True),
         "gradients on on rank 0, gradients off on rank 1": lambda: in_mode(True, rank == 0),
+        "requires_grad of a parameter, 'other.weight': True on rank 0, False on": lambda: wanted_of("other.weight", rank == 0),
+        "requires_grad of an input, 'kwargs.x.': False on rank 0, True on": lambda: model(x().requires_grad_(rank == 1)),
+        "autocast: autocast off on rank 0, autocast cpu as torch.bfloat16 on rank 1": lambda: autocast(rank == 1),
         "kwargs.task.*'a'.* on rank 0, .*'b'.* on rank 1": lambda: model(x(), task="ab"[rank]),
         "rank 0 comes to the forward of call 5, rank 1 to the backward of call 4": lambda: alone(rank == 0),
     }.items():
