@@ -17,6 +17,7 @@ from megafx.config import Config
 from megafx.distributed import exchange
 from megafx.distributed.agreement import check_setting
 from megafx.distributed.failures import wait_at_exit
+from megafx.distributed.tensor_layout import set_everyone
 from megafx.errors import AgreementError
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import BATCH_AXIS, COPY_AXIS, DDP, REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS, DataAxis
@@ -51,6 +52,9 @@ def make_meshes(config: Config, mesh: DeviceMesh | None, device: torch.device) -
         made = _meshes(config, mesh)
         if made.tensor is not None:
             check_setting(config, made.everyone or made.tensor.get_group())
+    for each in (made.tensor, made.shards):
+        if each is not None and made.everyone is not None:
+            set_everyone(each, made.everyone)
     if made.tensor is not None and made.tensor.size() > 1:
         exchange.prepare(made.tensor.get_group(), torch.device(made.tensor.device_type), config.tp_comm_overlap)
     return made

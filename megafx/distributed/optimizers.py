@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megafx.distributed import muon
-from megafx.distributed.tensor import TPTensor, spec_of, wrap
-from megafx.distributed.tensor_layout import placement_of
+from megafx.distributed.tensor import TPTensor, wrap
+from megafx.distributed.tensor_layout import placement_of, spec_of
 from megafx.placements.tensors import shard_tensor
 
 

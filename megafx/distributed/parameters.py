@@ -22,6 +22,7 @@ from torch.optim.optimizer import _foreach_supported_types, register_optimizer_s
 from megafx.distributed import optimizers
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import make_spec, placement_of
+from megafx.distributed.tensor_whole import NAME
 from megafx.errors import PlanError, UsageError
 from megafx.placements.tensors import shard_tensor
 from megafx.placements.types import I, Nested, Placement, nested
@@ -122,14 +123,19 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace each parameter by a replicated TPTensor over the same memory; ties are kept."""
     optimizers.prepare()
     made: dict[int, nn.Parameter] = {}
+    new: set[int] = set()
     for fqn, slot in list(parameter_slots(model)):
         param = slot.get()
         assert param is not None
+        if id(param) in new:
+            continue  # of a module with several names
         if isinstance(param, TPTensor):
             raise UsageError(f"parameter '{fqn}' is parallelized already", fix="call megafx.parallelize once a model")
         if id(param) not in made:
             spec = make_spec(mesh, I, param.shape, param.dtype)
             made[id(param)] = as_parameter(wrap(param.detach().contiguous(), spec), param)
+            vars(made[id(param)])[NAME] = fqn
+            new.add(id(made[id(param)]))
             if param.grad is not None:
                 made[id(param)].grad = wrap(param.grad, spec)
         slot.module._parameters[slot.key] = made[id(param)]

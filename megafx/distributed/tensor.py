@@ -1,30 +1,24 @@
 """`TPTensor`: the DTensor that parameters, their gradients and optimizer state are at t > 1.
 
 Its shape is the logical one; its local tensor is the physical shard of `placements.Layout`: block-permuted, and zero padded
-where units do not divide. Which operations see what:
-
-    elementwise, foreach and fused optimizer ops     run on local tensors as they are (order does not matter; pads stay zero)
-    norms and sums                                   DTensor's own, over the physical tensor (pads are zero and add nothing)
-    full_tensor, redistribute to Replicate, copy_,
-    torch.distributed.checkpoint                     speak the logical layout
-    everything else                                  DTensor's own where the physical order is the logical one, else UsageError
+where units do not divide. Operations speak the logical layout; which run on local tensors, and which gather the whole tensor,
+is in tensor_dispatch.py.
 """
 
 from __future__ import annotations
 
-import functools
-from copy import copy as copied
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._foreach_utils import _foreach_supported_types
 
 from megafx.distributed.tensor_dispatch import DispatchedTensor
-from megafx.distributed.tensor_layout import gather_shards, is_permuted, placement_of
+from megafx.distributed.tensor_layout import is_permuted, placement_of, shard_of, spec_of
+from megafx.distributed.tensor_whole import NAME, Whole, Wholes
 from megafx.errors import UsageError
 from megafx.placements.slices import ShardSlice, shard_slices
-from megafx.placements.tensors import shard_tensor
 
 _new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ does nothing else
 
@@ -32,17 +26,6 @@ _new = DTensor.__new__  # a third of the cost of DTensor(...), whose __init__ do
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> TPTensor:
     """Local tensor -> TPTensor without gradient; `spec` from `make_spec`, for the same dtype."""
     return _new(TPTensor, local, spec, requires_grad=False)  # type: ignore[return-value]
-
-
-@functools.lru_cache(1024)
-def spec_of(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The same spec for another dtype: gradients of bf16 parameters may be fp32."""
-    meta = spec.tensor_meta
-    if meta is None or meta.dtype == dtype:
-        return spec
-    found = copied(spec)
-    found.tensor_meta = meta._replace(dtype=dtype)
-    return found
 
 
 class TPTensor(DispatchedTensor):
@@ -57,6 +40,11 @@ class TPTensor(DispatchedTensor):
     def main_grad(self, value: torch.Tensor | None) -> None:
         self.grad = value
 
+    def __copy__(self) -> TPTensor:
+        copy = wrap(self._local_tensor, self._spec).requires_grad_(self.requires_grad)
+        vars(copy).update(vars(self))
+        return copy
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TPTensor:
         """As torch's: a parameter's copy has no gradient, another leaf's has a copy of it."""
         if id(self) not in memo:
@@ -70,11 +58,36 @@ class TPTensor(DispatchedTensor):
                 copy.grad = self.grad.__deepcopy__(memo)
         return cast(TPTensor, memo[id(self)])
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """As Tensor.data: the same shard without autograd. It can be set to a tensor of the same shape: of a whole one, this
+        rank's part is taken (which is a copy where it is cut), and of another sharded one its shard, which is then shared."""
+        return cast(torch.Tensor, torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
+        if value.shape != self.shape:
+            name = f"'{vars(self)[NAME]}'" if NAME in vars(self) else "a parameter"
+            raise UsageError(
+                f"{name} of shape {tuple(self.shape)} is set to data of shape {tuple(value.shape)}: the plan of a parallelized "
+                "model holds for the shape that it had",
+                fix="change shapes before megafx.parallelize(model); or in `with megafx.whole_parameters(model):`, and call "
+                "megafx.parallelize(model) again after it",
+            )
+        value = value.detach()
+        if isinstance(value, DTensor) and value._spec.placements == self._spec.placements:
+            local = value._local_tensor
+        else:
+            local = shard_of(Wholes()(value), self._spec)
+        spec = spec_of(self._spec, value.dtype)
+        torch.Tensor.data.__set__(self, wrap(local, spec))  # type: ignore[attr-defined]
+        self._local_tensor, self._spec = local, spec
+
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The logical tensor on every rank. Collective; differentiable."""
-        if not is_permuted(self):
-            return super().full_tensor(grad_placements=grad_placements)
-        return cast(torch.Tensor, _Full.apply(self))
+        return cast(torch.Tensor, Whole.apply(self))
 
     def data_ptr(self) -> int:
         """Where this rank's shard lies. (A DTensor's own memory is empty; accelerate finds an optimizer's parameters by it.)"""
@@ -119,6 +132,9 @@ class TPTensor(DispatchedTensor):
         raise UsageError(f"this rank holds no chunk of '{index.fqn}' at {index.offset}")
 
 
+_foreach_supported_types.append(TPTensor)  # clipping reduces all norms together then
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a parameter, buffer, gradient or optimizer state on this rank, without autograd."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
@@ -131,18 +147,6 @@ def slices_of(tensor: torch.Tensor) -> list[ShardSlice]:
         return [ShardSlice((0,) * len(shape), (0,) * len(shape), shape)]
     mesh = tensor._spec.mesh
     return shard_slices(tensor.shape, placement_of(tensor), mesh.get_local_rank(), mesh.size())
-
-
-class _Full(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: TPTensor) -> torch.Tensor:
-        ctx.spec, ctx.placement = x._spec, placement_of(x)
-        return gather_shards(x._local_tensor, ctx.placement, x._spec.mesh.get_group())
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> TPTensor:
-        mesh = ctx.spec.mesh
-        return wrap(shard_tensor(grad, ctx.placement, mesh.get_local_rank(), mesh.size()), ctx.spec)
 
 
 class _Local(torch.autograd.Function):

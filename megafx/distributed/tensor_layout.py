@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from copy import copy as copied
 from functools import cache
 from typing import Any, cast
 
@@ -14,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megafx.errors import UsageError
 from megafx.placements.slices import shard_slices
-from megafx.placements.tensors import unshard_tensors
+from megafx.placements.tensors import shard_tensor, unshard_tensors
 from megafx.placements.types import Layout, Nested, Owned, Placement, S
 
 
@@ -71,6 +73,47 @@ def gather_shards(local: Tensor, placement: Placement, group: dist.ProcessGroup 
     return unshard_tensors(shards, placement, len(shards))
 
 
+def whole_of(x: DTensor) -> Tensor:
+    """The logical tensor, plain and without autograd; of a replicated one its memory itself. Collective where it is sharded."""
+    placement = placement_of(x)
+    if x._local_tensor.is_meta:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    if placement.kind == "P":
+        whole = x._local_tensor.clone()
+        dist.all_reduce(whole, group=x._spec.mesh.get_group())
+        return whole
+    return gather_shards(x._local_tensor.detach(), placement, x._spec.mesh.get_group())
+
+
+def shard_of(whole: Tensor, spec: DTensorSpec) -> Tensor:
+    """This rank's part of a logical tensor, for a tensor of this spec: a copy, or where it is replicated the tensor itself."""
+    return shard_tensor(whole, _placement(spec), spec.mesh.get_local_rank(), spec.mesh.size())
+
+
+_everyone: dict[DeviceMesh, dist.ProcessGroup] = {}  # mesh of parameters -> the ranks that train the same model
+
+
+def set_everyone(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """Note that parameters on `mesh` belong to a model of all ranks of `group`: other data-parallel ranks hold them too."""
+    _everyone[mesh] = group
+
+
+def everyone_on(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks that hold the parameters of this mesh, or shards or copies of them."""
+    return _everyone.get(mesh) or mesh.get_group()
+
+
+@functools.lru_cache(1024)
+def spec_of(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The same spec for another dtype: gradients of bf16 parameters may be fp32."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype == dtype:
+        return spec
+    found = copied(spec)
+    found.tensor_meta = meta._replace(dtype=dtype)
+    return found
+
+
 @cache
 def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     """The spec of a parameter of logical `shape`; `Shard` where the shards are torch.chunk's, else `LayoutShard`."""
@@ -84,19 +127,6 @@ def make_spec(mesh: DeviceMesh, placement: Placement, shape: torch.Size, dtype: 
     if permuted or isinstance(placement, Nested):
         spec.placements = (LayoutShard(placement),)  # set last: DTensorSpec() takes torch's kinds only
     return spec
-
-
-@cache
-def physical_spec(mesh: DeviceMesh, shard: LayoutShard, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """A spec of the physical tensor, for DTensor's operations that do not depend on the order of elements."""
-    physical, placement = [*shape], shard.placement
-    if isinstance(placement, Nested):
-        physical = placement.local_shape(shape)
-        physical[0] *= mesh.size()
-    elif not isinstance(placement, Owned):
-        physical[shard.dim] = placement.cut.local_size(mesh.size()) * mesh.size()
-    stride = torch.empty(physical, device="meta").stride()
-    return DTensorSpec(mesh, (Shard(shard.dim),), tensor_meta=TensorMeta(torch.Size(physical), stride, dtype))
 
 
 def zero_pads(local: Tensor, spec: DTensorSpec) -> None:
@@ -135,11 +165,15 @@ def _nested_padding(mesh: DeviceMesh, placement: Nested, shape: torch.Size, devi
 
 def placement_of(tensor: DTensor) -> Placement:
     """The megafx placement of a DTensor on a 1-d mesh."""
-    (where,) = tensor._spec.placements
+    return _placement(tensor._spec)
+
+
+def _placement(spec: DTensorSpec) -> Placement:
+    (where,) = spec.placements
     if isinstance(where, LayoutShard):
         return where.placement
     if isinstance(where, Shard):
-        return S(where.dim, Layout.contiguous(tensor.shape[where.dim], tensor._spec.mesh.size()))
+        return S(where.dim, Layout.contiguous(spec.shape[where.dim], spec.mesh.size()))
     return Placement("P" if where.is_partial() else "I")
 
 

@@ -28,7 +28,8 @@ from megafx.distributed.board import AUTOCAST, BACKWARD, FORWARD, Board, Entry, 
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import Slot, shard_like
-from megafx.distributed.tensor import TPTensor, spec_of, wrap
+from megafx.distributed.tensor import TPTensor, wrap
+from megafx.distributed.tensor_layout import spec_of
 from megafx.errors import LostRankError, UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Saved

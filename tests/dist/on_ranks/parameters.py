@@ -109,7 +109,7 @@ def optimizers_step_as_in_one_process() -> None:
             foreach = options.get("foreach")
             ours = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
             theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.5, foreach=foreach)
-            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-12, atol=0)
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
             assert_equal_state(model, reference)
             optimizer.step()
             plain.step()
@@ -149,7 +149,7 @@ def scalers_averages_and_saved_states_work() -> None:
         averages[0].update_parameters(model)
         averages[1].update_parameters(reference)
         optimizer.zero_grad(set_to_none=False)
-        assert model.blocked.weight.grad.norm().full_tensor() == 0
+        assert model.blocked.weight.grad.norm() == 0
     for mine, theirs in ((averages[0].module, averages[1].module), (model, reference)):
         whole = get_model_state_dict(mine, options=StateDictOptions(full_state_dict=True))
         for name, value in theirs.state_dict().items():
@@ -201,34 +201,62 @@ def physical_order_never_shows() -> None:
     assert torch.equal(p.redistribute(placements=[Replicate()]).to_local(), q)
     assert torch.equal((p * 2 + q).full_tensor(), 3 * q)
     assert torch.equal(p.half().full_tensor(), q.half())
-    for value, plain in (
-        (p.norm(), q.norm()),
-        (p.sum(), q.sum()),
-        (p.mean(), q.mean()),
-        ((p + 1).norm(), (q + 1).norm()),
-    ):
-        torch.testing.assert_close(value.full_tensor(), plain)
-    misreadings = [
-        lambda: p.view(-1),
-        lambda: p.t(),
-        lambda: p[0],
-        lambda: p.sum(0),
-        lambda: p.max(),
-        lambda: torch.cat([p, p]),
-        lambda: p @ p.new_zeros(4, 2),
-        lambda: nn.functional.linear(torch.ones(1, 4), p),
-        lambda: nn.utils.parameters_to_vector(model.parameters()),
-        lambda: p.redistribute(placements=[Shard(0)]),
-        lambda: p.redistribute(placements=[Shard(1)]),
-        lambda: p * torch.ones(4),
-        lambda: torch.linalg.vector_norm(p, -float("inf")),
+    readings = [
+        lambda p: p.norm(),
+        lambda p: p.sum(),
+        lambda p: p.mean(),
+        lambda p: (p + 1).norm(),
+        lambda p: p.norm(1),
+        lambda p: torch.linalg.vector_norm(p, float("inf")),
+        lambda p: torch.linalg.vector_norm(p, -float("inf")),
+        lambda p: torch.linalg.vector_norm(p, 2, dim=(0, 1), keepdim=True),
+        lambda p: p.max(),
+        lambda p: (p + 9).min(),
+        lambda p: (p - 9).amax((0, 1)),
+        lambda p: p.sum(0),
+        lambda p: p.max(1),
+        lambda p: p.std(),
+        lambda p: p.median(),
+        lambda p: (p > 0).any(),
+        lambda p: (p + 9 > 0).all(),
+        lambda p: p.count_nonzero(),
+        lambda p: torch.equal(p, p + 1),
+        lambda p: p.detach().tolist(),
+        lambda p: p.detach().numpy(),
+        lambda p: p[1, 2].item(),
+        lambda p: p.view(-1),
+        lambda p: p.t(),
+        lambda p: p[0],
+        lambda p: p[:, 1:3] * 2,
+        lambda p: p[torch.tensor([3, 1])],
+        lambda p: p.split(5)[1].sum(),
+        lambda p: [row.norm() for row in p],
+        lambda p: torch.cat([p, p]),
+        lambda p: torch.stack([p, p]).mean(0),
+        lambda p: p @ torch.ones(4, 2),
+        lambda p: p @ p.t() - torch.eye(12),
+        lambda p: torch.einsum("ij,ik->jk", p, p),
+        lambda p: nn.functional.linear(torch.ones(1, 4), p),
+        lambda p: p * torch.ones(4),
+        lambda p: torch.ones(2, 12, 4) * p,
+        lambda p: torch.linalg.svdvals(p),
+        lambda p: nn.functional.mse_loss(p, torch.ones(12, 4)),
+        lambda p: torch.dist(p, torch.ones(12, 4)),
+        lambda p: p.new_zeros(3) + p.new_ones(3),
+        lambda p: f"{p.detach()[0]}",
     ]
-    for i, misread in enumerate(misreadings):
+    for i, read in enumerate(readings):
+        found, wanted = read(p), read(q)
+        whole = torch.utils._pytree.tree_map(lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x, found)
+        if isinstance(wanted, str):
+            assert found == wanted
+        else:
+            torch.testing.assert_close(whole, wanted, msg=lambda m, i=i: f"reading {i}: {m}")
+    vectors = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
+    assert type(vectors[0]) is torch.Tensor and torch.equal(*vectors)
+    for placements in ([Shard(0)], [Shard(1)]):
         with pytest.raises(UsageError):
-            misread()
-            print(f"misreading {i} was possible")
-    with pytest.raises(RuntimeError):
-        p.tolist()
+            p.redistribute(placements=placements)
     # a plain DTensor that carries the placement (as torch makes them of gradients) is refused or right, too
     leaked = DTensor.__new__(DTensor, p._local_tensor, p._spec, requires_grad=False)
     assert torch.equal(leaked.full_tensor(), q)
