@@ -16,6 +16,7 @@ from megafx.checkpoint.checkpoint import LoadedCheckpoint, latest_checkpoint, lo
 from megafx.config import Config
 from megafx.debugging import debug
 from megafx.distributed.data import broadcast_data, check_data
+from megafx.errors import MegafxError
 from megafx.measure import profile_hardware
 from megafx.named_model import load_model
 from megafx.rewrite.pattern import Pattern
@@ -25,10 +26,12 @@ from megafx.weights.initialize import initialize
 from megafx.weights.load import load_safetensors
 from megafx.weights.save import save_pretrained
 from megafx.weights.state import full_gradients, full_state_dict
+from megafx.weights.whole import whole_parameters
 
 __all__ = [
     "Config",
     "LoadedCheckpoint",
+    "MegafxError",
     "Pattern",
     "broadcast_data",
     "check_data",
@@ -55,4 +58,5 @@ __all__ = [
     "save_pretrained",
     "search",
     "verify",
+    "whole_parameters",
 ]

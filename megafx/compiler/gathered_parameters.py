@@ -1,9 +1,9 @@
 """Parameters that were gathered from data-parallel ranks and are kept until one of their shards changes (ZeRO-1).
 
 A shard has changed if its version counter or its parameter's has, or if another tensor took its place: load_state_dict, a
-copy into it, an optimizer's step. The parameter's counter sees writes to its views, the shard's sees writes through `.data`
-(`DispatchedTensor`); writes through views of `.data` go unnoticed. The step of a torch optimizer first drops what was gathered
-of its parameters: it would be out of date, and the step can use its memory.
+copy into it, an optimizer's step. The parameter's counter sees writes to its views, the shard's those through `.data` and its
+views (tensor_dispatch.py). The step of a torch optimizer first drops what was gathered of its parameters: it would be out of
+date, and the step can use its memory.
 
 All ranks run the same code, so they find the same shards changed, and gather again together.
 """

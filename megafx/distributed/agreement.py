@@ -132,24 +132,33 @@ def _gather_hashes(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | N
     return torch.stack(rows).cpu()
 
 
-def agree_on_weights(model: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
-    """Compare (still whole) parameters and buffers of all ranks; take rank 0's where values differ. Returns their names."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+def differing(tensors: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> list[str]:
+    """Names of the plain tensors whose values are not those of rank 0 on every rank; meta tensors have none. Collective.
+
+    Raises AgreementError on every rank unless names, shapes and dtypes are the same.
+    """
     described = "\n".join(f"{n}: {tuple(x.shape)} {x.dtype} {'meta' if x.is_meta else ''}" for n, x in tensors)
     check_same("the model", described, group, fix="build the same model on every rank")
-    real = [(n, x._local_tensor if isinstance(x, TPTensor) else x) for n, x in tensors if not x.is_meta]
+    real = [(n, x) for n, x in tensors if not x.is_meta]
     if not real:
         return []
     hashes = _gather_hashes([x for _, x in real], group)
-    different = [i for i, same in enumerate((hashes == hashes[0]).all(0)) if not same]
+    return [n for (n, _), same in zip(real, (hashes == hashes[0]).all(0), strict=True) if not same]
+
+
+def agree_on_weights(model: nn.Module, group: dist.ProcessGroup | None) -> list[str]:
+    """Compare (still whole) parameters and buffers of all ranks; take rank 0's where values differ. Returns their names."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = {n: x._local_tensor if isinstance(x, TPTensor) else x for n, x in named}
+    different = differing([*tensors.items()], group)
     with torch.no_grad():
-        for i in different:
-            value = real[i][1].detach()
+        for name in different:
+            value = tensors[name].detach()
             whole = value.contiguous()
             dist.broadcast(whole, group_src=0, group=group)
             if whole is not value:
                 value.copy_(whole)
-    return [real[i][0] for i in different]
+    return different
 
 
 def check_inputs(

@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._foreach_utils import _foreach_supported_types
 
+from megafx.distributed.saved_shards import saved
 from megafx.distributed.tensor_dispatch import DispatchedTensor
 from megafx.distributed.tensor_layout import is_permuted, placement_of, shard_of, spec_of
 from megafx.distributed.tensor_whole import NAME, Whole, Wholes
@@ -39,6 +41,10 @@ class TPTensor(DispatchedTensor):
     @main_grad.setter
     def main_grad(self, value: torch.Tensor | None) -> None:
         self.grad = value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor, which torch.load reads without megafx: distributed/saved_shards.py."""
+        return saved(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __copy__(self) -> TPTensor:
         copy = wrap(self._local_tensor, self._spec).requires_grad_(self.requires_grad)
@@ -132,7 +138,28 @@ class TPTensor(DispatchedTensor):
         raise UsageError(f"this rank holds no chunk of '{index.fqn}' at {index.offset}")
 
 
-_foreach_supported_types.append(TPTensor)  # clipping reduces all norms together then
+class _Slots(torch.Tensor):
+    __slots__ = ["_local_tensor", "_spec"]
+
+
+class WholeParameter(_Slots):
+    """What a TPTensor is inside of `megafx.whole_parameters`: a plain parameter."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return cast(nn.Parameter, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
+
+_foreach_supported_types.extend([TPTensor, WholeParameter])  # clipping reduces all norms together then
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -151,7 +151,7 @@ class Parallel:
         """As nn.Module's; whole tensors are sharded. With shards, `assign` copies too, since values have to be cut."""
         model = cast(nn.Module, self)
         if self.megafx.mesh is not None:
-            prepare_loading(model, state_dict)
+            state_dict = prepare_loading(model, state_dict)
             assign = False
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]  # of the user's class
         self.megafx.memory_given()

@@ -26,6 +26,7 @@ from megafx.distributed.board import FORWARD, Entry, calls_differ, make_board
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import (
+    RUNTIME,
     parameter_slots,
     place_joined,
     shard_over_data,
@@ -45,6 +46,7 @@ from megafx.planner.plan import Plan
 from megafx.report.report import Report, fused, refresh_notes
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
+from megafx.runtime.guards import remove_guards
 from megafx.runtime.keys import Call, KeyMaker, Normalizer, describe, module_state, parameter_state
 
 
@@ -112,6 +114,14 @@ class Runtime:
             )
         self.parameters_changed()
         self.replacements += 1
+
+    def release(self) -> None:
+        """Give the model up: it is a plain one again, an instance of its own class, as before megafx.parallelize."""
+        remove_guards(self.model)
+        self.model.__class__ = self.original
+        for name in (RUNTIME, "tp_size", "_tp_size", "_is_distributed_loading_by_transformers"):
+            vars(self.model).pop(name, None)
+        self.graphs.clear()
 
     def copy_for(self, model: nn.Module) -> Runtime:
         """The runtime of a deep copy of this one's model."""

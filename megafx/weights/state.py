@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 
 from megafx.distributed.failures import meet, stopping_with_others
 from megafx.distributed.parameters import as_parameter, parameter_slots, runtime_of
+from megafx.distributed.saved_shards import is_saved, taken
 from megafx.distributed.tensor import TPTensor, local_of, slices_of, wrap
 from megafx.placements.slices import ShardSlice
 
@@ -159,7 +161,16 @@ def _meet(what: str, model: nn.Module) -> None:
     meet(what, None if runtime is None else runtime.group)
 
 
-def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Before `nn.Module.load_state_dict(state)`, whose copies then shard whole tensors: meta parameters and buffers that
-    `state` has values for get memory; parameters keep their identity."""
+def prepare_loading(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Before `nn.Module.load_state_dict` of the result, whose copies then shard whole tensors: meta parameters and buffers
+    that `state` has values for get memory (parameters keep their identity), and shards from files of torch.save are shards
+    again. Raises UsageError for shards that are not this rank's."""
+    mine = {name: tensor for stored in all_tensors(model) for name in stored.names for tensor in (stored.tensor,)}
+    found = {n: taken(v, mine[n], f"'{n}'") if n in mine and is_saved(v) else v for n, v in state.items()}
     give_memory(model, lambda name: isinstance(value := state.get(name), torch.Tensor) and not value.is_meta)
+    if all(found[n] is v for n, v in state.items()):
+        return state
+    made = OrderedDict(found)
+    if hasattr(state, "_metadata"):
+        made._metadata = state._metadata  # type: ignore[attr-defined]  # torch's versions of modules
+    return made

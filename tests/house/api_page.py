@@ -28,10 +28,10 @@ reducing them) and `print_readable(path)` (the rewritten graph of one module, as
 GROUPS = {
     "Parallelize and train": ["parallelize", "broadcast_data", "check_data", "full_gradients", "full_state_dict"],
     "See": ["plan", "explain", "search", "predict_memory", "profile", "diff", "load_model", "profile_hardware"],
-    "Verify": ["verify", "sabotage", "replay", "debug"],
+    "Verify": ["verify", "sabotage", "replay", "debug", "MegafxError"],
     "Weights and checkpoints": [
         "load_safetensors", "initialize", "save_pretrained", "save_checkpoint", "load_checkpoint", "latest_checkpoint",
-        "LoadedCheckpoint",
+        "LoadedCheckpoint", "whole_parameters",
     ],
     "Extend": ["register_rule", "Pattern", "register_pattern"],
 }  # fmt: skip

@@ -4,6 +4,8 @@ order for the logical one."""
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from megafx.distributed.parameters import replicate_parameters, shard_like, shar
 from megafx.distributed.tensor_layout import pads
 from megafx.errors import UsageError
 from megafx.placements.types import I, Layout, S, owned
-from megafx.weights.state import full_gradients, full_state_dict
+from megafx.weights.state import full_gradients, full_state_dict, prepare_loading
 
 T = 3
 
@@ -289,10 +291,6 @@ def copies_and_files_keep_the_layout(folder: Path) -> None:
     model, _ = sharded_like(reference)
     other = copy.deepcopy(model)
     assert_equal_state(other.double(), reference.double())
-    file = folder / f"{dist.get_rank()}.pt"
-    torch.save(model.state_dict(), file)
-    loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded["blocked.weight"].full_tensor().double(), reference.blocked.weight)
     # torch.distributed.checkpoint writes chunks in logical coordinates: any placement reads them
     dcp.save(model.state_dict(), checkpoint_id=folder / "dcp")
     whole = {n: torch.zeros_like(v).float() for n, v in reference.state_dict().items()}
@@ -303,6 +301,42 @@ def copies_and_files_keep_the_layout(folder: Path) -> None:
     state = fresh.state_dict()
     dcp.load(state, checkpoint_id=folder / "dcp")
     assert_equal_state(fresh.double(), reference)
+
+
+@check(T, seed=0)
+def states_are_saved_as_plain_tensors(folder: Path) -> None:
+    """torch.save of a state: read by a process that has only torch; taken back by the same model, and by no other."""
+    model, (optimizer,) = sharded_like(Model(), [(torch.optim.Adam, {})])
+    set_gradients(model, Model(), 0)
+    optimizer.step()
+    files = [folder / f"{what}{dist.get_rank()}.pt" for what in ("model", "optimizer")]
+    with pytest.warns(UserWarning, match="this rank's shards"):
+        torch.save(model.state_dict(), files[0])
+    torch.save(optimizer.state_dict(), files[1])
+    code = (
+        f"import sys, torch; state = torch.load({str(files[0])!r}); assert 'megafx' not in sys.modules; "
+        "w = state['uneven.weight']; assert type(w) is torch.Tensor and w.ndim == 3 and w.megafx_shard['shape'] == [7, 5]; "
+        "assert type(state['norm.weight']) is torch.Tensor and state['norm.weight'].shape == (6,)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    state = torch.load(files[0])
+    with pytest.raises(RuntimeError, match="size mismatch for blocked.weight"):
+        Model().load_state_dict(state)
+    before = {n: v.clone() for n, v in full_state_dict(model).items()}
+    fresh, (again,) = sharded_like(Model(), [(torch.optim.Adam, {})])
+    fresh.load_state_dict(prepare_loading(fresh, state))
+    again.load_state_dict(torch.load(files[1]))
+    for name, value in full_state_dict(fresh).items():
+        assert torch.equal(value, before[name]), name
+    for each, stepped in ((model, optimizer), (fresh, again)):
+        set_gradients(each, Model(), 1)
+        stepped.step()
+    after = full_state_dict(model)
+    for name, value in full_state_dict(fresh).items():
+        assert torch.equal(value, after[name]) and not torch.equal(value, before[name]), name
+    other = torch.load(folder / f"model{(dist.get_rank() + 1) % T}.pt") if not dist.barrier() else None
+    with pytest.raises(UsageError, match=r"is the shard of rank \d of 3 .* holds another part"):
+        prepare_loading(fresh, other)
 
 
 @check(T, seed=0)
