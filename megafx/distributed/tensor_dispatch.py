@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafx.distributed.failures import stopping_with_others
-from megafx.distributed.tensor_elementwise import is_elementwise, on_locals
+from megafx.distributed.tensor_elementwise import is_elementwise, on_locals, write_masked
 from megafx.distributed.tensor_random import draw, is_random
 from megafx.distributed.tensor_reductions import reduced
 from megafx.distributed.tensor_whole import (
@@ -101,6 +101,8 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
             result = draw(func, args, kwargs)
         elif is_elementwise(func):
             result = on_locals(func, args, kwargs)
+        elif func is aten.index_put_.default:
+            result = write_masked(func, *args, **kwargs)
         elif is_view(func) and isinstance(args[0], (DTensor, LazyView)):
             result = view(ShardView, func, args, kwargs)
         if result is NotImplemented:

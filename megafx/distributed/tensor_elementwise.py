@@ -87,6 +87,16 @@ def on_locals(func: Any, args: Any, kwargs: Any) -> Any:
     return _rewrap(out, likes[0], name, sources)
 
 
+def write_masked(func: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    """`x[mask] = number` on local tensors; NotImplemented for other indices. The mask is false in the padding."""
+    mask = indices[0]
+    alike = isinstance(x, DTensor) and isinstance(mask, DTensor) and mask._spec.placements == x._spec.placements
+    if not alike or len(indices) > 1 or mask.dtype != torch.bool or mask.shape != x.shape or values.dim() > 0:
+        return NotImplemented
+    func(x._local_tensor, [mask._local_tensor], values, accumulate)
+    return x
+
+
 def _is_list(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and any(isinstance(e, torch.Tensor) for e in x)
 

@@ -97,6 +97,9 @@ class Wholes:
 def on_whole(func: Any, args: Any, kwargs: Any, call: Call = lambda func, args, kwargs: func(*args, **kwargs)) -> Any:
     """Run `func` on whole tensors. Collective where operands are sharded. call: runs it, given plain operands."""
     targets = written(func, args, kwargs)
+    if op_name(func).startswith("new_"):  # takes dtype and device of its operand, no values
+        base = args[0].base if isinstance(args[0], LazyView) else args[0]
+        return func(base._local_tensor if isinstance(base, DTensor) else base, *args[1:], **kwargs)
     _check_memory(func, targets)
     wholes = Wholes()
     plain_args, plain_kwargs = pytree.tree_map(wholes, (list(args), dict(kwargs)))
