@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from megafx.config import Config
+from megafx.distributed.agreement import sample
 from megafx.distributed.board import BYTES, Entry, SharedBoard
 from megafx.distributed.mesh import Meshes
 from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf, call_tree
@@ -239,6 +240,8 @@ def measure_calls() -> dict[str, float]:
         return min(times)
 
     result["sizes and values of two inputs on the CPU"] = fastest(call.numbers, 1)
+    named = [(f"weights.{i}", p.detach()) for i, p in enumerate(Many(291).parameters())]
+    result["elements of 291 parameters, in a call of 100"] = fastest(functools.partial(sample, named), 100)
     for ranks in (2, 8):
         with tempfile.TemporaryFile(buffering=0) as file:
             file.truncate(ranks * BYTES)

@@ -180,6 +180,52 @@ def check_inputs(
         )
 
 
+SAMPLED = 64  # elements of a parameter that ranks compare
+
+
+def sample(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[tuple[str, int, float]], torch.Tensor]:
+    """([(name, how many elements, eps of the dtype)], these elements of all, fp64): elements spread over each tensor."""
+    about, parts = [], []
+    for name, x in named:
+        if x.is_floating_point() and x.numel():
+            parts.append(x.reshape(-1)[:: -(-x.numel() // SAMPLED)])
+            about.append((name, parts[-1].numel(), torch.finfo(x.dtype).eps))
+    return about, torch.cat(parts).double() if parts else torch.empty(0)
+
+
+def check_parameters(named: Sequence[tuple[str, torch.Tensor]], step: int, group: dist.ProcessGroup | None) -> None:
+    """Raise AgreementError on every rank where ranks that hold a parameter whole hold different values.
+
+    named: (FQN, value) in the same order on all ranks. Some elements of each are compared, to the square root of the dtype's
+    eps: where kernels are not deterministic, what each rank computes for itself differs in its last bits.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    about, mine = sample(named)
+    if not about:
+        return
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    values = torch.stack(rows).cpu()
+    if bool((values.view(torch.int64) == values.view(torch.int64)[0]).all()):
+        return
+    apart, at = [], 0
+    for name, count, eps in about:
+        part, at = values[:, at : at + count], at + count
+        difference, scale = (part - part[0]).norm(dim=1), part.norm(dim=1).amax()
+        if bool((difference > eps**0.5 * scale).any()):
+            apart.append((name, int(difference.argmax())))
+    if apart:
+        name, rank = apart[0]
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        raise AgreementError(
+            f"call {step}: parameter '{name}'{more}, which tensor-parallel ranks hold whole, has other values on rank {rank} "
+            "than on rank 0: these ranks have not made the same changes of parameters",
+            fix="step, clip and load alike on every rank: one learning rate, no step or write under `if rank == 0:`; and go on "
+            "from a checkpoint",
+        )
+
+
 def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> None:
     """Raise NumericError, on every rank of the group, where a tensor of any rank holds an infinity or a NaN.
 

@@ -46,7 +46,8 @@ BYTES = RECORDS * _SIZE + TEXT
 
 
 class Entry(NamedTuple):
-    """What a rank is about to run: the `step`-th call's forward or backward. text: what it is; numbers: sizes and values."""
+    """What a rank is about to run: the `step`-th call's forward or backward. text: what it is; numbers: of a forward, how often
+    optimizers have stepped the model, then sizes and values; of a backward, none."""
 
     phase: int
     step: int
@@ -261,8 +262,22 @@ class _Messages(Board):
 # -- errors
 
 
-def calls_differ(difference: Difference, labels: Sequence[str]) -> AgreementError:
-    """The error of tensor-parallel ranks. labels: what the entries' numbers are, in calls with equal texts."""
+def _steps_differ(difference: Difference, kind: str, stepped: str) -> AgreementError | None:
+    """stepped: which optimizer stepped last."""
+    (i, j), (a, b) = difference
+    if not a.numbers or not b.numbers or a.numbers[0] == b.numbers[0]:
+        return None
+    return AgreementError(
+        f"call {a.step}: {kind} ranks have not made the same optimizer steps, so that their parameters have parted: "
+        f"{a.numbers[0]} on rank {i}, {b.numbers[0]} on rank {j} (each group of parameters counts){stepped}",
+        fix="call optimizer.step() on every rank, outside of `if rank == 0:` and of conditions that ranks decide alone, and go "
+        "on from a checkpoint",
+    )
+
+
+def calls_differ(difference: Difference, labels: Sequence[str], stepped: str = "") -> AgreementError:
+    """The error of tensor-parallel ranks. labels: what the entries' numbers after the first are, in calls with equal texts.
+    stepped: which optimizer stepped last."""
     (i, j), (a, b) = difference
     if (a.phase, a.step) != (b.phase, b.step):
         where = [f"the {('forward', 'backward')[e.phase]} of call {e.step}" for e in (a, b)]
@@ -287,8 +302,10 @@ def calls_differ(difference: Difference, labels: Sequence[str]) -> AgreementErro
             )
             return AgreementError(found, fix="evaluate on every rank of the group, outside of `if rank == 0:`")
         return AgreementError(f"{start} make different calls: {which}", fix="make the same call on every rank")
+    if (error := _steps_differ(difference, "tensor-parallel", stepped)) is not None:
+        return error
     k = next((k for k, (x, y) in enumerate(zip(a.numbers, b.numbers, strict=False)) if x != y), 0)
-    what = labels[k] if k < len(labels) else "an input"
+    what = labels[k - 1] if 0 < k <= len(labels) else "an input"
     return AgreementError(
         f"{start} {OTHER_BATCHES}: {what} is {a.numbers[k]} on rank {i}, {b.numbers[k]} on rank {j}", fix=SAME_BATCH
     )
@@ -305,12 +322,15 @@ def _wanted(x: str, y: str, i: int, j: int) -> str:
     return f"differ in requires_grad of {kind}, '{apart[0]}'{more}: {has} on rank {i}, {not has} on rank {j}"
 
 
-def replicas_differ(difference: Difference) -> AgreementError:
-    """The error of data-parallel ranks."""
+def replicas_differ(difference: Difference, stepped: str = "") -> AgreementError:
+    """The error of data-parallel ranks. stepped: which optimizer stepped last."""
     (i, j), (a, b) = difference
     if a.text == b.text and a.numbers != b.numbers:
+        if (error := _steps_differ(difference, "data-parallel", stepped)) is not None:
+            return error
+        sizes = f"{[*a.numbers[1:]]} and {[*b.numbers[1:]]}"
         return AgreementError(
-            f"data-parallel ranks {i} and {j} differ in the shapes of their batches: sizes {[*a.numbers]} and {[*b.numbers]}",
+            f"data-parallel ranks {i} and {j} differ in the shapes of their batches: sizes {sizes}",
             fix="give each the same number of rows and pad them to the same length: this model averages over its batch, or "
             "drops out by place in it; or use Config(data_parallel_loss='average')",
         )

@@ -1,16 +1,19 @@
-"""Optimizers of sharded parameters: state follows the parameters, and Muon works on whole matrices.
+"""Optimizers of sharded parameters: state follows the parameters, Muon works on whole matrices, and steps are counted.
 
 Nothing is to be done in a training loop: `prepare`, called when a model's parameters become TPTensors, hooks into torch.optim.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megafx.distributed import muon
 from megafx.distributed.tensor import TPTensor, wrap
@@ -21,8 +24,36 @@ from megafx.placements.tensors import shard_tensor
 @cache
 def prepare() -> None:
     """Once a process."""
-    register_optimizer_step_pre_hook(lambda optimizer, *_: follow(optimizer))
+    register_optimizer_step_pre_hook(_before_step)
     muon.prepare()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    follow(optimizer)
+    for group in optimizer.param_groups:
+        first = next((p for p in group["params"] if p.grad is not None), None)
+        if first is not None and (steps := _steps.get(first)) is not None:
+            steps.count += 1
+            steps.last = weakref.ref(first)
+
+
+class Steps:
+    """How often optimizers have stepped a model's parameters, once for each group, so that ranks can compare it.
+
+    last: the first parameter that the last one had a gradient of.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: weakref.ref[torch.Tensor] | None = None
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count steps of these from now on."""
+        for p in parameters:
+            _steps[p] = self
+
+
+_steps: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Steps
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from megafx.distributed import agreement
 from megafx.distributed.board import AUTOCAST, BACKWARD, FORWARD, Board, Entry, calls_differ, replicas_differ
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
+from megafx.distributed.optimizers import Steps
 from megafx.distributed.parameters import Slot, shard_like
 from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import spec_of
@@ -93,6 +94,7 @@ class ModelState:
     held: HeldGradients = field(default_factory=HeldGradients)
     step: int = 0
     boards: Boards | None = None  # once a call was made
+    steps: Steps = field(default_factory=Steps)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -115,6 +117,17 @@ class ModelState:
                 fix="change the model first, then parallelize it; or assign with load_state_dict or param.copy_",
             )
         return param.detach()
+
+    def replicated(self) -> list[tuple[str, torch.Tensor]]:
+        """(FQN, value) of parameters that all tensor-parallel ranks hold whole."""
+        named = [(n, p) for n, slot in self.slots.items() if isinstance(p := slot.get(), TPTensor) and not p.is_meta]
+        return [(n, p._local_tensor.detach()) for n, p in named if p._spec.placements[0].is_replicate()]
+
+    def stepped(self) -> str:
+        """The parameter that the last step of an optimizer had first, in words."""
+        last = None if self.steps.last is None else self.steps.last()
+        name = next((n for n, slot in self.slots.items() if slot.get() is last), None)
+        return "" if name is None else f"; the last one here began with '{name}'"
 
     def seed(self, *, one_mask: bool) -> torch.Tensor:
         """The seed of this step. one_mask: the ranks of data parallelism draw parts of one mask."""
@@ -142,7 +155,7 @@ class Boards:
         if graph.schedule:
             self.shared += 1
             sizes = [n for _, x in call.tensors() for n in x.shape] if graph.equal_batches else []
-            self._replicas(FORWARD, self.shared, graph, held, sizes)
+            self._replicas(FORWARD, self.shared, graph, held, [graph.state.steps.count, *sizes])
 
     def backward(self, graph: BoundGraph, step: int, shared: int, held: bool, about: str) -> None:
         """Of the step-th call and shared-th forward of replicas. about: what tensor-parallel ranks agree on."""
@@ -159,7 +172,7 @@ class Boards:
             marks = [*(["no_sync holds gradients back"] if held else []), *([more] if more else [])]
             text = "\n".join([*marks, graph.schedule])
             if (found := self.replicas.exchange(Entry(phase, number, text, sizes))) is not None:
-                raise replicas_differ(found)
+                raise replicas_differ(found, graph.state.stepped())
 
     def explain(self) -> None:
         """Raise the difference that made a collective fail, where there is one."""

@@ -97,6 +97,7 @@ class Runtime:
         self.modules = list(self.model.modules())
         self.configs = configs_of(self.model)
         self.state.slots = dict(parameter_slots(self.model))
+        self.state.steps.watch(self.model.parameters())
         if self.config.gradients_in_fp32:
             take_fp32_gradients(slot.get() for slot in self.state.slots.values())
         self.children = [(m._modules, k, c) for m in self.modules for k, c in m._modules.items()]
@@ -194,11 +195,13 @@ class Runtime:
             self.state.boards = Boards(make_board(self.group, device), make_board(self.meshes.batch, device))
         if (board := self.state.boards.calls) is not None:
             about = self._describe(call) if graph is None else graph.about
-            found = board.exchange(Entry(FORWARD, self.state.step, about, call.numbers()))
+            numbers = [self.state.steps.count, *call.numbers()]
+            found = board.exchange(Entry(FORWARD, self.state.step, about, numbers))
             if found is not None:
-                raise calls_differ(found, call.labels())
+                raise calls_differ(found, call.labels(), self.state.stepped())
         if self.mesh is not None and self._checks_inputs():
             agreement.check_inputs(call.tensors(), self._describe(call), self.state.step, self.group)
+            agreement.check_parameters(self.state.replicated(), self.state.step, self.group)
 
     def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Call:
         loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None and not part else None

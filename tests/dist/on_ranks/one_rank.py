@@ -248,6 +248,34 @@ def calls_that_go_apart_late() -> None:
 
 
 @check(2, seed=0)
+def parameters_that_part() -> None:
+    """A step that one rank leaves out, at the next call; other steps, at the next comparison of parameters."""
+    rank = dist.get_rank()
+    for options in ({}, *({"tensor_model_parallel_size": 1, "data_parallel_size": 2, "data_parallel": f} for f in ("ddp", "fsdp"))):
+        model = net(check_inputs_every=0, **options)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-5), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)]
+        for step in range(4):
+            model(x(seed=step)).backward()
+            optimizers[0].step()
+        if rank:
+            optimizers[1].step()  # of parameters that are no model's
+        model(x()).backward()
+        if rank:
+            optimizers[0].step()
+        text = "ranks have not made the same optimizer steps.* 4 on rank 0, 5 on rank 1 .*; the last one here began with 'up"
+        with at_once():
+            raises(AgreementError, text, lambda m=model: m(x()))
+    model = net(check_inputs_every=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+    for step in range(10):
+        if step == 5:
+            raises(AgreementError, "call 5: parameter 'down.bias'.* on rank 1 than on rank 0", lambda: model(x()))
+            break
+        model(x(seed=step)).backward()
+        optimizer.step() if step == 3 else optimizer.zero_grad()
+
+
+@check(2, seed=0)
 def replicas_whose_graphs_differ() -> None:
     """Their gradients would be summed by place, which mixes them up. Other lengths, and a mask on one, are fine."""
     rank = dist.get_rank()
