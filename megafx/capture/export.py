@@ -34,6 +34,7 @@ from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import alone, fake_like, prepared, target_device, without_hooks
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
 from megafx.capture.small_sizes import listing
+from megafx.capture.tensor_hooks import place_hooks
 from megafx.debugging import stage
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
@@ -362,6 +363,7 @@ class _Capture:
         assert spec is not None
         fake_mode = next(n.meta[VAL] for n in gm.graph.find_nodes(op="placeholder")).fake_mode
         mark_nodes(gm)
+        place_hooks(gm)
         refuse_nodes(gm)
         entering = [name for name, value in self.leaves if self._enters(name, value)]
         inputs, constants = name_inputs(exported, self.root.model, entering)

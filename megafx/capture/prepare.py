@@ -33,6 +33,7 @@ from torch.nn.modules import transformer
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megafx.capture import tensor_hooks
 from megafx.capture.checks import passing_checks
 from megafx.capture.functions import (
     APPLY_OF,
@@ -113,6 +114,12 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
 
     why = "`x.data` of a traced tensor leaves no trace: it is x.detach()"
     table += [Replacement(Tensor, "data", lambda old: property(_data_of(old), Tensor.data.__set__), why)]  # type: ignore[attr-defined]
+
+    why = "a hook on a value inside of the model becomes a node; what a graph does not keep is an error"
+    table += [Replacement(Tensor, "register_hook", functools.partial(tensor_hooks.register_hook, note), why)]
+    table += [Replacement(Tensor, "retain_grad", tensor_hooks.retain_grad, why)]
+    for owner, name in ((torch.autograd, "grad"), (torch.autograd, "backward"), (Tensor, "backward")):
+        table += [Replacement(owner, name, tensor_hooks.no_gradients, why)]
 
     why = "a graph computes with parameters as they are: code that converts a module is an error"
     table += [Replacement(nn.Module, "_apply", lambda old: _refusing_conversions(model), why)]

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._functorch.predispatch import _add_batch_dim
+from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import CacheKey
 from megafx.capture.functions import region_of
+from megafx.capture.tensor_hooks import gradient_in_forward
 from megafx.errors import CaptureError, or_leave_eager
 from megafx.ir.call_spec import OutputLeaf
 from megafx.ir.nodes import aten_ops
@@ -90,6 +92,9 @@ def name_inputs(
             inputs.append(Input(kind, first, tuple(others)))  # type: ignore[arg-type]
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             name = spec.target or spec.arg.name
+            if isinstance(exported.constants[name], FakeTensor):  # of `grad` that a model has bound before
+                reads = next(iter(node.users), node)
+                raise gradient_in_forward(source_of_trace(reads.meta.get("stack_trace") or ""))
             constants[name] = exported.constants[name]
             inputs.append(Input("constant", name))
         elif isinstance(spec.arg, ConstantArgument):

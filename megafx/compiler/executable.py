@@ -236,16 +236,7 @@ class Executable:
     ) -> list[torch.Tensor | None]:
         """retain: leave `kept` as it is for another backward. pending: for the program's inputs of that kind."""
         assert self._backward is not None, "this program was built without gradients"
-        if self.parts.saved and not kept.values:
-            raise freed()
-        changed = [self.parts.saved[i] for i, version in kept.versions if kept.values[i]._version != version]
-        changed += [saved for part, version, saved in kept.parts if part._version != version]
-        for saved in changed:
-            raise UsageError(
-                f"'{saved.name}' was changed in place between forward and backward, which needs its old value",
-                module=saved.fqn,
-                source=saved.source,
-            )
+        self.check(kept)
         seeds = [_tangent(t, like) for t, like in zip(tangents, kept.like, strict=True)]
         values = [x.value() if isinstance(x, _Packed) else x for x in kept.values]
         arguments = [*values, *seeds, *pending]
@@ -256,6 +247,19 @@ class Executable:
         assert run is not None
         with self._running():
             return list(run(arguments))
+
+    def check(self, kept: Kept) -> None:
+        """Raise where backward cannot run: it ran before, or what it needs was changed."""
+        if self.parts.saved and not kept.values:
+            raise freed()
+        changed = [self.parts.saved[i] for i, version in kept.versions if kept.values[i]._version != version]
+        changed += [saved for part, version, saved in kept.parts if part._version != version]
+        for saved in changed:
+            raise UsageError(
+                f"'{saved.name}' was changed in place between forward and backward, which needs its old value",
+                module=saved.fqn,
+                source=saved.source,
+            )
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:

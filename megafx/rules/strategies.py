@@ -383,9 +383,16 @@ def row(template: Template, f: str, layout: Layout, t: int) -> Strategy | None:
     return Strategy(tuple(p for p in placed if p is not None), result, f)
 
 
+# Ops whose backward is the user's code, which may compute anything of the whole gradient (clip it, print it): at R, each rank
+# would get a partial sum.
+_ANY_BACKWARD = ("megafx.eager_call.default",)
+
+
 @lru_cache(maxsize=65536)
 def rows(template: Template, layouts: tuple[tuple[str, Layout], ...], t: int) -> tuple[Strategy, ...]:
     specs = template.operands
+    if template.op in _ANY_BACKWARD:
+        return (Strategy(tuple(I for _ in specs), I),)
     rows = [Strategy(tuple(I for _ in specs), I), Strategy(tuple(R if s.active else I for s in specs), R)]
     if template.kind == "none" or template.several:
         return tuple(rows)

@@ -6,7 +6,8 @@ tensors without DTensor dispatch; each gradient is wrapped once with the paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -47,6 +48,8 @@ class Runs(Protocol):
 
     read_in_backward: list[tuple[int, Saved]]
     see: Callable[[DTensor], None] | None
+
+    def check(self, kept: Any) -> None: ...
 
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Any]: ...
 
@@ -217,6 +220,7 @@ class BoundGraph:
         self.connected = [*compiled.differentiated, *compiled.beside]  # outputs that autograd knows of
         self.make_differentiable: Callable[[], BoundGraph] | None = None
         self._differentiable: BoundGraph | None = None
+        self.eager: Callable[[Call], Any] = lambda call: None  # the call as the user's own code computes it
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
 
     def fits(self, call: Call) -> bool:
@@ -380,6 +384,58 @@ class BoundGraph:
         given = [_local_tangent(x, o if isinstance(o, TPTensor) else None) for x, o in of]
         return self.backward(kept, given, False, edges)
 
+    def gradients_with_graph(self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any]) -> list[Any]:
+        """Gradients, one for each of `wrt`, that can be differentiated again: of the call in eager mode, computed once more."""
+        where = "double backward through a parallelized model"
+        if self.state.meshes.tensor is not None or self.state.meshes.data is not None:
+            raise UsageError(
+                f"{where}: the backward graph of several ranks has no derivative",
+                fix="such models on one rank (tensor_model_parallel_size=1) compute it in eager mode; else call backward() or "
+                "torch.autograd.grad() without create_graph=True",
+            )
+        if any(spec.kind == "seed" for spec in self.inputs):
+            raise UsageError(
+                f"{where}: it is computed in eager mode, whose dropout draws other masks than the graph's",
+                fix="compute this term with dropout off (model.eval(), or p=0)",
+            )
+        if call.caches or (self.mutations and again is None):
+            what = "caches" if call.caches else f"buffer '{self.mutations[0][1]}'"
+            raise UsageError(
+                f"{where}: it is computed in eager mode, from what the call changes ({what})",
+                fix="compute this term in a call that changes nothing (model.eval(), use_cache=False)",
+            )
+        self.executable.check(kept)
+        if again is not None:
+            again.check()
+        spec = self.compiled.spec
+        leaves = iter([x for leaf, x in zip(spec.leaves, call.leaves, strict=True) if leaf.tensor])
+        user = {i: next(leaves) for i, each in enumerate(self.inputs) if each.kind == "user"}
+        wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
+        with self._buffers_of(again):
+            outputs = torch.utils._pytree.tree_leaves(self.eager(call))
+        made = {leaf.index: x for leaf, x in zip(spec.out_leaves, outputs, strict=True)}
+        pairs = [(made[i], t) for i, t in zip(self.connected, tangents, strict=True) if t is not None]
+        grads = torch.autograd.grad(
+            [o for o, _ in pairs], wrt, [t for _, t in pairs], create_graph=True, allow_unused=True
+        )
+        return list(grads)
+
+    @contextlib.contextmanager
+    def _buffers_of(self, again: _Again | None) -> Iterator[None]:
+        """Within, the buffers that the graph changes are copies of what they were before the call."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for (kind, name), value in ({} if again is None else again.values).items():
+            if kind == "buffer":
+                path, _, key = name.rpartition(".")
+                table = self.state.model.get_submodule(path)._buffers
+                before.append((table, key, table[key]))
+                table[key] = value.clone()
+        try:
+            yield
+        finally:
+            for table, key, value in before:
+                table[key] = value
+
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
         names = [self.inputs[i].name for i in self.compiled.wrt]
@@ -449,7 +505,7 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:
         graph = step.graph
         ctx.again = _Again(graph, step.inputs, wrt) if graph.compiled.beside else None
-        ctx.call = step.call if graph.compiled.beside else None
+        ctx.call = step.call
         outputs, ctx.kept = graph.executable.forward(step.inputs)
         graph.watch_parameters(ctx.kept)
         if (hooks := _top_saved_tensors_default_hooks(False)) is not None:
@@ -466,12 +522,9 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise UsageError(
-                "double backward through a parallelized model: its backward graph has no derivative",
-                fix="call backward() or torch.autograd.grad() without create_graph=True",
-            )
         graph: BoundGraph = ctx.graph
+        if torch.is_grad_enabled():
+            return None, *graph.gradients_with_graph(ctx.kept, ctx.call, ctx.again, tangents)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         boards, again = graph.state.boards, ctx.again
         own = len(graph.compiled.differentiated)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import re
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -125,6 +126,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def exact(number: Any) -> Hashable:
+    """Equal for equal numbers alone: 0.0 and -0.0 are not."""
+    return (number, math.copysign(1.0, number)) if isinstance(number, float) and number == 0 else number
+
+
 def _leaf_kind(value: Any, grad: bool) -> Hashable:
     if isinstance(value, torch.Tensor):
         where = value.placement if isinstance(value, CacheShard) else None
@@ -150,7 +156,7 @@ class Numbers:
         varying = self.varying.setdefault(skeleton, set())
         baked = self.baked.get(skeleton, set())
         for i, (old, new) in enumerate(zip(first, leaves, strict=True)):
-            if old is not None and i not in varying and i not in baked and old != new:
+            if old is not None and i not in varying and i not in baked and exact(old) != exact(new):
                 varying.add(i)
         return varying
 
@@ -181,7 +187,7 @@ class KeyMaker:
     def key(self, skeleton: Hashable, call: Call) -> tuple[Hashable, frozenset[int]]:
         """(key, positions of leaves that enter as 0-d tensors)."""
         varying = frozenset(self.numbers.classify(skeleton, call.leaves))
-        baked = tuple(v if _is_number(v) and i not in varying else None for i, v in enumerate(call.leaves))
+        baked = tuple(exact(v) if _is_number(v) and i not in varying else None for i, v in enumerate(call.leaves))
         return (skeleton, baked, varying), varying
 
 

@@ -8,7 +8,9 @@ step).
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C import _autograd as autograd
+from torch.autograd import forward_ad
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
@@ -36,6 +39,7 @@ from megafx.distributed.parameters import (
 from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, LostRankError, UsageError
 from megafx.ir import dump
+from megafx.ir.call_spec import ambient_autocast
 from megafx.ir.program import Note, Program
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import TENSOR_AXIS
@@ -48,6 +52,16 @@ from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelSt
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.guards import remove_guards
 from megafx.runtime.keys import Call, KeyMaker, Normalizer, describe, module_state, parameter_state
+
+
+def refuse_tangents(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise where a tensor carries a tangent of forward-mode automatic differentiation."""
+    for name, tensor in named:
+        if not isinstance(tensor, TPTensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UsageError(
+                f"forward-mode automatic differentiation: '{name}' is a dual tensor, and a graph would drop its tangent",
+                fix="torch.autograd.functional.jvp, which takes two backwards instead (on one rank)",
+            )
 
 
 class Runtime:
@@ -86,6 +100,7 @@ class Runtime:
         self.normalizers: dict[str, Normalizer] = {}
         self.modules: list[nn.Module] = []
         self.configs: list[Any] = []
+        self.calling = threading.RLock()  # held by the thread whose call runs on several ranks
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
         self.replacements = 0  # how often submodules were replaced
         self.unplaced: list[list[str]] = []
@@ -181,7 +196,27 @@ class Runtime:
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str = "") -> Any:
+        if self.mesh is None:
+            return self._run(args, kwargs, part)
+        if not self.calling.acquire(blocking=False):
+            raise UsageError(
+                "two threads call one model at the same time on several ranks, whose order is then another on each",
+                fix="make the calls from one thread, or one after the other (a lock) in the same order on every rank",
+            )
+        try:
+            return self._run(args, kwargs, part)
+        finally:
+            self.calling.release()
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: str) -> Any:
+        if self.state.device.type == "meta":
+            raise UsageError(
+                "a call of a model whose parameters are on the meta device: they have no values",
+                fix="load weights first (megafx.load), or model.to_empty(device=...) and initialise them",
+            )
         call = self._call_of(args, kwargs, part)
+        if forward_ad._current_level >= 0:
+            refuse_tangents([*call.tensors(), *self.model.named_parameters()])
         graph = self._graph(call).serving(call)
         assert self.state.boards is not None
         self.state.boards.forward(graph, call, self.state.held.now)
@@ -302,18 +337,39 @@ class Runtime:
         self.captures += 1
         self._check_graph("the graph", compiled.program)
         self._adopt(compiled.params)
-        return self._bind(compiled, self._describe(call))
+        return self._bind(compiled, self._describe(call), ambient_autocast())
 
-    def _bind(self, compiled: CompiledCall, about: str) -> BoundGraph:
+    def _bind(self, compiled: CompiledCall, about: str, autocast: Sequence[dict[str, Any]]) -> BoundGraph:
+        """autocast: the contexts that the call was made in."""
         for note in compiled.program.notes:
             if note not in self.notes:
                 self.notes.append(note)
         self._place_joined(compiled.joined)
         graph = BoundGraph(self.state, compiled, about)
-        graph.make_differentiable = lambda: self._differentiable(compiled, about)
+        graph.make_differentiable = lambda: self._differentiable(compiled, about, autocast)
+        graph.eager = lambda call: self._eager(call, autocast)
         return graph
 
-    def _differentiable(self, compiled: CompiledCall, about: str) -> BoundGraph:
+    def _eager(self, call: Call, autocast: Sequence[dict[str, Any]]) -> Any:
+        """What the user's own code makes of a call, with autograd."""
+        self.note(
+            "gradients", "gradients of gradients (create_graph=True): such calls are computed once more, in eager mode"
+        )
+        before, self.capturing = self.capturing, True
+        try:
+            with contextlib.ExitStack() as stack:
+                for context in autocast:
+                    stack.enter_context(torch.autocast(**context))
+                module = self.model.get_submodule(call.part)
+                forward = module if call.part else functools.partial(self.original.forward, module)
+                output = forward(*call.args, **call.kwargs)
+                return (
+                    (self.loss_fn(output, **call.loss_inputs), output) if self.loss_fn and call.loss_inputs else output
+                )
+        finally:
+            self.capturing = before
+
+    def _differentiable(self, compiled: CompiledCall, about: str, autocast: Sequence[dict[str, Any]]) -> BoundGraph:
         """The form of a graph in which outputs beside the loss have gradients. Collective; runs in a backward."""
         names = ", ".join(f"'{compiled.program.outputs[i].name}'" for i in compiled.beside)
         text = (
@@ -325,7 +381,7 @@ class Runtime:
         with self._capturing(True), alone():
             other = compiled.differentiable()
         self._check_graph("the graph", other.program)
-        return self._bind(other, about)
+        return self._bind(other, about, autocast)
 
     def _check_graph(self, what: str, program: Program) -> None:
         """Raise unless all tensor-parallel ranks have the same."""
@@ -451,7 +507,8 @@ class Runtime:
             saving.append(hooks)
             autograd._pop_saved_tensors_default_hooks()
         try:
-            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+            anomaly = torch.autograd.set_detect_anomaly(False)  # it reads values, and there are none
+            with torch.inference_mode(False), torch.set_grad_enabled(grad), anomaly:
                 yield
         finally:
             self.capturing = False

@@ -147,6 +147,7 @@ def _tracing(program: Program) -> Iterator[None]:
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads values, and there are none
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(program.fake_mode)
         stack.enter_context(enable_python_dispatcher())  # C++ decompositions of some ops (pad) fix dynamic sizes

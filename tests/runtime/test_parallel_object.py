@@ -125,7 +125,7 @@ def test_a_hugging_face_model_without_inputs() -> None:
     mine, theirs = model(**call), plain(**call)
     assert type(mine) is type(theirs)
     close(mine.loss, theirs.loss, 1e-6)
-    assert isinstance(mine.logits, torch.Tensor) and not mine.logits.requires_grad
+    assert isinstance(mine.logits, torch.Tensor) and mine.logits.requires_grad
     assert torch.equal(
         model.eval().generate(call["input_ids"][:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0),
         plain.eval().generate(call["input_ids"][:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0),
@@ -175,7 +175,7 @@ def test_logits_of_one_rank_are_whole(gpt: Any) -> None:
     plain, model, inputs = gpt
     call = inputs(2, 16)
     logits, _ = model(**call)
-    assert isinstance(logits, LazyTensor) and not logits.requires_grad  # the loss goes without them
+    assert isinstance(logits, LazyTensor) and logits.requires_grad  # the loss goes without them
     close(logits + 0, plain(**call)[0])
     with torch.no_grad():
         logits, _ = model(**call)

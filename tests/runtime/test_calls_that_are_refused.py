@@ -1,0 +1,86 @@
+"""Covers: runtime/runtime.py, bound_graph.py (calls whose result would lack something): forward-mode differentiation, threads,
+meta tensors, gradients of gradients with dropout."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+
+import megafx
+from megafx.errors import UsageError
+
+
+def made(p: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    return megafx.parallelize(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(p), nn.Linear(6, 2)).double())
+
+
+def test_dual_tensors_are_refused_and_the_advice_works() -> None:
+    model, x = made(), torch.randn(3, 4).double()
+    with forward_ad.dual_level():
+        assert model(x).shape == (3, 2)
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(UsageError, match=r"'input' is a dual tensor[\s\S]*torch.autograd.functional.jvp"):
+            model(dual)
+    _, found = torch.autograd.functional.jvp(model, x, torch.ones_like(x))
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    plain.load_state_dict({k.replace("3.", "2."): v for k, v in model.state_dict().items()})
+    _, wanted = torch.autograd.functional.jvp(plain, x, torch.ones_like(x))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_gradients_of_gradients_with_dropout_are_refused_and_the_advice_works() -> None:
+    model, x = made(0.5), torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
+    loss = model(x).square().mean()
+    with pytest.raises(UsageError, match=r"draws other masks than the graph's[\s\S]*model.eval\(\)"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    model.eval()
+    (found,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    found.square().sum().backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0
+
+
+def test_changed_weights_are_noticed_before_gradients_of_gradients() -> None:
+    model, x = made(), torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
+    loss = model(x).square().mean()
+    with torch.no_grad():
+        model[3].weight.add_(1)
+    with pytest.raises(UsageError, match=r"'3.weight' was changed in place between forward and backward"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_call_on_meta_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 2)
+    model = megafx.parallelize(model, example_inputs=(torch.randn(3, 4),))
+    with pytest.raises(UsageError, match=r"on the meta device: they have no values\n  fix: load weights"):
+        model(torch.randn(3, 4))
+
+
+def test_a_model_of_several_ranks_takes_one_thread() -> None:
+    model = made()
+    runtime, errors, inside, done = model.megafx, [], threading.Event(), threading.Event()
+    runtime.mesh = object()
+
+    def slow(*call: Any) -> Any:
+        inside.set()
+        done.wait(20)
+
+    def other() -> None:
+        inside.wait(20)
+        with pytest.raises(UsageError, match="two threads call one model at the same time") as caught:
+            runtime._call((torch.randn(3, 4).double(),), {})
+        errors.append(caught.value)
+        done.set()
+
+    runtime._run = slow
+    thread = threading.Thread(target=other)
+    thread.start()
+    runtime._call((torch.randn(3, 4).double(),), {})
+    thread.join()
+    assert len(errors) == 1
