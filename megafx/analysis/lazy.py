@@ -49,7 +49,7 @@ def outside_user(program: Program, chain: Sequence[fx.Node], inside: set[fx.Node
     outputs: dict[Any, bool] = {}  # value -> whether it leaves only as floating user outputs that are no loss
     for value, spec in zip(program.results(), program.outputs, strict=True):
         if isinstance(value, fx.Node):
-            fits = spec.kind == "user" and not spec.loss and is_floating(value)
+            fits = spec.kind == "user" and not (spec.loss or spec.written) and is_floating(value)
             outputs[value] = outputs.get(value, True) and fits
     outside = ((node, user) for node in chain for user in node.users if user not in inside and user not in chain)
     return next((user for node, user in outside if user.op != "output" or not outputs.get(node)), None)

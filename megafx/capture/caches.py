@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.errors import CaptureError
 from megafx.ir.call_spec import leaf_name
+from megafx.ir.python_state import PythonState
 
 Form = tuple[Any, ...]  # ("tensor",), ("same",), ("number",), ("value", x), ("object", class, ((name, form), ...)), ...
 
@@ -45,10 +46,11 @@ class SameCache:
 
 @dataclass(frozen=True)
 class Updated:
-    """An output, and what the caches of the call hold afterwards."""
+    """An output, what the caches of the call hold afterwards, and the tensors that forward left in Python objects, by name."""
 
     output: Any
     caches: tuple[CacheState, ...]
+    written: dict[str, list[torch.Tensor]]
 
 
 class CacheKey(pytree.MappingKey[str, Any]):
@@ -66,7 +68,7 @@ pytree.register_pytree_node(
 )
 pytree.register_pytree_node(
     Updated,
-    lambda u: ([u.output, u.caches], None),
+    lambda u: ([u.output, u.caches, u.written], None),
     lambda values, _: Updated(*values),
     flatten_with_keys_fn=lambda u: ([(pytree.GetAttrKey(name), value) for name, value in vars(u).items()], None),
 )
@@ -149,8 +151,8 @@ class Revived:
 
         return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, CacheState))
 
-    def result(self, returned: Any) -> Any:
-        """What leaves the graph: `returned` with states for the caches in it, and what the call's own caches hold."""
+    def result(self, returned: Any, written: dict[str, list[torch.Tensor]]) -> Any:
+        """What leaves the graph: `returned`, its caches as states; what the call's own caches hold; what forward wrote."""
 
         def one(value: Any) -> Any:
             if not is_cache(value):
@@ -159,14 +161,16 @@ class Revived:
             return state_of(value) if index is None else SameCache(index)
 
         returned = pytree.tree_map(one, returned, is_leaf=is_cache)
-        if not self.caches:
+        if not self.caches and not written:
             return returned
         known = frozenset(map(id, self.inputs))
-        return Updated(returned, tuple(state_of(c, known) for c in self.caches))
+        return Updated(returned, tuple(state_of(c, known) for c in self.caches), written)
 
 
-def give_back(result: Any, caches: Sequence[Any]) -> Any:
-    """The output of a call in the user's terms: his caches updated, states of new caches made into caches."""
+def give_back(result: Any, caches: Sequence[Any], state: PythonState) -> Any:
+    """The output of a call in the user's terms: his caches and what forward writes updated, states of new caches made into
+    caches."""
+    state.give(result.written if isinstance(result, Updated) else {})
     if isinstance(result, Updated):
         for given, state in zip(caches, result.caches, strict=True):
             _write(state.form, iter(state.tensors.values()), given)

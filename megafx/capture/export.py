@@ -30,6 +30,7 @@ from megafx.capture.caches import Revived, growing_dims, states_for_caches
 from megafx.capture.dims import NamedDims, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.errors import translate, unsupported_leaf
 from megafx.capture.expert_loops import ExpertLoops
+from megafx.capture.followed import Followed, Trace
 from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import alone, fake_like, prepared, target_device, without_hooks
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
@@ -40,6 +41,7 @@ from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program
+from megafx.ir.python_state import Place
 from megafx.ir.sizes import Sizes
 
 _GREATEST = 2**31 - 1  # a dim without an upper bound
@@ -61,6 +63,7 @@ def capture_call(
     part: str = "",
     data_ranks: int = 1,
     fixed: Collection[str] = (),
+    state: Mapping[str, Place] | None = None,
 ) -> Program:
     """Capture model(*args, **kwargs) in the model's present per-module train/eval state, grad mode and autocast state.
 
@@ -75,13 +78,13 @@ def capture_call(
     data_ranks: over how many ranks the batch is cut: the model sees that many times the rows of this call.
     fixed: names of dims that are constants of the graph. Sizes of 0 and 1 become such by themselves where the model may
     compute something else at them than the graph (small_sizes.py).
+    state: names of places whose values (numbers, tensors) are inputs of the graph instead of being baked in.
     """
     args, kwargs, _ = states_for_caches(args, kwargs or {})
     if loss_inputs and loss_fn is None:
         raise CaptureError("loss_inputs without a loss_fn", fix="pass loss_fn= to parallelize, or drop loss_inputs")
     tree = call_tree(args, kwargs, loss_inputs)
-    paths, in_spec = pytree.tree_flatten_with_path(tree)
-    leaves = [(leaf_name(path), value) for path, value in paths]
+    leaves = [(leaf_name(path), value) for path, value in pytree.tree_flatten_with_path(tree)[0]]
     for name, value in leaves:
         if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))):
             raise unsupported_leaf(name, value)
@@ -104,10 +107,12 @@ def capture_call(
         group_of = part_group if part else sequence_group(model)
         return name_dims(tensors, max_length(module) or max_length(model), group_of, growing_dims(tree))
 
-    def captured(varying: frozenset[str], fixed: frozenset[str]) -> Program:
-        dims = named()
+    def captured(varying: frozenset[str], state: Mapping[str, Place], fixed: frozenset[str]) -> Program:
+        dims, followed = named(), Followed(dict(state))
         dims.constant |= fixed
-        capture = _Capture(root, leaves, in_spec, dims, where, stand_ins or {}, varying, eager, part, data_ranks)
+        capture = _Capture(
+            root, tree, leaves, dims, where, stand_ins or {}, varying, eager, part, data_ranks, followed
+        )  # fmt: skip
         return capture.run(fixed)
 
     def served(program: Program) -> bool:
@@ -119,7 +124,7 @@ def capture_call(
     with alone(), stage("capture"):
         while True:
             try:
-                program = _both_ways(functools.partial(captured, fixed=constant), varying)
+                program = _both_ways(functools.partial(captured, fixed=constant), varying, state or {})
             except CaptureError:
                 if few <= constant:
                     raise
@@ -135,20 +140,24 @@ def capture_call(
             constant |= small.keys() or few
 
 
-def _both_ways(captured: Callable[[frozenset[str]], Program], varying: frozenset[str]) -> Program:
-    """With the numbers `varying` as tensors, where these mean the same to the model."""
-    baked = captured(frozenset())
-    if not varying:
+def _both_ways(
+    captured: Callable[[frozenset[str], Mapping[str, Place]], Program],
+    varying: frozenset[str],
+    state: Mapping[str, Place],
+) -> Program:
+    """With the numbers `varying`, and the values of `state`, as tensors, where these mean the same to the model."""
+    baked = captured(frozenset(), {})
+    if not varying and not state:
         return baked
     try:
-        program = captured(varying)
+        program = captured(varying, state)
     except CaptureError as error:
         reason = error.found
     else:
         if _result_types(program) == _result_types(baked):
             return program
         reason = "as tensors they mean something else to the model"
-    names = ", ".join(sorted(varying))
+    names = ", ".join(sorted([*varying, *state]))
     baked.note("capture", f"{names}: baked into the graph, captured anew for each value ({reason})")
     return baked
 
@@ -171,8 +180,11 @@ class _Call(nn.Module):
         self.autocast = ambient_autocast()
         self.note: Callable[[str], None] = lambda text: None
         self.returned: Callable[[list[bool]], None] = lambda requires_grad: None  # told which leaves of the result do
+        self.trace: Trace | None = None
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any]) -> Any:
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any], state: dict[str, Any]
+    ) -> Any:
         with contextlib.ExitStack() as stack:
             for context in self.autocast:
                 stack.enter_context(torch.autocast(**context))
@@ -180,8 +192,10 @@ class _Call(nn.Module):
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             caches = Revived()
             args, kwargs = caches.revive((args, kwargs))
+            assert self.trace is not None
             stack.enter_context(DataShapeEnv.recording())
-            output = self.call(self.model, *args, **kwargs)
+            with self.trace.running(state):
+                output = self.call(self.model, *args, **kwargs)
             for module, name, old in buffers:
                 new = module._buffers.get(name)
                 if new is not None and new is not old:  # `self.mean = ...` is written in place, as graphs record it
@@ -193,7 +207,7 @@ class _Call(nn.Module):
                 pytree.register_dataclass(kind)  # so that export can flatten it
             result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
             loops.check(result)
-            result = caches.result(result)
+            result = caches.result(result, self.trace.tensors)
             self.returned([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result)])
             return result
 
@@ -213,8 +227,8 @@ class _Capture:
     """One capture: the call's leaves by name, the attempts at exporting it, and the making of the Program."""
 
     root: _Call
+    tree: Any
     leaves: list[tuple[str, Any]]
-    in_spec: pytree.TreeSpec
     dims: NamedDims
     device: torch.device
     stand_ins: Mapping[str, torch.Tensor]
@@ -222,9 +236,15 @@ class _Capture:
     eager: Sequence[str]
     part: str
     data_ranks: int
+    followed: Followed
     notes: list[str] = field(default_factory=list)
     eager_notes: dict[str, str] = field(default_factory=dict)
     requires_grad: list[bool] = field(default_factory=list)  # of each leaf of what the last trace returned
+    trace: Trace = field(init=False)
+    in_spec: pytree.TreeSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given, self.given_dims = self.leaves, self.dims.names
 
     def run(self, fixed: frozenset[str]) -> Program:
         """fixed: names of dims that keep the call's size, for all that the model's code may do."""
@@ -233,6 +253,9 @@ class _Capture:
             listed = " and ".join(f"{size} of {name}" for name, size in sizes.items())
             self.notes.append(f"a graph for the size {listed} alone: at it the model's code computes something else")
         exported, sizes = self._export()
+        while self.followed.learn(self.trace):  # some state has to enter the graph in another form
+            self.notes.clear()
+            exported, sizes = self._export()
         program = self._program(exported, sizes, fixed)
         program.table = functools.cache(lambda name: read_table(self.root.model.get_buffer(name)))
         for message in dict.fromkeys(self.notes):
@@ -256,6 +279,7 @@ class _Capture:
         plan += [(user, "named"), (user, "deferred"), (user, "automatic")]
         if not self.dims.user:
             plan = [({}, "named")]
+        self._take_state()
         failures: list[Exception] = []
         tried: list[tuple[dict[str, int], str]] = []
         for sizes, mode in plan:
@@ -277,6 +301,14 @@ class _Capture:
         # The model's own error says more than export's complaint about the dims that we asked for.
         telling = [e for e in failures if not _violates_constraints(e)] or failures
         raise translate(telling[-1], self.root.model) from None
+
+    def _take_state(self) -> None:
+        """The call's leaves with the state that is an input behind them. Its sizes are fixed."""
+        state = self.followed.values()
+        self.in_spec = pytree.tree_structure((*self.tree, state))
+        self.leaves = [*self.given, *((f"state[{name}]", value) for name, value in state.items())]
+        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        self.dims.names = [*self.given_dims, *({} for _ in tensors)]
 
     def _attempt_with_fixes(self, sizes: dict[str, int], mode: str) -> tuple[ExportedProgram, dict[str, int]]:
         """(export, the sizes of the trace). Where it tells the bound of a dim (`assert t <= block_size`, a table of positions),
@@ -316,9 +348,19 @@ class _Capture:
         self.root.returned = functools.partial(setattr, self, "requires_grad")
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
         told = lambda text, fqn: self.eager_notes.update({fqn: text})  # noqa: E731
+        self.trace = self.root.trace = Trace(self.root.model, self.followed, self.eager)
         with (
             _without_ambient_modes(),
-            prepared(self.root.model, fake_mode, self.device, self.stand_ins, notes.append, self.eager, told),
+            prepared(
+                self.root.model,
+                fake_mode,
+                self.device,
+                self.stand_ins,
+                notes.append,
+                self.eager,
+                told,
+                self.trace.reads,
+            ),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)
             exported = torch.export.export(
@@ -333,7 +375,8 @@ class _Capture:
 
     def _enters(self, name: str, value: Any) -> bool:
         """Whether a leaf is an input of the graph: a tensor, or a number that varies."""
-        return isinstance(value, torch.Tensor) or (name in self.varying and isinstance(value, (int, float)))
+        varies = name in self.varying or name.startswith("state[")
+        return isinstance(value, torch.Tensor) or (varies and isinstance(value, (int, float)))
 
     def _fake_call(self, fake_mode: FakeTensorMode, sizes: dict[str, int], mode: str) -> tuple[Any, Any]:
         """The call on fakes of these sizes, and its dynamic_shapes."""
@@ -383,6 +426,7 @@ class _Capture:
             _decided(exported),
             names,
             {} if batch is None or self.data_ranks == 1 else {batch: self.data_ranks},
+            state=self.trace.state(),
             listing=listing(gm, [i.name for i in inputs], constants, out_leaves),
         )
         if self.part:

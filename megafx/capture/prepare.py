@@ -46,6 +46,7 @@ from megafx.capture.functions import (
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.capture.program import ROOT
+from megafx.capture.reads import Reads, unrepeatable
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line, is_user_file
@@ -90,7 +91,9 @@ class Replacement(NamedTuple):
         return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name, _ABSENT)
 
 
-def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws: LayerDraws) -> list[Replacement]:
+def replacements(
+    model: nn.Module, note: Note, eager: Sequence[LeftEager], draws: LayerDraws, reads: Reads | None = None
+) -> list[Replacement]:
     """The table. A later line may replace what an earlier one has put in place."""
     from torch._export import non_strict_utils  # importing megafx need not import it
 
@@ -149,6 +152,12 @@ def replacements(model: nn.Module, note: Note, eager: Sequence[LeftEager], draws
 
     why = "Config.eager_modules: a call is one node"
     table += [Replacement(each.module, "forward", each.forward_for, why) for each in eager]
+
+    reads = reads or Reads(model)
+    why = "what forward reads and writes of Python objects is noted, for a graph serves calls with the same state alone"
+    table.append(Replacement(nn.Module, "__getattribute__", reads.getattribute, why))
+    table.append(Replacement(nn.Module, "__setattr__", reads.setattribute, why))
+    table += [Replacement(*line) for line in unrepeatable(reads)]
 
     why = "layerdrop: the draw chooses between the layer's input and its output"
     for fqn, layer in droppable_layers(model):
@@ -282,10 +291,12 @@ def prepared(
     note: Note,
     eager: Sequence[str] = (),
     note_eager: Callable[[str, str], None] = lambda text, fqn: None,
+    reads: Reads | None = None,
 ) -> Iterator[None]:
     """Within: parameters and buffers are fakes on `device`, and the table of `replacements` holds. After: all as before.
 
     eager: globs of submodules that are one node each. note_eager(text, fqn): told what they are, once the trace is done.
+    reads: notes what forward reads and writes.
     """
     with _LOCK:
         configs = configs_of(model)
@@ -301,12 +312,15 @@ def prepared(
             _make_fake(model, fake_mode, device, stand_ins)
             draws = LayerDraws(device, note)
             dropping = any(True for _ in droppable_layers(model))
-            with replaced(replacements(model, note, left, draws)), following(draws if dropping else None):
+            table = replacements(model, note, left, draws, reads)
+            with replaced(table), following(draws if dropping else None):
                 yield
             whole = sum(p.numel() for p in model.parameters())
             for each in left:
                 note_eager(each.note(whole), each.fqn)
         finally:
+            if reads is not None:
+                reads.undo()
             for owner, attributes in saved:
                 vars(owner).clear()
                 vars(owner).update(attributes)

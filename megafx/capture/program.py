@@ -126,7 +126,9 @@ def name_outputs(
     for path, value, needs in zip(paths, values, requires_grad, strict=True):
         if isinstance(value, fx.Node):
             in_cache = path[-1].key if path and isinstance(path[-1], CacheKey) else ""
-            found = Output("user", output_path(path), cache=in_cache, requires_grad=needs)
+            written = path[:1] == (pytree.GetAttrKey("written"),)
+            name = path[1].key if written else output_path(path)
+            found = Output("user", name, cache=in_cache, requires_grad=needs, written=written)
             same = next((i for i, n in enumerate(kept) if n is value and not (in_cache or outputs[i].cache)), None)
             if same is not None and found.name == "loss":  # the name that `mark_losses` looks for
                 outputs[same] = found
@@ -169,7 +171,7 @@ def mark_losses(program: Program) -> None:
     """A field called `loss`; else the first element of what loss_fn made a pair; else every 0-d floating active output.
 
     What eager mode gives without a gradient beside others that have one (`loss.detach()`, for the log) is no loss, nor is a
-    parameter that is returned.
+    parameter that is returned. A number that forward leaves in an attribute is one beside others.
     """
     active = active_nodes(program)
     values = [(node, node.meta.get(VAL)) for node in program.results()]
@@ -177,6 +179,8 @@ def mark_losses(program: Program) -> None:
     scalars = [i for i in scalars if values[i][0].op != "placeholder"]
     if any(o.requires_grad for o in program.outputs):
         scalars = [i for i in scalars if program.outputs[i].requires_grad]
-    named = [i for i in scalars if program.outputs[i].name == "loss"]
-    for i in named or scalars:
+    named = [i for i in scalars if program.outputs[i].name == "loss" and not program.outputs[i].written]
+    if not (named or [i for i in scalars if not program.outputs[i].written]):
+        return  # what forward leaves in attributes is no reason to take no gradient of what it returns
+    for i in [*named, *(i for i in scalars if program.outputs[i].written)] if named else scalars:
         program.outputs[i] = replace(program.outputs[i], loss=True)

@@ -35,6 +35,7 @@ from megafx.errors import AgreementError
 FORWARD, BACKWARD = 0, 1
 # how lines of a call's text begin
 GRADIENTS, TRAINING, AUTOCAST, WANTED = "gradients ", "training mode ", "autocast ", "gradients are wanted of "
+STATE = "Python state "
 RECORDS, NUMBERS, TEXT = 64, 25, 1 << 20  # entries that a rank keeps, numbers of an entry, bytes of a rank's texts
 _HEAD = struct.Struct("<q")  # number of the entry, written last: it says that the rest is there
 _BODY = struct.Struct(f"<{6 + NUMBERS}q")  # place and length of the text; phase, step, crc and count; numbers
@@ -301,6 +302,9 @@ def calls_differ(difference: Difference, labels: Sequence[str], stepped: str = "
                 f"{start} are in different modes, as after model.eval() or torch.no_grad() on one rank alone: {which}"
             )
             return AgreementError(found, fix="evaluate on every rank of the group, outside of `if rank == 0:`")
+        if x.startswith(STATE) and y.startswith(STATE):
+            found = f"{start} hold other values in attributes, globals or containers that forward reads"
+            return AgreementError(found, fix="set them on every rank alike, before the same call")
         return AgreementError(f"{start} make different calls: {which}", fix="make the same call on every rank")
     if (error := _steps_differ(difference, "tensor-parallel", stepped)) is not None:
         return error

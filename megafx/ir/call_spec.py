@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megafx.errors import UsageError
+from megafx.ir.python_state import PythonState, names
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def call_tree(
 
 def leaf_name(path: Sequence[Any]) -> str:
     """Key path of `call_tree` -> 'args[0]', 'kwargs[labels]', 'loss_inputs[target]', 'kwargs[batch][ids]'."""
-    top = ("args", "kwargs", "loss_inputs")[path[0].idx]
+    top = ("args", "kwargs", "loss_inputs", "state")[path[0].idx]
     keys = (getattr(k, "idx", getattr(k, "key", getattr(k, "name", k))) for k in path[1:])
     return top + "".join(f"[{k}]" for k in keys)
 
@@ -67,6 +68,7 @@ class CallSpec:
     decided: what the model's code asked of sizes, as conditions; for sizes of 0 and 1 they count too. names: of dims. parts:
     number of ranks over which a size is cut; the model's code sees the whole. listing: of the captured graph. proven: sizes of
     0 and 1 that the conditions exclude, and at which the model was found to compute the same -> that call.
+    state: the Python state that it is valid for. Values of that which are inputs of the graph are the last leaves.
     """
 
     in_spec: pytree.TreeSpec
@@ -80,12 +82,22 @@ class CallSpec:
     parts: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     listing: Any = field(default=None, compare=False, repr=False)
     proven: dict[frozenset[tuple[str, int]], CallSpec] = field(default_factory=dict, compare=False, repr=False)
+    state: PythonState = field(default_factory=PythonState, compare=False, repr=False)
     _verdicts: dict[tuple[int, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def mismatch(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
     ) -> str | None:
         """Why this graph cannot serve the call, or None if it can."""
+        problem = self.structure_mismatch(args, kwargs, loss_inputs)
+        if problem is None and not self.state.holds():
+            return f"forward reads {names(self.state.changed())}, which changed"
+        return problem
+
+    def structure_mismatch(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """The same without the Python state that is no input."""
         problem, bound = self._bind(args, kwargs, loss_inputs)
         if problem is not None:
             return problem
@@ -97,7 +109,7 @@ class CallSpec:
                 if same is None:
                     problem = f"the model may compute something else at {small}, which the trace took for at least 2"
                 else:
-                    problem = same.mismatch(args, kwargs, loss_inputs)
+                    problem = same.structure_mismatch(args, kwargs, loss_inputs)
             self._verdicts[key] = problem
         return self._verdicts[key]
 
@@ -124,7 +136,7 @@ class CallSpec:
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_inputs: Mapping[str, Any] | None
     ) -> tuple[str | None, dict[sympy.Symbol, int]]:
         """(what differs besides sizes, the size of each symbol)."""
-        leaves, spec = pytree.tree_flatten(call_tree(args, kwargs, loss_inputs))
+        leaves, spec = pytree.tree_flatten(self._tree(args, kwargs, loss_inputs))
         if spec != self.in_spec:
             return "the structure of the call differs", {}
         bound: dict[sympy.Symbol, int] = {}  # symbol that is some dim by itself -> size of the first such dim
@@ -138,6 +150,16 @@ class CallSpec:
             if problem:
                 return problem, bound
         return None, bound
+
+    def _tree(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        loss_inputs: Mapping[str, Any] | None,
+        state: Mapping[str, Any] | None = None,
+    ) -> tuple[Any, ...]:
+        """The call with the state that is an input."""
+        return (*call_tree(args, kwargs, loss_inputs), self.state.values() if state is None else dict(state))
 
     def _size_mismatch(self, bound: dict[sympy.Symbol, int]) -> str | None:
         for symbol, size in bound.items():
@@ -158,14 +180,21 @@ class CallSpec:
         return {self.names[s]: n for s, n in small.items() if n == 0 or s in asked}
 
     def flatten(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss_inputs: Mapping[str, Any] | None = None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        loss_inputs: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> list[torch.Tensor]:
-        """The tensors of a call in placeholder order (contiguous, as the graph was traced)."""
-        problem = self.mismatch(args, kwargs, loss_inputs)
+        """The tensors of a call in placeholder order (contiguous, as the graph was traced). state: the Python state that is an
+        input, where the call was made before (default: as it is now)."""
+        problem = self.mismatch(args, kwargs, loss_inputs) if state is None else None
         if problem:
             raise UsageError(f"this call is not the one that was captured: {problem}")
         tensors = []
-        for leaf, value in zip(self.leaves, pytree.tree_leaves(call_tree(args, kwargs, loss_inputs)), strict=True):
+        for leaf, value in zip(
+            self.leaves, pytree.tree_leaves(self._tree(args, kwargs, loss_inputs, state)), strict=True
+        ):
             if leaf.scalar:
                 tensors.append(torch.tensor(value, dtype=leaf.dtype))
             elif leaf.tensor:

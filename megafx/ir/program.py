@@ -78,7 +78,8 @@ class Output:
     placement: that of the value as it leaves, from `insert_transitions` on. The node's own may differ once lowering has dropped
     the identity R -> I. lazy: it may be computed when somebody first reads it (lazy_outputs). requires_grad: whether it does in
     eager mode, where the call was captured with gradients.
-    cache: path inside of a key-value cache that the call returns or changes ('' where it is none).
+    cache: path inside of a key-value cache that the call returns or changes ('' where it is none). written: forward leaves it
+    in a Python object (its name says where), and does not return it.
     """
 
     kind: Literal["user", "mutation", "gradient", "saved"]
@@ -88,6 +89,7 @@ class Output:
     lazy: bool = False
     cache: str = ""
     requires_grad: bool = True
+    written: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Mapping
+from types import FrameType
 
 import torch
 
@@ -39,6 +40,18 @@ def source_of_trace(stack_trace: str) -> SourceLine | None:
 def current_user_line() -> SourceLine | None:
     """The user's line that is running now."""
     return source_of_trace("".join(traceback.format_stack()))
+
+
+def line_of(frame: FrameType | None, walk: bool = True) -> SourceLine | None:
+    """The line that a frame runs, where it is the user's; walk: else that of the nearest frame above that is."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            return SourceLine(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+        if not walk:
+            return None
+        frame = frame.f_back
+    return None
 
 
 def is_user_file(file: str) -> bool:

@@ -115,7 +115,7 @@ def accepted_outputs(
     for node, spec in zip(program.results(), program.outputs, strict=True):
         if not isinstance(node, fx.Node) or node not in active:
             continue
-        kinds: Accepts = ANY_VALUE if lazy and spec.kind == "user" and not spec.loss else WHOLE
+        kinds: Accepts = ANY_VALUE if lazy and spec.kind == "user" and not (spec.loss or spec.written) else WHOLE
         if spec.cache:
             shape, settled = node.meta[VAL].shape, caches.get(spec.cache)
             static = [f"S{d}" for d, n in enumerate(shape) if isinstance(n, int)] if settled is None else []

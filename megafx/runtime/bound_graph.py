@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from megafx.distributed.tensor_layout import spec_of
 from megafx.errors import LostRankError, UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Saved
+from megafx.ir.python_state import Place
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import Placement
 from megafx.runtime.cache_shard import CacheShard
@@ -249,7 +250,16 @@ class BoundGraph:
         other = self._differentiable
         return self if other is None or not other.fits(call) else other
 
+    def state_inputs(self) -> dict[str, Any]:
+        """What the Python state holds that is an input of the graph."""
+        return self.compiled.spec.state.values()
+
+    def state_places(self) -> dict[str, Place]:
+        """Where those are, but for numbers that are computed."""
+        return {name: p for name, p in self.compiled.spec.state.inputs.items() if isinstance(p, Place)}
+
     def run(self, call: Call) -> Any:
+        call = replace(call, state=self.state_inputs())
         inputs, user = self._inputs(call)
         compiled = self.compiled
         if compiled.wrt and torch.is_grad_enabled():
@@ -260,7 +270,8 @@ class BoundGraph:
             outputs = step.outputs
         else:
             outputs = self.finish(self.executable.forward(inputs)[0], call)
-        return give_back(compiled.spec.unflatten(self._results(outputs, user)), call.caches)
+        results = compiled.spec.unflatten(self._results(outputs, user))
+        return give_back(results, call.caches, compiled.spec.state)
 
     def _results(self, outputs: list[Any], user: Mapping[int, torch.Tensor]) -> list[Any]:
         """What the user gets for each user output: never one object twice, without a gradient where eager mode gives none, and
@@ -294,7 +305,7 @@ class BoundGraph:
     ) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """(local tensors in placeholder order, position -> the user's own tensor). again: (kind, name) -> what it was."""
         state, see = self.state, self.executable.see
-        given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs))
+        given = iter(self.compiled.spec.flatten(call.args, call.kwargs, call.loss_inputs, call.state))
         slots = iter(self.slots)
         inputs: list[Any] = []
         user: dict[int, torch.Tensor] = {}

@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,8 @@ from megafx.runtime.cache_shard import CacheShard
 class Call:
     """One call of the model, normalised; names, leaves and spec of `call_spec.call_tree`; the caches that it was given.
 
-    part: the FQN of the submodule that is called, '' for the whole model.
+    part: the FQN of the submodule that is called, '' for the whole model. state: what Python objects hold that is an input of
+    the graph that serves the call, once that is known.
     """
 
     args: tuple[Any, ...]
@@ -41,6 +42,7 @@ class Call:
     spec: pytree.TreeSpec
     caches: list[Any]
     part: str = ""
+    state: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(
@@ -57,29 +59,12 @@ class Call:
 
     def numbers(self) -> list[int]:
         """What ranks compare of each call besides its text: sizes, Python numbers, and values where they are on the CPU."""
-        found: list[int] = []
-        for value in self.leaves:
-            if isinstance(value, torch.Tensor):
-                found += value.shape
-                if type(value) is torch.Tensor and value.device.type == "cpu":
-                    few = value.detach().reshape(-1)[:COMPARED].contiguous()  # a column of a matrix is not
-                    found.append(zlib.crc32(few.view(torch.uint8).numpy().data))
-            elif _is_number(value):
-                found.append(hash(value))
-        return found
+        return numbers_of(self.leaves)
 
     def labels(self) -> list[str]:
         """Names of these."""
-        found = []
-        for name, value in zip(self.names(), self.leaves, strict=True):
-            name = re.sub(r"^kwargs\[(.*?)\]", r"\1", name)
-            if isinstance(value, torch.Tensor):
-                found += [f"size {dim} of '{name}'" for dim in range(value.dim())]
-                if type(value) is torch.Tensor and value.device.type == "cpu":
-                    found.append(f"the hash of the values of '{name}'")
-            elif _is_number(value):
-                found.append(f"the hash of '{name}'")
-        return found
+        names = [re.sub(r"^kwargs\[(.*?)\]", r"\1", name) for name in self.names()]
+        return [label for name, value in zip(names, self.leaves, strict=True) for label in labels_of({name: value})]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """(name as the user wrote it, tensor): 'ids' rather than 'kwargs[ids]'. Without shards of caches."""
@@ -88,10 +73,37 @@ class Call:
         return [(re.sub(r"^kwargs\[(.*?)\]", r"\1", n), v) for n, v in whole]
 
 
+def numbers_of(values: Iterable[Any]) -> list[int]:
+    """Sizes of tensors, hashes of their values where they are on the CPU, and hashes of Python numbers."""
+    found: list[int] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found += value.shape
+            if type(value) is torch.Tensor and value.device.type == "cpu":
+                few = value.detach().reshape(-1)[:COMPARED].contiguous()  # a column of a matrix is not
+                found.append(zlib.crc32(few.view(torch.uint8).numpy().data))
+        elif _is_number(value):
+            found.append(hash(value))
+    return found
+
+
+def labels_of(named: Mapping[str, Any]) -> list[str]:
+    """Names of what `numbers_of` finds."""
+    found: list[str] = []
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor):
+            found += [f"size {dim} of '{name}'" for dim in range(value.dim())]
+            if type(value) is torch.Tensor and value.device.type == "cpu":
+                found.append(f"the hash of the values of '{name}'")
+        elif _is_number(value):
+            found.append(f"the hash of '{name}'")
+    return found
+
+
 def bind_sizes(spec: CallSpec, call: Call) -> dict[sympy.Symbol, int]:
     """The sizes of this call for each symbol of the graph."""
     bound: dict[sympy.Symbol, int] = {}
-    for leaf, value in zip(spec.leaves, call.leaves, strict=True):
+    for leaf, value in zip(spec.leaves, call.leaves, strict=False):  # state, which comes last, has fixed sizes
         for dim, size in enumerate(leaf.dims):
             if isinstance(size, sympy.Symbol):
                 bound[size] = value.shape[dim]

@@ -12,6 +12,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from megafx.capture.export import capture_call
 from megafx.capture.prepare import alone, configs_of, released
 from megafx.config import Config
 from megafx.distributed import agreement
-from megafx.distributed.board import FORWARD, Entry, calls_differ, make_board
+from megafx.distributed.board import FORWARD, STATE, Entry, calls_differ, make_board
 from megafx.distributed.failures import stopping_with_others
 from megafx.distributed.mesh import Meshes
 from megafx.distributed.parameters import (
@@ -41,6 +42,7 @@ from megafx.errors import CaptureError, LostRankError, UsageError
 from megafx.ir import dump
 from megafx.ir.call_spec import ambient_autocast
 from megafx.ir.program import Note, Program
+from megafx.ir.python_state import Place
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import TENSOR_AXIS
 from megafx.placements.types import Placement
@@ -51,7 +53,16 @@ from megafx.report.report import Report, fused, refresh_notes
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.guards import remove_guards
-from megafx.runtime.keys import Call, KeyMaker, Normalizer, describe, module_state, parameter_state
+from megafx.runtime.keys import (
+    Call,
+    KeyMaker,
+    Normalizer,
+    describe,
+    labels_of,
+    module_state,
+    numbers_of,
+    parameter_state,
+)
 
 
 def refuse_tangents(named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -103,6 +114,7 @@ class Runtime:
         self.calling = threading.RLock()  # held by the thread whose call runs on several ranks
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
         self.replacements = 0  # how often submodules were replaced
+        self.fixed_state: set[str] = set()  # places whose values are baked into graphs, since they cannot be inputs
         self.unplaced: list[list[str]] = []
 
     # -- setting up
@@ -229,11 +241,11 @@ class Runtime:
             device = self.state.device
             self.state.boards = Boards(make_board(self.group, device), make_board(self.meshes.batch, device))
         if (board := self.state.boards.calls) is not None:
-            about = self._describe(call) if graph is None else graph.about
-            numbers = [self.state.steps.count, *call.numbers()]
-            found = board.exchange(Entry(FORWARD, self.state.step, about, numbers))
-            if found is not None:
-                raise calls_differ(found, call.labels(), self.state.stepped())
+            about = f"{self._describe(call)}\n{STATE}new" if graph is None else graph.about
+            more = {} if graph is None else graph.state_inputs()
+            numbers = [self.state.steps.count, *call.numbers(), *numbers_of(more.values())]
+            if (found := board.exchange(Entry(FORWARD, self.state.step, about, numbers))) is not None:
+                raise calls_differ(found, [*call.labels(), *labels_of(more)], self.state.stepped())
         if self.mesh is not None and self._checks_inputs():
             agreement.check_inputs(call.tensors(), self._describe(call), self.state.step, self.group)
             agreement.check_parameters(self.state.replicated(), self.state.step, self.group)
@@ -272,16 +284,18 @@ class Runtime:
                 compared = True
             if known is not None:
                 return known
+            state = self._changed_state(graphs, call)
             try:
                 known, captured = self._small_sizes(graphs, call, varying, grad)
                 if known is not None:
                     return known
-                graph = self._compile(call, varying, present, grad, captured)
+                graph = self._compile(call, varying, state, present, grad, captured)
             except CaptureError:
                 if not varying:
                     raise
                 self.keys.numbers.bake(skeleton)  # a number that cannot be a tensor: one graph a value
                 continue
+            self.fixed_state |= state.keys() - graph.state_inputs().keys()
             graphs.append(graph)
             return graph
 
@@ -296,10 +310,21 @@ class Runtime:
             return None, None
         with self._capturing(grad):
             wanted = self._planner(call, grad).training
-            program = self._capture(call, varying, training=False, grad=wanted, fixed=small)
+            program = self._capture(call, varying, graph.state_places(), training=False, grad=wanted, fixed=small)
         assert program.call is not None
         same = graph.compiled.spec.prove(small, program.call) and graph.fits(call)
         return (graph, None) if same else (None, program)
+
+    def _changed_state(self, graphs: Sequence[BoundGraph], call: Call) -> dict[str, Place]:
+        """Numbers and tensors in Python objects that are to be inputs of the next graph: those that changed since the last one
+        that would serve the call. (What cannot be an input is baked in, a graph for each value.)"""
+        for graph in reversed(graphs):
+            spec = graph.compiled.spec
+            if spec.structure_mismatch(call.args, call.kwargs, call.loss_inputs) is None:
+                before = graph.state_places()
+                changed = {p.name: p for p in spec.state.changed() if p.can_be_input()}
+                return {n: p for n, p in (before | changed).items() if n not in self.fixed_state}
+        return {}
 
     def _parameters(self) -> list[torch.Tensor]:
         """Parameters as they are now, in the order of `slots`."""
@@ -314,6 +339,7 @@ class Runtime:
         self,
         call: Call,
         varying: frozenset[int],
+        state: Mapping[str, Place],
         params: Sequence[torch.Tensor],
         grad: bool,
         captured: Program | None = None,
@@ -324,20 +350,23 @@ class Runtime:
                 if not isinstance(param, TPTensor):
                     self.state.plain_parameter(name, param)
             agreement.check_same("the call that is to be captured", self._describe(call), self.group)
-        planner = self._planner(call, grad)
+        planner = self._planner(call, grad, state)
         is_training = planner.training and all(m.training for m in self.modules)
 
         def capture(training: bool) -> Program:
             if captured is not None and not training:
                 return captured
-            return self._capture(call, varying, training=training, grad=planner.training)
+            return self._capture(call, varying, state, training=training, grad=planner.training)
 
         with self._capturing(grad):
             compiled = self.compile(call, is_training, capture, planner, self.settled)
         self.captures += 1
         self._check_graph("the graph", compiled.program)
+        read = str(compiled.spec.state)
+        agreement.check_same("the Python state that forward reads", read, self.group)
         self._adopt(compiled.params)
-        return self._bind(compiled, self._describe(call), ambient_autocast())
+        digest = hashlib.blake2b(read.encode(), digest_size=8).hexdigest()
+        return self._bind(compiled, f"{self._describe(call)}\n{STATE}{digest}", ambient_autocast())
 
     def _bind(self, compiled: CompiledCall, about: str, autocast: Sequence[dict[str, Any]]) -> BoundGraph:
         """autocast: the contexts that the call was made in."""
@@ -408,9 +437,10 @@ class Runtime:
         groups, self.unplaced = self.unplaced, []
         self._place_joined(groups)
 
-    def _planner(self, call: Call, grad: bool) -> Planner:
+    def _planner(self, call: Call, grad: bool, state: Mapping[str, Place] = MappingProxyType({})) -> Planner:
         """The record of one compile. Gradients are wanted of what requires them, where any does."""
-        tensors = [(n, v) for n, v in zip(call.names(), call.leaves, strict=True) if isinstance(v, torch.Tensor)]
+        values = [*zip(call.names(), call.leaves, strict=True), *((f"state[{n}]", p.get()) for n, p in state.items())]
+        tensors = [(n, v) for n, v in values if isinstance(v, torch.Tensor)]
         stored = [(n, p) for n, slot in self.state.slots.items() if (p := slot.get()) is not None]
         wanted = {n for n, x in (*stored, *tensors) if x.requires_grad} if grad else set()
         return Planner(
@@ -448,20 +478,33 @@ class Runtime:
         return {TENSOR_AXIS: AxisContext(self.rank, self.t, self.group.group_name), **self.meshes.axes}
 
     def _capture(
-        self, call: Call, varying: frozenset[int], *, training: bool, grad: bool = True, fixed: Collection[str] = ()
+        self,
+        call: Call,
+        varying: frozenset[int],
+        state: Mapping[str, Place] = MappingProxyType({}),
+        *,
+        training: bool,
+        grad: bool = True,
+        fixed: Collection[str] = (),
     ) -> Program:
         """The call as it is, or with every module in training mode and with gradients (training). The same on all ranks.
 
-        Graphs are captured on logical shapes. varying: positions of Python numbers that enter as 0-d tensors. fixed: names of
-        dims that are constants of the graph.
+        Graphs are captured on logical shapes. varying: positions of Python numbers that enter as 0-d tensors. state: places
+        in Python objects whose values are inputs. fixed: names of dims that are constants of the graph.
         """
         with agreement.raising_together(self.group):
-            program = self._capture_alone(call, varying, training, grad, fixed)
+            program = self._capture_alone(call, varying, state, training, grad, fixed)
         self._check_graph("what the model computes", program)
         return program
 
     def _capture_alone(
-        self, call: Call, varying: frozenset[int], training: bool, grad: bool, fixed: Collection[str]
+        self,
+        call: Call,
+        varying: frozenset[int],
+        state: Mapping[str, Place],
+        training: bool,
+        grad: bool,
+        fixed: Collection[str],
     ) -> Program:
         model, names = self.model, call.names()
         modes = {m: m.training for m in model.modules()}
@@ -488,6 +531,7 @@ class Runtime:
                     part=call.part,
                     data_ranks=self._data_ranks(),
                     fixed=fixed,
+                    state=state,
                 )
         finally:
             for module, mode in modes.items():

@@ -404,7 +404,5 @@ def test_model_is_as_before(fail: bool) -> None:
     assert model.cache is None
     assert all(type(b) is torch.Tensor for b in model.buffers())
     if not fail:
-        assert sorted(n.message.split(":")[0] for n in program.notes) == [
-            "forward stores a tensor in cache",
-            "layerdrop=0.5 of module ''",
-        ]
+        assert [n.message.split(":")[0] for n in program.notes] == ["layerdrop=0.5 of module ''"]
+        assert program.call is not None and program.call.state.writes.keys() == {"calls", "log", "cache"}

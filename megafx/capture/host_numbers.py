@@ -1,0 +1,145 @@
+"""Python numbers that forward reads and writes itself (counters, schedules): computed anew at each call, on the host.
+
+While a model is traced such a number is a `HostNumber`: it knows how it is computed from what the attributes hold before the
+call. Arithmetic makes further ones. A decision (`if self.steps % 100 == 0`) is a condition under which the graph serves a
+call. Where one meets a tensor, its value is an input of the graph: the trace, which finds that out on its way, is made once
+more with an input for each.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megafx.ir.python_state import NUMBERS, Place
+
+Compute = Callable[[], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A number that follows from what places hold; read as a Place is."""
+
+    name: str
+    get: Compute
+
+
+@dataclass
+class HostNumbers:
+    """Of one trace. decisions: what a number was asked, and the answer. inputs: those that met a tensor, in order.
+
+    given: a tensor for each of the first `len(given)` inputs, from a trace before.
+    """
+
+    given: list[Tensor] = field(default_factory=list)
+    decisions: list[tuple[Compute, Any]] = field(default_factory=list)
+    inputs: list[Computed] = field(default_factory=list)
+
+    def of(self, place: Place, value: Any) -> HostNumber:
+        return HostNumber(value, place.get, self, place.name)
+
+    def as_tensor(self, number: HostNumber) -> Any:
+        """The tensor that enters the graph for a number; in the first trace the number itself."""
+        index = len(self.inputs)
+        self.inputs.append(Computed(f"{number.name} #{index}", number.compute))
+        return self.given[index] if index < len(self.given) else number.value
+
+
+class HostNumber:
+    """value: in this trace; compute(): at a call."""
+
+    def __init__(self, value: Any, compute: Compute, owner: HostNumbers, name: str) -> None:
+        self.value, self.compute, self.owner, self.name = value, compute, owner, name
+
+    def decided(self) -> Any:
+        """The value, for code that needs to know it: the graph holds for this one."""
+        self.owner.decisions.append((self.compute, self.value))
+        return self.value
+
+    def __bool__(self) -> bool:
+        answer = bool(self.value)
+        self.owner.decisions.append((lambda: bool(self.compute()), answer))
+        return answer
+
+    def __index__(self) -> int:
+        return operator.index(self.decided())
+
+    def __int__(self) -> int:
+        return int(self.decided())
+
+    def __float__(self) -> float:
+        return float(self.decided())
+
+    def __hash__(self) -> int:
+        return hash(self.decided())
+
+    def __repr__(self) -> str:
+        return repr(self.decided())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.decided(), spec)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def tensor(value: Any) -> Any:
+            return value.owner.as_tensor(value) if isinstance(value, HostNumber) else value
+
+        args, kwargs = torch.utils._pytree.tree_map(tensor, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[HostNumber, Any], Any]:
+    def method(self: HostNumber, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            mine = self.owner.as_tensor(self)
+            return function(other, mine) if swapped else function(mine, other)
+        if not isinstance(other, (HostNumber, *NUMBERS)):
+            return NotImplemented
+        theirs = other.value if isinstance(other, HostNumber) else other
+        now: Compute = other.compute if isinstance(other, HostNumber) else lambda: other
+
+        def compute() -> Any:
+            return function(now(), self.compute()) if swapped else function(self.compute(), now())
+
+        value = function(theirs, self.value) if swapped else function(self.value, theirs)
+        return HostNumber(value, compute, self.owner, self.name)
+
+    return method
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: HostNumber, *more: Any) -> Any:
+        return HostNumber(function(self.value, *more), lambda: function(self.compute(), *more), self.owner, self.name)
+
+    return method
+
+
+def _decides(function: Callable[[Any, Any], bool]) -> Callable[[HostNumber, Any], Any]:
+    def method(self: HostNumber, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return function(self.owner.as_tensor(self), other)
+        theirs = other.value if isinstance(other, HostNumber) else other
+        now: Compute = other.compute if isinstance(other, HostNumber) else lambda: other
+        answer = function(self.value, theirs)
+        self.owner.decisions.append((lambda: function(self.compute(), now()), answer))
+        return answer
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(HostNumber, f"__{_name}__", _binary(getattr(operator, _name), False))
+    setattr(HostNumber, f"__r{_name}__", _binary(getattr(operator, _name), True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(HostNumber, f"__{_name}__", _decides(getattr(operator, _name)))
+for _name, _function in (
+    ("neg", operator.neg), ("pos", operator.pos), ("abs", abs), ("round", round), ("floor", math.floor),
+    ("ceil", math.ceil), ("trunc", math.trunc),
+):  # fmt: skip
+    setattr(HostNumber, f"__{_name}__", _unary(_function))

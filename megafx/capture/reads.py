@@ -1,0 +1,409 @@
+"""What Python state forward reads while it is traced, so that a graph serves a call only where that state is the same.
+
+Attributes: `__getattribute__` of modules, and of the classes of objects that modules hold, notes what is read. Globals, and
+variables of enclosing functions: nothing sees them being read, so the code that forward can reach is looked through for names.
+Containers are taken whole. What cannot be looked at again (a generator of `random` or numpy, the clock, a file) is an error.
+
+Dynamo's guards were the other choice. They come from its own interpreter of bytecode, which a trace by non-strict export does
+not run: a model would be traced twice, and would have to be traceable by both.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dis
+import os
+import random
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megafx.capture.layerdrop import names_of
+from megafx.errors import CaptureError, SourceLine
+from megafx.ir.python_state import ABSENT, PLAIN, Place, part_name, parts_of, snapshot
+from megafx.ir.source_lines import is_user_file, line_of
+
+# Tables of nn.Module, and what other parts of a key say already (runtime/keys.py).
+TABLES = ("_parameters", "_buffers", "_modules")
+IGNORED = frozenset(
+    # The last one is transformers' note that hooks are installed, which a capture takes away again.
+    [*vars(nn.Module()), *TABLES, "training", "_compiled_call_impl", "_output_capturing_hooks_installed"]
+)
+_LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
+_CLOCK = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+
+
+class Reads:
+    """Notes the places that are read while `recording`. skipped: modules whose code runs at each call, not in the graph."""
+
+    def __init__(self, model: nn.Module, skipped: frozenset[nn.Module] = frozenset()) -> None:
+        self.model, self.on = model, False
+        self.skipped = {id(m) for m in skipped}
+        self.names: dict[int, str] = {}  # of what can be reached from the model or from globals
+        self.alive: list[Any] = []  # whose ids are keys above
+        self.places: dict[tuple[int, Any], Place] = {}
+        self.written: dict[tuple[int, Any], SourceLine | None] = {}
+        self.stored: list[Place] = []  # globals and variables that code in reach assigns to
+        self.patched: dict[type, dict[str, Any]] = {}
+        self.generators: list[tuple[Place, Any]] = []
+        self.met: Callable[[Any, str], None] = lambda owner, name: (
+            None
+        )  # called with each object before it is read from
+        for fqn, module in model.named_modules():
+            if id(module) not in self.skipped:
+                self._know(module, fqn)
+
+    # -- while a model is traced
+
+    @contextlib.contextmanager
+    def recording(self, start: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Within, reads are noted. start: called once globals are known."""
+        self._find_globals()
+        start()
+        before = _states()
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = False
+        if any(_names_layerdrop(m) for m in self.model.modules()):
+            return  # numbers that are compared with it decide nothing: it is 0 while a model is traced (prepare.py)
+        for place, state in self.generators:
+            if _generator_state(place.get()) != state:
+                raise _not_repeatable(f"the generator of '{place.name}'", place.line)
+        if (found := _states_differ(before, _states())) is not None:
+            raise _not_repeatable(found, None)
+
+    def undo(self) -> None:
+        """Give classes their own methods back."""
+        for cls, methods in self.patched.items():
+            for name, old in methods.items():
+                if old is ABSENT:
+                    delattr(cls, name)
+                else:
+                    setattr(cls, name, old)
+        self.patched.clear()
+
+    def getattribute(self, plain: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        """What stands at a class's `__getattribute__`."""
+
+        def read(owner: Any, name: str) -> Any:
+            if not self.on or name in IGNORED or name.startswith("__"):
+                return plain(owner, name)
+            try:
+                value = plain(owner, name)
+            except AttributeError:
+                self._note(owner, name, ABSENT)
+                raise
+            self._note(owner, name, value)
+            return value
+
+        return read
+
+    def setattribute(self, plain: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
+        """What stands at a class's `__setattr__`."""
+
+        def write(owner: Any, name: str, value: Any) -> None:
+            if self.on and id(owner) in self.names:
+                attributes = _attributes(owner)
+                self.written.setdefault((id(attributes), name), line_of(sys._getframe(1)))
+            plain(owner, name, value)
+
+        return write
+
+    def _note(self, owner: Any, name: str, value: Any) -> None:
+        known = self.names.get(id(owner))
+        if known is None:
+            return
+        attributes = _attributes(owner)
+        key = id(attributes), name
+        if key in self.places or key in self.written:
+            return
+        where = f"{known}.{name}" if known else name
+        if attributes is not None and name in attributes:
+            place = Place(attributes, name, where, line_of(sys._getframe(2)))
+        elif value is ABSENT:
+            if attributes is None or any(name in attributes.get(table, ()) for table in TABLES):
+                return self._note_table(owner, attributes, name, where)
+            place = Place(attributes, name, where, line_of(sys._getframe(2)))
+        elif (cls := _computes(type(owner), name)) is not None:
+            # a method or property: it reads by itself; somebody may replace it, in the class or for this object
+            if cls.__module__.partition(".")[0] not in _LIBRARIES:
+                self.places.setdefault((id(cls), name), Place(cls, name, f"{cls.__name__}.{name}"))
+            elif name != "forward":
+                return
+            place = Place(attributes, name, where)
+        elif _from_getattr(type(owner), name):
+            return
+        else:
+            place = Place(owner, name, where, line_of(sys._getframe(2)))
+        self._take(key, place, value)
+
+    def _note_table(self, owner: Any, attributes: Any, name: str, where: str) -> None:
+        """A parameter or buffer: only whether it is there. (What it holds is an input.)"""
+        for table in TABLES[:2]:
+            if attributes is not None and attributes.get(table, {}).get(name, ABSENT) is None:
+                key = id(attributes[table]), name
+                self.places.setdefault(key, Place(attributes[table], name, where))
+
+    def _take(self, key: tuple[int, Any], place: Place, value: Any) -> None:
+        if isinstance(value, types.ModuleType):
+            return
+        self.places[key] = place
+        self.alive.append(place.holder)
+        self._reach(value, place)
+
+    def _reach(self, value: Any, place: Place) -> None:
+        """What is read of this value is noted too."""
+        found = parts_of(value)
+        if found is not None:
+            for key, part in found[1].items():
+                self._reach(part, Place(found[0], key, part_name(place.name, value, key), place.line))
+        elif (state := _generator_state(value)) is not None:
+            self.generators.append((place, state))
+        elif isinstance(value, types.FunctionType):
+            self._look_through(value)
+        elif not isinstance(value, (torch.Tensor, type, types.ModuleType, *PLAIN)) and id(value) not in self.names:
+            self._know(value, place.name)
+            if not isinstance(value, nn.Module):
+                self._follow(type(value))
+                self.met(value, place.name)
+
+    def _know(self, value: Any, name: str) -> None:
+        self.names[id(value)] = name
+        self.alive.append(value)
+
+    def _follow(self, cls: type) -> None:
+        """Note reads of the instances of a class of the user."""
+        if cls in self.patched or cls.__module__.partition(".")[0] in _LIBRARIES or issubclass(cls, nn.Module):
+            return
+        old = {name: vars(cls).get(name, ABSENT) for name in ("__getattribute__", "__setattr__")}
+        try:
+            cls.__getattribute__ = self.getattribute(cls.__getattribute__)  # type: ignore[method-assign,assignment]
+            cls.__setattr__ = self.setattribute(cls.__setattr__)  # type: ignore[method-assign,assignment]
+        except TypeError:  # of an extension: told apart by identity alone
+            return
+        self.patched[cls] = old
+
+    # -- names in code
+
+    def _find_globals(self) -> None:
+        self._code_seen: set[int] = set()
+        for module in self.model.modules():
+            if id(module) in self.skipped:
+                continue
+            forward = vars(module).get("forward", ABSENT)
+            own = getattr(forward, "own", forward)
+            for function in (own, getattr(type(module), "forward", None)):
+                self._look_through(getattr(function, "__func__", function), type(module))
+            for table in ("_forward_hooks", "_forward_pre_hooks"):
+                for hook in vars(module).get(table, {}).values():
+                    self._look_through(getattr(hook, "__func__", hook))
+
+    def _look_through(self, function: Any, cls: type | None = None) -> None:
+        """Note the globals and enclosing variables that a function names, and those of functions that it can reach."""
+        function = getattr(function, "__wrapped__", function)
+        code = getattr(function, "__code__", None)
+        if not isinstance(function, types.FunctionType) or code is None or not _is_looked_at(code.co_filename):
+            return
+        if id(function) in self._code_seen:
+            return
+        self._code_seen.add(id(function))
+        self.alive.append(function)
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        names = function.__globals__
+        where = str(names.get("__name__", "")).rpartition(".")[2]
+        for part in _codes(code):
+            line = SourceLine(part.co_filename, part.co_firstlineno)
+            for kind, chain in _chains(part):
+                first, *rest = chain
+                if kind == "global" and first in names:
+                    self._note_name(Place(names, first, f"{where}.{first}", line), rest)
+                elif kind == "free" and first in cells:
+                    self._note_name(Place(cells[first], "cell_contents", f"{where}.{first}", line), rest)
+                elif kind == "stored" and first in names:
+                    self.stored.append(Place(names, first, f"{where}.{first}", line))
+                elif kind == "freed" and first in cells:
+                    self.stored.append(Place(cells[first], "cell_contents", f"{where}.{first}", line))
+            if cls is not None:
+                for name in part.co_names:
+                    for base in cls.__mro__:
+                        method = vars(base).get(name)
+                        method = getattr(method, "fget", getattr(method, "__func__", method))
+                        if isinstance(method, types.FunctionType):
+                            self._look_through(method, cls)
+                            break
+
+    def _note_name(self, place: Place, rest: list[str]) -> None:
+        """place: of a global or enclosing variable; rest: the attributes that code reads of it."""
+        value = place.get()
+        key = id(place.holder), place.key
+        if value is ABSENT:
+            return
+        if isinstance(value, types.ModuleType):
+            if rest and value.__name__.partition(".")[0] not in _LIBRARIES and rest[0] in vars(value):
+                self._note_name(Place(vars(value), rest[0], f"{place.name}.{rest[0]}", place.line), rest[1:])
+            return
+        if isinstance(value, type):
+            library = value.__module__.partition(".")[0] in _LIBRARIES
+            if rest and not library and isinstance(getattr(value, rest[0], None), (*PLAIN, list, dict, tuple, set)):
+                at = Place(value, rest[0], f"{place.name}.{rest[0]}", place.line)
+                self._take((id(value), rest[0]), at, at.get())
+            for name in ("__init__", "__call__", "forward", *rest[:1]):
+                method = None if library else vars(value).get(name)
+                self._look_through(getattr(method, "__func__", method), value)
+            return
+        if isinstance(value, types.FunctionType):
+            if not _is_looked_at(value.__code__.co_filename):
+                return
+        elif callable(value) and type(value).__module__.partition(".")[0] in _LIBRARIES:
+            return
+        if key not in self.places:
+            self._take(key, place, value)
+
+    # -- afterwards
+
+    def guards(self, varies: frozenset[str]) -> list[tuple[Place, Any]]:
+        """The places that were read, and what they hold, but for those named in `varies`."""
+        found = []
+        for place in self.places.values():
+            if place.name not in varies and not _is_read_as_it_is(place.get()):
+                found.append((place, snapshot(place.get(), place.name, varies)))
+        return found
+
+
+def _is_read_as_it_is(value: Any) -> bool:
+    """Whether nothing has to be noted of a value: modules are looked after by the tree of modules."""
+    return isinstance(value, nn.Module)
+
+
+def _attributes(owner: Any) -> Any:
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _computes(cls: type, name: str) -> type | None:
+    """The class that an attribute comes from which is a method, property or the like."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            found = vars(base)[name]
+            is_slot = isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType))
+            return base if hasattr(type(found), "__get__") and not is_slot else None
+    return None
+
+
+def _from_getattr(cls: type, name: str) -> bool:
+    return not any(name in vars(base) for base in cls.__mro__)
+
+
+def _is_looked_at(file: str) -> bool:
+    """Whether code in a file may name state of the user (or of a model library)."""
+    return (is_user_file(file) and not file.startswith((_STDLIB, "<"))) or (
+        "site-packages" in file and is_user_file(file)
+    )
+
+
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+_LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "free", "LOAD_CLASSDEREF": "free"}
+_STORES = {"STORE_GLOBAL": "stored", "DELETE_GLOBAL": "stored", "STORE_DEREF": "freed"}
+
+
+def _chains(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
+    """(kind, names) of each name that code loads, with the attributes that follow: ('global', ['options', 'scale'])."""
+    kind, chain = "", []
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            chain.append(str(each.argval))
+            continue
+        if chain:
+            yield kind, chain
+        kind = _LOADS.get(each.opname, "")
+        chain = [str(each.argval)] if kind else []
+        if each.opname in _STORES:
+            yield _STORES[each.opname], [str(each.argval)]
+    if chain:
+        yield kind, chain
+
+
+# -- what cannot be looked at again
+
+
+def _generator_state(value: Any) -> Any:
+    """The state of a generator, or of that which a bound method draws from; None for other values."""
+    if isinstance(value, types.BuiltinMethodType):
+        value = value.__self__
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    return repr(value.getstate()) if isinstance(value, random.Random) else None
+
+
+def _names_layerdrop(module: nn.Module) -> bool:
+    return any(name.endswith("layerdrop") for name in names_of(module))
+
+
+def _states() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _states_differ(before: tuple[Any, Any], after: tuple[Any, Any]) -> str | None:
+    if before[0] != after[0]:
+        return "a random number of Python's `random`"
+    (_, keys, *rest), (_, now, *others) = before[1], after[1]
+    return None if rest == others and np.array_equal(keys, now) else "a random number of numpy"
+
+
+def _not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
+    fix = "draw with torch (torch.rand, torch.randint: a graph draws anew at each call), or give the number to forward"
+    return CaptureError(f"forward reads {what}: a graph would have the same at every call", source=line, fix=fix)
+
+
+def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str]]:
+    """(owner, name, what stands there meanwhile, why) for functions that give something else at each call."""
+    why = "a graph would have the same number at every call"
+    table: list[tuple[Any, str, Callable[[Any], Any], str]] = []
+    for module, shown in ((random, "Python's `random`"), (np.random, "numpy")):
+        for name in dir(module):
+            function = vars(module).get(name)
+            if isinstance(getattr(function, "__self__", None), (random.Random, np.random.RandomState)) and not any(
+                word in name for word in ("state", "seed")
+            ):
+                table.append((module, name, _refusing(reads, f"a random number of {shown}"), why))
+    table += [(time, name, _refusing(reads, "the clock"), why) for name in _CLOCK]
+    table.append((builtins, "open", _refusing(reads, "a file"), "a graph would have what the file held at capture"))
+    return table
+
+
+def _refusing(reads: Reads, what: str) -> Callable[[Any], Any]:
+    def of(old: Any) -> Any:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(2)  # past what makes it this thread's (prepare.py)
+            line = line_of(frame, walk=False)
+            owner = frame.f_locals.get("self")
+            drops = isinstance(owner, nn.Module) and _names_layerdrop(owner)
+            if not reads.on or line is None or not _is_looked_at(line.file) or drops:
+                return old(*args, **kwargs)
+            raise _not_repeatable(what, line)
+
+        return refusing
+
+    return of

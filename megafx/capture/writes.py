@@ -1,0 +1,299 @@
+"""What forward leaves behind in Python objects: tensors in attributes, lists and dicts, counters.
+
+`self.aux = h.square().mean()`, `self.norms.append(h.norm())`, `self.calls += 1`: after the traced forward the attributes of
+modules, and of the objects and containers that they hold, are compared with those before it. Tensors become outputs of the
+graph, which every call puts where forward would have put them; numbers are computed on the host (host_numbers.py). What a graph
+cannot leave behind is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from megafx.capture.host_numbers import HostNumber
+from megafx.capture.reads import IGNORED, Reads
+from megafx.errors import CaptureError, SourceLine, or_leave_eager
+from megafx.ir.python_state import ABSENT, NUMBERS, PLAIN, Place, same
+
+
+@dataclass(eq=False)
+class Write:
+    """Something that forward left at a place. leaves: of its value; None stands for a tensor, a function for a host number.
+
+    grows: the value is a list of items that forward appended.
+    """
+
+    place: Place
+    spec: pytree.TreeSpec
+    leaves: list[Any]
+    numbers: list[int]  # positions of sizes, which leave the graph as tensors of this length
+    grows: bool = False
+
+    def values(self, tensors: list[Tensor]) -> Any:
+        """The value, from the tensors of a call."""
+        given = iter(tensors)
+        leaves = []
+        for i, leaf in enumerate(self.leaves):
+            if leaf is None:
+                tensor = next(given)
+                leaves.append(tensor.shape[0] if i in self.numbers else tensor)
+            else:
+                leaves.append(leaf[0]())
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def give(self, value: Any) -> None:
+        if self.grows:
+            self.place.get().extend(value)
+        else:
+            self.place.set(value)
+
+
+@dataclass
+class Writes:
+    """Compares what modules hold before and after forward. found: what differs."""
+
+    reads: Reads
+    found: dict[str, Write] = field(default_factory=dict)
+    counters: dict[str, Place] = field(
+        default_factory=dict
+    )  # numbers that forward read, and replaced by another number
+    dicts: dict[str, Place] = field(default_factory=dict)  # whose items it changed
+    before: list[tuple[dict[str, Any], str, dict[str, Any]]] = field(default_factory=list)
+    containers: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # each with a copy
+
+    def start(self) -> None:
+        """Remember what modules hold."""
+        for module in self.reads.model.modules():
+            if (name := self.reads.names.get(id(module))) is not None:
+                self._remember(vars(module), name)
+        for place in self.reads.stored:
+            if isinstance(place.holder, dict):
+                self._keep(place.get())
+        self.globals = [(place, place.get()) for place in self.reads.stored]
+
+    def also(self, owner: Any, name: str) -> None:
+        """Remember what an object holds that forward is about to read from."""
+        if isinstance(getattr(owner, "__dict__", None), dict):
+            self._remember(vars(owner), name)
+
+    def _remember(self, attributes: dict[str, Any], name: str) -> None:
+        self.before.append((attributes, name, dict(attributes)))
+        for key, value in attributes.items():
+            if key not in IGNORED:
+                self._keep(value)
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, types.SimpleNamespace):
+            value = vars(value)
+        if not isinstance(value, (dict, list, set)) or id(value) in self.containers:
+            return
+        plain = list.copy if isinstance(value, list) else dict.copy if isinstance(value, dict) else copy.copy
+        old = plain(value)
+        self.containers[id(value)] = value, old
+        for part in old.values() if isinstance(old, dict) else old:
+            self._keep(part)
+
+    # -- after forward
+
+    def finish(self) -> dict[str, list[Tensor]]:
+        """Find what was written, and put back what was there. Returns the tensors of each write by its name."""
+        tensors: dict[str, list[Tensor]] = {}
+        for place, new, grows in [*self._changes()]:
+            if place.name in self.found:
+                raise self._unfollowed(place, new)
+            write, given = self._write(place, new, grows)
+            self.found[place.name] = write
+            tensors[place.name] = given
+        self._restore()
+        return tensors
+
+    def _changes(self) -> Iterator[tuple[Place, Any, bool]]:
+        for attributes, name, old in self.before:
+            for key in {**old, **attributes}:
+                if key not in IGNORED:
+                    where = f"{name}.{key}" if name else key
+                    yield from self._change(Place(attributes, key, where), old.get(key, ABSENT))
+            for table in ("_parameters", "_modules"):
+                if table in attributes and isinstance(attributes[table], dict):
+                    self._check_table(attributes[table], old[table], name)
+        for place, old_value in self.globals:
+            yield from self._change(place, old_value)
+
+    def _check_table(self, table: dict[str, Any], old: Any, name: str) -> None:
+        was = self.tables.get(id(table))
+        if was is not None and (was.keys() != table.keys()):
+            key = next(iter(was.keys() ^ table.keys()))
+            raise self._unfollowed(Place(table, key, f"{name}.{key}".lstrip(".")), table.get(key))
+
+    tables: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def _change(self, place: Place, old: Any) -> Iterator[tuple[Place, Any, bool]]:
+        new = place.get()
+        if new is not old:
+            if not same(new, old):
+                yield place, new, False
+            return
+        yield from self._inside(place, new)
+
+    def _inside(self, place: Place, value: Any) -> Iterator[tuple[Place, Any, bool]]:
+        """Changes of a container that is the same object as before."""
+        if isinstance(value, types.SimpleNamespace):
+            value = vars(value)
+        known = self.containers.get(id(value))
+        if known is None:
+            return
+        old = known[1]
+        line = self._line(place)
+        if isinstance(value, dict):
+            for key in {**old, **dict.copy(value)}:
+                at = Place(None, key, f"{place.name}[{key!r}]", line, place)
+                for change in self._change(at, old.get(key, ABSENT)):
+                    if type(value) is dict:
+                        self.dicts[place.name] = place
+                    yield change
+        elif isinstance(value, list):
+            value = list.copy(value) if isinstance(value, GrowingList) else value
+            if len(value) > len(old) and all(a is b for a, b in zip(value, old, strict=False)):
+                yield Place(place.holder, place.key, place.name, line), value[len(old) :], True
+            elif len(value) == len(old):
+                for i, part in enumerate(old):
+                    yield from self._change(Place(None, i, f"{place.name}[{i}]", line, place), part)
+            else:
+                raise self._unfollowed(place, value)
+        elif value != old:
+            raise self._unfollowed(place, value)
+
+    def _write(self, place: Place, new: Any, grows: bool) -> tuple[Write, list[Tensor]]:
+        key = id(place.holder), place.key
+        kind = type(new)
+        if hasattr(kind, "__dataclass_fields__") and kind not in pytree.SUPPORTED_NODES:
+            pytree.register_dataclass(kind)
+        leaves, spec = pytree.tree_flatten(ABSENT if new is ABSENT else new)
+        kept: list[Any] = []
+        tensors: list[Tensor] = []
+        numbers: list[int] = []
+        for i, leaf in enumerate(leaves):
+            compute = leaf.compute if isinstance(leaf, HostNumber) else None
+            if isinstance(leaf, Tensor):
+                kept.append(None)
+                tensors.append(leaf)
+            elif isinstance(leaf, torch.SymInt):
+                numbers.append(i)
+                kept.append(None)
+                tensors.append(torch.empty((leaf, 0), dtype=torch.uint8))
+            elif compute is not None:
+                kept.append((compute,))
+            elif isinstance(leaf, PLAIN) or leaf is ABSENT or id(leaf) in self.reads.names or callable(leaf):
+                kept.append((_constant(leaf),))
+                is_counter = isinstance(leaf, NUMBERS) and not isinstance(leaf, bool) and not grows
+                if is_counter and (key in self.reads.places or place.within is not None):
+                    self.counters[place.name] = place
+            else:
+                raise self._unfollowed(place, leaf)
+        return Write(place, spec, kept, numbers, grows), tensors
+
+    def _restore(self) -> None:
+        for container, old in self.containers.values():
+            container.clear()
+            container.extend(old) if isinstance(container, list) else container.update(old)
+        for attributes, _, old in self.before:
+            for key in [*attributes]:
+                if key not in IGNORED and key not in old:
+                    del attributes[key]
+            attributes.update({k: v for k, v in old.items() if k not in IGNORED})
+        for place, old in self.globals:
+            place.set(old)
+
+    def _line(self, place: Place) -> SourceLine | None:
+        key = id(place.holder), place.key
+        read = self.reads.places.get(key)
+        return self.reads.written.get(key) or place.line or (read.line if read is not None else None)
+
+    def _unfollowed(self, place: Place, value: Any) -> CaptureError:
+        kind = type(value)
+        owner = next((n for a, n, _ in self.before if a is place.holder), None)
+        fix = "keep tensors, numbers, or lists and dicts of them; return other values from forward"
+        return CaptureError(
+            f"forward changes '{place.name}' (to a {kind.__module__}.{kind.__qualname__}) in a way that a graph cannot follow",
+            module=owner,
+            source=self._line(place),
+            fix=or_leave_eager(fix, owner),
+        )
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+class GrowingList(list[Any]):
+    """Stands for a list that forward extends, in a trace that finds out whether it reads it, too."""
+
+    def __init__(self, items: list[Any], place: Place) -> None:
+        super().__init__(items)
+        self.place = place
+
+
+class WatchedDict(dict[Any, Any]):
+    """Stands for a dict that forward changes: knows which items it reads before it writes them."""
+
+    def __init__(self, items: dict[Any, Any]) -> None:
+        super().__init__(items)
+        self.read: set[Any] = set()
+        self.written: set[Any] = set()
+        self.read_whole = False
+        self.on = True  # while forward runs
+
+    def note(self, key: Any) -> None:
+        if self.on and key not in self.written:
+            self.read.add(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.written.add(key)
+        super().__setitem__(key, value)
+
+
+def _reads_list(name: str) -> Callable[..., Any]:
+    def method(self: GrowingList, *args: Any) -> Any:
+        raise CaptureError(
+            f"forward extends the list '{self.place.name}' and reads it: what earlier calls left in it would be fixed",
+            source=self.place.line,
+            fix="keep what later calls read in tensors (a buffer, an attribute), or read the list outside of forward",
+        )
+
+    return method
+
+
+def _reads_item(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def method(self: WatchedDict, key: Any, *args: Any) -> Any:
+        self.note(key)
+        return plain(self, key, *args)
+
+    return method
+
+
+def _reads_dict(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def method(self: WatchedDict, *args: Any) -> Any:
+        self.read_whole |= self.on
+        return plain(self, *args)
+
+    return method
+
+
+for _name in ("__getitem__", "__iter__", "__len__", "__contains__", "__reversed__", "index", "count", "pop", "remove"):
+    setattr(GrowingList, _name, _reads_list(_name))
+for _name in ("__getitem__", "__contains__", "get", "pop", "setdefault", "__delitem__"):
+    setattr(WatchedDict, _name, _reads_item(_name))
+for _name in ("__iter__", "__len__", "__reversed__", "keys", "values", "items", "copy", "popitem", "__eq__"):
+    setattr(WatchedDict, _name, _reads_dict(_name))

@@ -1,0 +1,292 @@
+"""The Python state that a graph depends on: what forward reads while it is captured, besides its arguments and parameters.
+
+Attributes of modules and of objects that they hold, globals, entries of dicts and lists: a capture bakes in what it finds
+there. A `Place` says where a value is. A `PythonState` belongs to a graph: it tells whether all places still hold what they
+held (the graph serves a call only then), and reads those that are inputs of the graph instead: numbers that vary between calls,
+and tensors that were replaced.
+
+The check of a call compares identities in a few calls of built-in functions, 70 ns a place. Only where one differs are values
+compared.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import contains, getitem, is_
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megafx.errors import SourceLine
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
+NUMBERS = (int, float)
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
+VARIES: Any = type("Varies", (), {"__repr__": lambda self: "an input"})()
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a value is: item `key` of a dict or list, or attribute `key` of another object.
+
+    The attributes of an instance are items of its `__dict__`, so that a check runs no code of the user. name: for messages,
+    as in 'blocks.0.scale', "adapter.scaling['default']", 'train.STEP'. line: where forward reads it. within: the holder is what
+    that place holds at the time.
+    """
+
+    holder: Any
+    key: Any
+    name: str
+    line: SourceLine | None = None
+    within: Place | None = None
+
+    def part(self, key: Any) -> Place:
+        """The place of one part of the container that is here."""
+        return Place(None, key, part_name(self.name, self.get(), key), self.line, self)
+
+    def container(self) -> Any:
+        """What holds the value."""
+        if self.within is None:
+            return self.holder
+        found = parts_of(self.within.get())
+        return None if found is None else found[0]
+
+    @property
+    def is_item(self) -> bool:
+        return isinstance(self.container(), (dict, list, tuple))
+
+    def can_be_input(self) -> bool:
+        """True if a number or a tensor is there, and another could be put in its place."""
+        value = self.get()
+        kept = isinstance(value, NUMBERS) and not isinstance(value, bool)
+        return (kept or isinstance(value, torch.Tensor)) and not isinstance(self.container(), tuple)
+
+    def get(self) -> Any:
+        """The value there now, ABSENT where there is none."""
+        holder = self.container()
+        if not isinstance(holder, (dict, list, tuple)):
+            return getattr(holder, self.key, ABSENT)
+        try:
+            return holder[self.key]
+        except (KeyError, IndexError):
+            return ABSENT
+
+    def set(self, value: Any) -> None:
+        """Put a value there; ABSENT takes away what is there."""
+        holder = self.container()
+        if not isinstance(holder, (dict, list)):
+            delattr(holder, self.key) if value is ABSENT else setattr(holder, self.key, value)
+        elif value is not ABSENT:
+            holder[self.key] = value
+        elif isinstance(holder, dict):
+            holder.pop(self.key, None)
+
+
+def same(a: Any, b: Any) -> bool:
+    """True if two values mean the same to code: the same object, or equal plain values of one type (0.0 is not -0.0)."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return isinstance(a, PLAIN) and (repr(a) == repr(b) if isinstance(a, (float, complex)) else bool(a == b))
+
+
+# -- what a value is made of
+
+
+@dataclass(frozen=True, eq=False)
+class Container:
+    """A dict, list, tuple, set or namespace as it was: its type, and its parts by key."""
+
+    kind: type
+    parts: Mapping[Any, Any]
+
+
+def parts_of(value: Any) -> tuple[Any, Mapping[Any, Any]] | None:
+    """(what holds the parts, key -> part) of a container; None for other values. A set's members are its keys."""
+    if isinstance(value, dict):
+        return value, dict.copy(value)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return value, dict(enumerate(list.copy(value) if isinstance(value, list) else value))
+    if isinstance(value, types.SimpleNamespace):
+        return vars(value), vars(value)
+    if isinstance(value, (set, frozenset)):
+        return value, dict.fromkeys(value)
+    return None
+
+
+def part_name(name: str, value: Any, key: Any) -> str:
+    """The name of a part: 'scaling['default']', 'options.scale'."""
+    return f"{name}.{key}" if isinstance(value, types.SimpleNamespace) else f"{name}[{key!r}]"
+
+
+def snapshot(value: Any, name: str = "", varies: frozenset[str] = frozenset()) -> Any:
+    """A value as it is now: containers copied, part by part, VARIES for what is named in `varies`; other values themselves."""
+    if name and name in varies:
+        return VARIES
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    found = parts_of(value)
+    if found is None:
+        return value
+    parts = {key: snapshot(part, part_name(name, value, key), varies) for key, part in found[1].items()}
+    return Container(type(value), parts)
+
+
+def _differences(place: Place, value: Any, wanted: Any) -> Iterator[Place]:
+    """The places at and below this one that hold something else than the snapshot."""
+    if wanted is VARIES:
+        return
+    if not isinstance(wanted, Container):
+        if not same(value, wanted):
+            yield place
+        return
+    found = parts_of(value)
+    if found is None or type(value) is not wanted.kind or found[1].keys() != wanted.parts.keys():
+        yield place
+        return
+    if not isinstance(value, (set, frozenset)):
+        for key, part in found[1].items():
+            yield from _differences(place.part(key), part, wanted.parts[key])
+
+
+def leaf_places(place: Place, wanted: Any) -> Iterator[tuple[Place, Any]]:
+    """Each place at and below this one that holds no container, with its value in the snapshot."""
+    if not isinstance(wanted, Container):
+        yield place, wanted
+        return
+    for key, part in wanted.parts.items() if parts_of(place.get()) is not None else ():
+        if not issubclass(wanted.kind, (set, frozenset)):
+            yield from leaf_places(place.part(key), part)
+
+
+# -- the state of a graph
+
+
+class Readable(Protocol):
+    """What has a value at each call: a Place, or a number that is computed."""
+
+    def get(self) -> Any: ...
+
+
+class Writable(Protocol):
+    """Something that forward leaves behind (capture/writes.py)."""
+
+    def values(self, tensors: list[torch.Tensor]) -> Any: ...
+
+    def give(self, value: Any) -> None: ...
+
+
+@dataclass
+class PythonState:
+    """What a graph read at capture (guards: each place and a snapshot), and where its state inputs are read at each call.
+
+    inputs: by name; their values are leaves of the call. writes: what forward leaves behind, by name. decisions: each a
+    computation with numbers that forward writes, and its outcome.
+    """
+
+    guards: list[tuple[Place, Any]] = field(default_factory=list)
+    inputs: Mapping[str, Readable] = field(default_factory=dict)
+    writes: Mapping[str, Writable] = field(default_factory=dict)
+    decisions: Sequence[tuple[Callable[[], Any], Any]] = ()
+
+    def __post_init__(self) -> None:
+        self._bind()
+
+    def __deepcopy__(self, memo: Any) -> PythonState:
+        return self  # of one model: a copy of that is captured anew
+
+    def _bind(self) -> None:
+        """Lay out what `holds` compares."""
+        self._holders: list[Any] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+        self._objects: list[tuple[Any, str, Any]] = []
+        self._absent: tuple[list[Any], list[Any]] = ([], [])
+        self._containers: list[Any] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._sets: list[tuple[Any, Any]] = []
+        for place, wanted in self.guards:
+            self._add(place.container(), place.key, place.get(), wanted, place.is_item)
+        self._lengths = [*map(len, self._containers)]
+
+    def _add(self, holder: Any, key: Any, value: Any, wanted: Any, is_item: bool) -> None:
+        if wanted is VARIES:
+            return
+        if not is_item:
+            self._objects.append((holder, key, value))
+        elif value is ABSENT:
+            self._absent[0].append(holder)
+            self._absent[1].append(key)
+        else:
+            self._holders.append(holder)
+            self._keys.append(key)
+            self._values.append(value)
+        if isinstance(value, np.ndarray):
+            self._arrays.append((value, wanted))
+        found = parts_of(value)
+        if found is None or not isinstance(wanted, Container):
+            return
+        inside, parts = found
+        self._containers.append(inside)
+        if isinstance(value, (set, frozenset)):
+            self._sets.append((value, frozenset(wanted.parts)))
+            return
+        for part_key, part in parts.items():
+            self._add(inside, part_key, part, wanted.parts[part_key], True)
+
+    def holds(self) -> bool:
+        """True if every place holds what it held at capture, and numbers that forward writes lead to the same decisions."""
+        return (self._is_the_same() or not self.changed()) and all([same(now(), was) for now, was in self.decisions])
+
+    def _is_the_same(self) -> bool:
+        try:
+            return (
+                all(map(is_, map(getitem, self._holders, self._keys), self._values))
+                and not any(map(contains, *self._absent))
+                and all([getattr(o, k, ABSENT) is v for o, k, v in self._objects])
+                and [*map(len, self._containers)] == self._lengths
+                and all([same(x, wanted) for x, wanted in self._arrays])
+                and all([members == wanted for members, wanted in self._sets])
+            )
+        except (KeyError, IndexError):
+            return False
+
+    def changed(self) -> list[Place]:
+        """The places that hold something else, those inside of containers by themselves."""
+        found = [p for place, wanted in self.guards for p in _differences(place, place.get(), wanted)]
+        if not found:  # equal, in other objects
+            self._bind()
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """Of the inputs, now."""
+        return {name: place.get() for name, place in self.inputs.items()}
+
+    def give(self, written: Mapping[str, list[torch.Tensor]]) -> None:
+        """Leave behind what forward would have. Numbers follow from what was there before, so all are computed first."""
+        values = [(write, write.values(written.get(name, []))) for name, write in self.writes.items()]
+        for write, value in values:
+            write.give(value)
+
+    def __str__(self) -> str:
+        """The guarded values as text, for ranks to compare."""
+        return "\n".join(f"{place.name}: {_text(wanted)}" for place, wanted in self.guards)
+
+
+def _text(wanted: Any) -> str:
+    if isinstance(wanted, Container):
+        return f"{wanted.kind.__name__}({', '.join(f'{k!r}: {_text(v)}' for k, v in wanted.parts.items())})"
+    plain = isinstance(wanted, PLAIN) or wanted is ABSENT or wanted is VARIES
+    return repr(wanted) if plain else type(wanted).__qualname__
+
+
+def names(places: Sequence[Place]) -> str:
+    """'a', 'b' and 3 more."""
+    shown = ", ".join(f"'{p.name}'" for p in places[:3])
+    return shown if len(places) <= 3 else f"{shown} and {len(places) - 3} more"
