@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -364,9 +365,15 @@ def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> di
     assert program.call is not None
     leaves = torch.utils._pytree.tree_leaves(output, is_leaf=is_cache)
     leaves = [leaf for leaf in leaves if not is_cache(leaf)]  # a graph makes none that was not asked for
-    order = [leaf.index for leaf in program.call.out_leaves]
     user = [o for o in program.outputs if o.kind == "user"]
-    named = {user[i].name: leaf for i, leaf in zip(order, leaves, strict=True) if i >= 0}
+    order = [leaf.index for leaf in program.call.out_leaves]
+    returned = [i for i in order if i < 0 or not user[i].written]
+    named = {user[i].name: leaf for i, leaf in zip(returned, leaves, strict=True) if i >= 0}
+    for spec in user:  # what forward leaves in attributes
+        if spec.written:
+            *path, last = spec.name.split(".")
+            with contextlib.suppress(AttributeError):  # in a list or dict
+                named[spec.name] = getattr(plain.get_submodule(".".join(path)), last)
     return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
 

@@ -33,8 +33,12 @@ from megafx.ir.source_lines import is_user_file, line_of
 # Tables of nn.Module, and what other parts of a key say already (runtime/keys.py).
 TABLES = ("_parameters", "_buffers", "_modules")
 IGNORED = frozenset(
-    # The last one is transformers' note that hooks are installed, which a capture takes away again.
-    [*vars(nn.Module()), *TABLES, "training", "_compiled_call_impl", "_output_capturing_hooks_installed"]
+    # torch's recurrent layers keep their parameters in two lists; the last one is transformers' note that hooks are installed,
+    # which a capture takes away again.
+    [
+        *(*vars(nn.Module()), *TABLES, "training", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
+        "_output_capturing_hooks_installed",
+    ]
 )
 _LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
 _CLOCK = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
@@ -132,6 +136,9 @@ class Reads:
         elif value is ABSENT:
             if attributes is None or any(name in attributes.get(table, ()) for table in TABLES):
                 return self._note_table(owner, attributes, name, where)
+            for table in TABLES:  # it may come as a parameter, buffer or submodule
+                if table in attributes:
+                    self.places[id(attributes[table]), name] = Place(attributes[table], name, where)
             place = Place(attributes, name, where, line_of(sys._getframe(2)))
         elif (cls := _computes(type(owner), name)) is not None:
             # a method or property: it reads by itself; somebody may replace it, in the class or for this object
@@ -195,7 +202,9 @@ class Reads:
     # -- names in code
 
     def _find_globals(self) -> None:
+        """Look through the code of the model: that of the user, and of the packages that modules of the model are from."""
         self._code_seen: set[int] = set()
+        self._packages = {type(m).__module__.partition(".")[0] for m in self.model.modules()} - _LIBRARIES
         for module in self.model.modules():
             if id(module) in self.skipped:
                 continue
@@ -212,6 +221,9 @@ class Reads:
         function = getattr(function, "__wrapped__", function)
         code = getattr(function, "__code__", None)
         if not isinstance(function, types.FunctionType) or code is None or not _is_looked_at(code.co_filename):
+            return
+        package = str(function.__module__).partition(".")[0]
+        if "site-packages" in code.co_filename and package not in self._packages:
             return
         if id(function) in self._code_seen:
             return

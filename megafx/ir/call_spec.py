@@ -188,7 +188,7 @@ class CallSpec:
     ) -> list[torch.Tensor]:
         """The tensors of a call in placeholder order (contiguous, as the graph was traced). state: the Python state that is an
         input, where the call was made before (default: as it is now)."""
-        problem = self.mismatch(args, kwargs, loss_inputs) if state is None else None
+        problem = self.structure_mismatch(args, kwargs, loss_inputs) if state is None else None
         if problem:
             raise UsageError(f"this call is not the one that was captured: {problem}")
         tensors = []

@@ -214,6 +214,8 @@ class PythonState:
         for place, wanted in self.guards:
             self._add(place.container(), place.key, place.get(), wanted, place.is_item)
         self._lengths = [*map(len, self._containers)]
+        self._without = [*{id(holder): holder for holder in self._absent[0]}.values()]
+        self._sizes = [*map(len, self._without)]
 
     def _add(self, holder: Any, key: Any, value: Any, wanted: Any, is_item: bool) -> None:
         if wanted is VARIES:
@@ -248,7 +250,7 @@ class PythonState:
         try:
             return (
                 all(map(is_, map(getitem, self._holders, self._keys), self._values))
-                and not any(map(contains, *self._absent))
+                and ([*map(len, self._without)] == self._sizes or self._still_absent())
                 and all([getattr(o, k, ABSENT) is v for o, k, v in self._objects])
                 and [*map(len, self._containers)] == self._lengths
                 and all([same(x, wanted) for x, wanted in self._arrays])
@@ -256,6 +258,13 @@ class PythonState:
             )
         except (KeyError, IndexError):
             return False
+
+    def _still_absent(self) -> bool:
+        """True if what was not there is not there now, though dicts have grown or shrunk."""
+        if any(map(contains, *self._absent)):
+            return False
+        self._sizes = [*map(len, self._without)]
+        return True
 
     def changed(self) -> list[Place]:
         """The places that hold something else, those inside of containers by themselves."""
@@ -280,6 +289,8 @@ class PythonState:
 
 
 def _text(wanted: Any) -> str:
+    if isinstance(wanted, Container) and issubclass(wanted.kind, (set, frozenset)):
+        return f"{wanted.kind.__name__}({', '.join(sorted(map(_text, wanted.parts)))})"  # in whatever order it has
     if isinstance(wanted, Container):
         return f"{wanted.kind.__name__}({', '.join(f'{k!r}: {_text(v)}' for k, v in wanted.parts.items())})"
     plain = isinstance(wanted, PLAIN) or wanted is ABSENT or wanted is VARIES

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import re
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from operator import eq
 from types import MappingProxyType
 from typing import Any
 
@@ -127,11 +129,15 @@ class Runtime:
         self.state.steps.watch(self.model.parameters())
         if self.config.gradients_in_fp32:
             take_fp32_gradients(slot.get() for slot in self.state.slots.values())
-        self.children = [(m._modules, k, c) for m in self.modules for k, c in m._modules.items()]
+        containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # which may be empty at first
+        self.tables = [m._modules for m in self.modules if m._modules or isinstance(m, containers)]
+        self.children = [[*table.values()] for table in self.tables]
 
     def _check_tree(self) -> None:
         """Submodules that were replaced since (adapters around linears) are captured anew, or refused once a plan is made."""
-        if all(table.get(key) is child for table, key, child in self.children):
+        if all(
+            map(eq, map(list, map(dict.values, self.tables)), self.children)
+        ):  # modules are equal only to themselves
             return
         new = [name for name, _ in parameter_slots(self.model) if name not in self.known]
         if self.params is not None and new:
