@@ -9,7 +9,9 @@ checkpoint/folder.py describes the files, checkpoint/state.py their content; doc
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import operator
 import os
 import sys
 import traceback
@@ -88,6 +90,8 @@ def save_checkpoint(
     they were. Raises CheckpointError on every rank; UsageError where ranks are called with different arguments.
     """
     _settle()
+    with contextlib.suppress(TypeError):  # numbers of NumPy are ints here; what is none is refused below
+        step = step if isinstance(step, bool) else operator.index(step)
     folder = Path(folder).absolute()  # where it is now, whatever directory the process is in when a thread writes
     group = _saving_group(model, asynchronous, f"megafx.save_checkpoint(asynchronous={asynchronous})")
     replicas = _generators_of_replicas(model, group)
