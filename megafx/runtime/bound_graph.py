@@ -193,6 +193,7 @@ class BoundGraph:
         self.executable = compiled.executable
         program = compiled.program
         batch = program.batch
+        self.batch_ranks = 1 if batch is None else batch.ranks
         self.equal_batches = batch is not None and batch.equal
         self.one_mask = batch is not None and batch.whole
         lines = [f"{what}: {', '.join(names)}" for what, names in schedule(program, DATA_AXES)] if batch else []
@@ -219,6 +220,10 @@ class BoundGraph:
         self.losses = [i for i, o in enumerate(self.outputs) if o.loss]
         self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
         self.connected = [*compiled.differentiated, *compiled.beside]  # outputs that autograd knows of
+        # Outputs of which each data-parallel rank has its own rows, where gradients of the ranks are added: what users compute
+        # of them is averaged over ranks, as without a loss in the graph.
+        rows = batch.outputs if batch is not None and batch.summed and self.losses else ()
+        self.own_rows = {i for i, p in enumerate(rows) if p.is_shard and not self.outputs[i].loss}
         self.make_differentiable: Callable[[], BoundGraph] | None = None
         self._differentiable: BoundGraph | None = None
         self.eager: Callable[[Call], Any] = lambda call: None  # the call as the user's own code computes it
@@ -391,9 +396,17 @@ class BoundGraph:
         inputs, _ = self._inputs(call, again.values)
         outputs, kept = self.executable.forward(inputs)
         outputs = self._as_the_user_gets(outputs, call)
-        of = [(tangents.get(i), outputs[i]) for i in self.compiled.differentiated]
-        given = [_local_tangent(x, o if isinstance(o, TPTensor) else None) for x, o in of]
+        layouts = [outputs[i] if isinstance(outputs[i], TPTensor) else None for i in self.compiled.differentiated]
+        given = self.local_tangents([tangents.get(i) for i in self.compiled.differentiated], layouts)
         return self.backward(kept, given, False, edges)
+
+    def local_tangents(self, tangents: Sequence[Any], layouts: Sequence[TPTensor | None]) -> list[Any]:
+        """The gradients of the differentiated outputs as the graph wants them."""
+        found = [_local_tangent(x, o) for x, o in zip(tangents, layouts, strict=True)]
+        for k, index in enumerate(self.compiled.differentiated):
+            if index in self.own_rows and found[k] is not None:
+                found[k] = found[k] / self.batch_ranks
+        return found
 
     def gradients_with_graph(self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any]) -> list[Any]:
         """Gradients, one for each of `wrt`, that can be differentiated again: of the call in eager mode, computed once more."""
@@ -554,8 +567,8 @@ class _Run(torch.autograd.Function):
                     by_output = dict(zip(graph.connected, tangents, strict=True))
                     gradients = graph.differentiable.recompute(again, ctx.call, by_output, edges)
                 else:
-                    pairs = zip(tangents[:own], ctx.layouts[:own], strict=True)
-                    gradients = graph.backward(ctx.kept, [_local_tangent(x, o) for x, o in pairs], retain, edges)
+                    given = graph.local_tangents(tangents[:own], ctx.layouts[:own])
+                    gradients = graph.backward(ctx.kept, given, retain, edges)
                 graph.check_gradients(gradients)
         except LostRankError:
             if boards is not None:

@@ -230,7 +230,8 @@ class Runtime:
         if self.state.device.type == "meta":
             raise UsageError(
                 "a call of a model whose parameters are on the meta device: they have no values",
-                fix="load weights first (megafx.load), or model.to_empty(device=...) and initialise them",
+                fix="megafx.load_safetensors(model, files), megafx.initialize(model, lambda: Net(...)), or "
+                "model.to_empty(device=...) and values of your own, before the first call",
             )
         call = self._call_of(args, kwargs, part)
         if forward_ad._current_level >= 0:

@@ -54,12 +54,19 @@ def test_changed_weights_are_noticed_before_gradients_of_gradients() -> None:
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_a_call_on_meta_is_refused() -> None:
+@pytest.mark.parametrize("how", ["initialize", "to_empty"])
+def test_a_call_on_meta_is_refused_and_the_advice_works(how: str) -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 2)
     model = megafx.parallelize(model, example_inputs=(torch.randn(3, 4),))
-    with pytest.raises(UsageError, match=r"on the meta device: they have no values\n  fix: load weights"):
+    with pytest.raises(UsageError, match=rf"on the meta device: they have no values\n  fix: .*{how}"):
         model(torch.randn(3, 4))
+    if how == "initialize":
+        megafx.initialize(model, lambda: nn.Linear(4, 2))
+    else:
+        nn.init.ones_(model.to_empty(device="cpu").weight)
+        nn.init.zeros_(model.bias)
+    assert model(torch.randn(3, 4)).isfinite().all()
 
 
 def test_a_model_of_several_ranks_takes_one_thread() -> None:

@@ -581,3 +581,31 @@ def batch_norm_has_the_statistics_of_the_whole_batch() -> None:
                 )
         found, wanted = ({n: b.double() for n, b in m.named_buffers()} for m in (model, plain))
         same_tensors(found, wanted, "buffer")
+
+
+class LossAndPrediction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        out = self.down(self.up(x).tanh())
+        return F.cross_entropy(out, y), out
+
+
+@check(2)
+def terms_of_outputs_beside_the_loss_are_averaged() -> None:
+    """A term that each rank computes of its own rows counts as in DistributedDataParallel, though gradients are added."""
+    torch.manual_seed(0)
+    start, x, y = LossAndPrediction().double(), torch.randn(4, 8, dtype=torch.float64), torch.arange(4)
+    for options in ({}, {"differentiable_outputs": True}):
+        plain, model = copy.deepcopy(start), copy.deepcopy(start)
+        model = parallel(model, tensor_model_parallel_size=1, data_parallel_size=2, **options)
+        for _ in range(2):
+            model.zero_grad(), plain.zero_grad()
+            for k, rows in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+                for m, share in ((plain, 0.5), *([(model, 1.0)] if k == dist.get_rank() else [])):
+                    loss, out = m(*rows)
+                    (share * (loss + out.sin().mean())).backward()
+            wanted = {n: p.grad for n, p in plain.named_parameters()}
+            same_tensors(megafx.full_gradients(model), wanted, "gradient")
