@@ -18,8 +18,9 @@ from types import FrameType
 from torch.fx.experimental.sym_node import SymNode
 
 from megafx.errors import SourceLine
-from megafx.ir.source_lines import is_user_file
+from megafx.ir.source_lines import current_user_line, is_user_file
 
+_CHECKS_ARGUMENTS = "torch/distributions/"  # its checks of arguments and values are on by default
 _LOGGERS = ("logger", "logging", "warnings", "_logger", "log")
 _ASKS_IN_COMPARE = 16  # bit of COMPARE_OP's argument, from Python 3.13 on
 Place = tuple[int, int, int, int]  # line, end line, column, end column
@@ -42,18 +43,22 @@ def passing_checks(decide: Callable[..., bool], note: Callable[[str], None]) -> 
 def _check_asking() -> tuple[bool, SourceLine] | None:
     """(the truth with which it passes, its line) of the check that the user's code is making; None if it makes none."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
+    while frame is not None and not (is_user_file(file := frame.f_code.co_filename) or _CHECKS_ARGUMENTS in file):
         frame = frame.f_back
     place = None if frame is None else _asked(frame)
     if frame is None or place is None:
         return None
     file, line = frame.f_code.co_filename, place[0]
     for statement in ast.walk(_tree(file)):
-        check = isinstance(statement, ast.If) and _only_complains(statement.body)
+        # A constraint of torch.distributions gives its verdict early where one part does not hold.
+        check = isinstance(statement, ast.If) and (
+            _only_complains(statement.body) or file.endswith(f"{_CHECKS_ARGUMENTS}constraints.py")
+        )
         if isinstance(statement, ast.Assert) or check:
             value = _operand(statement.test, isinstance(statement, ast.Assert), place)  # type: ignore[attr-defined]
             if value is not None:
-                return value, SourceLine(file, line, linecache.getline(file, line).strip())
+                source = SourceLine(file, line, linecache.getline(file, line).strip())
+                return value, source if is_user_file(file) else current_user_line() or source
     return None
 
 

@@ -387,7 +387,12 @@ def _make_fake(
                     continue
                 if id(tensor) not in memo:
                     like = stand_ins.get(f"{prefix}.{name}" if prefix else name, tensor)
-                    memo[id(tensor)] = fake_like(like, fake_mode, device, keep=tensor)
+                    fake = fake_like(like, fake_mode, device, keep=tensor)
+                    if table is module._parameters and not isinstance(
+                        fake, nn.Parameter
+                    ):  # by torch.func.functional_call
+                        fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
+                    memo[id(tensor)] = fake
                     memo[id(memo[id(tensor)])] = memo[id(tensor)]  # a shared module is met again with its fakes
                 table[name] = memo[id(tensor)]
 

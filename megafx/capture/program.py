@@ -97,6 +97,8 @@ def name_inputs(
                 raise gradient_in_forward(source_of_trace(reads.meta.get("stack_trace") or ""))
             constants[name] = exported.constants[name]
             inputs.append(Input("constant", name))
+        elif spec.kind is InputKind.CUSTOM_OBJ:
+            raise _object_in_graph(node, spec.target or "")
         elif isinstance(spec.arg, ConstantArgument):
             if node.users:
                 found = f"the graph computes with the Python value {spec.arg.value!r} as if it were a tensor"
@@ -105,6 +107,21 @@ def name_inputs(
         else:
             inputs.append(Input("user", next(names)))
     return inputs, constants
+
+
+def _object_in_graph(node: fx.Node, target: str) -> CaptureError:
+    """The error for an op that takes what is no tensor, number or string: a torch.Generator, mostly."""
+    reader = next(iter(node.users), node)
+    module = reader.meta.get(FQN)
+    return CaptureError(
+        "a torch.Generator (or another object) is an argument of an op: a graph cannot hold its state",
+        fix=or_leave_eager(
+            "draw from torch's default generator (`torch.manual_seed`), or draw before the call and pass what was drawn",
+            module,
+        ),
+        module=module,
+        source=reader.meta.get(SOURCE),
+    )
 
 
 def name_outputs(

@@ -6,7 +6,7 @@ Variables are eliminated one by one: the tables that mention v are added up over
 over v, and the result (a *message*) is a new table over v's neighbours. The smallest joined table goes first: on transformer
 graphs this keeps tables near 1e6 entries, where an unweighted minimum degree makes 4e7. If a table becomes large, the order
 that joins the fewest (weighted) new pairs is tried too: 6e6 entries instead of 2e10 on Funnel's graph. If both orders make
-large tables, the problem is refused before memory is asked for.
+tables too large for memory and patience, the problem is searched in bounded time instead (search.py).
 
 Repeated layers cost one dictionary lookup each: a message is shifted by its minimum, rounded and interned by content,
 and the work of an elimination is memoised on which interned tables meet in which pattern of axes.
@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafx.errors import PlanError
+from megafx.planner.search import PATIENCE, SECONDS, search
 
 Costs = NDArray[np.float64]
 
@@ -34,7 +35,7 @@ Costs = NDArray[np.float64]
 # err by at most 5e-11 s together, below the tie-breaks of cost.py (1e-9 s).
 DECIMALS = 14
 LARGE = 10**7  # entries of a joined table from which on another order is tried: 80 MB
-LARGEST = 5 * 10**8  # 4 GB
+LARGEST = 10**8  # 800 MB, and about as long as a search takes
 CONFLICT_VARIABLES = 64  # a conflicting set up to this size is shrunk to a minimal one
 
 
@@ -47,7 +48,8 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Solution:
-    """The optimum. width: most neighbours of a variable when eliminated; largest_table: entries of a joined table."""
+    """The optimum, or (cost > bound) what a search found. bound: no assignment is cheaper. width: most neighbours of a variable
+    when eliminated; largest_table: entries of a joined table, which is not made where the problem is searched."""
 
     assignment: dict[Any, int]
     cost: float
@@ -56,6 +58,8 @@ class Solution:
     eliminated: int
     memo_hits: int
     seconds: float
+    bound: float
+    searched: bool = False
 
 
 class InfeasibleError(PlanError):
@@ -68,11 +72,11 @@ class InfeasibleError(PlanError):
 
 
 class TooWideError(PlanError):
-    """Too many variables depend on one another. variables: those of the largest table; entries: what it would have."""
+    """Too many variables depend on one another, and a search found nothing. variables: those of the largest table."""
 
-    def __init__(self, variables: Sequence[Hashable], entries: int) -> None:
-        self.variables, self.entries = tuple(variables), entries
-        super().__init__(f"a table over {len(variables)} variables would have {entries:.0e} entries, of {LARGEST:.0e}")
+    def __init__(self, variables: Sequence[Hashable]) -> None:
+        self.variables = tuple(variables)
+        super().__init__(f"a search over {len(variables)} variables that depend on one another found nothing")
 
 
 class _DeadEndError(Exception):
@@ -85,8 +89,9 @@ class _DeadEndError(Exception):
 def solve(domains: Mapping[Any, int], tables: Iterable[Table]) -> Solution:
     """The cheapest assignment of a value in range(domains[v]) to each variable v; ties go to the first value.
 
-    Raises InfeasibleError where every assignment is forbidden, TooWideError where the tables would be too large. Share one
-    ndarray object between equal tables: arrays are recognised by identity first, by content otherwise.
+    Where tables would have more than LARGEST entries: the best assignment that a search finds. Raises InfeasibleError where
+    every assignment is forbidden, TooWideError where the search finds none. Share one ndarray object between equal tables:
+    arrays are recognised by identity first, by content otherwise.
     """
     start = time.perf_counter()
     problem = _Problem(domains, tables)
@@ -95,7 +100,7 @@ def solve(domains: Mapping[Any, int], tables: Iterable[Table]) -> Solution:
         other = elimination_order(problem.sizes, problem.scopes, least_fill=True)
         order = min(order, other, key=lambda found: found.largest)
     if order.largest > LARGEST:
-        raise TooWideError([problem.names[v] for v in order.widest], order.largest)
+        return _searched(problem, order, start)
     try:
         values, hits = _eliminate(problem, order.variables)
     except _DeadEndError as dead:
@@ -104,7 +109,25 @@ def solve(domains: Mapping[Any, int], tables: Iterable[Table]) -> Solution:
     cost = math.fsum(problem.arrays[k].item(tuple([values[v] for v in scope])) for scope, k in places)
     assignment = dict(zip(problem.names, values, strict=True))
     seconds = time.perf_counter() - start
-    return Solution(assignment, cost, order.width, order.largest, len(values), hits, seconds)
+    return Solution(assignment, cost, order.width, order.largest, len(values), hits, seconds, cost)
+
+
+def _searched(problem: _Problem, order: Order, start: float) -> Solution:
+    """What search.py finds, by a longer search if need be."""
+    sizes = dict(enumerate(problem.sizes))
+    tables = [(scope, problem.arrays[k]) for scope, k in problem.tables]
+    began = time.perf_counter()
+    found = search(sizes, tables)
+    if found is None and time.perf_counter() - began >= SECONDS:
+        found = search(sizes, tables, PATIENCE * SECONDS, gap=1.0)  # anything
+    if found is None:
+        widest = [problem.names[v] for v in order.widest]
+        if time.perf_counter() - began >= PATIENCE * SECONDS:
+            raise TooWideError(widest)
+        raise InfeasibleError(widest, minimal=False)
+    assignment = {problem.names[v]: value for v, value in found.assignment.items()}
+    seconds = time.perf_counter() - start
+    return Solution(assignment, found.cost, order.width, order.largest, 0, 0, seconds, found.bound, searched=True)
 
 
 class _Problem:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from megafx.distributed import agreement
@@ -304,6 +305,8 @@ def parallel_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.megafx.call(args, kwargs)
 
+    # torch.compile round the user's loop takes the call as it is: it runs a graph already.
+    forward = torch.compiler.disable(forward, reason="a model that megafx has parallelized runs a graph of its own")
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
     bases = (Parallel, _Pretrained, original) if hasattr(original, "save_pretrained") else (Parallel, original)
     namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}

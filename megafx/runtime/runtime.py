@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _autograd as autograd
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
@@ -52,6 +53,7 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.report.report import Report, fused, refresh_notes
+from megafx.runtime import transforms
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.guards import remove_guards
@@ -187,8 +189,27 @@ class Runtime:
         """What the root forward does."""
         if self.capturing:
             return self.original.forward(self.model, *args, **kwargs)
+        if (around := self._transform(args, kwargs)) is not None:
+            return self._transformed(around, args, kwargs)
         with self._with_others(f"the forward of call {self.state.step}"):
             return self._call(args, kwargs)
+
+    def _transform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """What differentiates this call in another way than by backward, or maps it."""
+        around = transforms.transform()
+        if around is not None or forward_ad._current_level < 0:
+            return around
+        tensors = (*pytree.tree_leaves((args, kwargs)), *self._parameters())
+        return "forward-mode AD" if transforms.has_tangents(tensors) else None
+
+    def _transformed(self, around: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward, where parameters are whole."""
+        if self.mesh is not None:
+            raise UsageError(f"a call of a parallelized model inside of {around}", fix=transforms.FIX)
+        self.note("transforms", f"calls inside of {around} run the model as in eager mode, without a graph")
+        loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None else None
+        output = self.original.forward(self.model, *args, **kwargs)
+        return (self.loss_fn(output, **loss_inputs), output) if self.loss_fn is not None and loss_inputs else output
 
     def call_part(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A direct call of the submodule `part`: a graph of its own, with the parameters as they are stored."""

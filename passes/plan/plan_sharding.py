@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from megafx.debugging import current, say
-from megafx.errors import PlanError
+from megafx.errors import PlanError, or_leave_eager
 from megafx.ir.program import (
     TOKENS,
     VAL,
@@ -36,7 +36,8 @@ from megafx.planner.overrides import Overrides
 from megafx.planner.plan import Plan
 from megafx.planner.policy import WEIGHTS_STAY, Policy, Yields, normalised_places
 from megafx.planner.problem import Problem, alternatives, removals, shard_candidates, storage
-from megafx.planner.solver import LARGEST, InfeasibleError, Solution, TooWideError, solve
+from megafx.planner.search import PATIENCE, SECONDS
+from megafx.planner.solver import InfeasibleError, Solution, TooWideError, solve
 from megafx.rules.candidates import find_candidates, strategies
 from megafx.rules.strategies import OpRule, Strategy, rule_for
 
@@ -90,7 +91,14 @@ def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list
         "width": solution.width,
         "largest_table": solution.largest_table,
         "solver_seconds": solution.seconds,
+        "bound_us": solution.bound * 1e6,
     }
+    if solution.searched:
+        above = (solution.cost - solution.bound) / solution.cost if solution.cost else 0.0
+        found = "is the cheapest" if above < 0.0005 else f"may take up to {above:.1%} more time than the cheapest"
+        program.note(
+            "plan", f"too many values depend on one another for all plans to be compared: the one found {found}"
+        )
     _say_what_is_replicated(program, planner, problem, plan)
     _say_what_gave_way(program, problem.policy, plan)
     if planner.config.sequence_parallel is True and planner.t > 1 and planner.config.planner_policy != "free":
@@ -98,7 +106,7 @@ def _solve(program: Program, planner: Planner, active: set[fx.Node], order: list
     planner.weights = problem.policy.weights
     if planner.keeps_problem:  # what policies and overrides took away has a price too
         planner.problem = make_problem(program, planner, active, order, free=True, styles={})[0]
-    if current().level >= 3:
+    if current().level >= 3 and not solution.searched:  # another search for each would take minutes
         plan.sizes = program.sizes
         for line in alternatives(problem, plan, solution):
             say(line)
@@ -227,10 +235,9 @@ def _solution(problem: Problem) -> Solution:
     except TooWideError as error:
         node = next(v[1] for v in error.variables if isinstance(v, tuple))
         raise PlanError(
-            f"too many values depend on one another for an exact plan: {len(error.variables)} choices round %{node.name} "
-            f"({node.target}) have {error.entries:.0e} combinations (at most {LARGEST:.0e} are tried)",
-            fix="leave the module out of the graph, so that every rank computes it whole: "
-            f'Config(eager_modules=["{fqn_of(node)}"]); or write it with fewer steps (a loop over a sequence has many)',
+            f"no plan was found in {SECONDS * PATIENCE:.0f} s: {len(error.variables)} choices round %{node.name} "
+            f"({node.target}) depend on one another",
+            fix=or_leave_eager("write the module with fewer steps (a loop over a sequence has many)", fqn_of(node)),
             **located(node),
         ) from error
 

@@ -164,14 +164,43 @@ def test_where_tables_grow_another_order_is_tried(monkeypatch):
     assert other.cost == pytest.approx(plain.cost, abs=1e-12) and other.assignment == plain.assignment
 
 
-def test_too_wide_is_refused_before_memory_is_asked_for():
-    """14 variables, each in a table with each other one: 28^14 combinations."""
+def _cliques() -> tuple[dict[str, int], list[Table]]:
+    """14 variables, each in a table with each other one: 28^14 combinations. Equal values cost nothing, but for those of v0."""
     domains = {f"v{i}": 28 for i in range(14)} | {"apart": 2}
-    cost = np.zeros((28, 28))
-    tables = [Table(pair, cost) for pair in itertools.combinations(list(domains)[:14], 2)]
+    tables = [Table(pair, 1e-6 * (1 - np.eye(28))) for pair in itertools.combinations(list(domains)[:14], 2)]
+    return domains, [*tables, Table(("v0",), np.array([0.0, *[2e-6] * 27])), Table(("apart",), np.array([3e-6, 0.0]))]
+
+
+def test_what_is_too_wide_is_searched():
+    domains, tables = _cliques()
+    found = solve(domains, tables)
+    assert found.searched and found.largest_table == 28**14
+    assert found.assignment == {v: 0 for v in domains} | {"apart": 1}
+    assert abs(found.cost) < 1e-12 and abs(found.bound) < 1e-9
+
+
+def test_search_and_elimination_agree(monkeypatch):
+    domains, tables = layered(np.random.default_rng(3), layers=2)
+    exact = solve(domains, tables)
+    monkeypatch.setattr("megafx.planner.solver.LARGEST", 1)
+    found = solve(domains, tables)
+    assert found.searched and not exact.searched and exact.bound == exact.cost
+    assert abs(found.cost - exact.cost) < 1e-9 and found.bound <= found.cost
+
+
+def test_search_that_is_too_short(monkeypatch):
+    monkeypatch.setattr("megafx.planner.solver.SECONDS", 0.0)
+    monkeypatch.setattr("megafx.planner.solver.PATIENCE", 0)
+    monkeypatch.setattr("megafx.planner.solver.search", lambda *_, **__: None)
     with pytest.raises(TooWideError) as error:
-        solve(domains, tables)
-    assert set(error.value.variables) == set(domains) - {"apart"} and error.value.entries == 28**14
+        solve(*_cliques())
+    assert set(error.value.variables) == {f"v{i}" for i in range(14)}
+
+
+def test_search_of_what_cannot_be(monkeypatch):
+    monkeypatch.setattr("megafx.planner.solver.LARGEST", 1)
+    with pytest.raises(InfeasibleError):
+        solve({"a": 2, "b": 2}, [Table(("a", "b"), np.full((2, 2), np.inf))])
 
 
 def test_conflict_names_only_what_conflicts():

@@ -1,0 +1,110 @@
+"""torch.compile, torch.func and forward-mode AD around a model; recurrences and distributions inside of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from loop import Loop, situation
+from torch import nn
+from torch.autograd import forward_ad
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+@situation("https://github.com/pytorch/pytorch/issues/138422")
+def a_compiled_training_step(loop: Loop) -> None:
+    model, x = loop.model(Plain()), torch.randn(3, 8)
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(2 * x).square().mean() + 1
+
+    for _ in range(2):
+        loss = step(x)
+        loss.backward()
+        loop.see(loss=loss)
+    loop.see(out=torch.compile(model, backend="eager")(x))
+    loop.see_gradients(model)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/96041", ranks=(1,))
+def torch_func_around_a_model(loop: Loop) -> None:
+    model, x = loop.model(Plain()), torch.randn(3, 8)
+    loop.see(
+        grad=torch.func.grad(lambda y: model(y).sum())(x),
+        vmap=torch.func.vmap(model)(x),
+        jvp=torch.func.jvp(model, (x,), (x,)),
+        jacobian=torch.func.jacrev(model)(x),
+    )
+    loop.see(after=model(x))
+    with forward_ad.dual_level():
+        dual = model(forward_ad.make_dual(x, torch.ones_like(x)))
+        loop.see(tangent=forward_ad.unpack_dual(dual).tangent)
+
+
+@situation("https://github.com/pytorch/pytorch/issues/100105", ranks=(1,))
+def functional_call_with_other_values(loop: Loop) -> None:
+    model, x = loop.model(Plain()), torch.randn(3, 8)
+    weights = {name: 2 * value.detach() for name, value in model.named_parameters()}
+    loop.see(out=torch.func.functional_call(model, weights, (x,)))
+
+    def loss(weights: dict[str, Any]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().sum()
+
+    loop.see(gradients=torch.func.grad(loss)(weights), plain=model(x))
+
+
+class Recurrence(nn.Module):
+    """A delta rule: six steps, each with a state [batch, d, d] that depends on all before."""
+
+    def __init__(self, d: int = 6) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.b, self.o = (nn.Linear(d, d) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v, b = self.q(x), self.k(x), self.v(x), self.b(x).sigmoid()
+        state, out = x.new_zeros(x.shape[0], x.shape[2], x.shape[2]), []
+        for t in range(6):
+            old = torch.einsum("bij,bj->bi", state, k[:, t])
+            state = state + torch.einsum("bi,bj->bij", b[:, t] * (v[:, t] - old), k[:, t])
+            out.append(torch.einsum("bij,bj->bi", state, q[:, t]))
+        return self.o(torch.stack(out, 1))
+
+
+@situation("https://github.com/pytorch/pytorch/issues/150842", ranks=(2,), slow=(2,))
+def a_recurrence_written_as_a_loop(loop: Loop) -> None:
+    model = loop.model(Recurrence())
+    out = model(torch.randn(2, 6, 6))
+    out.square().sum().backward()
+    loop.see(out=out)
+    loop.see_gradients(model)
+
+
+class Probable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(torch.tanh(self.up(x)))
+        normal = torch.distributions.Normal(h, nn.functional.softplus(h))
+        choice = torch.distributions.Categorical(logits=h)
+        several = torch.distributions.MultivariateNormal(h, torch.eye(4, dtype=h.dtype))
+        return normal.log_prob(h.detach()).sum(-1) + choice.entropy() + several.log_prob(2 * h)
+
+
+@situation("https://github.com/huggingface/transformers/pull/43631", slow=(2,))
+def distributions_check_their_arguments(loop: Loop) -> None:
+    model = loop.model(Probable())
+    out = model(torch.randn(3, 8))
+    out.sum().backward()
+    loop.see(out=out)
+    loop.see_gradients(model)
