@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _autograd as autograd
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
@@ -189,18 +188,10 @@ class Runtime:
         """What the root forward does."""
         if self.capturing:
             return self.original.forward(self.model, *args, **kwargs)
-        if (around := self._transform(args, kwargs)) is not None:
+        if (around := transforms.transform()) is not None:
             return self._transformed(around, args, kwargs)
         with self._with_others(f"the forward of call {self.state.step}"):
             return self._call(args, kwargs)
-
-    def _transform(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """What differentiates this call in another way than by backward, or maps it."""
-        around = transforms.transform()
-        if around is not None or forward_ad._current_level < 0:
-            return around
-        tensors = (*pytree.tree_leaves((args, kwargs)), *self._parameters())
-        return "forward-mode AD" if transforms.has_tangents(tensors) else None
 
     def _transformed(self, around: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward, where parameters are whole."""

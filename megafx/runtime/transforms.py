@@ -1,13 +1,8 @@
-"""Calls inside of torch.func's transforms and of forward-mode AD: graphs know backward alone, so they take no part in these."""
+"""Calls inside of torch.func's transforms: graphs know backward alone, so they take no part in these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import torch
 from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 
 _NAMES = {"Vmap": "torch.func.vmap", "Grad": "torch.func.grad, vjp or jacrev", "Jvp": "torch.func.jvp or jacfwd"}
 FIX = (
@@ -20,11 +15,3 @@ def transform() -> str | None:
     """The transform of torch.func within which this call is made."""
     inner = peek_interpreter_stack()
     return None if inner is None else _NAMES.get(inner.key().name, "a transform of torch.func")
-
-
-def has_tangents(tensors: Iterable[Any]) -> bool:
-    """Whether forward-mode AD has given one of them a tangent."""
-    if forward_ad._current_level < 0:
-        return False
-    given = (x for x in tensors if isinstance(x, torch.Tensor))
-    return any(forward_ad.unpack_dual(x).tangent is not None for x in given)

@@ -1,4 +1,4 @@
-"""torch.compile, torch.func and forward-mode AD around a model; recurrences and distributions inside of one."""
+"""torch.compile and torch.func around a model; recurrences and distributions inside of one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from loop import Loop, situation
 from torch import nn
-from torch.autograd import forward_ad
 
 
 class Plain(nn.Module):
@@ -45,9 +44,6 @@ def torch_func_around_a_model(loop: Loop) -> None:
         jacobian=torch.func.jacrev(model)(x),
     )
     loop.see(after=model(x))
-    with forward_ad.dual_level():
-        dual = model(forward_ad.make_dual(x, torch.ones_like(x)))
-        loop.see(tangent=forward_ad.unpack_dual(dual).tangent)
 
 
 @situation("https://github.com/pytorch/pytorch/issues/100105", ranks=(1,))
@@ -79,7 +75,7 @@ class Recurrence(nn.Module):
         return self.o(torch.stack(out, 1))
 
 
-@situation("https://github.com/pytorch/pytorch/issues/150842", ranks=(2,), slow=(2,))
+@situation("https://github.com/pytorch/pytorch/issues/97155", ranks=(2,), slow=(2,))
 def a_recurrence_written_as_a_loop(loop: Loop) -> None:
     model = loop.model(Recurrence())
     out = model(torch.randn(2, 6, 6))
