@@ -211,6 +211,12 @@ def is_hf_model(model: nn.Module) -> bool:
     return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers") for c in type(model).__mro__)
 
 
+def adapted(model: nn.Module) -> nn.Module | None:
+    """transformers' model inside of one of peft, which takes the same arguments; None of any other."""
+    inner = getattr(model, "get_base_model", lambda: None)()
+    return inner if isinstance(inner, nn.Module) and inner is not model and is_hf_model(inner) else None
+
+
 def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 

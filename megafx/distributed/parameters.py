@@ -104,14 +104,23 @@ def _refuse_low_moments() -> None:
     register_optimizer_step_pre_hook(check)
 
 
-def refuse_stale_optimizers(model: nn.Module) -> None:
-    """Raise where an optimizer holds this model's parameters as they are now: once replaced, they would never be stepped."""
-    mine = {id(p): fqn for fqn, p in model.named_parameters()}
+def refuse_stale_optimizers(model: nn.Module, *, added: bool = False) -> None:
+    """Raise where an optimizer holds this model's parameters as they are now: once replaced, they would never be stepped.
+
+    added: of those that came after megafx.parallelize and before the first call.
+    """
+    mine = {id(p): fqn for fqn, p in model.named_parameters() if not (added and isinstance(p, TPTensor))}
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.optim.Optimizer):
             continue
         held = (p for group in getattr(thing, "param_groups", ()) for p in group["params"])
         if any(id(p) in mine for p in held):
+            if added:
+                raise UsageError(
+                    f"an optimizer ({type(thing).__name__}) has parameters that were added after megafx.parallelize, which the "
+                    "first call replaces",
+                    fix="add all parameters before megafx.parallelize, or call the model once before the optimizer is made",
+                )
             raise UsageError(
                 f"an optimizer ({type(thing).__name__}) was made of this model's parameters before megafx.parallelize, "
                 "which replaces them",
@@ -119,8 +128,8 @@ def refuse_stale_optimizers(model: nn.Module) -> None:
             )
 
 
-def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace each parameter by a replicated TPTensor over the same memory; ties are kept."""
+def replicate_parameters(model: nn.Module, mesh: DeviceMesh, *, added: bool = False) -> None:
+    """Replace each parameter by a replicated TPTensor over the same memory; ties are kept. added: those that are none yet."""
     optimizers.prepare()
     made: dict[int, nn.Parameter] = {}
     new: set[int] = set()
@@ -130,6 +139,8 @@ def replicate_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
         if id(param) in new:
             continue  # of a module with several names
         if isinstance(param, TPTensor):
+            if added:
+                continue
             raise UsageError(f"parameter '{fqn}' is parallelized already", fix="call megafx.parallelize once a model")
         if id(param) not in made:
             spec = make_spec(mesh, I, param.shape, param.dtype)

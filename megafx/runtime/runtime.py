@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from megafx.analysis.communication import Communication
 from megafx.capture.export import capture_call
+from megafx.capture.huggingface import adapted, synthesize_inputs
 from megafx.capture.prepare import alone, configs_of, released
 from megafx.config import Config
 from megafx.distributed import agreement
@@ -35,6 +36,8 @@ from megafx.distributed.parameters import (
     RUNTIME,
     parameter_slots,
     place_joined,
+    refuse_stale_optimizers,
+    replicate_parameters,
     shard_over_data,
     shard_parameters,
     take_fp32_gradients,
@@ -113,6 +116,7 @@ class Runtime:
         self.keys = KeyMaker()
         self.normalizers: dict[str, Normalizer] = {}
         self.modules: list[nn.Module] = []
+        self.tables: list[dict[str, nn.Module | None]] = []  # of their submodules
         self.configs: list[Any] = []
         self.calling = threading.RLock()  # held by the thread whose call runs on several ranks
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
@@ -147,7 +151,13 @@ class Runtime:
                 module=new[0].rpartition(".")[0],
                 fix="put adapters and other modules into the model first (peft.get_peft_model), then parallelize it",
             )
+        if new and self.mesh is not None:  # an adapter more, before the plan
+            refuse_stale_optimizers(self.model, added=True)
+            replicate_parameters(self.model, self.mesh, added=True)
+            for name in agreement.agree_on_weights(self.model, self.everyone):
+                self.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")
         self.parameters_changed()
+        self.known = frozenset(self.state.slots)
         self.replacements += 1
 
     def release(self) -> None:
@@ -204,6 +214,8 @@ class Runtime:
 
     def call_part(self, part: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A direct call of the submodule `part`: a graph of its own, with the parameters as they are stored."""
+        if self.params is None and (base := adapted(self.model)) is not None:
+            self.start(*synthesize_inputs(base), compile=False)  # `generate` of adapters calls the model inside
         if self.params is None:
             raise UsageError(
                 f"a direct call of '{part}' ({type(self.model.get_submodule(part)).__name__}), a submodule of a parallelized "

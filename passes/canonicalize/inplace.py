@@ -59,6 +59,10 @@ def take_views_for_reshapes(editor: Editor) -> int:
     return count
 
 
+# Their results have no gradient, whatever they are made like.
+_FRESH = ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like")
+
+
 def functionalize(editor: Editor) -> int:
     """Rewrite every in-place op; no work where the graph has none."""
     return _Functionalizer(editor).run() if any(map(writes, editor.graph.nodes)) else 0
@@ -78,6 +82,7 @@ class _Functionalizer:
         self.current: dict[fx.Node, fx.Node] = {}
         self.version: dict[fx.Node, int] = {}
         self.seen: dict[fx.Node, int] = {}
+        self.graded: set[fx.Node] = set()  # bases written where autograd sees it
         self.active = active_nodes(editor.program)
 
     def run(self) -> int:
@@ -149,6 +154,7 @@ class _Functionalizer:
     # -- writes
 
     def _write(self, node: fx.Node) -> None:
+        self._out_as_copy(node)
         schema = node.target._schema  # type: ignore[union-attr]
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         target = argument(node, written[0])
@@ -165,7 +171,8 @@ class _Functionalizer:
             if self._detached(name)
             else ""
         )
-        if how and base in self.active and base not in self.editor.without_grad:
+        fresh = op_name(base) in _FRESH and base not in self.graded
+        if how and base in self.active and not fresh and base not in self.editor.without_grad:
             raise _refuse(node, f"the model writes {how} into a tensor that has a gradient")
         version = self.version.get(base, 0) + 1
         value = self._new_value(node, name)
@@ -173,6 +180,28 @@ class _Functionalizer:
             value = self.editor.at(node)(aten.detach.default, value)
         self._store(name, value, node, version)
         self.version[base], self.same[node] = version, name
+        if not how:
+            self.graded.add(base)
+
+    def _out_as_copy(self, node: fx.Node) -> None:
+        """op(..., out=x) becomes x.copy_(op(...)), where the op has a form without `out` and x its shape."""
+        schema = node.target._schema  # type: ignore[union-attr]
+        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        out = node.kwargs.get("out")
+        if written != ["out"] or not isinstance(out, fx.Node):
+            return
+        packet = getattr(aten, str(schema.name).split("::")[1], None)
+        wanted = [(a.name, str(a.type)) for a in schema.arguments if a.name != "out"]
+        forms = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+        plain = [f for f in forms if [(a.name, str(a.type)) for a in f._schema.arguments] == wanted]
+        if not plain or not str(schema.name).startswith("aten::"):
+            return
+        emit = self.editor.at(node)
+        read = lambda x: fx.node.map_arg(x, lambda n: self._read(n, node))  # noqa: E731
+        value = emit(plain[0], *read(node.args), **read({k: v for k, v in node.kwargs.items() if k != "out"}))
+        if not self.editor.same_shape(value.meta[VAL], out.meta[VAL]):  # `out` would be resized
+            return
+        node.target, node.args, node.kwargs = aten.copy_.default, (out, value), {}
 
     def _detached(self, name: fx.Node) -> bool:
         """Whether the name is a view of a detached tensor: autograd sees no write into the base."""

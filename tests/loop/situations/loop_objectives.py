@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from loop import Loop, situation
-from loop_models import Classifier, Language, tokens
+from loop_models import Block, Classifier, Language, tokens
 from torch import Tensor, nn
 
 FORMS = ("ddp", "zero1", "fsdp")
@@ -198,6 +198,35 @@ def distillation_from_a_second_parallelized_model(loop: Loop) -> None:
     loop.see(teacher=[p.grad is None for p in teacher.parameters()])
 
 
+class WithExits(nn.Module):
+    """Logits after each block, and a loss that balances a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(19, 12), nn.Linear(12, 19)
+        self.blocks, self.router = nn.ModuleList(Block() for _ in range(2)), nn.Linear(12, 2)
+
+    def forward(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+        h, exits = self.embed(ids), []
+        weights = self.router(h).softmax(-1)
+        for i, block in enumerate(self.blocks):
+            h = h + weights[..., i, None] * block(h)
+            exits.append(self.head(h))
+        return exits, 2 * weights.flatten(0, 1).mean(0).square().sum()
+
+
+@situation("https://github.com/huggingface/transformers/issues/24225", slow=(1,))
+def early_exits_and_an_auxiliary_loss(loop: Loop) -> None:
+    model, ids = loop.model(WithExits()), tokens()
+    for depth in ((1.0, 0.5), (0.1, 1.0)):
+        exits, balance = model(ids)
+        losses = [F.cross_entropy(x[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for x in exits]
+        loss = sum(w * x for w, x in zip(depth, losses, strict=True)) + 0.01 * balance
+        loss.backward()
+        loop.see(losses=losses, balance=balance)
+    loop.see_gradients(model)
+
+
 @situation("https://github.com/yaringal/multi-task-learning-example/issues/5", slow=(1,))
 def weights_of_tasks_are_learned_outside_of_the_model(loop: Loop) -> None:
     model = loop.model(Classifier())
@@ -274,4 +303,29 @@ def a_mean_over_the_tokens_of_all_micro_batches(loop: Loop) -> None:
         )
         (total * loop.parts / count).backward()  # data-parallel ranks average
         loop.see(total=loop.mean(total) * loop.parts)
+    loop.see_gradients(model)
+
+
+class Tiled(nn.Module):
+    """Statistics of the result by tiles in one buffer, as trl's fused heads make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        sums, tile = x.new_zeros(x.shape[0]), x.new_empty(x.shape[0], 3)
+        with torch.no_grad():
+            for start in (0, 3):
+                torch.mm(x, self.linear.weight[start : start + 3].t(), out=tile)
+                torch.add(sums, tile.exp().sum(1), out=sums)
+        return self.linear(x).square().mean(), sums
+
+
+@situation("https://github.com/huggingface/trl/issues/2880", slow=(1,))
+def results_are_written_with_out(loop: Loop) -> None:
+    model = loop.model(Tiled())
+    loss, sums = model(torch.randn(5, 7))
+    loss.backward()
+    loop.see(loss=loss, sums=sums)
     loop.see_gradients(model)
