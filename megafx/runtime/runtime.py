@@ -116,7 +116,6 @@ class Runtime:
         self.keys = KeyMaker()
         self.normalizers: dict[str, Normalizer] = {}
         self.modules: list[nn.Module] = []
-        self.tables: list[dict[str, nn.Module | None]] = []  # of their submodules
         self.configs: list[Any] = []
         self.calling = threading.RLock()  # held by the thread whose call runs on several ranks
         self.known: frozenset[str] = frozenset()  # names of the parameters when the model was parallelized
