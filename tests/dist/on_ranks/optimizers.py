@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.optimization import Adafactor
 
+import megafx
 from megafx.distributed import muon
 from megafx.distributed.parameters import replicate_parameters, shard_like, shard_over_data, shard_parameters
 from megafx.distributed.tensor import TPTensor
@@ -82,11 +84,11 @@ def placements(t: int) -> dict[str, Any]:
     return found if dist.get_world_size() == 4 else found | {"owned.weight": owned(5, 1), "owned.bias": owned(5, 1)}
 
 
-def cut(model: nn.Module) -> None:
-    """On four ranks over data-parallel ranks too, as zero1 and fsdp keep parameters; ddp keeps them as two ranks do."""
+def cut(model: nn.Module, data: bool = True) -> None:
+    """data: on four ranks over data-parallel ranks too, as zero1 and fsdp keep parameters; else as ddp keeps them."""
     _, shards, t = meshes()
     shard_parameters(model, placements(t))
-    if shards is not None:
+    if shards is not None and data:
         shard_over_data(model, shards, shards.size() // t)
 
 
@@ -154,7 +156,7 @@ def trained_as_one_process(what: str, make: Make) -> None:
         model = copy.deepcopy(start)
         replicate_parameters(model, meshes()[0])
         optimizer = groups(model, make) if before else None
-        cut(model)
+        cut(model, data=before)
         train(model, optimizer or groups(model, make), make)
         same(model, wanted, f"{what}, made {'before' if before else 'after'} parameters were cut")
 
@@ -315,3 +317,66 @@ def state_of_whole_parameters_follows_them() -> str:
         state = next(iter(optimizer.state.values()))
         assert all(x.dim() == 0 or isinstance(x, TPTensor) for x in state.values()), state
     return "AdamW and SGD"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 13), nn.Linear(13, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(self.up(x).relu())).square().mean()
+
+
+def stepped(model: nn.Module, optimizers: list[optim.Optimizer], steps: range) -> nn.Module:
+    for step in steps:
+        x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+        def closure(x: Tensor = x) -> Tensor:
+            model.zero_grad()
+            loss = model(x)
+            loss.backward()
+            return loss
+
+        closure()
+        for optimizer in optimizers:
+            optimizer.step(closure if isinstance(optimizer, optim.LBFGS) else None)
+    return model
+
+
+def weights_and_rest(model: nn.Module) -> list[optim.Optimizer]:
+    named = list(model.named_parameters())
+    weights, rest = [[p for n, p in named if n.endswith("weight") == w] for w in (True, False)]
+    return [optim.Muon(weights, lr=0.02), optim.AdamW(rest, lr=0.02)]
+
+
+@check(2, seed=0)
+def optimizers_go_on_from_checkpoints(folder: Path) -> str:
+    """On these ranks, and in one process."""
+    makes: dict[str, Callable[[nn.Module], list[optim.Optimizer]]] = {
+        "Adagrad": lambda m: [optim.Adagrad(m.parameters(), lr=0.1, fused=True)],
+        "Rprop": lambda m: [optim.Rprop(m.parameters(), lr=0.01)],
+        "Adafactor": lambda m: [optim.Adafactor(m.parameters(), lr=0.1)],
+        "transformers": lambda m: [Adafactor(m.parameters(), beta1=0.9)],
+        "LBFGS": lambda m: [optim.LBFGS(m.parameters(), lr=0.1, max_iter=3)],
+        "Muon": weights_and_rest,
+    }
+    torch.manual_seed(0)
+    start = Net().double()
+    config = megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
+    model = megafx.parallelize(copy.deepcopy(start), config)
+    for name, make in makes.items():
+        optimizers = make(model)
+        stepped(model, optimizers, range(2))
+        megafx.save_checkpoint(folder / name, model, optimizers, step=1)
+        stepped(model, optimizers, range(2, 4))
+        wanted = megafx.full_state_dict(model)
+        plain = copy.deepcopy(start)
+        for each in (model, plain):
+            again = make(each)
+            megafx.load_checkpoint(folder / name, each, again)
+            stepped(each, again, range(2, 4))
+            found = megafx.full_state_dict(each) if each is model else each.state_dict()
+            for key, value in wanted.items():
+                torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    return ", ".join(makes)
