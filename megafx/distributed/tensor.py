@@ -49,7 +49,7 @@ class TPTensor(DispatchedTensor):
     def __copy__(self) -> TPTensor:
         copy = wrap(self._local_tensor, self._spec).requires_grad_(self.requires_grad)
         vars(copy).update(vars(self))
-        return copy
+        return copy  # type: ignore[return-value]  # requires_grad_ is annotated Tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPTensor:
         """As torch's: a parameter's copy has no gradient, another leaf's has a copy of it."""
@@ -60,7 +60,7 @@ class TPTensor(DispatchedTensor):
             if self.is_leaf and self.grad is not None:
                 copy.grad_dtype = self.grad_dtype
                 if isinstance(self, torch.nn.Parameter):
-                    return copy
+                    return copy  # type: ignore[return-value]
                 copy.grad = self.grad.__deepcopy__(memo)
         return cast(TPTensor, memo[id(self)])
 
@@ -145,7 +145,7 @@ class _Slots(torch.Tensor):
 class WholeParameter(_Slots):
     """What a TPTensor is inside of `megafx.whole_parameters`: a plain parameter."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -155,7 +155,7 @@ class WholeParameter(_Slots):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
 

@@ -12,7 +12,7 @@ Gradients of sharded tensors are sharded as they are, and those of plain tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ class DispatchedTensor(Values, DTensor):
 class ShardView(Values, LazyView):
     """A view of a sharded tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -82,14 +82,14 @@ class ShardView(Values, LazyView):
         made: torch.Tensor = Whole.apply(self)
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.full_tensor())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), self.detach().full_tensor().clone())
+        return cast(torch.Tensor, memo.setdefault(id(self), Whole.apply(self.detach()).clone()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().full_tensor().clone().__reduce_ex__(protocol)
+        return Whole.apply(self.detach()).clone().__reduce_ex__(protocol)
 
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
