@@ -142,7 +142,8 @@ def name_outputs(
     kept: list[fx.Node] = []
     for path, value, needs in zip(paths, values, requires_grad, strict=True):
         if isinstance(value, fx.Node):
-            in_cache = path[-1].key if path and isinstance(path[-1], CacheKey) else ""
+            last = path[-1] if path else None
+            in_cache = last.key if isinstance(last, CacheKey) else ""
             written = path[:1] == (pytree.GetAttrKey("written"),)
             name = path[1].key if written else output_path(path)
             found = Output("user", name, cache=in_cache, requires_grad=needs, written=written)

@@ -434,7 +434,7 @@ class BoundGraph:
         spec = self.compiled.spec
         leaves = iter([x for leaf, x in zip(spec.leaves, call.leaves, strict=True) if leaf.tensor])
         user = {i: next(leaves) for i, each in enumerate(self.inputs) if each.kind == "user"}
-        wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
+        wrt: list[Any] = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
         with self._buffers_of(again):
             outputs = torch.utils._pytree.tree_leaves(self.eager(call))
         made = {leaf.index: x for leaf, x in zip(spec.out_leaves, outputs, strict=True)}
@@ -492,7 +492,7 @@ class _Again:
     def __init__(self, graph: BoundGraph, inputs: list[Any], parameters: Sequence[torch.Tensor]) -> None:
         written = {name for _, name in graph.mutations}
         pairs = [(spec, value) for spec, value in zip(graph.inputs, inputs, strict=True)]
-        self.values = {
+        self.values: dict[tuple[str, str], Any] = {
             (spec.kind, spec.name): value.clone() if spec.kind == "buffer" else value
             for spec, value in pairs
             if spec.kind == "seed" or (spec.kind == "buffer" and spec.name in written)

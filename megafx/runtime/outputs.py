@@ -82,7 +82,8 @@ class LazyTensor(torch.Tensor):
         if func in _METADATA or func in _OF_AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__) and isinstance(args[0], LazyTensor):
+        data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+        if func in (torch.Tensor.detach, torch.detach, data) and isinstance(args[0], LazyTensor):
             return LazyTensor(args[0].shape, args[0].dtype, args[0].device, args[0]._make)
         dtype = _CASTS.get(func) or _cast_of(func, args, kwargs)
         if dtype is not None:
