@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from megafx.analysis.communication import collective_nodes
-from megafx.capture.caches import is_cache
+from megafx.capture.caches import is_cache, state_of
 from megafx.capture.export import capture_call
 from megafx.capture.program import output_path
 from megafx.checks import simulate
@@ -363,11 +364,13 @@ def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> di
     if call.loss_fn is not None and call.loss_inputs:
         output = (call.loss_fn(output, **call.loss_inputs), output)
     assert program.call is not None
-    leaves = torch.utils._pytree.tree_leaves(output, is_leaf=is_cache)
-    leaves = [leaf for leaf in leaves if not is_cache(leaf)]  # a graph makes none that was not asked for
     user = [o for o in program.outputs if o.kind == "user"]
     order = [leaf.index for leaf in program.call.out_leaves]
     returned = [i for i in order if i < 0 or not user[i].written]
+    leaves = [leaf for leaf in pytree.tree_leaves(output, is_leaf=is_cache) if not is_cache(leaf)]
+    if len(leaves) < len(returned):  # caches that the model was asked for, or filled itself (prefix tuning)
+        states = pytree.tree_map(lambda x: state_of(x) if is_cache(x) else x, output, is_leaf=is_cache)
+        leaves = pytree.tree_leaves(states)
     named = {user[i].name: leaf for i, leaf in zip(returned, leaves, strict=True) if i >= 0}
     for spec in user:  # what forward leaves in attributes
         if spec.written:

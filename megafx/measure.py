@@ -222,7 +222,7 @@ def _attention(device: torch.device) -> dict[str, float]:
     b, h, s, d = ATTENTION
     q, k, v = (torch.randn(ATTENTION, device=device).bfloat16().requires_grad_() for _ in range(3))
     seed = torch.zeros((), dtype=torch.int64, device=device)
-    rest: Any = (d**-0.5, True, 0, 0.0, 0.1, 1, -1, [], "tp")
+    rest: Any = (d**-0.5, True, 0, 0.0, 0, 0.1, 1, -1, [], "tp")
     kinds: dict[str, Callable[[], torch.Tensor]] = {
         "": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         "dropout ": lambda: torch.ops.megafx.attention(q, k, v, None, None, seed, *rest),

@@ -6,8 +6,9 @@ Found in steps: masked_softmax.py makes the middle one op (scale_mask_softmax, i
 causal buffers in its mask), which these patterns take with the products around it. So they need `masked_softmax_fusion` too.
 passes/fuse/describe_masks.py then reads what the mask is: causal, window and padding masks are no tensors any more. The weights
 must have no other user: a model that returns them keeps its chain. Legal because: softmax, mask and scale are those of the
-op; where a fill is finite, rows that are masked throughout stay uniform (the mask becomes an additive one with finfo.min),
-where it is -inf, they are zeros in place of nan. Dropout draws other bits than the chain would: by (batch, head, query, key).
+op, and so is what becomes of rows that are masked throughout (`hidden`): uniform where a fill is finite, NaN where it is -inf;
+scores that a fill replaces have no gradient, scores to which a mask is added have one. Dropout draws other bits than the
+chain would: by (batch, head, query, key).
 Scores that were computed in fp32 for bf16 operands (GPT-J) are no loss: the op's products accumulate in fp32.
 """
 
@@ -22,7 +23,8 @@ from torch import Tensor
 import megafx.kernels.attention.attention  # noqa: F401  registers the op
 from megafx.ir.nodes import Draw
 from megafx.ir.sizes import FIRST_PRIME
-from megafx.kernels.attention.masked_softmax import HARD_FILL
+from megafx.kernels.attention.attention_reference import ADDED, FILLED, FILLED_NAN, ZEROS
+from megafx.kernels.attention.masked_softmax import FILLS, HARD_FILL
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import Pattern, register
 
@@ -33,20 +35,21 @@ _CAP_NEEDS = {"no": (), "mul, div": ("tanh", "mul", "div"), "div": ("tanh", "div
 class _Attention(Pattern):
     knob = "attention_fusion"
     redraws = True
-    scalars = {"scale": float, "fill": float, "inner": float, "cap": float, "p": float}
+    scalars = {"scale": float, "fill": float, "inner": float, "cap": float, "p": float, "hidden": int}
 
 
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fill: float, cap: float, drop: Draw
 ) -> Tensor:
     """mask: scale_mask_softmax's (True: hidden); attention's has four dims, and True is visible."""
+    hidden = ZEROS if mask is None else ADDED
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
-        if mask.dtype == torch.bool and fill == -math.inf:
-            mask = mask.logical_not()
-        elif mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, torch.finfo(q.dtype).min)
-    made: Tensor = ops.attention(q, k, v, mask, None, drop.seed, scale, False, 0, cap, *drop.args[1:])
+        if mask.dtype == torch.bool:
+            mask, hidden = mask.logical_not(), FILLED_NAN if fill == -math.inf else FILLED
+        elif fill > -math.inf:
+            hidden = FILLED
+    made: Tensor = ops.attention(q, k, v, mask, None, drop.seed, scale, False, 0, cap, hidden, *drop.args[1:])
     return made
 
 
@@ -184,7 +187,9 @@ class AttentionOfMatrices(_Attention):
             factor = scale * beta
             added = four(bias) if factor == 1 else four(bias) * factor
             if mask is not None:
-                added = added.masked_fill(mask, fill) if mask.dtype == torch.bool else added + mask
+                filled = mask.dtype == torch.bool
+                added = added.masked_fill(mask, fill) if filled else added + mask
+                fill = max(fill, FILLS) if filled else fill
             mask = added
         scale = scale * inner if by in ("baddbmm", "scaled bmm") else scale
         out = _fused(four(q), four(k), four(v), mask, scale, fill, 0.0, drop)
@@ -239,13 +244,13 @@ class AttentionOfGroups(_Groups):
     def needs(repeat, masked):
         return ("attention", "repeat_interleave" if "interleave" in repeat else "expand")
 
-    def match(q, k, v, drop, mask=None, *, repeat, masked, scale, cap, p):
+    def match(q, k, v, drop, mask=None, *, repeat, masked, scale, cap, p, hidden):
         k, v = _repeated(k, q, repeat), _repeated(v, q, repeat)
-        return ops.attention(q, k, v, mask, None, drop.seed, scale, masked == "causal", 0, cap, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:])
 
-    def make(q, k, v, drop, mask=None, *, repeat, masked, scale, cap):
+    def make(q, k, v, drop, mask=None, *, repeat, masked, scale, cap, hidden):
         k, v = _of_heads(k, repeat), _of_heads(v, repeat)
-        return ops.attention(q, k, v, mask, None, drop.seed, scale, masked == "causal", 0, cap, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, drop.seed, scale, masked == "causal", 0, cap, hidden, *drop.args[1:])
 
 
 @register
@@ -285,15 +290,15 @@ class AttentionOfScaledQuery(_Attention):
     def needs(shape, by, causal, masked):
         return ("attention", by)
 
-    def match(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n):
+    def match(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n, hidden):
         q = q * inner if by == "mul" else q / inner
         q = q.view(q.shape[0], q.shape[1], n, -1).transpose(1, 2) if shape == "flat" else q
-        return ops.attention(q, k, v, mask, None, drop.seed, scale, causal, 0, cap, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, drop.seed, scale, causal, 0, cap, hidden, *drop.args[1:])
 
     def where(m):
         return "the number of heads is not known" if m["shape"] == "flat" and m["n"] >= FIRST_PRIME else None
 
-    def make(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n):
+    def make(q, k, v, drop, mask=None, *, shape, by, causal, scale, inner, cap, n, hidden):
         q = q.view(q.shape[0], q.shape[1], n, q.shape[2] // n).transpose(1, 2) if shape == "flat" else q
         factor = scale * inner if by == "mul" else scale / inner
-        return ops.attention(q, k, v, mask, None, drop.seed, factor, causal, 0, cap, *drop.args[1:])
+        return ops.attention(q, k, v, mask, None, drop.seed, factor, causal, 0, cap, hidden, *drop.args[1:])

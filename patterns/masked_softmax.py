@@ -18,10 +18,12 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
-import megafx.kernels.attention.masked_softmax  # registers the ops
-from megafx.ir.nodes import aten_ops
+from megafx.analysis.masks import MaskReader
+from megafx.analysis.visible import read_visible
+from megafx.ir.nodes import aten_ops, op_name
+from megafx.kernels.attention.masked_softmax import FILLS, mask_floor  # registers the ops, too
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import Pattern, register
 
@@ -88,6 +90,12 @@ class ScaleMaskSoftmax(Pattern):
         else:
             z = torch.where(mask, z, fill)
         return _weights(z, scores.dtype, cast, dropped, p)
+
+    def where(m):
+        fill = _fill_before(m.node("scores"))
+        if fill is not None and not _row_sees_a_key(m, fill, m["mask_by"]):
+            return "its scores are filled before: a query may see no key, and its weights follow from both masks"
+        return None
 
     def make(scores, mask, *, mask_by, scaled, scale, fill, drop):
         hidden = mask.logical_not() if mask_by == "keep" else mask
@@ -185,8 +193,10 @@ class BiasOfScores(_Before):
         added = bias if scale == 1 else bias * scale
         added = added[None] if added.dim() == 3 else added
         if mask is not None:
-            added = added.masked_fill(mask, fill) if mask.dtype == torch.bool else added + mask
-        return ops.scale_mask_softmax(scores.to(wide), added, scale, False, 0, -math.inf, *drop.args)
+            filled = mask.dtype == torch.bool
+            added = added.masked_fill(mask, fill) if filled else added + mask
+            fill = max(fill, FILLS) if filled else fill
+        return ops.scale_mask_softmax(scores.to(wide), added, scale, False, 0, fill, *drop.args)
 
 
 @register
@@ -214,19 +224,47 @@ class HiddenScores(_Before):
         fill = m["other"] if m["value"] is None else constant(m, "value")
         if fill is None or not _hides(fill * m["scale"], m["mask"].dtype):
             return f"its fill {fill} is not known to hide"
+        if fill * m["scale"] > -math.inf and not _row_sees_a_key(m, m.roots[0].args[0], "add"):
+            return (
+                f"a query may see no key, and its weights then follow from the fill {fill} and the mask that is added"
+            )
         return None
 
     def make(scores, hidden, drop, mask, *, by, scale):
         unseen = hidden if by == "masked_fill" else hidden.logical_not()
-        lowest = torch.finfo(mask.dtype).min
-        return ops.scale_mask_softmax(scores, mask.masked_fill(unseen, lowest), scale, False, 0, -math.inf, *drop.args)
+        return ops.scale_mask_softmax(
+            scores, mask.masked_fill(unseen, -math.inf), scale, False, 0, -math.inf, *drop.args
+        )
+
+
+def _fill_before(scores: fx.Node) -> fx.Node | None:
+    """The node that fills scores before they are scaled or biased, if one does."""
+    while scores.target in _ON_THE_WAY and isinstance(scores.args[0], fx.Node):
+        scores = scores.args[0]
+    return scores if scores.target in _FILLS else None
+
+
+def _row_sees_a_key(m: Match, fill: fx.Node, mask_by: str) -> bool:
+    """Whether a key of each query is hidden by one of two masks at most, and all that are seen by neither have no weight.
+
+    fill: a node that fills scores; mask_by: how the match's own mask is spelled.
+    """
+    reader = MaskReader(m.program)
+    by_fill = op_name(fill) == "masked_fill"
+    filled = read_visible(reader, fill.args[1 if by_fill else 0], visible=not by_fill, symmetric=True)
+    own = read_visible(reader, m.node("mask"), visible=mask_by != "fill", symmetric=True)
+    if filled is None or own is None or filled.padding or own.rest:
+        return False
+    m.program.assumed |= {name: m.program.table(name) for name in reader.used}
+    return not own.padding or (mask_by == "add" and set(filled.parts) <= set(own.parts))
 
 
 def _hides(fill: float, dtype: torch.dtype) -> bool:
     """Whether an additive mask of this value hides altogether, as the op has it."""
-    return fill <= megafx.kernels.attention.masked_softmax.mask_floor(dtype)
+    return fill <= mask_floor(dtype)
 
 
+_FILLS = aten_ops("masked_fill.Scalar masked_fill.Tensor where.self where.ScalarOther where.ScalarSelf where.Scalar")
 _ON_THE_WAY, _PRODUCTS = aten_ops("mul.Tensor div.Tensor to.dtype reshape add.Tensor"), aten_ops("matmul bmm baddbmm")
 
 

@@ -16,6 +16,7 @@ Everything is exact: the result of an op that is not understood is a Leaf. Numbe
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -62,18 +63,23 @@ class Cond(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """`on` where the condition holds, else `off`. A boolean tensor is Choice(c, True, False)."""
+    """`on` where the condition holds, else `off`. A boolean tensor is Choice(c, True, False).
+
+    mixed: elsewhere there are several numbers that hide, `off` among them. A row of them alone is not uniform.
+    """
 
     where: Cond
     on: Any
     off: Any
+    mixed: bool = False
 
 
 class Sum(NamedTuple):
-    """A mask plus tensors: `mask.on` is 0."""
+    """A mask plus tensors: `mask.on` is 0. replaced: the mask's number is in the place of the tensors where it hides."""
 
     mask: Choice
     rest: tuple[Leaf, ...]
+    replaced: bool = False
 
 
 Value = Index | Choice | Sum | Leaf
@@ -159,11 +165,12 @@ def chosen(c: Cond, a: Value | None, b: Value | None) -> Value | None:
     if off is None:
         return chosen(negated(c), b, a) if on is not None else None
     if isinstance(a, Choice) and (a.off == off or (hides(a.off) and hides(off) and a.on == 0)):
-        return Choice(both(c, a.where), a.on, off)
+        return Choice(both(c, a.where), a.on, off, a.mixed or a.off != off)
     if isinstance(a, Leaf) and hides(off) and a.node.meta[VAL].is_floating_point():
-        return Sum(Choice(c, 0.0, off), (a,))
+        return Sum(Choice(c, 0.0, off), (a,), True)
     if isinstance(a, Sum) and hides(off):
-        return Sum(Choice(both(c, a.mask.where), 0.0, off), a.rest)
+        mixed = a.mask.mixed or (a.mask.where != TRUE and a.mask.off != off)
+        return Sum(Choice(both(c, a.mask.where), 0.0, off, mixed), a.rest, True)
     return None
 
 
@@ -184,28 +191,35 @@ def combined(op: Callable[[Any, Any], Any], by: str, a: Value | None, b: Value |
             return Choice(both(a.where, b.where), a.on * b.on, 0)
         a, b = _mask_form(a), _mask_form(b)
         if by == "add" and a is not None and b is not None:
-            return Choice(both(a.where, b.where), 0.0, a.off)
+            return _both_added(a, b)
         return None
     if by != "add":
         return None
 
     def as_sum(value: Value | None) -> Sum | None:
         if isinstance(value, Leaf):
-            return Sum(Choice(TRUE, 0.0, 0.0), (value,)) if value.node.meta[VAL].is_floating_point() else None
+            return Sum(Choice(TRUE, 0.0, -math.inf), (value,)) if value.node.meta[VAL].is_floating_point() else None
         form = _mask_form(value) if isinstance(value, Choice) else None
         return Sum(form, ()) if form is not None else value if isinstance(value, Sum) else None
 
     x, y = as_sum(a), as_sum(b)
     if x is None or y is None or (isinstance(a, Leaf) and isinstance(b, Leaf)):
         return None
-    form = Choice(both(x.mask.where, y.mask.where), 0.0, min(x.mask.off, y.mask.off))
-    return Sum(form, (*x.rest, *y.rest))
+    return Sum(_both_added(x.mask, y.mask), (*x.rest, *y.rest), x.replaced or y.replaced)
+
+
+def _both_added(a: Choice, b: Choice) -> Choice:
+    """The sum of two masks. Where both hide there is another number than where one does, unless it is -inf."""
+    if TRUE in (a.where, b.where):
+        return b if a.where == TRUE else a
+    mixed = a.mixed or b.mixed or not a.off == b.off == -math.inf
+    return Choice(both(a.where, b.where), 0.0, min(a.off, b.off), mixed)
 
 
 def _checked(choice: Choice, change: Callable[[Any], Any]) -> Choice | None:
     """The choice with both numbers changed; None where that cannot be computed."""
     try:
-        return Choice(choice.where, change(choice.on), change(choice.off))
+        return Choice(choice.where, change(choice.on), change(choice.off), choice.mixed)
     except (ArithmeticError, TypeError):
         return None
 
@@ -214,7 +228,9 @@ def _mask_form(value: Choice) -> Choice | None:
     """An additive mask: 0 where it shows, a number that hides elsewhere."""
     if value.on == 0 and hides(value.off):
         return value
-    return Choice(negated(value.where), value.off, value.on) if value.off == 0 and hides(value.on) else None
+    return (
+        Choice(negated(value.where), value.off, value.on) if value.off == 0 and hides(value.on) else None
+    )  # never mixed
 
 
 def moved(value: Value | None, to: Callable[[int], int | None], shift: Mapping[int, int] | None = None) -> Value | None:
@@ -362,7 +378,7 @@ def _cast(reader: MaskReader, node: fx.Node) -> Value | None:
     if isinstance(value, Choice):
         kind: Any = bool if dtype == torch.bool else float if dtype.is_floating_point else int
         try:
-            return Choice(value.where, kind(value.on), kind(value.off))
+            return Choice(value.where, kind(value.on), kind(value.off), value.mixed)
         except (ValueError, OverflowError):
             return None
     whole = not (dtype.is_floating_point or dtype == torch.bool)
@@ -383,6 +399,8 @@ def _detach(reader: MaskReader, node: fx.Node) -> Value | None:
 def _compare(reader: MaskReader, node: fx.Node) -> Value | None:
     by, a, b = op_name(node), reader.operand(node.args[0]), reader.operand(node.args[1])
     number = number_of(b)
+    if isinstance(a, Choice) and a.mixed:
+        return None
     if isinstance(a, Choice) and number is not None:
         on, off = (getattr(operator, by)(x, number) for x in (a.on, a.off))
         return truth(a.where if on else negated(a.where)) if on != off else Choice(TRUE, on, on)

@@ -194,7 +194,7 @@ def _attention_by_tag(original: Callable[..., Any]) -> Callable[..., Any]:
                 zeros = torch.zeros_like(shape.padding, dtype=position_bias.dtype)
                 key_mask = zeros.masked_fill(~shape.padding, torch.finfo(position_bias.dtype).min)
         scale = float(scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1]))
-        drawn: tuple[Any, ...] = (float(dropout), -1, -1, [], "tp")
+        drawn: tuple[Any, ...] = (0, float(dropout), -1, -1, [], "tp")
         out = torch.ops.megafx.attention(
             query, key, value, mask, key_mask, None, scale, shape.causal, shape.window, float(softcap or 0.0), *drawn
         )

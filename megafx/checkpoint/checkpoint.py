@@ -89,13 +89,15 @@ def save_checkpoint(
     A save that is killed leaves a folder whose name begins with '.', which the next save removes, and older checkpoints as
     they were. Raises CheckpointError on every rank; UsageError where ranks are called with different arguments.
     """
-    _settle()
+    unseen = _settle()
     with contextlib.suppress(TypeError):  # numbers of NumPy are ints here; what is none is refused below
         step = step if isinstance(step, bool) else operator.index(step)
     folder = Path(folder).absolute()  # where it is now, whatever directory the process is in when a thread writes
     group = _saving_group(model, asynchronous, f"megafx.save_checkpoint(asynchronous={asynchronous})")
     replicas = _generators_of_replicas(model, group)
     with raising_together(group, CheckpointError):
+        if unseen is not None:
+            raise unseen
         if group is None:
             only_rank_0("megafx.save_checkpoint")
         step_fits = type(step) is int and 0 <= step < LARGEST_STEP
@@ -198,12 +200,13 @@ def _saving_group(model: nn.Module, asynchronous: bool, what: str) -> dist.Proce
     return _side[1]
 
 
-def _settle() -> None:
-    """Wait for the save that is under way; raises what it raised."""
+def _settle() -> BaseException | None:
+    """Wait for the save that is under way; the error with which it ended, unless somebody has seen that."""
     global _under_way
     pending, _under_way = _under_way, None
-    if pending is not None:
-        pending.result()
+    if pending is None or pending.asked:
+        return None
+    return pending.exception()
 
 
 def load_checkpoint(
@@ -229,10 +232,12 @@ def load_checkpoint(
     Raises CheckpointError, before anything is changed, if no checkpoint is valid, or if names, shapes, dtypes or parameter
     groups differ from those that were saved.
     """
-    _settle()
+    unseen = _settle()
     root = Path(folder)
     group = _saving_group(model, False, "megafx.load_checkpoint")
     with raising_together(group, CheckpointError):
+        if unseen is not None:
+            raise unseen
         if root.is_file():
             raise CheckpointError(f"'{root}' is a file", fix="name the folder that save_checkpoint was given")
         of_torch = (root / checkpoint_folder.TORCH_METADATA).exists()

@@ -176,11 +176,17 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """The plan saved at `path`; a PlanError names the file."""
+        size = Path(path).stat().st_size
+        if size > _LARGEST_FILE:
+            found = f"'{path}' has {size / 2**20:.0f} MiB; a plan has {_LARGEST_FILE / 2**20:.0f} MiB at most"
+            raise PlanError(found, fix="give the file that Plan.save wrote")
         try:
             return Plan.from_json(Path(path).read_text())
         except (PlanError, UnicodeDecodeError) as error:
             raise PlanError(f"'{path}': {getattr(error, 'found', error)}", fix=getattr(error, "fix", "")) from error
 
+
+_LARGEST_FILE = 2**28  # a plan of 1,000 layers takes some MiB
 
 _CALLS: dict[str, Callable[..., sympy.Expr]] = {  # functions of sizes, by the names that sympy prints
     **{name: getattr(functions, name) for name in ("FloorDiv", "CleanDiv", "Mod", "PythonMod", "ModularIndexing")},

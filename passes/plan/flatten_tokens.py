@@ -292,7 +292,15 @@ def _changes(node: fx.Node, last: int) -> dict[str, Any] | None:
         given = node.kwargs.get(spec.name, node.args[place] if place < len(node.args) else None)
         if spec.name in DIMS:
             return None
-        if spec.name == "dim" and given is not None:
+        if spec.name == "indices" and isinstance(given, (list, tuple)):  # a place in the list is a dim
+            before, rest = given[:last], given[last:]
+            if any(i is not None for i in before) or any(i is None or i.meta[VAL].dim() != 1 for i in rest):
+                return None
+            found["indices"] = [None, *rest]
+        if spec.name == "dim" and given is None and spec.has_default_value() and spec.default_value is not None:
+            if spec.default_value % (last + 1) != last:
+                return None
+        elif spec.name == "dim" and given is not None:
             dims = given if isinstance(given, (list, tuple)) else [given]
             if any(not isinstance(d, int) or d % (last + 1) != last for d in dims):
                 return None

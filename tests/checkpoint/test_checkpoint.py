@@ -570,6 +570,22 @@ def test_an_asynchronous_save_that_failed_is_raised_by_the_next(
     assert megafx.save_checkpoint(tmp_path, model, optimizer, step=2).name == "step_00000002"
 
 
+@pytest.mark.parametrize("how", ["result", "exception"])
+def test_a_failed_save_whose_error_was_taken_is_not_raised_again(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "commit", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        saving = megafx.save_checkpoint(tmp_path, model, optimizer, step=1, asynchronous=True)
+        if how == "exception":
+            assert isinstance(saving.exception(20), CheckpointError)
+        else:
+            with pytest.raises(CheckpointError, match="disk full"):
+                saving.result(20)
+    assert megafx.save_checkpoint(tmp_path, model, optimizer, step=2).name == "step_00000002"
+
+
 def test_a_background_save_goes_where_its_call_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     put = safetensors_writer._put

@@ -17,7 +17,7 @@ from megafx.kernels.attention import (
     attention_reference,
     attention_triton,
 )
-from megafx.kernels.attention.attention_reference import Inputs
+from megafx.kernels.attention.attention_reference import FILLED, FILLED_NAN, Inputs
 from megafx.ops import axes
 
 warnings.simplefilter("ignore")  # the interpreter's numpy: overflow in rows and columns that are out of bounds
@@ -29,7 +29,7 @@ LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 def check(
-    b, h, n, s, t, e, f, *, dtype=torch.float32, mask=None, causal=False, window=0, softcap=0.0, p=0.0, cut=None,
+    b, h, n, s, t, e, f, *, dtype=torch.float32, mask=None, causal=False, window=0, softcap=0.0, hidden=0, p=0.0, cut=None,
     tma=True, turned=False, keys=None,
 ):  # fmt: skip
     """Results, row statistics and every gradient; the backward twice, bit for bit."""
@@ -42,7 +42,7 @@ def check(
     dim, layout = cut or (-1, ())
     mask = None if mask is None else mask.to(DEVICE)
     keys = None if keys is None else keys.to(DEVICE)
-    options = (e**-0.5, causal, window, softcap, p, 5, dim, layout, "tp")
+    options = (e**-0.5, causal, window, softcap, hidden, p, 5, dim, layout, "tp")
     x = Inputs.of((q, k, v, mask, keys, SEED), options)
     wide = [y if y is None or y.dtype == torch.bool else y.double() for y in x[:5]]
     exact = Inputs.of((*wide, SEED), options)
@@ -57,7 +57,7 @@ def check(
     if s == t and e == f:  # side by side, as the gradient of a fused projection
         packed = torch.empty(b, s, h + 2 * n, e, dtype=dtype, device=DEVICE).transpose(1, 2)
         backward(into=packed.split([h, n, n], 1))
-        assert torch.equal(packed, torch.cat(grads[0], 1))
+        assert torch.equal(packed.nan_to_num(), torch.cat(grads[0], 1).nan_to_num())
     found = [out, *grads[0]]
     expected = [wanted, *attention_reference.backward(grad.double(), exact)]
     if mask is not None and mask.dtype != torch.bool:
@@ -65,9 +65,12 @@ def check(
         expected.append(attention_reference.mask_backward(grad.double(), exact))
     case = (b, h, n, s, t, e, f, dtype, causal, window, softcap, p, cut, tma)
     for name, a, w in zip(("out", "dq", "dk", "dv", "dmask"), found, expected, strict=False):
-        error = float((a.double() - w).norm() / w.norm().clamp(min=1e-9))
+        assert torch.equal(a.isnan(), w.isnan()), (case, name)
+        error = float((a.double() - w).nan_to_num().norm() / w.nan_to_num().norm().clamp(min=1e-9))
         assert error < LIMITS[dtype], (case, name, error)
     seen = statistics.isfinite() & (statistics.abs() < 1e4)
+    if hidden > 2:
+        return  # NaN
     assert torch.equal(lse.isfinite(), statistics.isfinite()), case
     torch.testing.assert_close(lse[seen].double(), statistics[seen], rtol=1e-5, atol=1e-4)
     assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True)), case
@@ -104,6 +107,24 @@ def main():
     check(2, 4, 2, 70, 70, 16, 16, mask=torch.randn(1, 4, 70, 70), keys=dark, dtype=torch.float16)
     check(2, 2, 2, 65, 130, 16, 16, mask=torch.randn(1, 2, 1, 130), keys=seen, causal=True, tma=False, turned=True)
     check(2, 2, 1, 65, 130, 16, 16, mask=torch.rand(65, 130)[None, None] < 0.7, keys=dark[:, :1] * 0, softcap=3.0)
+    for kind in (FILLED, FILLED_NAN):  # rows that see nothing, their scores without gradient
+        check(1, 2, 1, 70, 70, 16, 16, mask=hidden, hidden=kind, dtype=torch.float16)
+    check(
+        2,
+        2,
+        1,
+        65,
+        130,
+        16,
+        16,
+        mask=seen & torch.tensor([[True], [False]]),
+        hidden=FILLED,
+        softcap=3.0,
+        dtype=torch.float16,
+    )
+    bias[0, 0, 5] = torch.finfo(torch.float32).min
+    check(2, 2, 1, 70, 70, 16, 16, mask=bias, hidden=FILLED, dtype=torch.float16)
+    check(2, 4, 2, 70, 70, 16, 16, mask=torch.randn(1, 4, 70, 70), keys=dark, hidden=FILLED, dtype=torch.float16)
     for dim, layout in ((1, (2, 2, 1)), (2, (1, 130, 1)), (0, (1, 3, 1))):  # a rank's part of a larger call
         with axes.on_mesh({"tp": axes.AxisContext(1, 2, "")}):
             b, h, s = (2, 2, 65)

@@ -2,7 +2,19 @@
 
     s = scale q k^T;  s = c tanh(s / c) where c = softcap > 0;  s += masks, or -inf where a bool mask is False
     s = -inf where causal and key > query, or where |query - key| >= window > 0 (both counted from 0 in the whole sequence)
-    w = softmax over keys;  out = (w * keep / (1 - p)) v;  a row that sees no key gives zeros, and zero gradients
+    w = softmax over keys;  out = (w * keep / (1 - p)) v
+
+What a row becomes that sees no key, by `hidden`, which says how a mask hides a score:
+
+    0  ZEROS       the key is left out, as in scaled_dot_product_attention: zeros, and zero gradients
+    1  ADDED       a finite number is added: all keys weigh the same; q and k have gradients
+    2  FILLED      a finite number is put in its place: the same, but scores that are hidden have no gradient
+    3  ADDED_NAN   -inf is added: NaN, and gradients that are NaN
+    4  FILLED_NAN  -inf is put in its place: NaN; scores that are hidden have no gradient
+
+A mask that is added has its own numbers: 1 and 3 are the same for it, and so are 2 and 4, where what it hides (-1e30 and
+below) is what was put in place. Causal and window leave keys out whatever `hidden` says; beside a boolean padding mask
+[b, t] the rows that see nothing are made as said, by attention_rows.
 
 q [b, nq, s, e], k [b, n, t, e], v [b, n, t, f], nq a multiple of n: query heads i * nq / n onwards share KV head i, which is
 not repeated. mask: [b, t] (key padding) or 4-D, broadcastable to [b, nq, s, t]; bool, or additive. key_mask: [b, t], a
@@ -31,27 +43,39 @@ from torch import Tensor
 from megafx.ir.facts import ATTENTION, QUERY_HEADS, SEED, Localized, fixed, mask, real
 from megafx.kernels.attention import attention_reference as reference
 from megafx.kernels.attention.attention_reference import Inputs, empty_results, heads_inside, scratch
+from megafx.kernels.attention.attention_rows import seen_rows
 from megafx.kernels.common.draw import DRAW, draws
 from megafx.kernels.common.op import define_composite, define_gradient, define_op, runs_triton
 from megafx.rules.families import Arg, OpCall, RuleText
 
 _SEED, _, _REST = DRAW.partition(", ")
 _OPERANDS = f"Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_mask, {_SEED}"
-_OPTIONS = f"float scale, bool causal, int window, float softcap, {_REST}"
+_OPTIONS = f"float scale, bool causal, int window, float softcap, int hidden, {_REST}"
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_mask: Tensor | None, seed: Tensor | None, *rest: Any
 ) -> Tensor:
-    scale, causal, window, softcap, p = rest[:5]
+    scale, causal, window, softcap, hidden, p = rest[:6]
     if mask is None:
         mask, key_mask = key_mask, None
+    padding = next((m for m in (key_mask, mask) if _is_padding(m)), None)
+    if hidden != reference.ZEROS and padding is not None and (causal or window):
+        shown = (*rest[:4], reference.ZEROS, *rest[5:])
+        out = _attention(q, k, v, mask, key_mask, seed, *shown)
+        seen = seen_rows(padding, q.shape[2], window)
+        return torch.ops.megafx.attention_rows(out, q, k, v, seen, scale, hidden)
     if mask is None and not (window or softcap or p):
         grouped = q.shape[1] != k.shape[1]
         return torch.ops.aten.scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
     if p and seed is None:
         seed = torch.randint(2**63 - 1, (), device=q.device)
     return torch.ops.megafx.attention_forward(q, k, v, mask, key_mask, seed, *rest)[0]
+
+
+def _is_padding(mask: Any) -> bool:
+    """Whether this is a boolean mask [b, t]."""
+    return mask is not None and mask.dim() == 2 and mask.dtype == torch.bool
 
 
 def _check(x: Inputs) -> None:
@@ -66,6 +90,8 @@ def _check(x: Inputs) -> None:
         raise ValueError(f"dropout probability must be between 0 and 1, got {x.draw.p}")
     if x.draw.p and x.draw.seed is None:
         raise ValueError("attention_forward with dropout needs a seed")
+    if not reference.ZEROS <= x.hidden <= reference.FILLED_NAN:
+        raise ValueError(f"hidden must be between 0 and 4, got {x.hidden}")
     if x.window < 0 or x.softcap < 0:
         raise ValueError(f"window and softcap must not be negative, got {x.window} and {x.softcap}")
     if mask is not None:
@@ -106,7 +132,7 @@ def _backward(grad: Tensor, *args: Any, into: Sequence[Tensor] | None = None) ->
 def _backward_bytes(args: Sequence[Any], itemsize: int, options: int = 9) -> int:
     """options: where they start."""
     q, k, v = args[1:4]
-    return scratch(q, k, v, itemsize, args[options + 2], draws(args[options + 4])).bytes
+    return scratch(q, k, v, itemsize, args[options + 2], draws(args[options + 5])).bytes
 
 
 def _packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, order: Sequence[int]) -> list[Tensor]:
@@ -163,7 +189,11 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
 def _forward_rule(call: OpCall) -> RuleText:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
-    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, ~ -> b (n g) t f{statistics}"
+    given = (call.get(name) for name in ("mask", "key_mask"))
+    padded = any(isinstance(a, Arg) and len(a.shape) == 2 for a in given)
+    rows = call.get("hidden") and padded and (call.get("causal") or call.get("window"))
+    linear, f = ("nl", "f!") if rows else ("nl[2]", "f")  # attention_rows
+    text = f"{linear}: {_operand_dims(call, 'e!', f)}, b s!, ~ -> b (n g) t {f}{statistics}"
     return _row(call, text)
 
 
@@ -202,9 +232,9 @@ def _row(call: OpCall, text: str, partials: tuple[tuple[tuple[int, ...], str], .
 
 _Q, _K, _V = real(2, 4, 6, 6), real(2, 4, 4, 6), real(2, 4, 4, 6)
 _G = real(2, 6, 4, 2)  # each head for four of queries
-_PLAIN: Any = (0.4, False, 0, 2.0, 0.0, 3, -1, [], "tp")
-_DROPPED: Any = (0.4, False, 0, 0.0, 0.5, 3, -1, [], "tp")
-_CAUSAL: Any = (0.4, True, 2, 0.0, 0.5, 3, -1, [], "tp")
+_PLAIN: Any = (0.4, False, 0, 2.0, 0, 0.0, 3, -1, [], "tp")
+_DROPPED: Any = (0.4, False, 0, 0.0, 0, 0.5, 3, -1, [], "tp")
+_CAUSAL: Any = (0.4, True, 2, 0.0, 0, 0.5, 3, -1, [], "tp")
 _GRADIENT, _LSE = real(2, 4, 6, 6), fixed(2, 4, 6)
 
 define_composite(

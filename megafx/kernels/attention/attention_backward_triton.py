@@ -69,7 +69,9 @@ def _query_tiles(
             leave(KEPT, bits, q0, n0, S, BM)
             dw = tl.where(spread(bits, BM, BN), dw, 0.0)
         ds = w * (dw - delta[:, None])
-        if SOFTCAP:
+        if KIND >= 3:
+            ds = tl.where(slope < 0.0, 0.0, ds * slope)  # also where the weights are NaN
+        elif SOFTCAP:
             ds = ds * slope
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
@@ -204,7 +206,9 @@ def _key_tiles(
             kept = tl.where(kept_tile(KEPT, q0, n0, S, BM), w, 0.0)
         dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
         dx = kept * dw - w * delta[None, :]  # one select serves both products
-        if SOFTCAP:
+        if KIND >= 3:
+            dx = tl.where(slope < 0.0, 0.0, dx * slope)
+        elif SOFTCAP:
             dx = dx * slope
         if DS is not None:
             padded = tl.cdiv(S, 64) * 64

@@ -61,7 +61,7 @@ def _mask_gradient(
         delta = tl.load(DELTA + at, mask=qi < S, other=0.0)
         q = tile(Q, b, h, q0, qb, qh, qs, S, E, EP, BM, TMA)
         k = tile(K, b, kv, n0, kb, kh, ks, T, E, EP, BN, TMA)
-        x, _slope = score_tile(
+        x, slope = score_tile(
             tl.dot(q, tl.trans(k), input_precision=PRECISION), qi[:, None], qp[:, None], ki,
             MASK, mask_at, mask_q, mask_k, KEYS, b.to(tl.int64) * keys_b, S, T, window, factor, cap,
             CAUSAL, WINDOW, SOFTCAP, KIND, ROWS, True,
@@ -72,7 +72,10 @@ def _mask_gradient(
         dw = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if DROP:
             dw = tl.where(keep_tile(n0, qp.to(tl.uint32), head, batch, k0, k1, below, BM, BN), dw, 0.0)
-        total += w * (dw - delta[:, None])
+        found = w * (dw - delta[:, None])
+        if KIND >= 3:
+            found = tl.where(slope < 0.0, 0.0, found)
+        total += found
     at = DM + mask.to(tl.int64) * S * T + qi.to(tl.int64)[:, None] * T + ki
     tl.store(at, total * rescale, mask=(qi[:, None] < S) & (ki < T))
 

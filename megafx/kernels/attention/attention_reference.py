@@ -20,11 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megafx.kernels.attention.masked_softmax import HARD_FILL, mask_floor
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import Draw, draws, factor_of
 from megafx.kernels.common.op import wide
 from megafx.ops import axes
 from megafx.placements.types import Layout
+
+# What a hidden score becomes, and so what rows become that see no key (attention.py).
+ZEROS, ADDED, FILLED, ADDED_NAN, FILLED_NAN = range(5)
+FILL = -1e30  # of FILLED; every number far below the scores gives the same weights
 
 
 class Inputs(NamedTuple):
@@ -39,15 +44,16 @@ class Inputs(NamedTuple):
     causal: bool
     window: int
     softcap: float
+    hidden: int
     draw: Draw
 
     @staticmethod
     def of(operands: Sequence[Any], options: Sequence[Any]) -> Inputs:
         """operands: q, k, v, mask, key_mask, seed; options: from scale to axis, as in the schema."""
         q, k, v, mask, key_mask, seed = operands
-        scale, causal, window, softcap, p, op_id, shard_dim, layout, axis = options
+        scale, causal, window, softcap, hidden, p, op_id, shard_dim, layout, axis = options
         draw = Draw(seed, p, op_id, shard_dim, tuple(layout), axis)
-        return Inputs(q, k, v, mask, key_mask, scale, causal, window, softcap, draw)
+        return Inputs(q, k, v, mask, key_mask, scale, causal, window, softcap, hidden, draw)
 
 
 def subkey(seed: Tensor, op_id: int) -> tuple[int, int]:
@@ -102,6 +108,7 @@ class _Part(NamedTuple):
     k: Tensor  # [n, 1, t, e]
     v: Tensor  # [n, 1, t, f]
     slope: Tensor | None  # of the soft-cap
+    filled: Tensor | None  # bool, True where a fill is in place of the score
     weights: Tensor  # softmax
     kept: Tensor | None  # weights' factor: 0 or 1 / (1 - p)
     lse: Tensor  # [n, g, s]
@@ -131,9 +138,16 @@ def _part(x: Inputs, i: int, masks: list[Tensor], where: tuple[Tensor, Tensor, T
     if x.softcap:
         tanh = (scores / x.softcap).tanh()
         scores, slope = tanh * x.softcap, 1 - tanh * tanh
+    filled: Tensor | None = None
     for mask in masks:
         mask = mask.expand(heads, s, t).view(*split, t)
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(dtype)
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, FILL if x.hidden == FILLED else -math.inf)
+        else:
+            scores = _added(scores, mask)
+        if x.hidden in (FILLED, FILLED_NAN):
+            gone = ~mask if mask.dtype == torch.bool else mask <= mask_floor(mask.dtype)
+            filled = gone if filled is None else filled | gone
     distance = where[2][:, None] - torch.arange(t, device=q.device)
     if x.causal:
         scores = scores.masked_fill(distance < 0, -math.inf)
@@ -142,13 +156,21 @@ def _part(x: Inputs, i: int, masks: list[Tensor], where: tuple[Tensor, Tensor, T
     high = scores.amax(-1, keepdim=True) if t else scores.new_full((*split, 1), -math.inf)
     powers = (scores - high.masked_fill(high == -math.inf, 0)).exp()
     total = powers.sum(-1, keepdim=True)
-    weights = powers / total.masked_fill(total == 0, 1)  # a row that sees nothing: zeros
+    weights = powers / (total.masked_fill(total == 0, 1) if x.hidden == ZEROS else total)
     lse = (high + total.log()).masked_fill(total == 0, math.inf).squeeze(-1)
     kept = None
     if draws(p := x.draw.p):
         keep = keep_mask(where, t, subkey(x.draw.seed, x.draw.op_id), p).view(*split, t)
         kept = keep.to(dtype) * factor_of(p)
-    return _Part(q, k, v, slope, weights, kept, lse)
+    return _Part(q, k, v, slope, filled, weights, kept, lse)
+
+
+def _added(scores: Tensor, mask: Tensor) -> Tensor:
+    """scores + mask. A mask of half precision absorbs scores as the sum in its own dtype does."""
+    z = scores + mask.to(scores.dtype)
+    if mask.dtype not in (torch.bfloat16, torch.float16):
+        return z
+    return torch.where(mask <= HARD_FILL, z.to(mask.dtype).to(z.dtype), z)
 
 
 def forward(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -191,7 +213,8 @@ def _scores_gradient(part: _Part, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]
     weights = part.weights
     if part.kept is not None:
         dp, weights = dp * part.kept, weights * part.kept
-    return part.weights * (dp - (part.weights * dp).sum(-1, keepdim=True)), weights, d
+    ds = part.weights * (dp - (part.weights * dp).sum(-1, keepdim=True))
+    return ds if part.filled is None else ds.masked_fill(part.filled, 0), weights, d
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

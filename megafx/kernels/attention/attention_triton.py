@@ -5,7 +5,8 @@ window let it see; tiles where every pair is visible and inside skip the compari
 
 Tiles come through 4-D tensor descriptors (TMA: any strides that are multiples of 16 bytes, bounds for free), else through
 pointers. An additive mask below -6e4 (a finfo.min) absorbs the score: it counts as -8192, so that a row that is masked so
-throughout stays uniform, as in eager (its statistic, and so its weights in backward, good to 5e-4); -inf hides.
+throughout stays uniform, as in eager (its statistic, and so its weights in backward, good to 5e-4); -inf hides. In bf16 a sum
+with -8192 and below absorbs scores already. Scores that are filled (KIND 3 to 5) have a slope of -1: no gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafx.kernels.attention.attention_bits_triton import keep_tile, subkey
-from megafx.kernels.attention.attention_reference import Inputs, empty_results, positions
+from megafx.kernels.attention.attention_reference import FILLED, FILLED_NAN, ZEROS, Inputs, empty_results, positions
 from megafx.kernels.common import philox
 from megafx.kernels.common.draw import draws, factor_of
 from megafx.kernels.common.op import as_bytes, launch
@@ -60,13 +61,16 @@ def tile(
 
 
 @triton.jit
-def _masked(x, given, BOOL: tl.constexpr):
+def _masked(x, given, BOOL: tl.constexpr, KIND: tl.constexpr):
+    """-> (scores with the mask, whether they are still seen)."""
     if BOOL:
-        return tl.where(given != 0, x, float("-inf"))
+        seen = given != 0
+        return tl.where(seen, x, ABSORBED if KIND == 3 else float("-inf")), seen
     else:
         bias = given.to(tl.float32)
         hidden = tl.where(bias == float("-inf"), float("-inf"), ABSORBED)
-        return tl.where(bias > ABSORBS, x + bias * LOG2E, hidden)
+        seen = bias > (ABSORBED if given.dtype == tl.bfloat16 else ABSORBS)
+        return tl.where(seen, x + bias * LOG2E, hidden), seen
 
 
 @triton.jit
@@ -75,10 +79,13 @@ def score_tile(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
-    """x = q k^T -> (scores in base 2, slope of the soft-cap). qi, qp: query (here, in the whole sequence), ki: key.
+    """x = q k^T -> (scores in base 2, slope of the soft-cap, or -1 where filled).
+
+    qi, qp: query (here, in the whole sequence), ki: key.
 
     Without soft-cap and mask (KIND 0) the scores are still to be multiplied by `factor`.
-    KIND: 1 a bool mask, 2 an additive one; ROWS: it depends on the query. KEYS: one more, of keys, bool (uint8) or additive.
+    KIND: 1 a bool mask, 2 an additive one; 3 to 5: a fill in place of the score: of a bool mask a finite one or -inf, of an
+    additive one its own. ROWS: it depends on the query. KEYS: one more mask, of keys, bool (uint8) or additive.
     EDGE: pairs may be out of sight or of bounds.
     """
     slope = x
@@ -94,10 +101,15 @@ def score_tile(
             given = tl.load(at, mask=(qi < S) & (ki < T), other=0)
         else:
             given = tl.load(MASK + mask_at + ki.to(tl.int64) * mask_k, mask=ki < T, other=0)
-        x = _masked(x, given, KIND == 1)
+        x, near = _masked(x, given, KIND != 2 and KIND != 5, KIND)
+        if KIND >= 3:
+            slope = tl.where(near, slope if SOFTCAP else 1.0, -1.0)
     if KEYS is not None:
         given = tl.load(KEYS + keys_at + ki, mask=ki < T, other=0)
-        x = tl.where(x == float("-inf"), x, _masked(x, given, KEYS.dtype.element_ty == tl.uint8))
+        masked, near = _masked(x, given, KEYS.dtype.element_ty == tl.uint8, KIND)
+        x = tl.where(x == float("-inf"), x, masked)
+        if KIND >= 3:
+            slope = tl.where(near, slope, -1.0)
     if EDGE:
         seen = ki < T
         if CAUSAL:
@@ -183,6 +195,7 @@ def _forward(
     E: tl.constexpr, EP: tl.constexpr, F: tl.constexpr, FP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(S, BM)
     block, bh = schedule(tl.program_id(0), blocks, GROUP)
@@ -214,7 +227,11 @@ def _forward(
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
     acc = acc * (rescale / safe)[:, None]
-    lse = tl.where(seen, (high + tl.math.log2(safe)) * LN2, float("inf"))
+    nothing = float("inf")
+    if not ZEROS:  # rows of -inf: softmax gives NaN, and so do the weights in backward
+        nothing = float("nan")
+        acc = tl.where(seen[:, None], acc, nothing)
+    lse = tl.where(seen, (high + tl.math.log2(safe)) * LN2, nothing)
     tl.store(LSE + bh.to(tl.int64) * S + qi, lse, mask=qi < S)
     columns = tl.arange(0, FP)[None, :]
     at = OUT + b.to(tl.int64) * ob + h.to(tl.int64) * oh + qi.to(tl.int64)[:, None] * os + columns
@@ -268,7 +285,7 @@ class Prepared:
         self.mask_strides = strides
         self.keys = None if key_mask is None else self._of_keys(key_mask)
         self.keys_stride = 0 if self.keys is None else self.keys.stride(0)
-        kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+        kind = 0 if mask is None else _kind(mask, x.hidden)
         factor = 2 * x.scale / x.softcap if softcap else x.scale
         device = q.device
         self.seed = x.draw.seed.to(device) if self.dropped else None
@@ -302,6 +319,13 @@ class Prepared:
     @property
     def empty(self) -> bool:
         return 0 in (self.b, self.h, self.s, self.t)
+
+
+def _kind(mask: Tensor, hidden: int) -> int:
+    filled = hidden in (FILLED, FILLED_NAN)
+    if mask.dtype != torch.bool:
+        return 5 if filled else 2
+    return 1 if not filled else 3 if hidden == FILLED else 4
 
 
 def _power(n: int) -> int:
@@ -347,6 +371,6 @@ def forward(x: Inputs, **config: Any) -> tuple[Tensor, Tensor]:
         described(c.q, bm, c.flags["EP"], tma), described(c.k, bn, c.flags["EP"], tma),
         described(c.v, bn, c.flags["FP"], tma), out, lse, c.mask, c.keys, c.seed, *c.maps,
         *c.q.stride()[:3], *c.k.stride()[:3], *c.v.stride()[:3], *out.stride()[:3], *c.mask_strides,
-        c.keys_stride, *c.sizes, *c.factors, DROP=c.dropped, **c.flags, **config,
+        c.keys_stride, *c.sizes, *c.factors, DROP=c.dropped, ZEROS=x.hidden == ZEROS, **c.flags, **config,
     )  # fmt: skip
     return out, lse

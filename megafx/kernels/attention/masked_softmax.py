@@ -2,15 +2,17 @@
 
     scores [..., S, T]; mask broadcast against them, or none; fp32 (fp64 for fp64) inside, y in the dtype of the scores
 
-    z = scale * scores + mask        additive mask (floating); where mask <= -1e30 (fp16 scores: -65504), z = mask
+    z = scale * scores + mask        additive mask (floating). With a finite fill, its numbers up to -1e30 (fp16: -65504) are
+                                     in the place of the scores, which have no gradient there
     z = fill                         where the mask is boolean and True, and
                                      where causal: key j > i + T - S;  window > 0: key j <= i + T - S - window
     y = exp(z - m) / sum exp(z - m)  m = max z over the row;  rounded to the dtype of the scores
     y = y * keep / (1 - p)           bits of philox.py at the index of the element in the whole result, as megafx::dropout
 
 Fills are as written: -inf (a fully masked row is nan), finfo.min or -10000 (a fully masked row is uniform). Where something
-is visible, a fill of -5000 or less counts as probability 0. Gradient: dscores = scale * y * (dy - sum dy y), 0 at filled
-positions (they do not depend on the scores); an additive mask gets dscores / scale, summed over the dims it broadcasts in.
+is visible, a fill of -5000 or less counts as probability 0: scores that hide themselves are not for this op. Gradient:
+dscores = scale * y * (dy - sum dy y), 0 at filled positions (they do not depend on the scores); an additive mask gets
+dscores / scale, summed over the dims it broadcasts in.
 
 Saved for backward: y where nothing is dropped (the product with the values saves it too), else the scores and two numbers
 a row, (m, sum): the mask of the dropout is drawn again. Sharded in the leading dims; rows and keys stay whole.
@@ -19,6 +21,7 @@ Semantics: Megatron's FusedScaleMaskSoftmax without its shape gates. CUDA: maske
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +35,7 @@ from megafx.kernels.common.op import define_composite, define_gradient, define_o
 from megafx.kernels.dropout.dropout import reference as dropped
 
 HARD_FILL = -5000.0  # fills up to this count as probability 0 wherever something is visible
+FILLS = -1e30  # the fill that says of an additive mask that what it hides was filled
 
 
 def mask_floor(dtype: torch.dtype) -> float:
@@ -86,7 +90,14 @@ def _masked(scores: Tensor, mask: Tensor | None, how: How) -> tuple[Tensor, Tens
         hidden = mask if hidden is None else mask | hidden
     elif mask is not None:
         added = mask.to(z.dtype)
-        z = torch.where(added <= mask_floor(scores.dtype), added, z + added)
+        z = z + added
+        if mask.dtype == scores.dtype in (torch.bfloat16, torch.float16):  # the sum's own dtype absorbs scores
+            z = torch.where(added <= HARD_FILL, z.to(mask.dtype).to(z.dtype), z)
+        if how.fill > -math.inf:
+            unseen = added <= mask_floor(scores.dtype)
+            z = torch.where(unseen, added, z)
+            z = z if hidden is None else z.masked_fill(hidden, how.fill)
+            return z, unseen if hidden is None else unseen | hidden
     return (z if hidden is None else z.masked_fill(hidden, how.fill)), hidden
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megafx.kernels.common import philox
 from megafx.kernels.common.draw import Draw
 from megafx.kernels.common.op import as_bytes, launch, new_like
 
-NO_MASK, BOOLEAN, ADDITIVE = 0, 1, 2
+NO_MASK, BOOLEAN, ADDITIVE, FILLED = range(4)
 
 
 def _mask_rows(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, int, tuple[int, int, int, int]]:
@@ -67,7 +68,8 @@ def _launch(
     each = max(1, 1024 // full)
     eights = bool(t % 8 == 0)
     hard = how.fill <= HARD_FILL
-    kind = NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
+    added = FILLED if how.fill > -math.inf else ADDITIVE
+    kind = NO_MASK if mask is None else BOOLEAN if mask.dtype == torch.bool else added
     shown, heads, strides = _mask_rows(mask, source)
     bounds, bound_strides = _bounds_of(shown, strides, t, kind, mask_floor(source.dtype), full)
     # Drawing again takes registers: 165 a thread at 1024. Rows that start anywhere take loads of one key.

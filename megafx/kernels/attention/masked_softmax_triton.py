@@ -64,12 +64,20 @@ def _masked(
     if MASK == 1:  # noqa: SIM102 (the outer one is compile time)
         if plain == 0:
             seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
-    if MASK == 2:  # noqa: SIM102
+    counted = seen
+    if MASK >= 2:  # noqa: SIM102
         if plain == 0:
-            m = tl.load(mask + mask_at + key * KEYS, mask=key < T, other=0.0).to(tl.float32)
-            z = tl.where(m <= floor, m, z + m)
+            given = tl.load(mask + mask_at + key * KEYS, mask=key < T, other=0.0)
+            m = given.to(tl.float32)
+            total = z + m
+            if given.dtype == scores.dtype.element_ty:  # a sum of half precision absorbs scores
+                total = tl.where(m <= -5000.0, total.to(given.dtype).to(tl.float32), total)
+            if MASK == 3:
+                total = tl.where(m <= floor, m, total)
+                counted &= m > floor
+            z = total
     z = tl.where(seen, z, fill)
-    return z if INSIDE else tl.where(key < T, z, -float("inf")), seen
+    return z if INSIDE else tl.where(key < T, z, -float("inf")), counted
 
 
 @triton.jit
@@ -169,6 +177,9 @@ def _backward_rows(
         if MASK == 1:  # noqa: SIM102
             if plain == 0:
                 seen &= tl.load(mask + mask_at + key * KEYS, mask=near & (key < T), other=1) == 0
+        if MASK == 3:  # noqa: SIM102
+            if plain == 0:
+                seen &= tl.load(mask + mask_at + key * KEYS, mask=key < T, other=0.0).to(tl.float32) > floor
     dz = p * (g - tl.sum(p * g, 1)[:, None]) * scale
     dz = tl.where(seen, dz, 0.0)
     tl.store(dx + at + key, dz.to(dx.dtype.element_ty), mask=valid if EVEN or B < FULL else valid & (key < T))
@@ -183,7 +194,7 @@ def masked_softmax(
     source,  # [rows, T] IN, contiguous: scores, or y in backward without dropout
     out,  # [rows, T] as source, OUT, contiguous
     stats,  # [rows, 2] fp32: OUT forward, IN backward with dropout
-    mask,  # broadcast IN: uint8 (1 hides) or floating (added)
+    mask,  # broadcast IN: uint8 (1 hides) or floating (added; MASK 3: what is below `floor` was filled)
     seed,  # [] int64 IN
     rows,  # of this run: what follows are its starts and strides, in rows and (global) in elements
     rows_a_piece, row_start, row_stride, global_start, global_stride, S, T,
@@ -234,12 +245,12 @@ def masked_softmax(
         low = tl.maximum(first, tl.load(bound))
         high = tl.minimum(end, tl.load(bound + 1))
         whole = tl.load(bound + 2)
-        if MASK == 2:  # a row that hides everything has the softmax of its mask, and its gradient
+        if MASK >= 2:  # a row that hides everything has the softmax of its mask, and its gradient
             whole = tl.where(high > low, whole, 0) if HARD else whole * 0
         plain = whole if R == 1 else tl.min(tl.min(whole, 1), 0)
         first = tl.where(plain == 1, low, first)
         end = tl.where(plain == 1, high, end)
-        if MASK == 2:
+        if MASK >= 2:
             low = first
             high = end
         some_high = tl.where(high > low, high, 0)

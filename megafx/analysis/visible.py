@@ -1,0 +1,128 @@
+"""Which keys a mask of attention shows: causal, windows, padding, and what rows become that see none.
+
+read_visible(MaskReader(program), mask, visible=True, symmetric=True) -> Visible | None
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from megafx.analysis.masks import Choice, Cond, Index, Leaf, MaskReader, Sum, condition_of, conjuncts, hides
+from megafx.ir.nodes import op_name
+from megafx.ir.program import Program
+
+
+@dataclass
+class Visible:
+    """What a mask lets be seen.
+
+    padding: (tensor, whether True is visible). fill: what hidden scores become, or have added. rest: tensors that are added.
+    exact: a row that sees no key has `fill` throughout. replaced: where `fill` hides, `rest` is not added. parts: conditions
+    that all hold where a key is seen.
+    """
+
+    causal: bool = False
+    window: int = 0
+    padding: list[tuple[Leaf, bool]] = field(default_factory=list)
+    fill: float = -math.inf
+    rest: tuple[Leaf, ...] = ()
+    exact: bool = True
+    replaced: bool = False
+    parts: tuple[Cond, ...] = ()
+
+    @property
+    def by_position(self) -> bool:
+        return self.causal or self.window > 0
+
+
+def read_visible(reader: MaskReader, mask: fx.Node, visible: bool, symmetric: bool) -> Visible | None:
+    """What the mask shows. visible: what True of a boolean mask means; symmetric: windows reach both ways."""
+    value = reader.value_of(mask)
+    shown, seen = condition_of(value), Visible()
+    if shown is not None and not visible:
+        shown = Cond("not", (shown,))
+    if isinstance(value, Sum):
+        value, seen.rest, seen.replaced = value
+    if isinstance(value, Choice) and not isinstance(value.on, bool):
+        seen.exact = not value.mixed
+        if value.on == 0 and hides(value.off):
+            shown, seen.fill = value.where, float(value.off)
+        elif value.off == 0 and hides(value.on):
+            shown, seen.fill = Cond("not", (value.where,)), float(value.on)
+    parts = None if shown is None else conjuncts(shown)
+    if parts is None:
+        return None
+    seen.parts = tuple(parts)
+    return seen if _sorted(seen, symmetric) else None
+
+
+def _sorted(seen: Visible, symmetric: bool) -> bool:
+    """Fill in causal, window and padding; False where a condition is none of them."""
+    back, ahead = 0, 0  # keys before and after the query that are seen, plus one
+    for part in seen.parts:
+        if part.kind in ("leaf", "not"):
+            leaf = (part if part.kind == "leaf" else part.of[0]).of[0]
+            if not isinstance(leaf, Leaf) or any(d not in (None, -1, -4) for d in leaf.dims):
+                return False
+            seen.padding.append((leaf, part.kind == "leaf"))
+            continue
+        index: Index = part.of[0]
+        if index.terms == ((-2, -1), (-1, 1)):  # key - query + constant <= 0
+            if index.constant > 0:
+                return False
+            if index.constant == 0:
+                seen.causal = True
+            else:
+                ahead = min(ahead or 1 - index.constant, 1 - index.constant)
+        elif index.terms == ((-2, 1), (-1, -1)) and index.constant <= 0:  # query - key + constant <= 0
+            back = min(back or 1 - index.constant, 1 - index.constant)
+        else:
+            return False
+    if not seen.causal and (back != ahead or (back and not symmetric)):
+        return False
+    seen.window = back
+    return True
+
+
+LARGE = 5000.0  # numbers from here on may hide scores
+
+
+def may_hide(program: Program, leaves: tuple[Leaf, ...]) -> bool:
+    """Whether tensors that are added to scores may hold a mask: a large number is in them, or values of a call or a buffer.
+
+    What depends on parameters is a bias.
+    """
+    inputs, seen = dict(program.input_nodes()), set()
+    todo = [leaf.node for leaf in leaves]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        spec = inputs.get(node)
+        if spec is not None:
+            floating = node.meta["val"].is_floating_point()
+            if floating and (spec.kind == "user" or (spec.kind != "param" and not _small(program, spec))):
+                return True
+            continue
+        numbers = [
+            a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float)) and not isinstance(a, bool)
+        ]
+        counts = op_name(node) in ("arange", "slice", "select") if node.op == "call_function" else True
+        if not counts and any(abs(a) >= LARGE for a in numbers):
+            return True
+        todo += node.all_input_nodes
+    return False
+
+
+def _small(program: Program, spec: object) -> bool:
+    """Whether a buffer or constant holds one number, and no large one."""
+    kind, name = spec.kind, spec.name  # type: ignore[attr-defined]
+    if kind == "constant":
+        value = program.constants[name]
+        return bool(value.numel() == 0 or value.abs().max() < LARGE)
+    table = program.table(name) if kind == "buffer" else None
+    return isinstance(table, (int, float)) and abs(table) < LARGE

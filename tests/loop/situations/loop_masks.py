@@ -1,0 +1,147 @@
+"""Masks of hand-written attention: every spelling with every fill, rows that are masked in part and throughout.
+
+Source of the class: https://github.com/NVIDIA/apex/issues/1311
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from loop import Loop, situation
+from torch import Tensor, nn
+
+APEX = "https://github.com/NVIDIA/apex/issues/1311"
+SDPA = "https://github.com/pytorch/pytorch/issues/103749"
+LEFT = "https://github.com/huggingface/transformers/issues/29525"
+Mask = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # scores, bool [b, 1, 1, t] True: a token, bool [s, t] True: in the past
+
+
+class Attention(nn.Module):
+    """Two heads; `mask` makes the weights of scores, or all of it with `library`."""
+
+    def __init__(self, mask: Mask | None, library: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.mask, self.library = mask, library
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (y.view(b, t, 2, 4).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        keep = keep[:, None, None, :]
+        past = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
+        if self.library is not None:
+            y = self.library(q, k, v, keep, past)
+        else:
+            y = torch.softmax(self.mask(q @ k.transpose(-1, -2) / 2, keep, past), -1) @ v
+        return self.out(y.transpose(1, 2).reshape(b, t, 8)).sin()
+
+
+KEEP = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).bool()
+
+
+def run(loop: Loop, *masks: Mask, library: Callable[..., Tensor] | None = None, rows: int = 4) -> None:
+    """rows: how many of the batch; the third is padding alone."""
+    for mask in masks or (None,):
+        torch.manual_seed(1)
+        model = loop.model(Attention(mask, library))
+        y = model(torch.randn(4, 5, 8)[:rows], KEEP[:rows])
+        (y * torch.randn(4, 5, 8)[:rows]).sum().backward()
+        loop.see(y=y)
+        loop.see_gradients(model)
+
+
+@situation(APEX)
+def padding_is_filled(loop: Loop) -> None:
+    run(
+        loop,
+        lambda z, keep, past: z.masked_fill(~keep, -1e4),
+        lambda z, keep, past: torch.where(keep, z, torch.finfo(z.dtype).min),
+    )
+
+
+@situation(APEX, slow=(2,))
+def padding_is_filled_by_tensors_and_minus_infinity(loop: Loop) -> None:
+    run(
+        loop,
+        lambda z, keep, past: z.masked_fill(keep == 0, torch.tensor(-1e9)),
+        lambda z, keep, past: torch.where(keep, z, torch.full_like(z, -1e4)),
+        lambda z, keep, past: z.masked_fill(~keep, -math.inf),
+    )
+
+
+@situation(APEX)
+def padding_is_added(loop: Loop) -> None:
+    run(
+        loop,
+        lambda z, keep, past: z + (1.0 - keep.to(z.dtype)) * -1e4,
+        lambda z, keep, past: z + torch.zeros_like(z).masked_fill(~keep, -math.inf),
+    )
+
+
+@situation(LEFT)
+def padding_and_causal_are_filled(loop: Loop) -> None:
+    run(
+        loop,
+        lambda z, keep, past: z.masked_fill(~(keep & past), -1e9),
+        lambda z, keep, past: z.masked_fill(~past, -1e9).masked_fill(~keep, -1e9),
+    )
+
+
+@situation(LEFT, slow=(2,))
+def padding_and_causal_are_filled_in_other_ways(loop: Loop) -> None:
+    run(
+        loop,
+        lambda z, keep, past: torch.where(keep & past, z, -math.inf),
+        lambda z, keep, past: z.masked_fill(~past, -math.inf).masked_fill(~keep, -1e4),
+        lambda z, keep, past: z.masked_fill((keep * past) == 0, torch.finfo(z.dtype).min),
+    )
+
+
+@situation(LEFT)
+def padding_and_causal_are_added(loop: Loop) -> None:
+    """Hugging Face's eager mask; and the sum of two masks, which is another number where both hide."""
+    run(
+        loop,
+        lambda z, keep, past: z + torch.where(keep & past, 0.0, torch.finfo(z.dtype).min),
+        lambda z, keep, past: z + (1.0 - keep.to(z.dtype)) * -1e9 + torch.where(past, 0.0, -1e9),
+    )
+
+
+@situation(LEFT, slow=(2,))
+def padding_and_causal_are_added_in_other_ways(loop: Loop) -> None:
+    def twice(z: Tensor, keep: Tensor, past: Tensor) -> Tensor:
+        low = torch.finfo(z.dtype).min
+        return torch.where(past, z, low) + torch.where(keep, 0.0, low)
+
+    run(
+        loop,
+        twice,
+        lambda z, keep, past: z + torch.where(keep, 0.0, -1e9) + torch.where(past, 0.0, -math.inf),
+        lambda z, keep, past: z + torch.where(keep & past, 0.0, -1e4),
+        lambda z, keep, past: z.masked_fill(~past, -math.inf) + torch.where(keep, 0.0, -1e4),
+    )
+
+
+@situation(SDPA)
+def the_librarys_masks(loop: Loop) -> None:
+    """Rows without a key are zeros there."""
+    run(loop, library=lambda q, k, v, keep, past: F.scaled_dot_product_attention(q, k, v, keep & past))
+
+    def added(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, past: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, torch.where(keep & past, 0.0, -1e4))
+
+    run(loop, library=added)
+
+
+@situation(APEX, slow=(1, 2))
+def a_soft_cap_or_a_bias_under_a_mask(loop: Loop) -> None:
+    run(
+        loop,
+        lambda z, keep, past: torch.tanh(z / 3.0) * 3.0 + torch.where(keep & past, 0.0, torch.finfo(z.dtype).min),
+        lambda z, keep, past: (z + 0.1 * past.cumsum(1)).masked_fill(~(keep & past), torch.finfo(z.dtype).min),
+    )
