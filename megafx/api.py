@@ -15,6 +15,7 @@ from megafx.analysis.memory import OPTIMIZERS, Memory
 from megafx.capture.dims import max_length
 from megafx.capture.export import capture_call
 from megafx.capture.huggingface import is_hf_model, synthesize_inputs
+from megafx.capture.quantised import refuse_quantised
 from megafx.compiler.pipeline import compile_program, plan_only
 from megafx.config import Config
 from megafx.distributed.mesh import make_meshes
@@ -91,6 +92,7 @@ def plan(
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    refuse_quantised(model, config.tensor_model_parallel_size or 1)
     if config.params_dtype is not None:
         model = _in_dtype(model, getattr(torch, config.params_dtype))
     program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
@@ -121,6 +123,7 @@ def predict_memory(
         raise UsageError(f"no optimizer '{optimizer}' is known", fix=f"one of {', '.join(OPTIMIZERS)}")
     args, kwargs = example_call(model, example_inputs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    refuse_quantised(model, config.tensor_model_parallel_size or 1)
     if config.params_dtype is not None:
         model = _in_dtype(model, getattr(torch, config.params_dtype))
     program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)
@@ -166,6 +169,7 @@ def search(
     config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
+    refuse_quantised(model, config.tensor_model_parallel_size or 1)
     if config.params_dtype is not None:
         model = _in_dtype(model, getattr(torch, config.params_dtype))
     program = capture_call(model, args, kwargs, loss_fn=loss_fn, loss_inputs=loss_inputs, eager=config.eager_modules)

@@ -17,6 +17,7 @@ from megafx.analysis.communication import collective_nodes
 from megafx.capture.caches import is_cache, state_of
 from megafx.capture.export import capture_call
 from megafx.capture.program import output_path
+from megafx.capture.quantised import refuse_quantised
 from megafx.checks import simulate
 from megafx.checks.sabotage import changed_collective, with_another, without, without_transition
 from megafx.checks.types import check_types
@@ -145,6 +146,7 @@ class VerifiedCall:
         return self.config.tensor_model_parallel_size or 2
 
     def captured(self) -> Program:
+        refuse_quantised(self.model, self.ranks)
         return capture_call(
             self.model,
             self.args,

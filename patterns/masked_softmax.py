@@ -22,7 +22,8 @@ from torch import Tensor, fx
 
 from megafx.analysis.masks import MaskReader
 from megafx.analysis.visible import read_visible
-from megafx.ir.nodes import aten_ops, op_name
+from megafx.ir.nodes import argument, aten_ops, op_name
+from megafx.ir.program import Program
 from megafx.kernels.attention.masked_softmax import FILLS, mask_floor  # registers the ops, too
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import Pattern, register
@@ -93,7 +94,9 @@ class ScaleMaskSoftmax(Pattern):
 
     def where(m):
         fill = _fill_before(m.node("scores"))
-        if fill is not None and not _row_sees_a_key(m, fill, m["mask_by"]):
+        if fill is None or (m["mask_by"] == "add" and _fill_of(m.program, fill) == -math.inf):
+            return None  # -inf goes into the mask that is added
+        if not _row_sees_a_key(m, fill, m["mask_by"]):
             return "its scores are filled before: a query may see no key, and its weights follow from both masks"
         return None
 
@@ -221,7 +224,7 @@ class HiddenScores(_Before):
         return ops.scale_mask_softmax(z, mask, scale, False, 0, -math.inf, *drop.args)
 
     def where(m):
-        fill = m["other"] if m["value"] is None else constant(m, "value")
+        fill = m["other"] if m["value"] is None else _constant(m.program, m.node("value"))
         if fill is None or not _hides(fill * m["scale"], m["mask"].dtype):
             return f"its fill {fill} is not known to hide"
         if fill * m["scale"] > -math.inf and not _row_sees_a_key(m, m.roots[0].args[0], "add"):
@@ -242,6 +245,12 @@ def _fill_before(scores: fx.Node) -> fx.Node | None:
     while scores.target in _ON_THE_WAY and isinstance(scores.args[0], fx.Node):
         scores = scores.args[0]
     return scores if scores.target in _FILLS else None
+
+
+def _fill_of(program: Program, node: fx.Node) -> float | None:
+    """The number that masked_fill, or where(visible, scores, number), puts in the place of scores; None if it is not known."""
+    value = node.args[2]
+    return _constant(program, value) if isinstance(value, fx.Node) else float(value)  # type: ignore[arg-type]
 
 
 def _row_sees_a_key(m: Match, fill: fx.Node, mask_by: str) -> bool:
@@ -268,13 +277,15 @@ _FILLS = aten_ops("masked_fill.Scalar masked_fill.Tensor where.self where.Scalar
 _ON_THE_WAY, _PRODUCTS = aten_ops("mul.Tensor div.Tensor to.dtype reshape add.Tensor"), aten_ops("matmul bmm baddbmm")
 
 
-def constant(m: Match, name: str) -> float | None:
-    """The number that a 0-d tensor is, where the program knows it."""
-    node = m.node(name)
-    given = dict(m.program.input_nodes()).get(node)
-    if given is not None and given.kind == "constant":
-        return float(m.program.constants[given.name])
-    if str(node.target) in ("aten.full.default", "aten.scalar_tensor.default"):
-        value = node.args[-1]
+def _constant(program: Program, node: fx.Node) -> float | None:
+    """The number that a tensor of one number is, where the program knows it."""
+    given = dict(program.input_nodes()).get(node)
+    if given is not None and given.kind == "constant" and program.constants[given.name].numel() == 1:
+        return float(program.constants[given.name])
+    if str(node.target) in _FULL:
+        value = argument(node, "s" if "scalar" in str(node.target) else "fill_value")
         return float(value) if isinstance(value, (int, float)) else None
     return None
+
+
+_FULL = ("aten.full.default", "aten.full_like.default", "aten.scalar_tensor.default")

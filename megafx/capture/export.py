@@ -34,6 +34,7 @@ from megafx.capture.followed import Followed, Trace
 from megafx.capture.huggingface import part_group, sequence_group
 from megafx.capture.prepare import alone, fake_like, prepared, target_device, without_hooks
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
+from megafx.capture.quantised import refuse_quantised
 from megafx.capture.small_sizes import listing
 from megafx.capture.tensor_hooks import place_hooks
 from megafx.debugging import stage
@@ -88,6 +89,7 @@ def capture_call(
     for name, value in leaves:
         if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))):
             raise unsupported_leaf(name, value)
+    refuse_quantised(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise CaptureError(

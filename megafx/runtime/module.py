@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from megafx.capture.quantised import refuse_quantised
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet
 from megafx.distributed.parameters import RUNTIME, refuse_stale_optimizers, replicate_parameters
@@ -223,6 +224,7 @@ def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: 
     model = runtime.model
     if RUNTIME in vars(model):
         raise UsageError("the model is parallelized already", fix="call megafx.parallelize once a model")
+    refuse_quantised(model, runtime.t)
     if runtime.mesh is not None:
         refuse_stale_optimizers(model)
         replicate_parameters(model, runtime.mesh)

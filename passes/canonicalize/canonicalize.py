@@ -39,6 +39,7 @@ VIEWS: tuple[Step, ...] = (
     random.native_dropout_to_dropout,
     names.erase_idle_dropout,
     inplace.write_out_running_statistics,
+    inplace.refuse_sparse_gradients,
 )
 VALUES: tuple[Step, ...] = (
     views.copies_of_views,

@@ -173,6 +173,9 @@ class _Functionalizer:
         )
         fresh = op_name(base) in _FRESH and base not in self.graded
         if how and base in self.active and not fresh and base not in self.editor.without_grad:
+            if node.target is aten.embedding_renorm_.default:
+                found = "max_norm of an embedding writes into its weight in forward"
+                raise CaptureError(found, fix=_MAX_NORM, **located(node))
             raise _refuse(node, f"the model writes {how} into a tensor that has a gradient")
         version = self.version.get(base, 0) + 1
         value = self._new_value(node, name)
@@ -299,7 +302,25 @@ def _refuse(node: fx.Node, found: str) -> CaptureError:
     )
 
 
+_MAX_NORM = (
+    "leave max_norm out, and bound the rows that are looked up: x = embedding(ids); "
+    "x = x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1.0)"
+)
+
+
 # -- writes that no schema tells
+
+
+@on("embedding embedding_bag embedding_bag.padding_idx")
+def refuse_sparse_gradients(editor: Editor, node: fx.Node) -> bool:
+    """A graph's gradients are dense: torch.optim.SparseAdam, which `sparse` is for, takes no others."""
+    if argument(node, "sparse"):
+        raise CaptureError(
+            "an embedding with sparse=True has a sparse gradient, and gradients of a parallelized model are dense",
+            fix="make it with sparse=False, and train it with AdamW or SGD",
+            **located(node),
+        )
+    return False
 
 
 @on("batch_norm instance_norm")

@@ -189,11 +189,7 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
 def _forward_rule(call: OpCall) -> RuleText:
     """Batch, KV heads n, query heads g of each (with k and v whole), v's width f; queries t where rows need no position."""
     statistics = "" if call.op == "megafx.attention.default" else "; ~b (n g) t"
-    given = (call.get(name) for name in ("mask", "key_mask"))
-    padded = any(isinstance(a, Arg) and len(a.shape) == 2 for a in given)
-    rows = call.get("hidden") and padded and (call.get("causal") or call.get("window"))
-    linear, f = ("nl", "f!") if rows else ("nl[2]", "f")  # attention_rows
-    text = f"{linear}: {_operand_dims(call, 'e!', f)}, b s!, ~ -> b (n g) t {f}{statistics}"
+    text = f"nl[2]: {_operand_dims(call, 'e!', 'f')}, b s!, ~ -> b (n g) t f{statistics}"
     return _row(call, text)
 
 

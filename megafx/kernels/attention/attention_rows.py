@@ -26,6 +26,7 @@ from torch import Tensor
 from megafx.ir.facts import mask, real
 from megafx.kernels.attention.attention_reference import ADDED, ADDED_NAN, FILLED_NAN, heads_inside
 from megafx.kernels.common.op import define_gradient, define_op
+from megafx.rules.families import RuleText
 
 
 def seen_rows(padding: Tensor, s: int, window: int) -> Tensor:
@@ -39,7 +40,15 @@ def seen_rows(padding: Tensor, s: int, window: int) -> Tensor:
     return (count > 0)[:, None, :s, None]
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> None:
+    rows = seen.shape[0] in (1, q.shape[0]) and seen.shape[1:] == (1, q.shape[2], 1)
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1] or not rows:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, seen))
+        raise ValueError(f"attention_rows: q, k, v and seen do not fit together: {shapes}")
+
+
 def _forward(out: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, hidden: int) -> Tensor:
+    _check(q, k, v, seen)
     if hidden in (ADDED_NAN, FILLED_NAN):
         rows = out.new_full((), math.nan)
     else:
@@ -51,6 +60,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, hidden: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> gradients of out, q, k, v."""
+    _check(q, k, v, seen)
     b, n, t, f = v.shape
     rows = grad.masked_fill(seen, 0)
     dout = grad.masked_fill(~seen, 0)
@@ -76,11 +86,12 @@ def _inside(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+_DIMS = "b (n g) s f, b (n g) s e!, b n t! e!, b n t! f, b 1 s 1"
 _OPERANDS = (real(2, 4, 6, 6), real(2, 4, 6, 4), real(2, 2, 6, 4), real(2, 2, 6, 6))
 
 define_op(
     "attention_rows(Tensor out, Tensor q, Tensor k, Tensor v, Tensor seen, float scale, int hidden) -> Tensor",
-    rule="nl: b (n g) s! f!, b (n g) s! e!, b n t! e!, b n t! f!, b 1 s! 1 -> b (n g) s! f!",
+    rule=lambda call: RuleText(f"nl: {_DIMS} -> b (n g) s f", partials=(((0, 3), "P"),)),
     samples=[(*_OPERANDS, mask(2, 1, 6, 1), 0.5, ADDED)],
     reference=_forward,
     fake=lambda out, *_: heads_inside(out),
@@ -88,8 +99,9 @@ define_op(
 define_op(
     "attention_rows_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor seen, float scale, int hidden)"
     " -> (Tensor dout, Tensor dq, Tensor dk, Tensor dv)",
-    rule="nl[0]: b (n g) s! f!, b (n g) s! e!, b n t! e!, b n t! f!, b 1 s! 1"
-    " -> b (n g) s! f!; b (n g) s! e!; b n t! e!; b n t! f!",
+    rule=lambda call: RuleText(
+        f"nl[0]: {_DIMS} -> b (n g) s f; b (n g) s e!; b n t! e!; b n t! f", partials=(((3,), "RPPR"),)
+    ),
     samples=[(*_OPERANDS, mask(2, 1, 6, 1), 0.5, ADDED)],
     reference=_backward,
     fake=lambda grad, q, k, v, *_: tuple(map(heads_inside, (grad, q, k, v))),

@@ -1,0 +1,118 @@
+"""Modules that write buffers in forward or compute their weight: norms of weights, codebooks, batch norm, embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from loop import Loop, situation
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+SPECTRAL = "https://github.com/pytorch/pytorch/issues/51800"
+CODES = "https://github.com/lucidrains/vector-quantize-pytorch/issues/27"
+EMBEDDING = "https://github.com/pytorch/pytorch/issues/26175"
+
+
+class Mlp(nn.Module):
+    """An embedding and two linears, the first of them wrapped."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module], **options: object) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8, **options)
+        self.up, self.down = wrap(nn.Linear(8, 12)), nn.Linear(12, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return (x + self.down(torch.relu(self.up(x)))).square().mean()
+
+
+def train(loop: Loop, model: nn.Module) -> None:
+    model = loop.model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = model(torch.randint(9, (3, 4)))
+        loss.backward()
+        loop.see(loss=loss)
+        loop.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.see_state(model)
+
+
+@situation(SPECTRAL)
+def spectral_norm_in_training(loop: Loop) -> None:
+    train(loop, Mlp(parametrizations.spectral_norm))
+
+
+@situation(SPECTRAL, slow=(2,))
+def spectral_norm_by_hooks(loop: Loop) -> None:
+    train(loop, Mlp(torch.nn.utils.spectral_norm))
+
+
+@situation(SPECTRAL, slow=(1,))
+def weight_norm_in_training(loop: Loop) -> None:
+    train(loop, Mlp(parametrizations.weight_norm))
+
+
+@situation(SPECTRAL, slow=(1,))
+def batch_norm_between_linears(loop: Loop) -> None:
+    train(
+        loop,
+        Mlp(lambda up: nn.Sequential(up, nn.ReLU(), nn.Flatten(0, 1), nn.BatchNorm1d(12), nn.Unflatten(0, (3, 4)))),
+    )
+
+
+class Codebook(nn.Module):
+    """Nearest codes with a straight-through gradient; the codes follow the values by an average in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.outer = nn.Embedding(9, 8), nn.Linear(8, 4), nn.Linear(4, 8)
+        self.register_buffer("codes", torch.randn(5, 4))
+        self.register_buffer("count", torch.ones(5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        z = self.inner(self.embed(ids))
+        flat = z.reshape(-1, 4)
+        index = torch.cdist(flat, self.codes).argmin(-1)
+        q = self.codes[index].view_as(z)
+        if self.training:
+            with torch.no_grad():
+                chosen = F.one_hot(index, 5).to(z.dtype)
+                self.count.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+                self.codes.mul_(0.9).add_((chosen.T @ flat) / (self.count[:, None] + 1e-5), alpha=0.1)
+        commitment = (z - q.detach()).square().mean()
+        return self.outer(z + (q - z).detach()).square().mean() + 0.25 * commitment
+
+
+@situation(CODES)
+def a_codebook_follows_its_values(loop: Loop) -> None:
+    train(loop, Codebook())
+
+
+class Fourier(nn.Module):
+    """FNet: tokens and features are mixed by a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mlp = nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = self.norm(x + torch.fft.fft2(x, dim=(-2, -1)).real)
+        return (x + self.mlp(x)).square().mean()
+
+
+@situation("https://github.com/huggingface/transformers/issues/14466", slow=(1,))
+def tokens_are_mixed_by_a_fourier_transform(loop: Loop) -> None:
+    train(loop, Fourier())
+
+
+@situation(EMBEDDING)
+def embedding_with_padding_and_scaled_gradients(loop: Loop) -> None:
+    train(loop, Mlp(lambda up: up, padding_idx=2))
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return
+    train(loop, Mlp(lambda up: up, scale_grad_by_freq=True))
