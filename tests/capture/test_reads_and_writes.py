@@ -1,0 +1,133 @@
+"""Covers: megafx/capture/reads.py, writes.py, host_numbers.py, followed.py. Refusals; tests/loop has the users' situations."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import megafx
+from megafx.capture.export import capture_call
+from megafx.errors import CaptureError
+
+
+class Calling(nn.Module):
+    """Calls a function in forward."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+        self.generator, self.history = np.random.default_rng(0), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.function(self)
+        x = self.linear(x)
+        return x * found if isinstance(found, (int, float)) else x
+
+
+def _extends_and_reads(model: Any) -> None:
+    model.history.append(model.linear.weight.sum())
+    sum(model.history)
+
+
+REFUSED = {
+    "random": (lambda model: random.random(), "a random number of Python's `random`"),
+    "numpy": (lambda model: float(np.random.rand()), "a random number of numpy"),
+    "own generator": (lambda model: float(model.generator.random()), "the generator of 'generator'"),
+    "clock": (lambda model: time.time(), "the clock"),
+    "file": (lambda model: len(open(__file__).read()), "a file"),  # noqa: SIM115
+    "running list": (_extends_and_reads, "forward extends the list 'history' and reads it"),
+    "object": (
+        lambda model: setattr(model, "path", [Path(".")]),
+        "forward changes 'path' .* that a graph cannot follow",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_cannot_repeat_is_an_error(name: str) -> None:
+    function, text = REFUSED[name]
+    with pytest.raises(CaptureError, match=text) as caught:
+        capture_call(Calling(function), (torch.randn(3, 4),))
+    if name != "object":
+        assert caught.value.source is not None and caught.value.source.file == __file__
+    # The advice works: the number comes from torch, or as an argument; nothing is left behind by the refusal.
+    capture_call(Calling(lambda model: None), (torch.randn(3, 4),))
+
+
+def test_state_is_as_before_after_a_capture() -> None:
+    model = Calling(lambda model: setattr(model, "aux", model.linear.weight.sum()))
+    before = copy.copy(vars(model))
+    capture_call(model, (torch.randn(3, 4),))
+    assert vars(model) == before
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        rate = 0.5 ** (self.calls // 2)
+        return self.linear(x) * rate + (1 if self.calls > 3 else 0)
+
+
+def test_numbers_that_forward_computes_are_inputs_and_decisions() -> None:
+    program = capture_call(Counting(), (torch.randn(3, 4),))
+    assert program.call is not None
+    state = program.call.state
+    assert [*state.inputs] == ["calls #0"] and [*state.writes] == ["calls"] and len(state.decisions) == 1
+
+
+def test_an_input_keeps_one_graph_for_all_values_and_a_decision_makes_another() -> None:
+    plain = Counting()
+    model, x = megafx.parallelize(copy.deepcopy(plain)), torch.randn(3, 4)
+    for _ in range(6):
+        torch.testing.assert_close(model(x), plain(x))
+    assert (model.calls, model.megafx.captures) == (6, 2)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_a_changed_attribute_is_named() -> None:
+    model, x = Scaled(), torch.randn(3, 4)
+    program = capture_call(model, (x,))
+    assert program.call is not None and program.call.mismatch((x,)) is None
+    model.scale = 3.0
+    assert program.call.mismatch((x,)) == "forward reads 'scale', which changed"
+
+
+def test_a_size_in_an_attribute_cannot_be_a_tensor_and_is_baked_in() -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.times = nn.Linear(4, 4), 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.times):
+                x = self.linear(x)
+            return x
+
+    plain = Repeats()
+    model, x = megafx.parallelize(copy.deepcopy(plain)), torch.randn(3, 4)
+    for times in (1, 2, 3, 2):
+        model.times = plain.times = times
+        torch.testing.assert_close(model(x), plain(x))
+    assert model.megafx.captures == 3
+    assert any("baked into the graph" in note.message for note in model.megafx.notes)
