@@ -2,7 +2,7 @@
 
 A key holds the structure of the call, the kinds of its tensors and its Python values, train/eval of each module, grad mode,
 autocast state, and dtype, device and requires_grad of each parameter. Sizes are not in it: `CallSpec.mismatch` compares
-those that a graph is specialised on.
+those that a graph is specialised on, and the Python state that forward read (ir/python_state.py).
 """
 
 from __future__ import annotations
