@@ -53,6 +53,21 @@ class Updated:
     written: dict[str, list[torch.Tensor]]
 
 
+class OutputKey(pytree.GetAttrKey):
+    """Key of what the model returns, in `Updated` and `Ordered`."""
+
+
+ORDER_KEY = OutputKey("last")
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """An output, and the order of the calls with effects in the graph, none of which may be left out (ops/eager_call.py)."""
+
+    output: Any
+    last: torch.Tensor
+
+
 class CacheKey(pytree.MappingKey[str, Any]):
     """Key of a tensor in a `CacheState`."""
 
@@ -70,7 +85,20 @@ pytree.register_pytree_node(
     Updated,
     lambda u: ([u.output, u.caches, u.written], None),
     lambda values, _: Updated(*values),
-    flatten_with_keys_fn=lambda u: ([(pytree.GetAttrKey(name), value) for name, value in vars(u).items()], None),
+    flatten_with_keys_fn=lambda u: (
+        [
+            (OutputKey("output"), u.output),
+            (pytree.GetAttrKey("caches"), u.caches),
+            (pytree.GetAttrKey("written"), u.written),
+        ],
+        None,
+    ),
+)
+pytree.register_pytree_node(
+    Ordered,
+    lambda o: ([o.output, o.last], None),
+    lambda values, _: Ordered(*values),
+    flatten_with_keys_fn=lambda o: ([(OutputKey("output"), o.output), (ORDER_KEY, o.last)], None),
 )
 
 
@@ -170,6 +198,8 @@ class Revived:
 def give_back(result: Any, caches: Sequence[Any], state: PythonState) -> Any:
     """The output of a call in the user's terms: his caches and what forward writes updated, states of new caches made into
     caches."""
+    if isinstance(result, Ordered):
+        result = result.output
     state.give(result.written if isinstance(result, Updated) else {})
     if isinstance(result, Updated):
         for given, state in zip(caches, result.caches, strict=True):

@@ -26,13 +26,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from megafx.analysis.tables import read_table
-from megafx.capture.caches import Revived, growing_dims, states_for_caches
+from megafx.capture.caches import Ordered, Revived, growing_dims, states_for_caches
 from megafx.capture.dims import NamedDims, max_length, name_dims, plain_lists, suggested_fixes
 from megafx.capture.errors import translate, unsupported_leaf
 from megafx.capture.expert_loops import ExpertLoops
 from megafx.capture.followed import Followed, Trace
+from megafx.capture.hooks import without_hooks
 from megafx.capture.huggingface import part_group, sequence_group
-from megafx.capture.prepare import alone, fake_like, prepared, target_device, without_hooks
+from megafx.capture.prepare import alone, fake_like, prepared, target_device
 from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_inputs, name_outputs, refuse_nodes
 from megafx.capture.quantised import refuse_quantised
 from megafx.capture.small_sizes import listing
@@ -44,6 +45,7 @@ from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.python_state import Place
 from megafx.ir.sizes import Sizes
+from megafx.ops.eager_call import Order
 
 _GREATEST = 2**31 - 1  # a dim without an upper bound
 
@@ -179,10 +181,12 @@ class _Call(nn.Module):
         super().__init__()
         self.model, self.loss_fn, self.training = model, loss_fn, model.training
         self.call = forward if forward is not None else type(model).__call__
+        self.calls_forward = forward is not None  # and not the hooks around it
         self.autocast = ambient_autocast()
         self.note: Callable[[str], None] = lambda text: None
         self.returned: Callable[[list[bool]], None] = lambda requires_grad: None  # told which leaves of the result do
         self.trace: Trace | None = None
+        self.order = Order()
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: dict[str, Any], state: dict[str, Any]
@@ -192,7 +196,7 @@ class _Call(nn.Module):
                 stack.enter_context(torch.autocast(**context))
             loops = stack.enter_context(ExpertLoops(self.note))
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
-            caches = Revived()
+            caches, self.order.last = Revived(), None
             args, kwargs = caches.revive((args, kwargs))
             assert self.trace is not None
             stack.enter_context(DataShapeEnv.recording())
@@ -210,6 +214,8 @@ class _Call(nn.Module):
             result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
             loops.check(result)
             result = caches.result(result, self.trace.tensors)
+            if self.order.last is not None:
+                result = Ordered(result, self.order.last)
             self.returned([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result)])
             return result
 
@@ -240,7 +246,7 @@ class _Capture:
     data_ranks: int
     followed: Followed
     notes: list[str] = field(default_factory=list)
-    eager_notes: dict[str, str] = field(default_factory=dict)
+    eager_notes: dict[tuple[str, str], str] = field(default_factory=dict)
     requires_grad: list[bool] = field(default_factory=list)  # of each leaf of what the last trace returned
     trace: Trace = field(init=False)
     in_spec: pytree.TreeSpec = field(init=False)
@@ -263,7 +269,9 @@ class _Capture:
         for message in dict.fromkeys(self.notes):
             program.note("capture", message)
         inside = f"{self.part}." if self.part else ""
-        program.notes += [Note("eager", t, fqn) for fqn, t in self.eager_notes.items() if f"{fqn}.".startswith(inside)]
+        for (topic, fqn), text in self.eager_notes.items():
+            if f"{fqn}.".startswith(inside):
+                program.notes.append(Note(topic, text, fqn))
         return program
 
     # -- exporting
@@ -349,12 +357,14 @@ class _Capture:
         self.root.note = notes.append
         self.root.returned = functools.partial(setattr, self, "requires_grad")
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
-        told = lambda text, fqn: self.eager_notes.update({fqn: text})  # noqa: E731
+        told = lambda topic, text, fqn: self.eager_notes.update({(topic, fqn): text})  # noqa: E731
         self.trace = self.root.trace = Trace(self.root.model, self.followed, self.eager)
+        model = self.root.model
+        unhooked = [model.get_submodule(self.part)] if self.root.calls_forward or self.part else []
         with (
             _without_ambient_modes(),
             prepared(
-                self.root.model,
+                model,
                 fake_mode,
                 self.device,
                 self.stand_ins,
@@ -362,6 +372,8 @@ class _Capture:
                 self.eager,
                 told,
                 self.trace.reads,
+                self.root.order,
+                unhooked,
             ),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)

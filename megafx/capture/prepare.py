@@ -21,7 +21,6 @@ import re
 import sys
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
+from torch.nn.modules import module as of_all
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
@@ -43,6 +43,7 @@ from megafx.capture.functions import (
     checkpointing_of_capture,
     classes_bound_early,
 )
+from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.capture.program import ROOT
@@ -50,7 +51,8 @@ from megafx.capture.reads import Reads, unrepeatable
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.source_lines import current_user_line, is_user_file
-from megafx.ops.eager_call import LeftEager, matching
+from megafx.ops.eager_call import LeftEager, Order, matching
+from megafx.ops.hook_call import Around
 
 Note = Callable[[str], None]
 
@@ -92,7 +94,12 @@ class Replacement(NamedTuple):
 
 
 def replacements(
-    model: nn.Module, note: Note, eager: Sequence[LeftEager], draws: LayerDraws, reads: Reads | None = None
+    model: nn.Module,
+    note: Note,
+    eager: Sequence[LeftEager],
+    draws: LayerDraws,
+    reads: Reads | None = None,
+    hooks: Sequence[Around] = (),
 ) -> list[Replacement]:
     """The table. A later line may replace what an earlier one has put in place."""
     from torch._export import non_strict_utils  # importing megafx need not import it
@@ -151,7 +158,10 @@ def replacements(
     table += [Replacement(*found, why) for found in CachesLeftOut(note).replacements(model)]
 
     why = "Config.eager_modules: a call is one node"
-    table += [Replacement(each.module, "forward", each.forward_for, why) for each in eager]
+    table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in eager]
+
+    why = "hooks run in each call: a call of them is one node"
+    table += [Replacement(each.module, "_call_impl", each.call_for, why) for each in hooks]
 
     reads = reads or Reads(model)
     why = "what forward reads and writes of Python objects is noted, for a graph serves calls with the same state alone"
@@ -161,7 +171,7 @@ def replacements(
 
     why = "layerdrop: the draw chooses between the layer's input and its output"
     for fqn, layer in droppable_layers(model):
-        table += [Replacement(layer, "forward", functools.partial(draws.forward_for, fqn), why)]
+        table += [Replacement(layer, "_call_impl", functools.partial(draws.forward_for, fqn), why)]
     return table
 
 
@@ -290,34 +300,43 @@ def prepared(
     stand_ins: Mapping[str, Tensor],
     note: Note,
     eager: Sequence[str] = (),
-    note_eager: Callable[[str, str], None] = lambda text, fqn: None,
+    note_eager: Callable[[str, str, str], None] = lambda topic, text, fqn: None,
     reads: Reads | None = None,
+    order: Order | None = None,
+    unhooked: Sequence[nn.Module] = (),
 ) -> Iterator[None]:
     """Within: parameters and buffers are fakes on `device`, and the table of `replacements` holds. After: all as before.
 
-    eager: globs of submodules that are one node each. note_eager(text, fqn): told what they are, once the trace is done.
-    reads: notes what forward reads and writes.
+    eager: globs of submodules that are one node each. note_eager(topic, text, fqn): told what they are, and which modules have
+    hooks, once the trace is done. reads: notes what forward reads and writes. order: of the hooks. unhooked: modules whose own
+    hooks the caller runs.
     """
     with _LOCK:
         configs = configs_of(model)
         saved = [(x, dict(vars(x))) for x in (*model.modules(), *configs)]
         # The modules' own containers: parameters, buffers, hooks (transformers installs some in forward), lists.
         containers = [c for m in model.modules() for c in vars(m).values() if isinstance(c, (dict, set, list))]
+        containers += [getattr(of_all, f"_global{name}") for name in HOOK_TABLES]
         contents = [copy.copy(container) for container in containers]
         try:
             for config in configs:
                 _prepare_config(config, model, note)
             _prepare_modules(model, note)
             left = [LeftEager(module, fqn) for fqn, module in matching(model, eager).items()]
+            inside = [m for each in left for m in each.module.modules()]
+            hooks = around(model, hooked_modules(model, {*inside, *unhooked}), order or Order())
             _make_fake(model, fake_mode, device, stand_ins)
             draws = LayerDraws(device, note)
             dropping = any(True for _ in droppable_layers(model))
-            table = replacements(model, note, left, draws, reads)
+            table = replacements(model, note, left, draws, reads, hooks)
             with replaced(table), following(draws if dropping else None):
                 yield
             whole = sum(p.numel() for p in model.parameters())
             for each in left:
-                note_eager(each.note(whole), each.fqn)
+                note_eager("eager", each.note(whole), each.fqn)
+            for border in hooks:
+                text = "hooks of this module run at its border in each call, on whole tensors, on every rank"
+                note_eager("hooks", text, border.fqn)
         finally:
             if reads is not None:
                 reads.undo()
@@ -415,17 +434,3 @@ def target_device(model: nn.Module, leaves: list[Any]) -> torch.device:
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-@contextlib.contextmanager
-def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Within, calls of the module run none of its own hooks."""
-    tables = {name: vars(module)[name] for name in HOOK_TABLES}
-    vars(module).update({name: OrderedDict() for name in tables})
-    try:
-        yield
-    finally:
-        vars(module).update(tables)

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
-from megafx.capture.caches import CacheKey
+from megafx.capture.caches import ORDER_KEY, CacheKey, OutputKey
 from megafx.capture.functions import region_of
 from megafx.capture.tensor_hooks import gradient_in_forward
 from megafx.errors import CaptureError, or_leave_eager
@@ -140,8 +140,13 @@ def name_outputs(
     outputs: list[Output] = []
     leaves: list[OutputLeaf] = []
     kept: list[fx.Node] = []
+    order: Any = None
     for path, value, needs in zip(paths, values, requires_grad, strict=True):
-        if isinstance(value, fx.Node):
+        if path and path[-1] == ORDER_KEY:
+            leaves.append(OutputLeaf(-1))
+            order = value
+        elif isinstance(value, fx.Node):
+            path = tuple(key for key in path if not isinstance(key, OutputKey))
             last = path[-1] if path else None
             in_cache = last.key if isinstance(last, CacheKey) else ""
             written = path[:1] == (pytree.GetAttrKey("written"),)
@@ -156,6 +161,9 @@ def name_outputs(
                 kept.append(value)
         else:
             leaves.append(OutputLeaf(-1, value))
+    if order is not None:
+        outputs.append(Output("order", "order"))
+        kept.append(order)
     node.args = (tuple(kept),)
     return outputs, tuple(leaves)
 
@@ -164,7 +172,7 @@ def output_path(path: Sequence[Any]) -> str:
     """Key path of an output -> 'loss', '[0]', 'hidden_states[1]'; '' is the output itself."""
     text = ""
     for key in path:
-        if key == pytree.GetAttrKey("output") and key is path[0]:  # caches.Updated: what the model returns
+        if isinstance(key, OutputKey):  # what the model returns
             continue
         if isinstance(key, pytree.SequenceKey):
             text += f"[{key.idx}]"
@@ -194,6 +202,7 @@ def mark_losses(program: Program) -> None:
     active = active_nodes(program)
     values = [(node, node.meta.get(VAL)) for node in program.results()]
     scalars = [i for i, (n, v) in enumerate(values) if isinstance(v, torch.Tensor) and v.dim() == 0 and n in active]
+    scalars = [i for i in scalars if program.outputs[i].kind == "user"]
     scalars = [i for i in scalars if values[i][0].op != "placeholder"]
     if any(o.requires_grad for o in program.outputs):
         scalars = [i for i in scalars if program.outputs[i].requires_grad]

@@ -21,6 +21,7 @@ from megafx.errors import UsageError
 from megafx.ir.call_spec import no_autocast
 from megafx.ir.program import Program, Saved
 from megafx.ops import collectives  # noqa: F401  registers pad_rows
+from megafx.ops.tapes import is_handle
 
 
 class LazyOutputs:
@@ -124,7 +125,8 @@ class Kept:
         self.packed = True
         self.versions = [(i, version) for i, version in self.versions if i < self.inputs]
         made = self.values[self.inputs :]
-        self.values[self.inputs :] = [_Packed(x, pack, unpack) if isinstance(x, torch.Tensor) else x for x in made]
+        packed = (isinstance(x, torch.Tensor) and not is_handle(x) for x in made)
+        self.values[self.inputs :] = [_Packed(x, pack, unpack) if p else x for x, p in zip(made, packed, strict=True)]
 
     def watch(self, parameter: torch.Tensor, saved: Saved) -> None:
         """Backward refuses to run once it has changed. (A change of a DTensor does not count as one of its local tensor.)"""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import CellType
 from typing import Any, cast
 
 import torch
@@ -48,11 +49,36 @@ def parameter_slots(model: nn.Module) -> Iterator[tuple[str, Slot]]:
 
 
 def as_parameter(tensor: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    """A parameter of `tensor` with the attributes that users set on `like`."""
+    """A parameter of `tensor` with the attributes and the hooks that users set on `like`; handles of the hooks stay valid."""
     param = nn.Parameter(tensor, requires_grad=like.requires_grad)
     for name, value in vars(like).items():
         setattr(param, name, value)
+    for table in _HOOK_TABLES:
+        hooks = getattr(like, table, None)
+        for hook in (hooks or {}).values():
+            if any(x is like for x in _held_by(hook)):
+                raise UsageError(
+                    "a hook on a parameter holds the parameter as it is before megafx.parallelize, which replaces it",
+                    fix="register the hook after megafx.parallelize, or use what it is called with",
+                )
+        if hooks is not None:
+            setattr(param, table, hooks)
     return param
+
+
+_HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _held_by(hook: Any) -> list[Any]:
+    """What a function holds: contents of its closure, defaults, arguments of a partial, the object of a method."""
+    function = getattr(hook, "func", getattr(hook, "__func__", hook))
+    cells = getattr(function, "__closure__", None) or ()
+    found = [c.cell_contents for c in cells if c != CellType()]
+    found += [
+        *(getattr(function, "__defaults__", None) or ()),
+        *(getattr(function, "__kwdefaults__", None) or {}).values(),
+    ]
+    return [*found, *getattr(hook, "args", ()), getattr(hook, "__self__", None)]
 
 
 class MainGradParameter(nn.Parameter):

@@ -79,10 +79,11 @@ class Output:
     the identity R -> I. lazy: it may be computed when somebody first reads it (lazy_outputs). requires_grad: whether it does in
     eager mode, where the call was captured with gradients.
     cache: path inside of a key-value cache that the call returns or changes ('' where it is none). written: forward leaves it
-    in a Python object (its name says where), and does not return it.
+    in a Python object (its name says where), and does not return it. An 'order' keeps calls with effects in the graph
+    (ops/eager_call.py).
     """
 
-    kind: Literal["user", "mutation", "gradient", "saved"]
+    kind: Literal["user", "mutation", "gradient", "saved", "order"]
     name: str
     loss: bool = False
     placement: Placement | None = None

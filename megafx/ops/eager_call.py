@@ -2,11 +2,12 @@
 
 A call of such a module is one node of the graph:
 
-    megafx.eager_call(Tensor[] inputs and parameters, seed, op id, key) -> Tensor[]
+    megafx.eager_call(Tensor[] inputs and parameters, after, seed, op id, key) -> Tensor[]
 
 which runs the module's own code when the graph runs. It has no sharding rule: every rank computes it alike, on whole operands,
-and has complete gradients of its parameters. Its gradient runs the module once more, with autograd: buffers must not change,
-and random numbers come from the seed of the step.
+and has complete gradients of its parameters. Autograd differentiates it, from a tape (ops/tapes.py): the second result is its
+handle. Random numbers come from the seed of the step. The first result is for order: a call that takes that of another runs
+after it.
 
 Export has to know the sizes of its results: the module is run twice, on made-up inputs of two sets of sizes. A dim of a result
 is a product of dims of the inputs, times a number, that holds for both.
@@ -21,7 +22,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
 import torch
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megafx.errors import CaptureError, ConfigError, UsageError
 from megafx.ir.call_spec import ambient_autocast
+from megafx.ops import tapes
 
 MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
 _library = torch.library.Library("megafx", "FRAGMENT")
@@ -52,8 +54,9 @@ class ResultSize:
 class EagerCall:
     """One call of one module. The first tensors are leaves of (args, kwargs), the others its parameters.
 
-    leaves: of the arguments, with None where a tensor goes. results: dtype and sizes of each tensor that it returns, and what
-    stands in the other places of its output. random: whether it draws numbers.
+    leaves: of the arguments, with None where a tensor goes. wanted: which of the tensors require a gradient. results: dtype and
+    sizes of each tensor that it returns. out_leaves: its output, with None where a tensor goes. random: whether it draws
+    numbers.
     """
 
     module: weakref.ReferenceType[nn.Module]
@@ -62,15 +65,30 @@ class EagerCall:
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     autocast: tuple[dict[str, Any], ...]
+    wanted: tuple[bool, ...] = ()
     results: tuple[tuple[torch.dtype, tuple[ResultSize, ...]], ...] = ()
     out_spec: pytree.TreeSpec | None = None
     out_leaves: tuple[Any, ...] = ()
     random: bool = False
 
-    def run(self, tensors: Sequence[Tensor], buffers: dict[str, Tensor] | None = None) -> Any:
-        """The module's output, with these tensors as inputs and parameters."""
+    copies: ClassVar[bool] = False  # whether the code gets copies of the tensors
+
+    def found(self) -> nn.Module:
         module = self.module()
         assert module is not None, f"the model that '{self.fqn}' belongs to is gone"
+        return module
+
+    def refuse(self, result: str, traced: str) -> UsageError:
+        """The error for a result that is not what the graph was made for."""
+        return UsageError(
+            f"a module that is left eager returned {result}, in the trace {traced}",
+            module=self.fqn,
+            fix="only modules whose results have sizes that the inputs decide can be left eager",
+        )
+
+    def run(self, tensors: Sequence[Tensor], buffers: dict[str, Tensor] | None = None) -> Any:
+        """The module's output, with these tensors as inputs and parameters."""
+        module = self.found()
         values = iter(tensors)
         args, kwargs = pytree.tree_unflatten([next(values) if x is None else x.value for x in self.leaves], self.spec)
         own = {n: b.clone() for n, b in module.named_buffers()} if buffers is None else buffers
@@ -83,7 +101,7 @@ class EagerCall:
         for name, before in versions.items():
             if own[name]._version != before:
                 raise UsageError(
-                    f"this module is left eager and changes its buffer '{name}', which would happen twice in training",
+                    f"this module is left eager and changes its buffer '{name}', which would be lost",
                     module=self.fqn,
                     fix="let it return the new value, or capture the module",
                 )
@@ -120,19 +138,19 @@ class LeftEager:
         self.module, self.fqn, self.calls = module, fqn, 0
         self.buffers = dict(module.named_buffers())  # as they are before capture makes fakes of them
 
-    def forward_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What the module's forward is while a model is traced."""
+    def call_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What a call of the module is while a model is traced. Its hooks run in the node."""
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            vars(self.module)["forward"] = original
+        def called(*args: Any, **kwargs: Any) -> Any:
+            replaced = vars(self.module).pop("_call_impl")
             try:
                 call, tensors = _probed_call(self.module, self.fqn, self.buffers, args, kwargs)
             finally:
-                vars(self.module)["forward"] = forward
+                vars(self.module)["_call_impl"] = replaced
             self.calls += 1
             return as_node(call, tensors)
 
-        return forward
+        return called
 
     def note(self, whole: int) -> str:
         """What was left eager. whole: the number of the model's parameters."""
@@ -153,8 +171,9 @@ def _probed_call(
     inputs = [x for x in leaves if isinstance(x, Tensor)]
     parameters = dict(module.named_parameters())
     constants = tuple(None if isinstance(x, Tensor) else Constant(x) for x in leaves)
-    call = EagerCall(weakref.ref(module), fqn, spec, constants, tuple(parameters), tuple(ambient_autocast()))
     tensors = [*inputs, *parameters.values()]
+    names, autocast = tuple(parameters), tuple(ambient_autocast())
+    call = EagerCall(weakref.ref(module), fqn, spec, constants, names, autocast, differentiable(tensors))
     return _probed(call, tensors, buffers), tensors
 
 
@@ -163,11 +182,27 @@ def eager_call_of(module: nn.Module, name: str, args: tuple[Any, ...]) -> Any:
     return as_node(*_probed_call(module, name, {}, args, {}))
 
 
-def as_node(call: EagerCall, tensors: list[Tensor]) -> Any:
-    """The results of a node that makes this call."""
+def differentiable(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which of these require a gradient where they are used now."""
+    return tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
+
+
+class Order:
+    """The order of calls with effects: each takes what the one before gave. last: of the last one."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+
+def as_node(call: EagerCall, tensors: list[Tensor], order: Order | None = None) -> Any:
+    """The results of a node that makes this call. order: it runs after the last call of that."""
     key = f"{call.fqn}@{next(_numbers)}"
     _calls[key] = call
-    values = iter(torch.ops.megafx.eager_call(tensors, None, 0 if call.random else -1, key))
+    after = None if order is None else order.last
+    first, _, *results = torch.ops.megafx.eager_call(tensors, after, None, 0 if call.random else -1, key)
+    if order is not None:
+        order.last = first
+    values = iter(results)
     assert call.out_spec is not None
     return pytree.tree_unflatten([next(values) if x is None else x.value for x in call.out_leaves], call.out_spec)
 
@@ -269,78 +304,75 @@ def _drawing(call: EagerCall, seed: Tensor | None, op_id: int, tensors: Sequence
         yield
 
 
-def _forward(tensors: list[Tensor], seed: Tensor | None, op_id: int, key: str) -> list[Tensor]:
+def _forward(tensors: list[Tensor], after: Tensor | None, seed: Tensor | None, op_id: int, key: str) -> list[Tensor]:
     call = _calls[key]
-    with torch.no_grad(), _drawing(call, seed, op_id, tensors):
-        results = [x for x in pytree.tree_leaves(call.run(tensors)) if isinstance(x, Tensor)]
-    for result, (dtype, sizes) in zip(results, call.results, strict=True):
-        wanted = tuple(size.of(tensors) for size in sizes)
-        if (result.dtype, tuple(result.shape)) != (dtype, wanted):
-            raise UsageError(
-                f"a module that is left eager returned {result.dtype} {tuple(result.shape)}, in the trace {dtype} {wanted}",
-                module=call.fqn,
-                fix="only modules whose results have sizes that the inputs decide can be left eager",
-            )
-    given = {x.untyped_storage().data_ptr() for x in tensors}
-    return [x.contiguous().clone() if x.untyped_storage().data_ptr() in given else x.contiguous() for x in results]
+    with _drawing(call, seed, op_id, tensors):
+        output, results, handle = tapes.record(call.run, tensors, call.wanted, copy=call.copies, fqn=call.fqn)
+    wanted = [(dtype, tuple(size.of(tensors) for size in sizes)) for dtype, sizes in call.results]
+    if pytree.tree_structure(output) != call.out_spec:
+        raise call.refuse(str(pytree.tree_structure(output)), str(call.out_spec))
+    for result, (dtype, shape) in zip(results, wanted, strict=True):
+        if (result.dtype, tuple(result.shape)) != (dtype, shape):
+            raise call.refuse(f"{result.dtype} {tuple(result.shape)}", f"{dtype} {shape}")
+    for value, traced in zip(pytree.tree_leaves(output), call.out_leaves, strict=True):
+        if isinstance(value, Tensor) != (traced is None) or (traced is not None and not _same(value, traced.value)):
+            raise call.refuse(repr(value)[:100], "a tensor" if traced is None else repr(traced.value)[:100])
+    with torch.no_grad():
+        given = {x.untyped_storage().data_ptr() for x in tensors}
+        results = [x.detach().contiguous() for x in results]
+        own = [x.clone() if call.copies or x.untyped_storage().data_ptr() in given else x for x in results]
+    return [torch.zeros((), dtype=torch.int64), handle, *own]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or isinstance(b, torch.SymInt) or (type(a) is type(b) and bool(a == b))
 
 
 def _backward(
-    grads: list[Tensor],
-    of: list[int],
-    wanted: list[int],
-    tensors: list[Tensor],
-    seed: Tensor | None,
-    op_id: int,
-    key: str,
+    grads: list[Tensor], of: list[int], wanted: list[int], tensors: list[Tensor], handle: Tensor, key: str
 ) -> list[Tensor]:
-    call = _calls[key]
-    leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
-    with torch.enable_grad(), _drawing(call, seed, op_id, tensors):
-        results = [x for x in pytree.tree_leaves(call.run(leaves)) if isinstance(x, Tensor)]
-    pairs = [(results[i], g) for i, g in zip(of, grads, strict=True) if results[i].requires_grad]
-    into = [leaves[i] for i in wanted]
-    if not pairs:
-        return [torch.zeros_like(x) for x in into]
-    found = torch.autograd.grad([r for r, _ in pairs], into, [g for _, g in pairs], allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in zip(into, found, strict=True)]
+    found = tapes.gradients(handle, grads, of, wanted)
+    given = {x.untyped_storage().data_ptr() for x in grads}
+    made = [torch.zeros_like(tensors[i]) if g is None else g.detach() for i, g in zip(wanted, found, strict=True)]
+    return [x.contiguous().clone() if x.untyped_storage().data_ptr() in given else x.contiguous() for x in made]
 
 
-def _fake_results(tensors: list[Tensor], seed: Tensor | None, op_id: int, key: str) -> list[Tensor]:
+def _fake_results(
+    tensors: list[Tensor], after: Tensor | None, seed: Tensor | None, op_id: int, key: str
+) -> list[Tensor]:
     shapes = [(dtype, [size.of(tensors) for size in sizes]) for dtype, sizes in _calls[key].results]
-    return [torch.empty(shape, dtype=dtype, device=tensors[0].device) for dtype, shape in shapes]
+    numbers = [torch.empty((), dtype=torch.int64) for _ in range(2)]
+    return [*numbers, *(torch.empty(shape, dtype=dtype, device=tensors[0].device) for dtype, shape in shapes)]
 
 
 def _fake_gradients(
-    grads: list[Tensor], of: list[int], wanted: list[int], tensors: list[Tensor], *rest: Any
+    grads: list[Tensor], of: list[int], wanted: list[int], tensors: list[Tensor], handle: Tensor, key: str
 ) -> list[Tensor]:
     return [torch.empty(tensors[i].shape, dtype=tensors[i].dtype, device=tensors[i].device) for i in wanted]
 
 
 def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, seed, ctx.op_id, ctx.key = inputs
+    tensors, _, _, _, ctx.key = inputs
     ctx.wanted = [i for i, x in enumerate(tensors) if x.requires_grad]
-    ctx.save_for_backward(*tensors, *([] if seed is None else [seed]))
-    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, output[1])
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    saved = [*ctx.saved_tensors]
-    tensors, seed = saved[: ctx.count], (saved[ctx.count] if len(saved) > ctx.count else None)
-    of = [i for i, g in enumerate(grads) if g is not None]
-    given = [g for g in grads if g is not None]
-    into: list[Tensor | None] = [None] * ctx.count
+    *tensors, handle = ctx.saved_tensors
+    of = [i for i, g in enumerate(grads[2:]) if g is not None]
+    given = [g for g in grads[2:] if g is not None]
+    into: list[Tensor | None] = [None] * len(tensors)
     if given and ctx.wanted:
         op = torch.ops.megafx.eager_call_backward
-        for i, g in zip(ctx.wanted, op(given, of, ctx.wanted, tensors, seed, ctx.op_id, ctx.key), strict=True):
+        for i, g in zip(ctx.wanted, op(given, of, ctx.wanted, tensors, handle, ctx.key), strict=True):
             into[i] = g
-    return into, None, None, None
+    return into, None, None, None, None
 
 
-_CALL = "Tensor[] tensors, Tensor? seed, int op_id, str key"
+_BACK = "Tensor[] grads, int[] of, int[] wanted, Tensor[] tensors, Tensor handle, str key"
 for _name, _taken, _implementation, _fake in (
-    ("eager_call", _CALL, _forward, _fake_results),
-    ("eager_call_backward", f"Tensor[] grads, int[] of, int[] wanted, {_CALL}", _backward, _fake_gradients),
+    ("eager_call", "Tensor[] tensors, Tensor? after, Tensor? seed, int op_id, str key", _forward, _fake_results),
+    ("eager_call_backward", _BACK, _backward, _fake_gradients),
 ):
     _library.define(f"{_name}({_taken}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")

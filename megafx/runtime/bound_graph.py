@@ -7,6 +7,7 @@ tensors without DTensor dispatch; each gradient is wrapped once with the paramet
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -36,6 +37,7 @@ from megafx.errors import LostRankError, UsageError
 from megafx.ir.call_spec import CallSpec
 from megafx.ir.program import VAL, Program, Saved
 from megafx.ir.python_state import Place
+from megafx.ops.tapes import Running, check_all_taken, running
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import Placement
 from megafx.runtime.cache_shard import CacheShard
@@ -200,6 +202,7 @@ class BoundGraph:
         lines += ["one dropout mask for all: "] if self.one_mask else []
         lines += [x for x in about.splitlines() if x.startswith(AUTOCAST)] if lines else []
         self.schedule = "\n".join(lines)
+        self.ranks = 1 if state.meshes.tensor is None else state.meshes.tensor.size()
         self.tables = TableGuard(state.model, program.assumed)
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.outputs = [o for o in program.outputs if o.kind != "gradient"]
@@ -218,6 +221,8 @@ class BoundGraph:
         self.wrt_names = [i.name if i.kind == "param" else None for i in (self.inputs[k] for k in compiled.wrt)]
         self.slot_of = {i: slots[x.name] for i, x in enumerate(self.inputs) if x.kind == "param"}
         self.losses = [i for i, o in enumerate(self.outputs) if o.loss]
+        self.last: _Step | None = None  # the last call with tapes, until its backward: its output may be dropped before
+        self.tapes = any(n.target is torch.ops.megafx.eager_call.default for n in program.graph.nodes)
         self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
         self.connected = [*compiled.differentiated, *compiled.beside]  # outputs that autograd knows of
         # Outputs of which each data-parallel rank has its own rows, where gradients of the ranks are added: what users compute
@@ -270,11 +275,19 @@ class BoundGraph:
         if compiled.wrt and torch.is_grad_enabled():
             wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
             step = _Step(self, inputs, call)
-            for index, output in zip(self.connected, _Run.apply(step, *wrt), strict=True):
-                step.outputs[index] = output
-            outputs = step.outputs
+            if self.tapes:  # code that it calls may keep tensors, and the user differentiate them: backward runs last
+                step.wrt, self.last = wrt, step
+                step.run.anchor = _Anchor.apply(step, *wrt)
+                results = _Outputs.apply(step, step.run.anchor)
+                step.run.anchor = None
+            else:
+                results = _Run.apply(step, *wrt)
+            outputs, step.outputs = step.outputs, []
+            for index, output in zip(self.connected, results, strict=True):
+                outputs[index] = output
         else:
-            outputs = self.finish(self.executable.forward(inputs)[0], call)
+            with running(Running(ranks=self.ranks)) if self.tapes else contextlib.nullcontext():
+                outputs = self.finish(self.executable.forward(inputs)[0], call)
         results = compiled.spec.unflatten(self._results(outputs, user))
         return give_back(results, call.caches, compiled.spec.state)
 
@@ -417,6 +430,11 @@ class BoundGraph:
                 fix="such models on one rank (tensor_model_parallel_size=1) compute it in eager mode; else call backward() or "
                 "torch.autograd.grad() without create_graph=True",
             )
+        if any(o.kind == "order" for o in self.outputs):
+            raise UsageError(
+                f"{where}: it is computed in eager mode, and hooks on modules would run once more",
+                fix="remove the hooks for calls whose gradients are differentiated again",
+            )
         if any(spec.kind == "seed" for spec in self.inputs):
             raise UsageError(
                 f"{where}: it is computed in eager mode, whose dropout draws other masks than the graph's",
@@ -513,13 +531,78 @@ class _Again:
 
 
 class _Step:
-    """What one call hands to `_Run`. outputs: all of the graph's, filled by forward."""
+    """One call, from its forward to its backward. outputs: all of the graph's. kept: what forward keeps. layouts: of those
+    outputs that bring a tangent, where they are DTensors. run: what code that the graph calls is given (ops/tapes.py)."""
 
     def __init__(self, graph: BoundGraph, inputs: list[Any], call: Call) -> None:
-        self.graph, self.inputs, self.call = graph, inputs, call
+        self.graph, self.inputs = graph, inputs
+        self.call: Call | None = call
+        self.wrt: Sequence[torch.Tensor] = ()
         self.outputs: list[Any] = []
         boards = graph.state.boards
         self.numbers = graph.state.step - 1, 0 if boards is None else boards.shared
+        self.kept: Any = None
+        self.again: _Again | None = None
+        self.layouts: list[TPTensor | None] = []
+        self.run = Running(ranks=graph.ranks)
+        self.tangents: list[Any] = []
+
+    def forward(self, wrt: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The outputs that autograd knows of."""
+        graph, call = self.graph, self.call
+        assert call is not None
+        self.again = _Again(graph, self.inputs, wrt) if graph.compiled.beside else None
+        with running(self.run) if graph.tapes else contextlib.nullcontext():
+            outputs, self.kept = graph.executable.forward(self.inputs)
+        graph.watch_parameters(self.kept)
+        if (hooks := _top_saved_tensors_default_hooks(False)) is not None:
+            self.kept.pack(*hooks)
+        self.inputs = []
+        self.outputs = graph.finish(outputs, call)
+        graph.state.check_finite("the loss is", [(graph.outputs[i].name, self.outputs[i]) for i in graph.losses])
+        results = tuple(self.outputs[i] for i in graph.connected)
+        self.layouts = [o if isinstance(o, TPTensor) else None for o in results]
+        return results
+
+    def backward(self, tangents: Sequence[Any], edges: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
+        """Gradients of `wrt`. edges: where autograd sends each; specs: of those that are DTensors."""
+        graph = self.graph
+        if torch.is_grad_enabled():
+            if self.call is None:
+                raise freed()
+            return graph.gradients_with_graph(self.kept, self.call, self.again, tangents)
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        boards, again, call = graph.state.boards, self.again, self.call
+        own = len(graph.compiled.differentiated)
+        beside = any(x is not None for x in tangents[own:])
+        if beside and (again is None or call is None):
+            raise freed()
+        try:
+            with stopping_with_others("backward"):
+                about = f"backward of outputs beside the loss\n{graph.about}" if beside else graph.about
+                if boards is not None:
+                    step, shared = self.numbers
+                    boards.backward(graph, step, shared, graph.state.held.now, about)
+                if beside:
+                    assert again is not None and call is not None
+                    again.check()
+                    by_output = dict(zip(graph.connected, tangents, strict=True))
+                    gradients = graph.differentiable.recompute(again, call, by_output, edges)
+                else:
+                    given = graph.local_tangents(tangents[:own], self.layouts[:own])
+                    gradients = graph.backward(self.kept, given, retain, edges)
+                graph.check_gradients(gradients)
+        except LostRankError:
+            if boards is not None:
+                boards.explain()
+            raise
+        check_all_taken(self.run.returned)
+        if not retain:
+            self.again = self.call = None
+            graph.last = None if graph.last is self else graph.last
+            self.kept.values = []
+        of = zip(gradients, specs, strict=True)
+        return [g if s is None or g is None else wrap(g, spec_of(s, g.dtype)) for g, s in of]
 
 
 class _Run(torch.autograd.Function):
@@ -527,58 +610,54 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> tuple[Any, ...]:
-        graph = step.graph
-        ctx.again = _Again(graph, step.inputs, wrt) if graph.compiled.beside else None
-        ctx.call = step.call
-        outputs, ctx.kept = graph.executable.forward(step.inputs)
-        graph.watch_parameters(ctx.kept)
-        if (hooks := _top_saved_tensors_default_hooks(False)) is not None:
-            ctx.kept.pack(*hooks)
-        step.inputs = []
-        step.outputs = graph.finish(outputs, step.call)
-        graph.state.check_finite("the loss is", [(graph.outputs[i].name, step.outputs[i]) for i in graph.losses])
-        results = tuple(step.outputs[i] for i in graph.connected)
-        ctx.graph, ctx.numbers = graph, step.numbers
+        results = step.forward(wrt)
+        ctx.step = step
         ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
-        ctx.layouts = [o if isinstance(o, TPTensor) else None for o in results]
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        graph: BoundGraph = ctx.graph
-        if torch.is_grad_enabled():
-            return None, *graph.gradients_with_graph(ctx.kept, ctx.call, ctx.again, tangents)
-        retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        boards, again = graph.state.boards, ctx.again
-        own = len(graph.compiled.differentiated)
-        beside = any(x is not None for x in tangents[own:])
-        if beside and again is None:
-            raise freed()
-        try:
-            with stopping_with_others("backward"):
-                about = f"backward of outputs beside the loss\n{graph.about}" if beside else graph.about
-                edges = [edge for edge, _ in ctx.next_functions]
-                if boards is not None:
-                    step, shared = ctx.numbers
-                    boards.backward(graph, step, shared, graph.state.held.now, about)
-                if beside:
-                    again.check()
-                    by_output = dict(zip(graph.connected, tangents, strict=True))
-                    gradients = graph.differentiable.recompute(again, ctx.call, by_output, edges)
-                else:
-                    given = graph.local_tangents(tangents[:own], ctx.layouts[:own])
-                    gradients = graph.backward(ctx.kept, given, retain, edges)
-                graph.check_gradients(gradients)
-        except LostRankError:
-            if boards is not None:
-                boards.explain()
-            raise
-        if not retain:
-            ctx.again = ctx.call = None
-            ctx.kept.values = []
-        of = zip(gradients, ctx.specs, strict=True)
-        return (None, *[g if s is None or g is None else wrap(g, spec_of(s, g.dtype)) for g, s in of])
+        return (None, *ctx.step.backward(tangents, [edge for edge, _ in ctx.next_functions], ctx.specs))
+
+
+class _Outputs(torch.autograd.Function):
+    """The forward graph; what its outputs bring waits for `_Anchor`, which autograd runs after all that hangs on it."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, anchor: torch.Tensor) -> tuple[Any, ...]:
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        wrt, step.wrt = step.wrt, ()
+        return step.forward(wrt)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        ctx.step.tangents = list(tangents)
+        return None, None
+
+
+class _Anchor(torch.autograd.Function):
+    """The backward graph."""
+
+    @staticmethod
+    def forward(ctx: Any, step: _Step, *wrt: torch.Tensor) -> torch.Tensor:
+        # What code keeps hangs on this function, and tapes, which the step owns, are made of it.
+        ctx.step = weakref.ref(step)
+        ctx.specs = [w._spec if isinstance(w, TPTensor) else None for w in wrt]
+        ctx.set_materialize_grads(False)
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        step: _Step | None = ctx.step()
+        if step is None:
+            raise UsageError(
+                "a loss of what hooks recorded in an earlier call, whose output is gone",
+                fix="keep the output of the call until backward, or call backward before the next call",
+            )
+        tangents, step.tangents = step.tangents or [None] * len(step.layouts), []
+        return (None, *step.backward(tangents, [edge for edge, _ in ctx.next_functions], ctx.specs))
 
 
 def _local_tangent(tangent: Any, output: TPTensor | None) -> Any:

@@ -54,6 +54,9 @@ def compile_call(call: Call, is_training: bool, capture: Capture, planner: Plann
     shards = {n: x.placement for n, x in zip(call.names(), call.leaves, strict=True) if isinstance(x, CacheShard)}
     general = replace(planner, fixed=stored | shards)
     captured = planned if planned is not None and is_training else capture(False)
+    if any(o.kind == "order" for o in captured.outputs):  # hooks: the call cannot be computed once more
+        planner = replace(planner, config=planner.config.replace(differentiable_outputs=True))
+        general = replace(general, config=planner.config)
     kept = captured.copy() if _gives_more_than_a_loss(captured, planner) else None
     if captured is planned:
         planner = replace(planner, fixed=stored, given=settled.plan, agree=None)

@@ -1,19 +1,21 @@
 """Submodules of a parallelized model, whose flat graph has no submodule calls.
 
-A direct call of a submodule that holds shards runs a graph of its own. New hooks on submodules are refused, and so is
-wrapping the model in DDP or `fully_shard`.
+A direct call of a submodule that holds shards runs a graph of its own. Hooks on submodules are watched: another set of them
+needs another graph (capture/hooks.py). Wrapping the model in DDP or `fully_shard` is refused.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as of_all
 
-from megafx.capture.prepare import HOOK_TABLES
+from megafx.capture.hooks import HOOK_TABLES, hooked_modules, refuse_dispatch
 from megafx.errors import UsageError
 
 DATA_PARALLEL = (
@@ -27,24 +29,33 @@ def data_parallel_error(wrapper: str) -> UsageError:
 
 
 class HookTable(OrderedDict[int, Any]):
-    """The hooks of one submodule. New ones are refused, except during capture."""
+    """The hooks of one kind on one module. A change of it, or its end, makes a call look again (`Hooked`)."""
 
-    def __init__(self, fqn: str, open_now: Callable[[], bool], hooks: Any = ()) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
         super().__init__()
-        self.fqn, self.open_now = fqn, open_now
-        for key, hook in dict(hooks).items():
-            super().__setitem__(key, hook)
+        self.changed = changed
 
     def __setitem__(self, key: int, hook: Any) -> None:
-        if not self.open_now():
-            if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed"):
-                raise data_parallel_error("fully_shard")
-            raise UsageError(
-                "a hook on a submodule of a parallelized model would never run: the whole model is one graph",
-                module=self.fqn,
-                fix="register it on the root model, or on parameters (register_hook, register_post_accumulate_grad_hook)",
-            )
+        owner = type(getattr(hook, "__self__", None))
+        if owner.__module__.startswith("torch.distributed") or owner.__name__ == "FSDPState":
+            raise data_parallel_error("fully_shard")
         super().__setitem__(key, hook)
+        self.changed()
+
+    def __delitem__(self, key: int) -> None:
+        super().__delitem__(key)
+        self.changed()
+
+    def clear(self) -> None:
+        super().clear()
+        self.changed()
+
+    def pop(self, *key: Any) -> Any:
+        self.changed()
+        return super().pop(*key)
+
+    def __del__(self) -> None:
+        self.changed()
 
     def __reduce__(self) -> Any:
         return OrderedDict, (list(self.items()),)
@@ -56,13 +67,61 @@ class HookTable(OrderedDict[int, Any]):
         return OrderedDict(self.items())
 
 
-class RootHooks(HookTable):
-    """The hooks of the root: all but those of `fully_shard`."""
+class Hooked:
+    """Which modules of a model have hooks, of which kinds: part of what a graph is made for.
 
-    def __setitem__(self, key: int, hook: Any) -> None:
-        if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
-            raise data_parallel_error("fully_shard")
-        OrderedDict.__setitem__(self, key, hook)
+    Tables that are empty when the model is parallelized are replaced by `HookTable`s, which say when they change. Others stay:
+    handles refer to them, with which hooks are removed; they are looked at in each call.
+    """
+
+    def __init__(self, model: nn.Module, eager: Collection[str]) -> None:
+        self.model, self.eager, self.changed = model, eager, True
+        self.watched: list[tuple[dict[str, Any], str, Any]] = []
+        self.found: Hashable = ()
+        self.seen: Hashable = None
+        weak = weakref.ref(self)
+
+        def change() -> None:
+            if (mine := weak()) is not None:
+                mine.changed = True
+
+        self.change = change
+
+    def watch(self) -> None:
+        """Take the tables of all modules into care."""
+        self.watched = []
+        for module in self.model.modules():
+            for name in HOOK_TABLES:
+                table = vars(module).get(name)
+                if isinstance(table, HookTable):
+                    continue
+                if table:
+                    self.watched.append((vars(module), name, table))
+                else:
+                    vars(module)[name] = HookTable(self.change)
+        self.changed = False
+
+    def state(self) -> Hashable:
+        """Equal for two calls that one graph can serve. CaptureError where hooks are of a kind that none can."""
+        refuse_dispatch(self.model, "")
+        seen = (
+            [(owner.get(name) is table, *table) for owner, name, table in self.watched],
+            [tuple(table) for table in _OF_ALL],
+        )
+        if self.changed or seen != self.seen:
+            self.watch()
+            outside = {self.model}
+            for name in self.eager:
+                outside |= set(self.model.get_submodule(name).modules())
+            self.found = tuple((fqn, hooks.key) for fqn, hooks in hooked_modules(self.model, outside).items())
+            self.seen = (
+                [(True, *table) for _, _, table in self.watched],
+                [tuple(table) for table in _OF_ALL],
+            )
+        return self.found
+
+
+_OF_ALL = [getattr(of_all, f"_global{name}") for name in HOOK_TABLES]
 
 
 class DirectCall:
@@ -106,27 +165,18 @@ class CopiedApart:
 def guard_modules(
     model: nn.Module,
     open_now: Callable[[], bool],
-    run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None,
+    run: Callable[[str, tuple[Any, ...], dict[str, Any]], Any],
     eager: Collection[str] = (),
-) -> list[str]:
-    """Install the guards; returns FQNs of submodules that had hooks already (they run at capture only).
+) -> None:
+    """Replace the forwards of submodules that hold shards.
 
-    open_now: whether capture is going on. run(fqn, args, kwargs): what a direct call of a submodule does where submodules hold
-    shards; None where they hold none. eager: FQNs of submodules whose code runs as it is: their hooks do too, and nothing is
-    refused.
+    open_now: whether capture is going on. run(fqn, args, kwargs): what a direct call of a submodule does. eager: FQNs of
+    submodules whose code runs as it is: nothing is changed in them.
     """
-    hooked = []
     for fqn, module in model.named_modules():
-        if any(f"{fqn}.".startswith(f"{name}.") for name in eager):
-            continue
-        if any(vars(module).get(table) for table in HOOK_TABLES) and fqn:
-            hooked.append(fqn)
-        kind = HookTable if fqn else RootHooks
-        for table in HOOK_TABLES:
-            setattr(module, table, kind(fqn, open_now, vars(module).get(table, {})))
-        if fqn and run is not None and _is_callable(module) and any(True for _ in module.parameters()):
+        inside = any(f"{fqn}.".startswith(f"{name}.") for name in eager)
+        if fqn and not inside and _is_callable(module) and any(True for _ in module.parameters()):
             vars(module)["forward"] = DirectCall(fqn, module, open_now, run)
-    return hooked
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -138,7 +188,8 @@ def remove_guards(model: nn.Module) -> None:
     """Plain hook tables and forwards again (for copies of the model)."""
     for module in model.modules():
         for table in HOOK_TABLES:
-            setattr(module, table, OrderedDict(vars(module).get(table, {})))
+            if isinstance(vars(module).get(table), HookTable):
+                setattr(module, table, OrderedDict(vars(module)[table]))
         forward = vars(module).get("forward")
         if isinstance(forward, (DirectCall, CopiedApart)):
             del vars(module)["forward"]

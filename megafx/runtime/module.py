@@ -25,7 +25,7 @@ from megafx.distributed.failures import meet
 from megafx.distributed.parameters import RUNTIME, refuse_stale_optimizers, replicate_parameters
 from megafx.errors import UsageError
 from megafx.ops.eager_call import matching
-from megafx.runtime.guards import data_parallel_error, guard_modules, remove_guards
+from megafx.runtime.guards import Hooked, data_parallel_error, guard_modules, remove_guards
 from megafx.runtime.runtime import Runtime
 from megafx.weights.save import save_whole
 from megafx.weights.state import full_state_dict, prepare_loading
@@ -239,10 +239,9 @@ def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: 
 def _install(runtime: Runtime) -> None:
     model, data = runtime.model, runtime.meshes.data
     eager = matching(model, runtime.config.eager_modules)
-    run = runtime.call_part if runtime.mesh is not None else None
-    for fqn in guard_modules(model, lambda: runtime.capturing, run, eager):
-        text = "hooks that were on this module run at capture only: what they compute is part of the graph"
-        runtime.note("hooks", text, fqn)
+    if runtime.mesh is not None:
+        guard_modules(model, lambda: runtime.capturing, runtime.call_part, eager)
+    runtime.hooked = Hooked(model, eager)
     vars(model)[RUNTIME] = runtime
     model.__class__ = parallel_class(runtime.original)
     announce(model, runtime.t, 1 if data is None else data.ranks)

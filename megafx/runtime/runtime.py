@@ -58,7 +58,7 @@ from megafx.report.report import Report, fused, refresh_notes
 from megafx.runtime import transforms
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
-from megafx.runtime.guards import remove_guards
+from megafx.runtime.guards import Hooked, remove_guards
 from megafx.runtime.keys import (
     Call,
     KeyMaker,
@@ -115,6 +115,7 @@ class Runtime:
         self.graphs: dict[Hashable, list[BoundGraph]] = {}
         self.keys = KeyMaker()
         self.normalizers: dict[str, Normalizer] = {}
+        self.hooked = Hooked(model, ())
         self.modules: list[nn.Module] = []
         self.configs: list[Any] = []
         self.calling = threading.RLock()  # held by the thread whose call runs on several ranks
@@ -157,6 +158,7 @@ class Runtime:
                 self.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")
         self.parameters_changed()
         self.known = frozenset(self.state.slots)
+        self.hooked.changed = True
         self.replacements += 1
 
     def release(self) -> None:
@@ -302,7 +304,8 @@ class Runtime:
         self._check_tree()
         present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
-        state = (self.replacements, module_state(self.modules, self.configs), parameter_state(present))
+        hooks = self.hooked.state()
+        state = (self.replacements, module_state(self.modules, self.configs), parameter_state(present), hooks)
         skeleton = self.keys.skeleton(call, state, grad)
         compared = False
         while True:

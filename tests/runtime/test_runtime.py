@@ -196,22 +196,38 @@ def test_double_backward(pair):
     assert any("in eager mode" in note.message for note in model.megafx.notes)
 
 
-def test_new_hooks_on_submodules_are_refused(pair):
+def test_hooks_key_a_graph(pair):
+    """One for each set of modules and kinds of hooks; another hook of a kind that is there needs none."""
     _, model = pair
-    with pytest.raises(UsageError, match="would never run") as error:
-        model.up.register_forward_hook(print)
-    assert error.value.module == "up"
-    with pytest.raises(UsageError):
-        model.up.register_full_backward_hook(print)
+    seen, captures = [], []
+
+    def record(module, args, output):
+        seen.append(output.shape)
+
+    first = model.up.register_forward_hook(record)
+    model(IDS)
+    second = model.up.register_forward_hook(lambda *given: record(*given))
+    model(IDS)
+    captures.append(model.megafx.captures)
+    assert len(seen) == 3 and any(n.topic == "hooks" and n.fqn == "up" for n in model.megafx.notes)
+    first.remove()
+    second.remove()
+    model(IDS)
+    model.up.register_forward_hook(record)
+    model(IDS)
+    model.drop.register_forward_hook(record)
+    model(IDS)
+    captures.append(model.megafx.captures)
+    assert len(seen) == 6 and captures == [1, 3]
 
 
-def test_hooks_that_were_there_are_captured_and_reported():
+def test_a_hook_that_only_computes_is_traced():
     torch.manual_seed(0)
     reference = Model().double()
     reference.up.register_forward_hook(lambda module, args, output: output * 2)
     model = parallelize(copy.deepcopy(reference), ONE)
     torch.testing.assert_close(model(IDS).logits, reference(IDS).logits)
-    assert any(n.topic == "hooks" and n.fqn == "up" for n in model.megafx.notes)
+    assert not any(n.topic == "hooks" for n in model.megafx.notes)
 
 
 def test_wrapping_for_data_parallelism_is_refused(pair):

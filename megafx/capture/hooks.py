@@ -1,0 +1,257 @@
+"""Hooks of modules, while a model is captured: which are traced like the model's own code, and which run when the graph runs.
+
+A hook may do anything with what it gets, and expects real tensors: it runs at the border of its module (ops/hook_call.py).
+Traced, as if it were written in the model, are
+
+- hooks that only compute: a function that reads nothing but its arguments, decides nothing, and calls methods of tensors and
+  functions of torch alone (`lambda module, args, output: output * 2`). So they may change sizes and dtypes, and are sharded;
+- pre-hooks that set what the module's forward then reads (`weight_norm`, `spectral_norm`, pruning);
+- transformers' own that collect `output_hidden_states` and the like, which are outputs of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import itertools
+import types
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all
+
+from megafx.capture.layerdrop import names_of
+from megafx.errors import CaptureError
+from megafx.ops.eager_call import Order
+from megafx.ops.hook_call import Around
+
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BEFORE, _BEHIND = "_forward_pre_hooks", "_forward_hooks"
+_TRACED = ("torch.nn.utils.", "transformers.utils.output_capturing", "transformers.utils.generic")
+# Methods of tensors that give numbers, see autograd or change what a tensor is; what draws random numbers.
+# fmt: off
+_NOT_COMPUTED = frozenset([
+    "item", "tolist", "numpy", "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "data", "grad",
+    "grad_fn", "set_", "storage", "untyped_storage", "share_memory_", "requires_grad", "is_leaf", "data_ptr", "cpu", "cuda",
+    "save", "load", "seed", "manual_seed", "_version",
+])
+_DRAWS = frozenset([
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "uniform", "bernoulli",
+    "multinomial", "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "gumbel_softmax", "rrelu", "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_",
+    "log_normal_", "sample", "rsample",
+])
+# fmt: on
+
+
+class Hooks(NamedTuple):
+    """What a graph has to know of the hooks of one module. kwargs: before and behind; traced: ids; codes: of those."""
+
+    before: bool
+    behind: bool
+    reads: bool
+    kwargs: tuple[bool, bool]
+    random: bool
+    traced: frozenset[int]
+    codes: tuple[Hashable, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for tables of hooks that one graph serves."""
+        return self.before, self.behind, self.reads, self.kwargs, self.random, self.codes
+
+
+def hooks_of(module: nn.Module, fqn: str, *, of_everything: bool = True) -> Hooks | None:
+    """The hooks on a module, those on all modules included (of_everything); None where there are none."""
+    tables: dict[str, dict[int, Any]] = {}
+    for name in HOOK_TABLES:
+        tables[name] = dict(vars(module).get(name, {}))
+        if of_everything:
+            tables[name] = {**getattr(of_all, f"_global{name}"), **tables[name]}
+    if not any(tables.values()):
+        return None
+    flag = vars(module).get("_is_full_backward_hook") if vars(module).get("_backward_hooks") else None
+    if (flag if flag is not None else of_all._global_is_full_backward_hook) is False and tables["_backward_hooks"]:
+        raise CaptureError(
+            "a backward hook of the old kind, which gets gradients of the module's last operation alone",
+            module=fqn,
+            fix="register it with register_full_backward_hook",
+        )
+    traced, codes = set(), []
+    for name in (_BEFORE, _BEHIND):
+        for number, hook in tables[name].items():
+            if (name == _BEFORE and _sets_what_forward_reads(hook, module)) or _is_traced(hook):
+                traced.add(number)
+                codes.append(_identity(hook))
+    run = {name: {n: h for n, h in table.items() if n not in traced} for name, table in tables.items()}
+    backward = bool(run["_backward_hooks"] or run["_backward_pre_hooks"])
+    named = {*vars(module).get("_forward_hooks_with_kwargs", ()), *of_all._global_forward_hooks_with_kwargs}
+    kwargs = (
+        any(n in vars(module).get("_forward_pre_hooks_with_kwargs", ()) for n in run[_BEFORE]),
+        any(n in named for n in run[_BEHIND]),
+    )
+    return Hooks(
+        before=bool(run[_BEFORE]) or backward,
+        behind=bool(run[_BEHIND]) or backward,
+        reads=bool(run[_BEHIND]),
+        kwargs=kwargs,
+        random=any(_draws(h) for name in (_BEFORE, _BEHIND) for h in run[name].values()),
+        traced=frozenset(traced),
+        codes=tuple(codes),
+    )
+
+
+def hooked_modules(model: nn.Module, outside: Collection[nn.Module]) -> dict[str, Hooks]:
+    """FQN -> hooks, of the modules that have any. outside: modules whose hooks are no matter of the graph."""
+    found = {}
+    for fqn, module in model.named_modules():
+        refuse_dispatch(module, fqn)
+        if module not in outside and (hooks := hooks_of(module, fqn)) is not None:
+            found[fqn] = hooks
+    return found
+
+
+def refuse_dispatch(module: nn.Module, fqn: str) -> None:
+    """Raise where accelerate moves a module's weights or inputs around its forward (`device_map`, `cpu_offload`)."""
+    hook = vars(module).get("_hf_hook")
+    if hook is not None:
+        raise CaptureError(
+            f"accelerate's {type(hook).__name__} moves weights and inputs between devices in each call of this module",
+            module=fqn,
+            fix="take it off with accelerate.hooks.remove_hook_from_submodules(model) (load with device_map=None); what does "
+            "not fit one device is sharded: tensor_model_parallel_size, data_parallel='fsdp'",
+        )
+
+
+def around(model: nn.Module, found: dict[str, Hooks], order: Order) -> list[Around]:
+    """What replaces the calls of modules with hooks that are not traced. All tables then hold hooks that are traced alone: the
+    caller puts the others back."""
+    made, traced = [], frozenset[int]().union(*(hooks.traced for hooks in found.values()))
+    for name in HOOK_TABLES:
+        table = getattr(of_all, f"_global{name}")
+        for number in [n for n in table if n not in traced]:
+            del table[number]
+    for fqn, hooks in found.items():
+        module = model.get_submodule(fqn)
+        for name in HOOK_TABLES:
+            table = vars(module).get(name, {})
+            vars(module)[name] = OrderedDict((n, h) for n, h in table.items() if n in hooks.traced)
+        if hooks.before or hooks.behind:
+            options = {k: v for k, v in hooks._asdict().items() if k != "codes"}
+            made.append(Around(module, fqn, order, **options))
+    return made
+
+
+@contextlib.contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Within, calls of the module run none of its own hooks."""
+    tables = {name: vars(module)[name] for name in HOOK_TABLES}
+    vars(module).update({name: OrderedDict() for name in tables})
+    try:
+        yield
+    finally:
+        vars(module).update(tables)
+
+
+def _function(hook: Any) -> types.FunctionType | None:
+    found = getattr(hook, "__func__", hook)
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _identity(hook: Any) -> Hashable:
+    """Equal for hooks that trace alike."""
+    function = _function(hook)
+    if function is None or function.__closure__ or hook is not function or function.__defaults__:
+        return id(hook)
+    return function.__code__
+
+
+def _is_traced(hook: Any) -> bool:
+    modules = [c.__module__ for c in type(hook).__mro__] + [getattr(hook, "__module__", "") or ""]
+    return any(name.startswith(_TRACED) for name in modules) or _only_computes(hook)
+
+
+def _only_computes(hook: Any) -> bool:
+    """Whether a hook is a function that reads nothing but its arguments, has no branch, and only calls torch."""
+    function = _function(hook)
+    if function is None or hook is not function or function.__closure__:
+        return False
+    code = function.__code__
+    for each in dis.get_instructions(code):
+        name = each.opname
+        if name.startswith(
+            ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SLICE", "DELETE_", "IMPORT_")
+        ):
+            return False
+        if "JUMP" in name or name in (
+            "FOR_ITEM",
+            "FOR_ITER",
+            "YIELD_VALUE",
+            "MAKE_FUNCTION",
+            "RAISE_VARARGS",
+            "LOAD_DEREF",
+        ):
+            return False
+        if name == "LOAD_GLOBAL" and each.argval != "torch" and each.argval != "F":
+            return False
+        if name == "LOAD_GLOBAL" and function.__globals__.get(each.argval) not in (torch, torch.nn.functional):
+            return False
+        if name in ("LOAD_ATTR", "LOAD_METHOD") and not _computed(str(each.argval)):
+            return False
+    return True
+
+
+def _computed(name: str) -> bool:
+    functional = getattr(torch.nn.functional, name, None)
+    known = hasattr(Tensor, name) or functional is not None or hasattr(torch, name)
+    return known and name not in _NOT_COMPUTED and name not in _DRAWS
+
+
+def _sets_what_forward_reads(hook: Any, module: nn.Module) -> bool:
+    """Whether a pre-hook sets an attribute of its module that the module's forward reads, or any by a computed name."""
+    function = _function(hook) or _function(type(hook).__call__)
+    if function is None:
+        return False
+    code = function.__code__
+    first = 0 if function is hook else 1  # a method has self before the module
+    if code.co_argcount <= first:
+        return False
+    parameter, read = code.co_varnames[first], names_of(module)
+    instructions = list(dis.get_instructions(code))
+    for a, b in itertools.pairwise(instructions):
+        if b.opname == "STORE_ATTR" and a.argval == parameter and b.argval in read:
+            return True
+        if a.argval == "setattr" and b.argval == parameter:
+            return True
+    return False
+
+
+def _draws(hook: Any, depth: int = 2) -> bool:
+    """Whether the code of a hook, or of functions that it calls by name, has a function that draws random numbers."""
+    function = _function(hook) or _function(type(hook).__call__) or _function(getattr(hook, "func", None))
+    if function is None:
+        return False
+    names: set[str] = set()
+    todo: list[types.CodeType] = [function.__code__]
+    while todo:
+        code = todo.pop()
+        names.update(code.co_names)
+        todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    if names & _DRAWS:
+        return True
+    cells = [_contents(c) for c in function.__closure__ or ()]
+    called = [function.__globals__.get(n) for n in names] + cells
+    return depth > 0 and any(
+        _draws(f, depth - 1) for f in called if isinstance(f, (types.FunctionType, types.MethodType))
+    )
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

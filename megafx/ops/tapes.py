@@ -1,0 +1,232 @@
+"""Code of the user's that runs inside of a graph, once a call, and is differentiated by autograd.
+
+A graph runs without autograd. Around such code autograd is on: the code gets tensors of its own, and what it returns hangs on
+these. That is a tape. It waits for backward under a handle, a tensor that the graph keeps as it keeps other values, and is
+dropped with it.
+
+Code may also keep what it got (a hook that records activations), and the user may compute a loss with that. So the tensors
+that it gets hang on the call: `anchor` is a tensor whose gradient function runs the backward graph. Autograd runs that function
+last, and what has come back to the tensors by then is added to their gradients.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils import _pytree as pytree
+
+from megafx.errors import UsageError
+
+_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
+
+
+class Returned:
+    """Gradients that have come back to the tensors that code was given, other than from what it returned.
+
+    inside: whether the gradient of what it returned is being computed.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.gradients: list[Tensor | None] = [None] * count
+        self.inside = False
+
+    def take(self) -> list[Tensor | None]:
+        found, self.gradients = self.gradients, [None] * len(self.gradients)
+        return found
+
+
+@dataclass
+class Tape:
+    """leaves: of the tensors that code was given. results: what it returned, differentiable."""
+
+    leaves: list[Tensor]
+    results: list[Tensor]
+    returned: Returned
+
+
+@dataclass
+class Running:
+    """One run of a forward graph. anchor: None where nothing is differentiated. waiting: what a node leaves for a later one."""
+
+    anchor: Tensor | None = None
+    ranks: int = 1
+    returned: list[Returned] = field(default_factory=list)
+    waiting: dict[Any, list[Any]] = field(default_factory=dict)
+
+
+_tapes: dict[int, Tape] = {}
+_numbers = itertools.count()
+_here = threading.local()
+
+
+def current() -> Running:
+    """The run of a graph that this thread is in; one for all that is no call of a model (the simulator's)."""
+    if not hasattr(_here, "running"):
+        _here.running = Running()
+    found: Running = _here.running
+    return found
+
+
+@contextlib.contextmanager
+def running(run: Running) -> Iterator[None]:
+    """Within, code that the graph calls belongs to this run."""
+    before, _here.running = current(), run
+    try:
+        yield
+    finally:
+        _here.running = before
+
+
+class _Given(Function):
+    """A tensor as code gets it: connected to the call, and to the leaf of its tape."""
+
+    @staticmethod
+    def forward(ctx: Any, returned: Returned, index: int, anchor: Tensor | None, leaf: Tensor, copy: bool) -> Tensor:
+        ctx.returned, ctx.index = returned, index
+        ctx.set_materialize_grads(False)
+        return leaf.clone() if copy else leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        returned: Returned = ctx.returned
+        if returned.inside:
+            return None, None, None, gradient, None
+        if gradient is not None:
+            before = returned.gradients[ctx.index]
+            returned.gradients[ctx.index] = gradient if before is None else before + gradient
+        return None, None, None, None, None
+
+
+@contextlib.contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd on: an operator's implementation runs below it."""
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        exclude = exclude - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    include = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def record(
+    code: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor], wanted: Sequence[bool], *, copy: bool, fqn: str
+) -> tuple[Any, list[Tensor], Tensor]:
+    """(what code(tensors) returns, the tensors in it, the handle of its tape).
+
+    wanted: which tensors require a gradient. copy: the code gets copies: it may keep them, and write into them. fqn: of the
+    module, for messages.
+    """
+    run = current()
+    returned = Returned(len(tensors))
+    differentiated = any(wanted)
+    versions = [x._version for x in tensors if not x.is_inference()]
+    with _autograd() if differentiated else torch.no_grad():
+        leaves = [x.detach().requires_grad_(needs) for x, needs in zip(tensors, wanted, strict=True)]
+        given = [
+            _Given.apply(returned, i, run.anchor, x, copy) if x.requires_grad else x.clone() if copy else x
+            for i, x in enumerate(leaves)
+        ]
+        output = code(given)
+    if versions != [x._version for x in tensors if not x.is_inference()]:
+        raise UsageError(
+            "a module that is left eager writes into one of its inputs",
+            module=fqn,
+            fix="let it write into a copy (`x = x.clone()`)",
+        )
+    results = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+    if not differentiated:
+        return output, results, torch.tensor(-1)
+    number = next(_numbers)
+    _tapes[number] = Tape(leaves, results, returned)
+    run.returned.append(returned)
+    memory = array.array("q", [number])
+    weakref.finalize(memory, _tapes.pop, number, None)
+    return output, results, torch.frombuffer(memory, dtype=torch.int64).reshape(())
+
+
+def is_handle(x: Any) -> bool:
+    """Whether x is the handle of a tape: hooks on what autograd saves get none."""
+    return (
+        isinstance(x, Tensor)
+        and x.dim() == 0
+        and x.dtype == torch.int64
+        and x.device.type == "cpu"
+        and int(x) in _tapes
+    )
+
+
+def gradients(handle: Tensor, grads: Sequence[Tensor], of: Sequence[int], wanted: Sequence[int]) -> list[Tensor | None]:
+    """Gradients of the tensors `wanted` that code was given, for `grads` of those of its results that `of` names."""
+    tape = _tapes.get(int(handle))
+    if tape is None:
+        return [None] * len(wanted)
+    pairs = [(tape.results[i], g) for i, g in zip(of, grads, strict=True) if tape.results[i].requires_grad]
+    found: list[Tensor | None] = [None] * len(wanted)
+    if pairs:
+        results = [r for r, _ in pairs]
+        into = [tape.leaves[i] for i in wanted if tape.leaves[i].requires_grad]
+        keep = torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
+        for leaf in tape.leaves:
+            leaf.grad = None
+        tape.returned.inside = True
+        try:
+            with _autograd():
+                inputs = [*into, *_outside(results, tape.leaves)]
+                if inputs:
+                    torch.autograd.backward(results, [g for _, g in pairs], retain_graph=keep, inputs=inputs)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise UsageError(
+                "what a hook, or a module that stays eager, returns was used in another loss too, whose backward has freed it",
+                fix="call backward(retain_graph=True), or compute that loss from a value that is not returned",
+            ) from error
+        finally:
+            tape.returned.inside = False
+        found = [tape.leaves[i].grad for i in wanted]
+        for leaf in tape.leaves:
+            leaf.grad = None
+    more = tape.returned.take()
+    for k, i in enumerate(wanted):
+        extra, before = more[i], found[k]
+        found[k] = before if extra is None else extra if before is None else before + extra
+    return found
+
+
+def _outside(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves other than the tape's own that the results depend on: tensors of the user's that require a gradient."""
+    own, seen, found = {id(x) for x in leaves}, set[Any](), list[Tensor]()
+    todo = [r.grad_fn for r in results]
+    while todo:
+        function = todo.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        variable = getattr(function, "variable", None)
+        if variable is not None and id(variable) not in own:
+            found.append(variable)
+        if not isinstance(function, _Given._backward_cls):  # beyond is the call
+            todo += [f for f, _ in function.next_functions]
+    return found
+
+
+def check_all_taken(returned: Sequence[Returned]) -> None:
+    """Raise where gradients came back to a tensor that the backward graph has no place for."""
+    if any(g is not None for each in returned for g in each.gradients):
+        for each in returned:
+            each.take()
+        raise UsageError(
+            "a loss depends on what a hook recorded in a part of the model that no output of the call depends on: its gradient "
+            "would be lost",
+            fix="return the recorded value from the model's forward, or record it with detach()",
+        )
