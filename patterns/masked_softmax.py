@@ -15,6 +15,7 @@ with the softmax in fp32 and cast back or not, the scores cast before or not, an
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -260,7 +261,8 @@ def _row_sees_a_key(m: Match, fill: fx.Node, mask_by: str) -> bool:
     """
     reader = MaskReader(m.program)
     by_fill = op_name(fill) == "masked_fill"
-    filled = read_visible(reader, fill.args[1 if by_fill else 0], visible=not by_fill, symmetric=True)
+    given: Any = fill.args[1 if by_fill else 0]
+    filled = read_visible(reader, given, visible=not by_fill, symmetric=True)
     own = read_visible(reader, m.node("mask"), visible=mask_by != "fill", symmetric=True)
     if filled is None or own is None or filled.padding or own.rest:
         return False

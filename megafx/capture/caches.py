@@ -202,8 +202,8 @@ def give_back(result: Any, caches: Sequence[Any], state: PythonState) -> Any:
         result = result.output
     state.give(result.written if isinstance(result, Updated) else {})
     if isinstance(result, Updated):
-        for given, state in zip(caches, result.caches, strict=True):
-            _write(state.form, iter(state.tensors.values()), given)
+        for given, held in zip(caches, result.caches, strict=True):
+            _write(held.form, iter(held.tensors.values()), given)
         result = result.output
 
     def one(value: Any) -> Any:

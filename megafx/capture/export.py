@@ -135,7 +135,7 @@ def capture_call(
                 constant, general = constant | few, None  # the error may be of code that is for larger sizes
                 continue
             assert program.call is not None
-            if general is not None and general.call.prove(small, program.call) and served(general):
+            if general is not None and general.call and general.call.prove(small, program.call) and served(general):
                 return general
             if few <= constant or served(program):
                 return program

@@ -149,8 +149,9 @@ def name_outputs(
             path = tuple(key for key in path if not isinstance(key, OutputKey))
             last = path[-1] if path else None
             in_cache = last.key if isinstance(last, CacheKey) else ""
-            written = path[:1] == (pytree.GetAttrKey("written"),)
-            name = path[1].key if written else output_path(path)
+            place = path[1] if path[:1] == (pytree.GetAttrKey("written"),) else None
+            written = isinstance(place, pytree.MappingKey)
+            name = str(place.key) if isinstance(place, pytree.MappingKey) else output_path(path)
             found = Output("user", name, cache=in_cache, requires_grad=needs, written=written)
             same = next((i for i, n in enumerate(kept) if n is value and not (in_cache or outputs[i].cache)), None)
             if same is not None and found.name == "loss":  # the name that `mark_losses` looks for

@@ -58,6 +58,6 @@ def _quantised(module: nn.Module) -> str | None:
         for one in (kind, data):
             if tensor is not None and one.__module__.partition(".")[0] in _PACKAGES:
                 return f"'{name}' is a {one.__module__.partition('.')[0]} {one.__name__}"
-    kind = type(module)
-    package = kind.__module__.partition(".")[0]
-    return f"the module is a {package} {kind.__name__}" if package in _PACKAGES and kind.__name__ in _NAMES else None
+    layer = type(module)
+    package = layer.__module__.partition(".")[0]
+    return f"the module is a {package} {layer.__name__}" if package in _PACKAGES and layer.__name__ in _NAMES else None

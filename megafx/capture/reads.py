@@ -340,7 +340,7 @@ _STORES = {"STORE_GLOBAL": "stored", "DELETE_GLOBAL": "stored", "STORE_DEREF": "
 
 def _chains(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
     """(kind, names) of each name that code loads, with the attributes that follow: ('global', ['options', 'scale'])."""
-    kind, chain = "", []
+    kind, chain = "", list[str]()
     for each in dis.get_instructions(code):
         if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
             chain.append(str(each.argval))

@@ -124,7 +124,8 @@ class _Lister:
         before = node.args[0] if node.args else None
         operand = before.meta.get(VAL) if isinstance(before, fx.Node) else None
         shape = None
-        if node.target in self.views and isinstance(operand, torch.Tensor) and isinstance(value, torch.Tensor):
+        viewed = node.target in self.views and isinstance(operand, torch.Tensor) and isinstance(value, torch.Tensor)
+        if viewed and isinstance(before, fx.Node):
             self.shapes[self.number[before]] = _shape(operand)
             shape = _shape(value)
         self.add(f"{node.target} ", (node.args, node.kwargs), shape)

@@ -95,8 +95,8 @@ class Writes:
             value = vars(value)
         if not isinstance(value, (dict, list, set)) or id(value) in self.containers:
             return
-        plain = list.copy if isinstance(value, list) else dict.copy if isinstance(value, dict) else copy.copy
-        old = plain(value)
+        plain: Any = list.copy if isinstance(value, list) else dict.copy if isinstance(value, dict) else copy.copy
+        old: Any = plain(value)
         self.containers[id(value)] = value, old
         for part in old.values() if isinstance(old, dict) else old:
             self._keep(part)

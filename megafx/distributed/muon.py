@@ -69,7 +69,7 @@ def _step(
                 fix="leave gradients as backward of the parallelized model makes them",
             )
         buf.lerp_(grad, 1 - momentum)
-        updates.append((grad.lerp(buf, momentum) if nesterov else buf)._local_tensor)
+        updates.append((grad.lerp(buf, momentum) if nesterov else buf)._local_tensor)  # type: ignore[attr-defined]  # TPTensor
     shapes, placements = [p.shape for p, _, _ in rows], [placement_of(p) for p, _, _ in rows]
 
     def iterated(steps: int) -> list[Tensor]:
@@ -171,7 +171,7 @@ def _exchange(
     taken = torch.empty(sum(map(sum, lengths)), dtype=torch.uint8, device=device)
     given = torch.cat(give) if give else taken.new_empty(0)
     dist.all_to_all_single(taken, given, [sum(row) for row in lengths], splits, group=group)
-    found, at = [], 0
+    found, at = list[list[Any]](), 0
     for row, sizes in zip(wanted, lengths, strict=True):
         found.append([])
         for (shape, dtype), length in zip(row, sizes, strict=True):

@@ -79,7 +79,7 @@ class DataShapeEnv(ShapeEnv):
             self.asked()
             return sympy.true if answer else sympy.false
 
-    def guard_or_defer_runtime_assert(self, orig_expr: Any, *args: Any, **kwargs: Any) -> bool:
+    def guard_or_defer_runtime_assert(self, orig_expr: Any, *args: Any, **kwargs: Any) -> bool:  # type: ignore[override]  # torch caches its own
         held = super().guard_or_defer_runtime_assert(orig_expr, *args, **kwargs)
         if self.model_runs:
             self._note_answer(orig_expr, sympy.sympify(bool(held)))

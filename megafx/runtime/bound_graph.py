@@ -126,7 +126,8 @@ class ModelState:
 
     def replicated(self) -> list[tuple[str, torch.Tensor]]:
         """(FQN, value) of parameters that all tensor-parallel ranks hold whole."""
-        named = [(n, p) for n, slot in self.slots.items() if isinstance(p := slot.get(), TPTensor) and not p.is_meta]
+        stored: list[tuple[str, Any]] = [(n, slot.get()) for n, slot in self.slots.items()]
+        named = [(n, p) for n, p in stored if isinstance(p, TPTensor) and not p.is_meta]
         return [(n, p._local_tensor.detach()) for n, p in named if p._spec.placements[0].is_replicate()]
 
     def stepped(self) -> str:
@@ -276,7 +277,7 @@ class BoundGraph:
             wrt = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
             step = _Step(self, inputs, call)
             if self.tapes:  # code that it calls may keep tensors, and the user differentiate them: backward runs last
-                step.wrt, self.last = wrt, step
+                step.wrt, self.last = wrt, step  # type: ignore[assignment]  # parameters are there
                 step.run.anchor = _Anchor.apply(step, *wrt)
                 results = _Outputs.apply(step, step.run.anchor)
                 step.run.anchor = None

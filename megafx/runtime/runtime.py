@@ -305,8 +305,8 @@ class Runtime:
         present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
         hooks = self.hooked.state()
-        state = (self.replacements, module_state(self.modules, self.configs), parameter_state(present), hooks)
-        skeleton = self.keys.skeleton(call, state, grad)
+        modes = (self.replacements, module_state(self.modules, self.configs), parameter_state(present), hooks)
+        skeleton = self.keys.skeleton(call, modes, grad)
         compared = False
         while True:
             key, varying = self.keys.key(skeleton, call)

@@ -49,13 +49,23 @@ def whole_parameters(model: nn.Module, *, gradients: bool = False) -> Iterator[n
     All ranks run the same code inside. Raises AgreementError at the end if they wrote different values, and whatever the body
     raised, on every rank; then parameters are what they were before. If modules or shapes of parameters were changed inside
     (`merge_and_unload`, `add_adapter`), the model comes out whole and not parallelized, with a warning: call
-    megafx.parallelize on what is to be trained. Collective over all ranks of the model; of a plain model it does nothing.
+    megafx.parallelize on what is to be trained. Collective over all ranks of the model; a plain
+    model stays as it is.
     """
     found = [vars(m)[RUNTIME] for m in model.modules() if RUNTIME in vars(m)]
     runtime = found[0] if found else None
     sharded = {id(p): (name, p) for name, p in model.named_parameters() if isinstance(p, TPTensor)}
     if not sharded:
-        yield model
+        before, running = _tree(model), None if runtime is None else runtime.capturing
+        try:
+            if runtime is not None:
+                runtime.capturing = True
+            yield model
+        finally:
+            if runtime is not None:
+                runtime.capturing = running
+        if runtime is not None and _tree(model) != before:
+            _release(model, runtime, [])
         return
     group = everyone_on(next(iter(sharded.values()))[1]._spec.mesh)
     meet(CALLER, group)
