@@ -99,6 +99,7 @@ class Trace:
                 one.on = False
             self.tensors = self.writes.finish()
         finally:
+            self.writes.restore()
             for place, value in reversed(replaced):
                 place.set(value)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
+import inspect
 import os
 import random
 import sys
@@ -218,7 +219,7 @@ class Reads:
 
     def _look_through(self, function: Any, cls: type | None = None) -> None:
         """Note the globals and enclosing variables that a function names, and those of functions that it can reach."""
-        function = getattr(function, "__wrapped__", function)
+        function = inspect.unwrap(function) if callable(function) else function
         code = getattr(function, "__code__", None)
         if not isinstance(function, types.FunctionType) or code is None or not _is_looked_at(code.co_filename):
             return

@@ -68,6 +68,7 @@ class Writes:
     dicts: dict[str, Place] = field(default_factory=dict)  # whose items it changed
     before: list[tuple[dict[str, Any], str, dict[str, Any]]] = field(default_factory=list)
     containers: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # each with a copy
+    globals: list[tuple[Place, Any]] = field(default_factory=list)
 
     def start(self) -> None:
         """Remember what modules hold."""
@@ -104,7 +105,7 @@ class Writes:
     # -- after forward
 
     def finish(self) -> dict[str, list[Tensor]]:
-        """Find what was written, and put back what was there. Returns the tensors of each write by its name."""
+        """Find what was written. Returns the tensors of each write by its name."""
         tensors: dict[str, list[Tensor]] = {}
         for place, new, grows in [*self._changes()]:
             if place.name in self.found:
@@ -112,7 +113,6 @@ class Writes:
             write, given = self._write(place, new, grows)
             self.found[place.name] = write
             tensors[place.name] = given
-        self._restore()
         return tensors
 
     def _changes(self) -> Iterator[tuple[Place, Any, bool]]:
@@ -200,7 +200,8 @@ class Writes:
                 raise self._unfollowed(place, leaf)
         return Write(place, spec, kept, numbers, grows), tensors
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Put back what was there before forward."""
         for container, old in self.containers.values():
             container.clear()
             container.extend(old) if isinstance(container, list) else container.update(old)
