@@ -7,6 +7,7 @@ needs another graph (capture/hooks.py). Wrapping the model in DDP or `fully_shar
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable
@@ -29,7 +30,8 @@ def data_parallel_error(wrapper: str) -> UsageError:
 
 
 class HookTable(OrderedDict[int, Any]):
-    """The hooks of one kind on one module. A change of it, or its end, makes a call look again (`Hooked`)."""
+    """The hooks of one kind on one module. A change of it makes a call look again (`Hooked`). Equal to itself alone: code that
+    takes hooks off puts another table in its place."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         super().__init__()
@@ -54,8 +56,10 @@ class HookTable(OrderedDict[int, Any]):
         self.changed()
         return super().pop(*key)
 
-    def __del__(self) -> None:
-        self.changed()
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # an OrderedDict has none
 
     def __reduce__(self) -> Any:
         return OrderedDict, (list(self.items()),)
@@ -77,6 +81,8 @@ class Hooked:
     def __init__(self, model: nn.Module, eager: Collection[str]) -> None:
         self.model, self.eager, self.changed = model, eager, True
         self.watched: list[tuple[dict[str, Any], str, Any]] = []
+        self.owners: list[dict[str, Any]] = []
+        self.tables: list[tuple[Any, ...]] = []
         self.found: Hashable = ()
         self.seen: Hashable = None
         weak = weakref.ref(self)
@@ -90,6 +96,7 @@ class Hooked:
     def watch(self) -> None:
         """Take the tables of all modules into care."""
         self.watched = []
+        self.owners = [vars(module) for module in self.model.modules()]
         for module in self.model.modules():
             for name in HOOK_TABLES:
                 table = vars(module).get(name)
@@ -99,6 +106,7 @@ class Hooked:
                     self.watched.append((vars(module), name, table))
                 else:
                     vars(module)[name] = HookTable(self.change)
+        self.tables = list(map(_TABLES_OF, self.owners))
         self.changed = False
 
     def state(self) -> Hashable:
@@ -108,7 +116,7 @@ class Hooked:
             [(owner.get(name) is table, *table) for owner, name, table in self.watched],
             [tuple(table) for table in _OF_ALL],
         )
-        if self.changed or seen != self.seen:
+        if self.changed or seen != self.seen or list(map(_TABLES_OF, self.owners)) != self.tables:
             self.watch()
             outside = {self.model}
             for name in self.eager:
@@ -121,6 +129,7 @@ class Hooked:
         return self.found
 
 
+_TABLES_OF = operator.itemgetter(*HOOK_TABLES)
 _OF_ALL = [getattr(of_all, f"_global{name}") for name in HOOK_TABLES]
 
 

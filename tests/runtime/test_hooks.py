@@ -6,6 +6,7 @@ What hooks do is in tests/loop/situations/loop_hooks.py.
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -198,3 +199,16 @@ def test_which_hooks_are_traced() -> None:
     assert not traced(lambda m, a, o: o.register_hook(print) and None)
     assert not traced(lambda m, a, o: o + torch.rand_like(o))
     assert not traced(lambda m, a, o: o if m.training else o * 2)
+
+
+def test_another_table_in_the_place_of_one_is_seen() -> None:
+    """Also where something still holds the old one, and where both are empty."""
+    model, seen = megafx.parallelize(Net(), ONE), []
+    model.up.register_forward_hook(lambda m, a, o: seen.append(o))
+    model(X)
+    held = [m._forward_hooks for m in model.modules()]
+    for module in model.modules():
+        module._forward_hooks = OrderedDict()
+    model.act.register_forward_hook(lambda m, a, o: seen.append(o))
+    model(X)
+    assert [x.shape[-1] for x in seen] == [8, 8] and (seen[1] >= 0).all() and len(held) == 4
