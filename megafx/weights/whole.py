@@ -49,8 +49,7 @@ def whole_parameters(model: nn.Module, *, gradients: bool = False) -> Iterator[n
     All ranks run the same code inside. Raises AgreementError at the end if they wrote different values, and whatever the body
     raised, on every rank; then parameters are what they were before. If modules or shapes of parameters were changed inside
     (`merge_and_unload`, `add_adapter`), the model comes out whole and not parallelized, with a warning: call
-    megafx.parallelize on what is to be trained. Collective over all ranks of the model; a plain
-    model stays as it is.
+    megafx.parallelize on what is to be trained. Collective over all ranks of the model.
     """
     found = [vars(m)[RUNTIME] for m in model.modules() if RUNTIME in vars(m)]
     runtime = found[0] if found else None

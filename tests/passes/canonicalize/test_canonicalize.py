@@ -370,8 +370,11 @@ def test_rewrite(case: Case) -> None:
     assert canonicalize_program(program) >= 0
     assert program.phase is Phase.CANONICAL
     assert _text(program) == _dedent(case.expected)
+    assert program.call is not None
     for batch, seq in ((2, 5), (3, 7), (1, 4)):
-        _assert_same(model, program, [MAKERS[name](batch, seq) for name in case.inputs.split()])
+        inputs = [MAKERS[name](batch, seq) for name in case.inputs.split()]
+        if not program.call.undecided(inputs):  # else a call of one row is captured by itself (test_small_sizes.py)
+            _assert_same(model, program, inputs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
