@@ -7,6 +7,9 @@ made, in which the tensor-parallel ranks of a group are neighbours.
 from __future__ import annotations
 
 import math
+import os
+import sys
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -80,6 +83,7 @@ def _meshes(config: Config, mesh: DeviceMesh) -> Meshes:
 def _world(config: Config, device: torch.device) -> DeviceMesh | None:
     """A mesh of all ranks; None for one rank."""
     t, d = config.tensor_model_parallel_size, config.data_parallel_size or 1
+    _join_the_job(t, d, device)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
     if world is None:
         if (t or 1) * d == 1:
@@ -87,8 +91,7 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
         sizes = f"tensor_model_parallel_size={t}" + (f", data_parallel_size={d}" if d > 1 else "")
         raise AgreementError(
             f"{sizes}, but there is no process group",
-            fix=f"start with `torchrun --standalone --nproc-per-node {(t or 1) * d}` and call "
-            "torch.distributed.init_process_group()",
+            fix=f"start with `torchrun --standalone --nproc-per-node {(t or 1) * d}`",
         )
     if t == 1 and d == 1:
         return None
@@ -112,6 +115,32 @@ def _world(config: Config, device: torch.device) -> DeviceMesh | None:
         return _mesh(kind, (d, t), (BATCH_AXIS, TENSOR_AXIS))
     assert shard is not None
     return _mesh(kind, (d // shard, shard, t), (REPLICA_AXIS, SHARD_AXIS, TENSOR_AXIS))
+
+
+def _join_the_job(t: int | None, d: int, device: torch.device) -> None:
+    """Make the process group where a launcher (torchrun) has started this process as one of several, and nobody has made it.
+
+    A warning where the config asks for one rank: each process would train a model of its own.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    started = all(name in os.environ for name in names) and int(os.environ["WORLD_SIZE"]) > 1
+    if not started or not dist.is_available() or (dist.is_initialized() and (t, d) != (1, 1)):
+        return
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if (t, d) == (1, 1):
+        warnings.warn(
+            f"{ranks} processes were started, and tensor_model_parallel_size=1 without data parallelism makes each train a "
+            "model of its own: leave tensor_model_parallel_size out for tensor parallelism over all of them, or set "
+            f"data_parallel_size={ranks}",
+            stacklevel=4,
+        )
+        return
+    on_gpu = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    if rank == 0:
+        print(f"megafx: made the process group of {ranks} ranks ({dist.get_backend()})", file=sys.stderr, flush=True)
 
 
 _made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
