@@ -283,19 +283,6 @@ class PythonState:
         for write, value in values:
             write.give(value)
 
-    def __str__(self) -> str:
-        """The guarded values as text, for ranks to compare."""
-        return "\n".join(f"{place.name}: {_text(wanted)}" for place, wanted in self.guards)
-
-
-def _text(wanted: Any) -> str:
-    if isinstance(wanted, Container) and issubclass(wanted.kind, (set, frozenset)):
-        return f"{wanted.kind.__name__}({', '.join(sorted(map(_text, wanted.parts)))})"  # in whatever order it has
-    if isinstance(wanted, Container):
-        return f"{wanted.kind.__name__}({', '.join(f'{k!r}: {_text(v)}' for k, v in wanted.parts.items())})"
-    plain = isinstance(wanted, PLAIN) or wanted is ABSENT or wanted is VARIES
-    return repr(wanted) if plain else type(wanted).__qualname__
-
 
 def names(places: Sequence[Place]) -> str:
     """'a', 'b' and 3 more."""

@@ -32,10 +32,12 @@ for module in sorted((HERE / "situations").glob("*.py")):
 
 
 def cases() -> Iterator[Any]:
-    for name, each in loop.SITUATIONS.items():
+    """On one rank one in three of the situations that run on two ranks as well; the others with the slow tests."""
+    for number, (name, each) in enumerate(loop.SITUATIONS.items()):
         runs = [(world, name, world) for world in each.ranks] + [(2, f"{name}:{form}", form) for form in each.data]
         for world, run, key in runs:
-            yield pytest.param(world, run, marks=pytest.mark.slow if key in each.slow else [])
+            twice = world == 1 and 2 in each.ranks and 2 not in each.slow and number % 3 > 0
+            yield pytest.param(world, run, marks=pytest.mark.slow if key in each.slow or twice else [])
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import pytest
 import torch
 from loop import Loop, situation
 from torch import nn
 from torch.nn import functional as F
+
+import megafx
 
 TEMPERATURE = 1.0
 OPTIONS = {"gain": 1.0}
@@ -285,3 +288,28 @@ def one_of_several_heads_is_chosen(loop: Loop) -> None:
         _step(loop, model, torch.randn(4, 8))
     if not loop.eager:
         assert model.megafx.captures == 2
+
+
+class Placed(nn.Module):
+    """Reads what each rank sets for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rank, self.scale = nn.Linear(8, 8), 0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank < 100:  # for a log, say
+            self.last_rank = self.rank
+        return self.linear(x).square().mean() * self.scale
+
+
+@situation("https://github.com/huggingface/accelerate/issues/2184", ranks=(2,))
+def ranks_hold_numbers_of_their_own(loop: Loop) -> None:
+    model, x = loop.model(Placed()), torch.randn(4, 8)
+    model.rank = 0 if loop.eager else torch.distributed.get_rank()
+    _step(loop, model, x)
+    assert model.last_rank == model.rank
+    if not loop.eager:
+        model.scale = 1.0 + model.rank
+        with pytest.raises(megafx.MegafxError):  # not another loss on each rank
+            model(x)
