@@ -68,6 +68,23 @@ VIEWS = (
     "flipped",
     "gathered",  # index_select by a permutation of the channels
     "padded",  # zeros at the end of the sequence, cut off again
+    "recurrence",  # a loop over tokens that carries a state
+    "running mean",  # a buffer that forward writes in training
+    "sizes of one",  # branches on one row and on one token
+)
+# What happens before a call of a loop, to the model or to the call; fuzz/loops.py does it.
+EVENTS = (
+    "nothing",
+    "another scale",  # an attribute that forward reads: a number
+    "the flag",  # one that forward branches on
+    "one row",
+    "one token",
+    "beside the loss",  # another loss, of an output
+    "freeze",  # parameters by name, or free them
+    "zero a row",
+    "scale by data",  # p.data = ...
+    "evaluation",
+    "without gradients",
 )
 HEADS = (
     "logits",
@@ -148,6 +165,7 @@ class Case:
     ranks: int
     sequence_parallel: bool
     seed: int
+    events: tuple[str, ...] = ()
 
 
 PROBABILITY = st.sampled_from((0.0, 0.0, 0.0, 0.1))
@@ -209,4 +227,5 @@ CASE: SearchStrategy[Case] = st.builds(
     ranks=st.sampled_from((2, 3, 4)),
     sequence_parallel=st.booleans(),
     seed=st.integers(0, 2**16),
+    events=st.one_of(st.just(()), st.lists(st.sampled_from(EVENTS), min_size=2, max_size=4).map(tuple)),
 )

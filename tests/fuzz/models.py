@@ -238,8 +238,10 @@ class Layer(nn.Module):
         self.gate = nn.Linear(hidden, hidden) if spec.residual in ("gated", "highway") else None
         self.join = nn.Linear(2 * hidden, hidden) if spec.residual == "concatenated" else None
         self.register_buffer("order", torch.randperm(hidden))
-        if spec.view == "token shift":
+        if spec.view in ("token shift", "recurrence"):
             self.mix = nn.Parameter(torch.rand(hidden))
+        if spec.view == "running mean":
+            self.register_buffer("mean", torch.zeros(hidden))
 
     def add(self, x: Tensor, branch: Any, first: int) -> Tensor:
         """The residual around a branch, which is a function."""
@@ -294,6 +296,20 @@ class Layer(nn.Module):
             x = x + x.flip(1) * 0.5
         elif view == "gathered":
             x = x.index_select(-1, self.order)
+        elif view == "recurrence":
+            state, states = torch.zeros_like(x[:, 0]), []
+            for t in range(s):
+                state = self.mix * state + (1 - self.mix) * x[:, t]
+                states.append(state)
+            x = torch.stack(states, 1)
+        elif view == "running mean":
+            if self.training:
+                with torch.no_grad():
+                    self.mean.lerp_(x.mean((0, 1)), 0.1)
+            x = x - self.mean
+        elif view == "sizes of one":
+            x = x + x.mean(1, keepdim=True) if s > 1 else 2 * x
+            x = x - 0.1 if b == 1 else x
         elif view == "padded":
             return self.both(F.pad(x, (0, 0, 0, 2)), F.pad(padding, (0, 2), value=False))[:, :s]
         return self.both(x, padding)
@@ -314,6 +330,7 @@ class Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case, hidden = case, case.hidden
+        self.scale, self.flag = 1.0, False  # of loops
         rows = case.vocab + (3 if case.head == "rows of the table" else 0)
         self.table = nn.Embedding(rows, hidden)
         longest = case.sequence + 3
@@ -412,6 +429,10 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         padding = ids != PADDING
         x = self.embed(ids)
+        if self.case.events:
+            x = x * self.scale
+            if self.flag:
+                x = torch.tanh(x)
         for layer in self.layers:
             x = layer(x, padding)
             if self.case.shared_blocks:

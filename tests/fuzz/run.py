@@ -30,6 +30,7 @@ from megafx.errors import MegafxError
 sys.path.append(str(Path(__file__).parent))
 import grammar
 from grammar import CASE, Case
+from loops import difference
 from models import build
 
 PLAIN = {
@@ -45,11 +46,12 @@ PLAINEST: dict[str, Any] = {
     "residual": "pre", "view": "none", "position": "none", "embedding_scale": False, "embedding_norm": False,
     "frozen_embedding": False, "shared_blocks": False, "final_norm": "none", "head": "logits", "loss": "flat",
     "outputs": "tensor", "frozen": "", "ranks": 2, "sequence_parallel": False,
+    "events": (),
 }  # fmt: skip
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """-> ("exact", "wrong", "refused", "error" or "not a model", text)."""
+    """-> ("exact", "wrong", "refused", "error" or "not a model", text). Ranks are simulated; a loop of events runs on one."""
     model, args = build(case)
     try:
         with torch.no_grad():
@@ -62,12 +64,15 @@ def outcome(case: Case) -> tuple[str, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             verdict = megafx.verify(model, config, example_inputs=args)
+            differs = difference(case) if verdict and case.events else None
     except MegafxError as e:
         return "refused", str(e)
     except Exception as e:
         frames = [f for f in traceback.extract_tb(e.__traceback__) if "megafx" in f.filename]
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
         return "error", f"{type(e).__name__} at {where}: {e}"
+    if differs is not None:
+        return "wrong", differs
     return ("exact", "") if verdict else ("wrong", str(verdict))
 
 
