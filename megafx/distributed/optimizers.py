@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megafx.distributed import muon
 from megafx.distributed.tensor import TPTensor, wrap
@@ -32,28 +31,31 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     follow(optimizer)
     for group in optimizer.param_groups:
         first = next((p for p in group["params"] if p.grad is not None), None)
-        if first is not None and (steps := _steps.get(first)) is not None:
+        if first is not None and (steps := _steps.get(id(first))) is not None:
             steps.count += 1
-            steps.last = weakref.ref(first)
+            steps.last = id(first)
 
 
 class Steps:
     """How often optimizers have stepped a model's parameters, once for each group, so that ranks can compare it.
 
-    last: the first parameter that the last one had a gradient of.
+    last: id of the first parameter that the last one had a gradient of.
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.last: weakref.ref[torch.Tensor] | None = None
+        self.count, self.last = 0, 0
+        self.ids: list[int] = []
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Count steps of these from now on."""
-        for p in parameters:
-            _steps[p] = self
+        """Count steps of these from now on, and of no others."""
+        for key in self.ids:
+            _steps.pop(key, None)
+        self.ids = [id(p) for p in parameters]
+        _steps.update(dict.fromkeys(self.ids, self))
 
 
-_steps: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Steps
+# id of a parameter -> Steps, as long as its model lives. (torch swaps no parameter that somebody refers to weakly.)
+_steps: weakref.WeakValueDictionary[int, Steps] = weakref.WeakValueDictionary()
 
 
 @torch.no_grad()

@@ -132,8 +132,7 @@ class ModelState:
 
     def stepped(self) -> str:
         """The parameter that the last step of an optimizer had first, in words."""
-        last = None if self.steps.last is None else self.steps.last()
-        name = next((n for n, slot in self.slots.items() if slot.get() is last), None)
+        name = next((n for n, slot in self.slots.items() if id(slot.get()) == self.steps.last), None)
         return "" if name is None else f"; the last one here began with '{name}'"
 
     def seed(self, *, one_mask: bool) -> torch.Tensor:

@@ -440,6 +440,7 @@ def gpu_checks() -> None:
                 True,
                 0,
                 0.0,
+                0,
                 0.1,
                 3,
                 -1,

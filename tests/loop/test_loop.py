@@ -32,12 +32,14 @@ for module in sorted((HERE / "situations").glob("*.py")):
 
 
 def cases() -> Iterator[Any]:
-    """On one rank one in three of the situations that run on two ranks as well; the others with the slow tests."""
+    """Of situations that run on one rank and on two, one in three does both by default, one each alone; the slow tests have the
+    rest, and two in three forms of data parallelism."""
     for number, (name, each) in enumerate(loop.SITUATIONS.items()):
         runs = [(world, name, world) for world in each.ranks] + [(2, f"{name}:{form}", form) for form in each.data]
         for world, run, key in runs:
-            twice = world == 1 and 2 in each.ranks and 2 not in each.slow and number % 3 > 0
-            yield pytest.param(world, run, marks=pytest.mark.slow if key in each.slow or twice else [])
+            both = {1, 2} <= {*each.ranks} - {*each.slow}
+            left_out = (both and key == 1 + (number % 3)) or (isinstance(key, str) and number % 3 > 0)
+            yield pytest.param(world, run, marks=pytest.mark.slow if key in each.slow or left_out else [])
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def gradients_are_changed_while_they_are_whole(loop: Loop) -> None:
         loop.see_state(model)
 
 
-@situation(VECTOR)
+@situation(VECTOR, ranks=(2,))  # one rank has nothing to take back: what was written stays, as in eager mode
 def an_error_while_weights_are_whole_changes_nothing(loop: Loop) -> None:
     model = started(loop, 13)
 
