@@ -47,8 +47,8 @@ def whole_parameters(model: nn.Module, *, gradients: bool = False) -> Iterator[n
     before, unless it was set inside). A rank holds the whole model meanwhile.
 
     All ranks run the same code inside. Raises AgreementError at the end if they wrote different values, and whatever the body
-    raised, on every rank; then parameters are what they were before (on several ranks). If modules or shapes of parameters were changed inside
-    (`merge_and_unload`, `add_adapter`), the model comes out whole and not parallelized, with a warning: call
+    raised, on every rank; then parameters are what they were before (on several ranks). If modules or shapes of parameters were
+    changed inside (`merge_and_unload`, `add_adapter`), the model comes out whole and not parallelized, with a warning: call
     megafx.parallelize on what is to be trained. Collective over all ranks of the model.
     """
     found = [vars(m)[RUNTIME] for m in model.modules() if RUNTIME in vars(m)]
