@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from megafx.compiler.executable import Kept
 from megafx.config import Config
 from megafx.distributed.agreement import sample
 from megafx.distributed.board import BYTES, Entry, SharedBoard
@@ -62,22 +63,23 @@ class Nothing:
     see, read_in_backward = None, ()
 
     def forward(self, inputs: list[Any]) -> tuple[list[Any], Any]:
-        return [inputs[-1].sum()], inputs
+        return [inputs[-1].sum()], Kept(inputs, [], [], [], len(inputs))
 
     def backward(self, kept: Any, tangents: list[Any], retain: bool = False) -> list[Any]:
-        return [torch.empty_like(x) for x in kept[:-1]]
+        return [torch.empty_like(x) for x in kept.values[:-1]]
 
 
 def compile_nothing(placements: dict[str, Placement]) -> Any:
     def compile_call(*_: Any) -> CompiledCall:
         names = list(placements)
-        gm = torch.fx.GraphModule({}, torch.fx.Graph())
-        gm.graph.output(())
-        gm.recompile()
+        graph = torch.fx.Graph()
+        last = [graph.placeholder(f"i{i}") for i in range(len(names) + 1)][-1]
+        graph.output((graph.call_function(torch.sum, (last,)),))
+        gm = torch.fx.GraphModule({}, graph)
         inputs = [*(Input("param", n) for n in names), Input("user", "kwargs[x]")]
         program = Program(gm, inputs, [Output("user", "", True)], Sizes(), None, pytree.tree_structure(0))  # type: ignore[arg-type]
         leaf = Leaf("kwargs[x]", True, torch.float32, (sympy.Symbol("s0"),))
-        in_spec = pytree.tree_structure(call_tree((), {"x": 0}, {}))
+        in_spec = pytree.tree_structure((*call_tree((), {"x": 0}, {}), {}))
         program.call = CallSpec(in_spec, (leaf,), pytree.tree_structure(0), (OutputLeaf(0),))
         return CompiledCall(program, Nothing(), list(range(len(names))), [0], placements, shards=[None])
 
