@@ -97,7 +97,7 @@ class Reads:
         self.patched.clear()
 
     def getattribute(self, plain: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        """What stands at a class's `__getattribute__`."""
+        """A class's `__getattribute__` that notes what is read."""
 
         def read(owner: Any, name: str) -> Any:
             if not self.on or name in IGNORED or name.startswith("__"):
@@ -113,7 +113,7 @@ class Reads:
         return read
 
     def setattribute(self, plain: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
-        """What stands at a class's `__setattr__`."""
+        """A class's `__setattr__` that notes what is written."""
 
         def write(owner: Any, name: str, value: Any) -> None:
             if self.on and id(owner) in self.names:
@@ -196,7 +196,7 @@ class Reads:
         try:
             cls.__getattribute__ = self.getattribute(cls.__getattribute__)  # type: ignore[method-assign,assignment]
             cls.__setattr__ = self.setattribute(cls.__setattr__)  # type: ignore[method-assign,assignment]
-        except TypeError:  # of an extension: told apart by identity alone
+        except TypeError:  # of an extension: compared by identity alone
             return
         self.patched[cls] = old
 
@@ -287,14 +287,10 @@ class Reads:
         """The places that were read, and what they hold, but for those named in `varies`."""
         found = []
         for place in self.places.values():
-            if place.name not in varies and not _is_read_as_it_is(place.get()):
+            # Modules are compared by the runtime, which looks after their tree.
+            if place.name not in varies and not isinstance(place.get(), nn.Module):
                 found.append((place, snapshot(place.get(), place.name, varies)))
         return found
-
-
-def _is_read_as_it_is(value: Any) -> bool:
-    """Whether nothing has to be noted of a value: modules are looked after by the tree of modules."""
-    return isinstance(value, nn.Module)
 
 
 def _attributes(owner: Any) -> Any:
@@ -391,7 +387,7 @@ def _not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
 
 
 def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str]]:
-    """(owner, name, what stands there meanwhile, why) for functions that give something else at each call."""
+    """(owner, name, its replacement in a trace, why) of functions that give something else at each call."""
     why = "a graph would have the same number at every call"
     table: list[tuple[Any, str, Callable[[Any], Any], str]] = []
     for module, shown in ((random, "Python's `random`"), (np.random, "numpy")):

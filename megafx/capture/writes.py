@@ -69,6 +69,7 @@ class Writes:
     before: list[tuple[dict[str, Any], str, dict[str, Any]]] = field(default_factory=list)
     containers: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # each with a copy
     globals: list[tuple[Place, Any]] = field(default_factory=list)
+    tables: dict[int, dict[str, Any]] = field(default_factory=dict)  # of parameters and submodules, each as it was
 
     def start(self) -> None:
         """Remember what modules hold."""
@@ -87,6 +88,9 @@ class Writes:
 
     def _remember(self, attributes: dict[str, Any], name: str) -> None:
         self.before.append((attributes, name, dict(attributes)))
+        for table in ("_parameters", "_modules"):
+            if isinstance(entries := attributes.get(table), dict):
+                self.tables[id(entries)] = dict(entries)
         for key, value in attributes.items():
             if key not in IGNORED:
                 self._keep(value)
@@ -122,18 +126,17 @@ class Writes:
                     where = f"{name}.{key}" if name else key
                     yield from self._change(Place(attributes, key, where), old.get(key, ABSENT))
             for table in ("_parameters", "_modules"):
-                if table in attributes and isinstance(attributes[table], dict):
-                    self._check_table(attributes[table], old[table], name)
+                if isinstance(attributes.get(table), dict):
+                    self._check_table(attributes[table], name)
         for place, old_value in self.globals:
             yield from self._change(place, old_value)
 
-    def _check_table(self, table: dict[str, Any], old: Any, name: str) -> None:
+    def _check_table(self, table: dict[str, Any], name: str) -> None:
+        """Raise if forward has made or taken away a parameter or submodule."""
         was = self.tables.get(id(table))
-        if was is not None and (was.keys() != table.keys()):
+        if was is not None and was.keys() != table.keys():
             key = next(iter(was.keys() ^ table.keys()))
             raise self._unfollowed(Place(table, key, f"{name}.{key}".lstrip(".")), table.get(key))
-
-    tables: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def _change(self, place: Place, old: Any) -> Iterator[tuple[Place, Any, bool]]:
         new = place.get()

@@ -45,6 +45,11 @@ REFUSED = {
     "clock": (lambda model: time.time(), "the clock"),
     "file": (lambda model: len(open(__file__).read()), "a file"),  # noqa: SIM115
     "running list": (_extends_and_reads, "forward extends the list 'history' and reads it"),
+    "submodule": (lambda model: setattr(model, "late", nn.Linear(4, 4)), "forward changes 'late' .* cannot follow"),
+    "parameter": (
+        lambda model: setattr(model, "bias", nn.Parameter(torch.zeros(4))),
+        "forward changes 'bias' .* cannot follow",
+    ),
     "object": (
         lambda model: setattr(model, "path", [Path(".")]),
         "forward changes 'path' .* that a graph cannot follow",
@@ -57,7 +62,7 @@ def test_what_a_graph_cannot_repeat_is_an_error(name: str) -> None:
     function, text = REFUSED[name]
     with pytest.raises(CaptureError, match=text) as caught:
         capture_call(Calling(function), (torch.randn(3, 4),))
-    if name != "object":
+    if name not in ("submodule", "parameter", "object"):
         assert caught.value.source is not None and caught.value.source.file == __file__
     # The advice works: the number comes from torch, or as an argument; nothing is left behind by the refusal.
     capture_call(Calling(lambda model: None), (torch.randn(3, 4),))
