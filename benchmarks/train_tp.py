@@ -8,14 +8,15 @@
 
 Modes: `ideal` is the step of one GPU with megafx, divided by the number of GPUs. `tp`, `sp`, `auto`: layouts of megafx;
 `-plain`: without overlap (tp_comm_overlap=False); `-halves`: on two halves of the batch (tp_batch_overlap=True), as in
-`sp-halves` and `tp-plain-halves`; `-graphs`: as CUDA graphs; `-compile`: through Inductor. `dtensor`,
+`sp-halves` and `tp-plain-halves`; `-graphs`: as CUDA graphs; `-compile`: through Inductor; `-b50`: with an
+activation_memory_budget of 0.5. `dtensor`,
 `dtensor-compile`, `async-tp`: torch's parallelize_module with sequence parallelism and loss_parallel, eager, with layers
 compiled, and with its async TP. `megatron`, `megatron-sp`: Megatron Core with SDPA, where that is installed. `hf-tp`:
 transformers' own plan (llama).
 
 bf16 parameters, fused AdamW, labels = input ids. All modes of a batch size are built first; then each round runs a few
 steps of each, so that clocks that fall under load fall for all. A time is the median over rounds of the slowest rank. Peak: of
-one mode's own tensors and its step. Exposed: time in which communication alone runs, by the profiler.
+one mode's own tensors and its step, beside what megafx predicts. Exposed: time in which communication alone runs, by the profiler.
 
 Before that, each mode takes --losses steps on batches that come again, from the same weights (megafx and DTensor; with dropout
 megafx alone) and seeds. `losses`: the largest relative difference of a step's loss from the first mode's, which rounding to
@@ -32,6 +33,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import time
@@ -186,6 +188,7 @@ def with_megafx(mode: str, s: Shape, batch: int, device: torch.device) -> tuple[
         compile="compile" in flags,
         tp_batch_overlap="halves" in flags,
         cuda_graphs="graphs" in flags,
+        activation_memory_budget=next((int(f[1:]) / 100 for f in flags if re.fullmatch(r"b\d+", f)), None),
         micro_batch_size=batch,
         seq_length=s.seq,
     )
@@ -360,6 +363,7 @@ class Run:
     step: Callable[[Tensor], Tensor]
     first: float  # seconds of the first step, compilation included
     peak: float  # GB
+    predicted: float  # GB, by megafx; 0: by no one
     losses: list[float]  # of the steps before the first round
     times: list[float] = field(default_factory=list)  # ms of a step, one entry a round
     error: str = ""
@@ -394,7 +398,8 @@ def prepare(mode: str, s: Shape, batch: int, device: torch.device, steps: int) -
     found += [step(batch_of(s, batch, device, number % BATCHES)) for number in range(1, steps)]
     losses = [float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss) for loss in found]
     peak = (torch.cuda.max_memory_allocated() - before) / 1e9 if cuda else 0.0
-    return Run(mode, step, first, peak, losses)
+    predicted = megafx.explain(model).memory().peak / 1e9 if maker(mode) is with_megafx else 0.0
+    return Run(mode, step, first, peak, predicted, losses)
 
 
 def batch_of(s: Shape, batch: int, device: torch.device, number: int) -> Tensor:
@@ -503,6 +508,7 @@ def row(run: Run, ranks: int) -> dict[str, Any]:
         "ms": middle,
         "spread": spread,
         "peak": run.peak,
+        "predicted": run.predicted,
         "first": run.first,
         "losses": run.losses,
     }
@@ -600,12 +606,14 @@ def main() -> None:
         say(
             f"\n{args.model}, B={batch}, s={s.seq}, {ranks} ranks, {args.rounds} rounds of {args.steps} steps; {clocks()}"
         )
-        say(f"| mode | ms a step | spread | of ideal | peak GB | first step, s | loss {args.losses} | losses |")
-        say("|---|---|---|---|---|---|---|---|")
+        say(
+            f"| mode | ms a step | spread | of ideal | peak GB | predicted | first step, s | loss {args.losses} | losses |"
+        )
+        say("|---|---|---|---|---|---|---|---|---|")
         for r in rows:
             part = f"{r['ms'] / ideal:.3f}" if ideal else ""
             off = "" if r["apart"] is None else f"{r['apart']:.1e}"
-            line = "| {mode} | {ms:.1f} | {spread:.1f}% | {part} | {peak:.1f} | {first:.0f} | {last:.4f} | {off} |"
+            line = "| {mode} | {ms:.1f} | {spread:.1f}% | {part} | {peak:.2f} | {predicted:.2f} | {first:.0f} | {last:.4f} | {off} |"
             say(line.format(part=part, off=off, last=r["losses"][-1], **r))
         wrong += [r["mode"] for r in rows if maker(r["mode"]) is with_megafx and (r["apart"] or 0.0) > NOISE]
         for run, r in zip(runs, rows, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,8 @@ TOKENS, WEIGHTS = (
     ((1024, 4096), (4096, 1024), (4096, 4096), (14336, 4096), (4096, 14336), (51200, 4096)),
 )
 LOOPS = 10  # of a kernel between two events
+# Seconds that the device is kept busy before a kernel is timed, so that its clock falls to what its power limit allows in training.
+LOADED = 0.3
 ATTENTION = (4, 32, 2048, 128)
 TRANSFER = 2**26
 
@@ -113,8 +116,9 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def _matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
     n = MATMUL[device.type]
-    a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
-    return 2.0 * n**3 / _seconds(lambda: a @ b, device)
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))  # equal numbers would take less power
+    product = lambda: torch.mm(a, b)  # noqa: E731
+    return 2.0 * n**3 / (_kernel_seconds(product) if device.type == "cuda" else _seconds(product, device))
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -171,7 +175,9 @@ def _link_of(profile: str | None) -> tuple[float, float]:
 
 
 def _kernel_seconds(run: Callable[[], object]) -> float:
-    """Of what runs on the device, many times without a pause; of several ranks, the slowest."""
+    """Of what runs on the device, many times without a pause, under load; of several ranks, the slowest."""
+    for _ in range(math.ceil(LOADED / max(_seconds(run, torch.device("cuda")), 1e-5))):
+        run()
     found = []
     for _ in range(REPEATS):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
