@@ -16,7 +16,7 @@ transformers' own plan (llama).
 
 bf16 parameters, fused AdamW, labels = input ids. All modes of a batch size are built first; then each round runs a few
 steps of each, so that clocks that fall under load fall for all. A time is the median over rounds of the slowest rank. Peak: of
-one mode's own tensors and its step, beside what megafx predicts. Exposed: time in which communication alone runs, by the profiler.
+one mode's own tensors and its step; predicted: by megafx. Exposed: time in which communication alone runs, by the profiler.
 
 Before that, each mode takes --losses steps on batches that come again, from the same weights (megafx and DTensor; with dropout
 megafx alone) and seeds. `losses`: the largest relative difference of a step's loss from the first mode's, which rounding to
@@ -613,7 +613,8 @@ def main() -> None:
         for r in rows:
             part = f"{r['ms'] / ideal:.3f}" if ideal else ""
             off = "" if r["apart"] is None else f"{r['apart']:.1e}"
-            line = "| {mode} | {ms:.1f} | {spread:.1f}% | {part} | {peak:.2f} | {predicted:.2f} | {first:.0f} | {last:.4f} | {off} |"
+            line = "| {mode} | {ms:.1f} | {spread:.1f}% | {part} | {peak:.2f} | {predicted:.2f} | {first:.0f} | "
+            line += "{last:.4f} | {off} |"
             say(line.format(part=part, off=off, last=r["losses"][-1], **r))
         wrong += [r["mode"] for r in rows if maker(r["mode"]) is with_megafx and (r["apart"] or 0.0) > NOISE]
         for run, r in zip(runs, rows, strict=True):

@@ -41,7 +41,7 @@ TOKENS, WEIGHTS = (
     ((1024, 4096), (4096, 1024), (4096, 4096), (14336, 4096), (4096, 14336), (51200, 4096)),
 )
 LOOPS = 10  # of a kernel between two events
-# Seconds that the device is kept busy before a kernel is timed, so that its clock falls to what its power limit allows in training.
+# Seconds that the device is busy before a kernel is timed, so that its clock falls to what the power limit allows in training.
 LOADED = 0.3
 ATTENTION = (4, 32, 2048, 128)
 TRANSFER = 2**26
