@@ -1,32 +1,40 @@
-"""megafx: a plain eager PyTorch transformer becomes a fused, tensor-parallel one."""
+"""megafx: a plain eager PyTorch transformer becomes a fused, tensor-parallel one.
 
-from megafx.api import (
-    diff,
-    explain,
-    parallelize,
-    plan,
-    predict_memory,
-    profile,
-    replay,
-    sabotage,
-    search,
-    verify,
-)
-from megafx.checkpoint.checkpoint import LoadedCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from megafx.config import Config
-from megafx.debugging import debug
-from megafx.distributed.data import broadcast_data, check_data
-from megafx.errors import MegafxError
-from megafx.measure import profile_hardware
-from megafx.named_model import load_model
-from megafx.rewrite.pattern import Pattern
-from megafx.rewrite.pattern import register as register_pattern
-from megafx.rules.grammar import register_rule
-from megafx.weights.initialize import initialize
-from megafx.weights.load import load_safetensors
-from megafx.weights.save import save_pretrained
-from megafx.weights.state import full_gradients, full_state_dict
-from megafx.weights.whole import whole_parameters
+Names are imported when they are first read: `import megafx` takes no time, and the command answers a wrong option without
+torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megafx.api import (
+        diff,
+        explain,
+        parallelize,
+        plan,
+        predict_memory,
+        profile,
+        replay,
+        sabotage,
+        search,
+        verify,
+    )
+    from megafx.checkpoint.checkpoint import LoadedCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+    from megafx.config import Config
+    from megafx.debugging import debug
+    from megafx.distributed.data import broadcast_data, check_data
+    from megafx.errors import MegafxError
+    from megafx.measure import profile_hardware
+    from megafx.named_model import load_model
+    from megafx.rewrite.pattern import Pattern
+    from megafx.rewrite.pattern import register as register_pattern
+    from megafx.rules.grammar import register_rule
+    from megafx.weights.initialize import initialize
+    from megafx.weights.load import load_safetensors
+    from megafx.weights.save import save_pretrained
+    from megafx.weights.state import full_gradients, full_state_dict
+    from megafx.weights.whole import whole_parameters
 
 __all__ = [
     "Config",
@@ -60,3 +68,35 @@ __all__ = [
     "verify",
     "whole_parameters",
 ]
+
+_HOME = {
+    "api": "diff explain parallelize plan predict_memory profile replay sabotage search verify",
+    "checkpoint.checkpoint": "LoadedCheckpoint latest_checkpoint load_checkpoint save_checkpoint",
+    "config": "Config",
+    "debugging": "debug",
+    "distributed.data": "broadcast_data check_data",
+    "errors": "MegafxError",
+    "measure": "profile_hardware",
+    "named_model": "load_model",
+    "rewrite.pattern": "Pattern register_pattern",
+    "rules.grammar": "register_rule",
+    "weights.initialize": "initialize",
+    "weights.load": "load_safetensors",
+    "weights.save": "save_pretrained",
+    "weights.state": "full_gradients full_state_dict",
+    "weights.whole": "whole_parameters",
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+_OWN_NAME = {"register_pattern": "register"}  # where it is made
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'megafx' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"megafx.{_MODULE_OF[name]}"), _OWN_NAME.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -19,9 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from megafx.compiler.pipeline import passes_of
 from megafx.compiler.runner import Runner
 from megafx.config import Config
@@ -142,6 +139,9 @@ class Found:
         return json.dumps(data | {"configurations": found, "refused": self.refused, "least": least}, indent=1)
 
     def __str__(self) -> str:
+        from rich.console import Console  # not on top: every start imports this file
+        from rich.table import Table
+
         if not self.best:
             try:
                 return str(self.config)

@@ -11,10 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from megafx.analysis.communication import Communication
 from megafx.analysis.memory import Memory
@@ -23,6 +20,9 @@ from megafx.ir.program import Fusion, Note
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
 from megafx.report.page import data_of, page, picture_data
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
@@ -115,6 +115,8 @@ class Report:
         return None if self.predict is None else self.predict().peak
 
     def __str__(self) -> str:
+        from rich.console import Console  # 0.1 s, and most starts print no report
+
         out = io.StringIO()
         console = Console(file=out, width=150, color_system=None, legacy_windows=False)
         console.print(", ".join(f"{k} {v}" for k, v in self.header.items()), highlight=False)
@@ -126,6 +128,8 @@ class Report:
 
     def table(self) -> Table:
         """A rich table; identical layers are one row, their number in the last column."""
+        from rich.table import Table
+
         table = Table(show_lines=False, pad_edge=False)
         for name in ("module", "op", "style", "placements", "weight", "collectives (bytes a rank sends)", "times"):
             table.add_column(name, overflow="fold")
