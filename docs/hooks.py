@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[\w-]+)?\))")
 MADE = {"index.md": "README.md", "results.md": "benchmarks/RESULTS.md"}  # page of the site -> file of the repository
+MADE |= {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 MADE |= {
     f"examples/{file.stem}.md": f"examples/{file.name}" for file in sorted((ROOT / "examples").glob("*.[pi][yp]*"))
 }

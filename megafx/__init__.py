@@ -5,6 +5,8 @@ torch.
 """
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -90,7 +92,28 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.
 _OWN_NAME = {"register_pattern": "register"}  # where it is made
 
 
+def _check_tree() -> None:
+    """megafx.passes and megafx.patterns are folders beside this one in a checkout, and inside of it in a wheel. A checkout
+    that is not installed would run with the folders of the one that is."""
+    here = Path(__file__).resolve().parent
+    checkout = here.parent if (here.parent / "passes").is_dir() and not (here / "passes").is_dir() else None
+    for name in ("passes", "patterns"):
+        spec = importlib.util.find_spec(f"megafx.{name}")
+        found = spec and spec.origin and Path(spec.origin).resolve().parent
+        if found != (checkout or here) / name:
+            where = f"megafx.{name} from {found}" if found else f"megafx.{name} is not installed"
+            mend = f"pip install -e {checkout}" if checkout else "pip install --force-reinstall megafx"
+            raise ImportError(f"megafx is imported from {here}, but {where}\n  fix: {mend}")
+
+
+_check_tree()
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("megafx")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'megafx' has no attribute '{name}'")
     value = getattr(importlib.import_module(f"megafx.{_MODULE_OF[name]}"), _OWN_NAME.get(name, name))

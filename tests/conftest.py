@@ -1,11 +1,19 @@
-"""Which cases of the parametrized tests run by default: one in so many of those that take long, the others with `--slow`."""
+"""Tests are of the tree that megafx is of. Of parametrized tests that take long, one in so many cases runs by default, others
+with `--slow`."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
+
+import megafx.api  # tests rely on all being imported: ops are declared where they are defined
+
+_PACKAGE, _ROOT = Path(megafx.__file__).resolve().parents[1], Path(__file__).resolve().parents[1]
+if _PACKAGE != _ROOT:  # the package itself refuses where its parts are of two trees
+    raise pytest.UsageError(f"these tests are of {_ROOT}, but megafx of {_PACKAGE}\n  fix: pip install -e {_ROOT}")
 
 # pytest gives its handlers to every logger that does not propagate, and torch writes down all it does as soon as this one has
 # any: 3% of the time.

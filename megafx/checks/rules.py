@@ -11,6 +11,7 @@ not claimed is MISSING. Gradients decide between I and R: a result that is right
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -69,6 +70,7 @@ class RuleReport:
 def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Iterable[int] = (2, 3)) -> RuleReport:
     """rules: ops to check (all by default), or op -> rule string to check in place of the op's own."""
     given = dict(rules) if isinstance(rules, Mapping) else {}
+    importlib.import_module("megafx.compiler.pipeline")  # ops are declared in the files that define them
     fused = {op for op, facts in declared().items() if facts.rule}
     every = sorted({*RULES, *FAMILIES, *VIEWS, *fused, *SAMPLES})
     ops = [op_key(op) for op in ([*every, *registered()] if rules is None else rules)]

@@ -10,7 +10,7 @@ match that is slower fused, as measured on this device, is left as it is, with a
 
 from __future__ import annotations
 
-from megafx import patterns  # noqa: F401  registers the patterns
+import megafx.patterns  # noqa: F401  registers the patterns
 from megafx.ir.program import Phase, Program
 from megafx.planner.context import Planner, declines
 from megafx.rewrite.driver import patterns_of, rewrite

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from megafx import patterns  # noqa: F401  registers the patterns
+import megafx.patterns  # noqa: F401  registers the patterns
 from megafx.errors import PlacementError
 from megafx.ir.program import PLACEMENT, Phase, Program
 from megafx.placements.types import Placement, R

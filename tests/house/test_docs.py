@@ -152,7 +152,15 @@ def test_the_site_is_built_and_holds_every_page(tmp_path):
 
 
 def test_a_link_that_leads_nowhere_stops_the_site(tmp_path):
-    for name in ("docs", "examples", "benchmarks/RESULTS.md", "mkdocs.yml", "README.md"):
+    for name in (
+        "docs",
+        "examples",
+        "benchmarks/RESULTS.md",
+        "mkdocs.yml",
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)

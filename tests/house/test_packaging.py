@@ -1,4 +1,4 @@
-"""Covers: pyproject.toml (package-dir mapping), passes/__init__.py, patterns/__init__.py."""
+"""Covers: pyproject.toml (package-dir mapping), __init__.py of the root, of megafx, passes and patterns; conftest.py."""
 
 import os
 import shutil
@@ -78,3 +78,42 @@ def test_the_command_is_installed():
     done = run("-m", "megafx.cli", "version", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("megafx 0.1.0, torch 2.")
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A second checkout, in a folder named megafx. Another one is installed."""
+    root = tmp_path_factory.mktemp("work") / "megafx"
+    for name in ("megafx", "passes", "patterns"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("__init__.py", "tests/conftest.py", "tests/house/test_layering.py", "pyproject.toml"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    return root
+
+
+def test_a_clone_named_megafx_does_not_shadow_the_package(clone):
+    """Python started beside it: without an __init__.py it would be an empty namespace package."""
+    (link := clone.parent / "link").mkdir()
+    (link / "megafx").symlink_to(ROOT, target_is_directory=True)  # beside the clone that is installed
+    code = "import megafx, megafx.passes.fuse.fuse as p; print(megafx.__file__, megafx.Config().sequence_parallel)"
+    done = run("-c", code, cwd=link)
+    assert done.stdout.split() == [str(link / "megafx" / "megafx" / "__init__.py"), "auto"], done.stderr
+    assert run("-m", "megafx.cli", "version", cwd=link).returncode == 0
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_package_is_of_one_tree(clone, beside):
+    done = run("-c", "import megafx", cwd=clone.parent if beside else clone)
+    assert f"ImportError: megafx is imported from {clone / 'megafx'}" in done.stderr
+    assert f"but megafx.passes from {ROOT / 'passes'}\n  fix: pip install -e {clone}\n" in done.stderr
+    bare = run("-S", "-c", "import megafx", cwd=clone)  # without what is installed
+    assert f"but megafx.passes is not installed\n  fix: pip install -e {clone}\n" in bare.stderr
+
+
+def test_tests_are_of_the_tree_that_the_package_is_of(clone):
+    """`pytest`, unlike `python -m pytest`, does not put the working directory on the path."""
+    command = "import sys, pytest; sys.path.remove(''); sys.exit(pytest.main(['tests/house']))"
+    done = run("-c", command, cwd=clone)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert f"but megafx of {ROOT}" in done.stderr and f"fix: pip install -e {clone}\n" in done.stderr
