@@ -36,6 +36,7 @@ from megafx.planner.context import Planner, in_training
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.profiling import loss_of, profile_steps
+from megafx.progress import stage
 from megafx.replaying import Replayed, replay_call
 from megafx.report.page import side_by_side
 from megafx.report.report import Report, differences, read_report
@@ -48,6 +49,7 @@ from megafx.what_if import Found, search_call
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@stage("parallelize")
 def parallelize(
     model: nn.Module,
     config: Config | None = None,
@@ -76,6 +78,7 @@ def parallelize(
     return make_parallel(runtime, example, compile=example_inputs is not None)
 
 
+@stage("plan")
 def plan(
     model: nn.Module,
     config: Config | None = None,
@@ -104,6 +107,7 @@ def plan(
     return made
 
 
+@stage("predict_memory")
 def predict_memory(
     model: nn.Module,
     config: Config | None = None,
@@ -140,6 +144,7 @@ def predict_memory(
     return compile_program(program, planner).memory(optimizer)
 
 
+@stage("search")
 def search(
     model: nn.Module,
     gpus: int,
@@ -206,6 +211,7 @@ def explain(subject: nn.Module | Plan) -> Report:
     return report
 
 
+@stage("profile")
 def profile(model: nn.Module, batch: Any, *, steps: int = 3) -> Report:
     """Run some training steps of a parallelized model, and put measured times beside those of the cost model in its report.
 
@@ -225,6 +231,7 @@ def profile(model: nn.Module, batch: Any, *, steps: int = 3) -> Report:
     return report
 
 
+@stage("verify")
 def verify(
     model: nn.Module,
     config: Config | None = None,
@@ -250,6 +257,7 @@ def verify(
     return compare(_verified(model, config, example_inputs, loss_fn), tolerance)
 
 
+@stage("sabotage")
 def sabotage(
     model: nn.Module,
     config: Config | None = None,
@@ -298,6 +306,7 @@ def diff(before: Plan | str | Path, after: Plan | str | Path, *, html: str | Pat
     return plans[0].diff(plans[1])
 
 
+@stage("replay")
 def replay(folder: str | Path, model: nn.Module, *, example_inputs: Any = None) -> Replayed:
     """Compile the model as a dump folder of MEGAFX_DUMP says, without ranks, and compare with its graphs.
 

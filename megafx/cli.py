@@ -11,7 +11,6 @@ a function of yours that makes the model, or a (model, example_inputs) pair ('mo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -19,15 +18,15 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megafx.config import STYLES, Config, choices_of, is_whole
-from megafx.debugging import progress, stage
 from megafx.errors import ConfigError, MegafxError, UsageError
+from megafx.progress import progress, stage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     args = _parser().parse_args(given or ["--help"])
     try:
-        with _shown_progress(quiet=getattr(args, "quiet", True)):
+        with progress(lambda *_: None) if getattr(args, "quiet", False) else stage(args.command):
             status: int = args.run(args)
             return status
     except BrokenPipeError:  # `megafx plan ... | head`
@@ -44,32 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegafxError as error:
         print(f"megafx: {type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (UsageError, ConfigError)) else 1
-
-
-@contextlib.contextmanager
-def _shown_progress(quiet: bool) -> Iterator[None]:
-    """On stderr: the stage that runs, where that is a terminal, and the seconds of those that took longer than one."""
-    if quiet:
-        yield
-        return
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
-    with console.status("megafx") if console.is_terminal else contextlib.nullcontext() as status:
-        inside: list[str] = []  # stages that run, one inside of the other
-
-        def told(name: str, seconds: float | None) -> None:
-            if seconds is None:
-                inside.append(name)
-                if status is not None:
-                    status.update(": ".join(inside))
-            else:
-                inside.pop()
-                if seconds >= 1.0 and not inside:
-                    console.print(f"{name:<32}{seconds:6.1f} s")
-
-        with progress(told):
-            yield
 
 
 # -- what the commands take
@@ -83,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(run: Callable[[argparse.Namespace], int], python: str, help_text: str, **more: Any) -> Any:
         name = run.__name__.strip("_").replace("_", "-")
         command = commands.add_parser(name, help=help_text, description=f"{help_text}. In Python: {python}.", **more)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, command=name)
         return command.add_argument, command
 
     def add_for_model(run: Callable[[argparse.Namespace], int], python: str, help_text: str) -> Any:

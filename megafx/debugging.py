@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -113,31 +112,3 @@ def say(text: str) -> None:
     """Print to stderr on the reporting rank."""
     if is_reporting_rank():
         print(text, file=sys.stderr, flush=True)
-
-
-# -- progress
-
-Progress = Callable[[str, float | None], None]  # name of a stage, and its seconds once it is over (before: None)
-_progress: ContextVar[Progress | None] = ContextVar("megafx_progress", default=None)
-
-
-@contextlib.contextmanager
-def progress(told: Progress) -> Iterator[None]:
-    """Tell `told` of every stage of the calls inside: at its start with None, at its end with its seconds."""
-    token = _progress.set(told)
-    try:
-        yield
-    finally:
-        _progress.reset(token)
-
-
-@contextlib.contextmanager
-def stage(name: str) -> Iterator[None]:
-    """What runs inside is a stage of this name, for whoever shows progress."""
-    told, start = _progress.get(), time.perf_counter()
-    if told is None:
-        yield
-        return
-    told(name, None)
-    yield
-    told(name, time.perf_counter() - start)

@@ -33,6 +33,7 @@ from megafx.ir.interpret import input_values
 from megafx.ir.program import VAL, Program, fqn_of, source_of
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
+from megafx.progress import stage
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
 from megafx.weights.state import full_gradients
@@ -313,7 +314,7 @@ def sabotage_call(call: VerifiedCall) -> Sabotage:
     found = Sabotage(t)
     for start in collective_nodes(program.graph):
         for what, change in (("without", without), ("with another instead of", with_another)):
-            with changed_collective(program.graph, start, t, change):
+            with stage(f"{what} {start.name}"), changed_collective(program.graph, start, t, change):
                 found.tried.append(
                     Tried(f"{what} %{start.name}", fqn_of(start), source_of(start), "numbers", not is_right())
                 )

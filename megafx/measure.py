@@ -27,6 +27,7 @@ from megafx.errors import UsageError
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, payload
 from megafx.planner.hardware import Hardware
 from megafx.planner.times import ATTENTION_BACKWARD
+from megafx.progress import stage
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 MATMUL, COPY_BYTES, REDUCE_BYTES = (
@@ -47,6 +48,7 @@ ATTENTION = (4, 32, 2048, 128)
 TRANSFER = 2**26
 
 
+@stage("profile_hardware")
 def profile_hardware(
     path: str | Path | None = None, *, link: str | None = None, name: str = "", dtypes: Iterable[str] = DTYPES
 ) -> Hardware:

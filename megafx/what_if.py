@@ -22,11 +22,12 @@ from typing import Any
 from megafx.compiler.pipeline import passes_of
 from megafx.compiler.runner import Runner
 from megafx.config import Config
-from megafx.debugging import Debug, current, stage
+from megafx.debugging import Debug, current
 from megafx.errors import MegafxError, UsageError
 from megafx.ir.program import Input, Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
+from megafx.progress import stage
 from megafx.report.picture import Picture, draw
 from megafx.report.report import bytes_text, time_text
 from megafx.report.steps import Step, schedule

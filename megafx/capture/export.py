@@ -38,7 +38,6 @@ from megafx.capture.program import drop_unread, mark_losses, mark_nodes, name_in
 from megafx.capture.quantised import refuse_quantised
 from megafx.capture.small_sizes import listing
 from megafx.capture.tensor_hooks import place_hooks
-from megafx.debugging import stage
 from megafx.errors import CaptureError, MegafxError
 from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
 from megafx.ir.data_sizes import DataShapeEnv
@@ -46,6 +45,7 @@ from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.python_state import Place
 from megafx.ir.sizes import Sizes
 from megafx.ops.eager_call import Order
+from megafx.progress import stage
 
 _GREATEST = 2**31 - 1  # a dim without an upper bound
 

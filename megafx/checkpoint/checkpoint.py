@@ -35,6 +35,7 @@ from megafx.distributed.agreement import broadcast_object, check_same, gather_ob
 from megafx.distributed.failures import meet, only_rank_0, timeout_of
 from megafx.distributed.parameters import runtime_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
+from megafx.progress import stage
 from megafx.weights.initialize import Factory, Rest, check_planned
 
 TRIES = 10  # attempts to read the newest, which a trainer may remove meanwhile
@@ -66,6 +67,7 @@ def save_checkpoint(
 ) -> Future[Path]: ...  # fmt: skip
 
 
+@stage("save_checkpoint")
 def save_checkpoint(
     folder: str | Path,
     model: nn.Module,
@@ -209,6 +211,7 @@ def _settle() -> BaseException | None:
     return pending.exception()
 
 
+@stage("load_checkpoint")
 def load_checkpoint(
     folder: str | Path,
     model: nn.Module,

@@ -17,6 +17,7 @@ from megafx.checkpoint.load import Shapes, misfits, refuse
 from megafx.checkpoint.storage import FolderReader, read_tensors
 from megafx.checkpoint.torch_format import TorchReader, names_there, tensors_there
 from megafx.errors import CheckpointError, UsageError
+from megafx.progress import stage
 from megafx.weights import files as safetensors_writer
 from megafx.weights.files import SafetensorsFiles, dtype_name, torch_dtype
 from megafx.weights.load import check_fit
@@ -25,6 +26,7 @@ from megafx.weights.save import bytes_of, plan_files, save_config, write_files
 from megafx.weights.state import Stored, stored_tensors
 
 
+@stage("convert")
 def convert(source: Path, target: Path, model: nn.Module | None = None, *, max_shard_size: int | str = "5GB") -> Path:
     """Write the tensors of `source` in the other format; returns the path written.
 

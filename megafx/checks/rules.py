@@ -19,6 +19,7 @@ from megafx.checks.rule_samples import SAMPLES, Sample, samples_of
 from megafx.checks.rule_trials import Row, Trial
 from megafx.errors import UsageError
 from megafx.ir.facts import declared
+from megafx.progress import stage
 from megafx.rules.aten import RULES
 from megafx.rules.families import FAMILIES, VIEWS
 from megafx.rules.grammar import op_key, registered, registered_rule
@@ -67,6 +68,7 @@ class RuleReport:
         return "\n".join([*shown, f"{len(self.of('ok'))} rows of {ops} ops are right, {counts}"])
 
 
+@stage("check_rules")
 def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Iterable[int] = (2, 3)) -> RuleReport:
     """rules: ops to check (all by default), or op -> rule string to check in place of the op's own."""
     given = dict(rules) if isinstance(rules, Mapping) else {}
@@ -87,9 +89,10 @@ def check_rules(rules: Mapping[str, str] | Iterable[str] | None = None, t: Itera
         if not samples:
             why = "no sample call (`samples` of its definition, or rule_samples.py)"
             report.findings.append(Finding(op, "unchecked", "-", why))
-        for sample in samples:
-            for size in t:
-                report.findings += _check(sample, own, size)
+        with stage(op):
+            for sample in samples:
+                for size in t:
+                    report.findings += _check(sample, own, size)
     report.findings = list(dict.fromkeys(report.findings))
     return report
 

@@ -22,6 +22,7 @@ from megafx.ir.call_spec import no_autocast
 from megafx.ir.program import Program, Saved
 from megafx.ops import collectives  # noqa: F401  registers pad_rows
 from megafx.ops.tapes import is_handle
+from megafx.progress import stage
 
 
 class LazyOutputs:
@@ -156,6 +157,7 @@ class Executable:
         self.context = context
         kept_gathers = gathered or GatheredParameters()
         self.see: Callable[[DTensor], None] | None = kept_gathers.see if parts.gathered else None
+        self._ran: set[str] = set()
         self._forward: Callable[..., Any] = parts.forward.forward
         self._backward: Callable[[list[Any]], Any] | None = None
         self._last_backward: Callable[[list[Any]], Any] | None = None
@@ -198,7 +200,7 @@ class Executable:
         given, inputs = inputs, [_contiguous(x) for x in inputs]
         if self.graphs is not None and (lazy := self._lazy()) is not None:
             lazy.own()  # a replay would overwrite what it is made of
-        with self._running():
+        with self._first("forward"), self._running():
             inputs += [join(inputs) for join in self._joins]
             results = self._forward(*inputs)
         outputs = list(results[: self.outputs])
@@ -247,8 +249,15 @@ class Executable:
         del seeds, values
         run = self._backward if retain or kept.packed else self._last_backward  # the last may overwrite what was kept
         assert run is not None
-        with self._running():
+        with self._first("backward"), self._running():
             return list(run(arguments))
+
+    def _first(self, direction: str) -> contextlib.AbstractContextManager[Any]:
+        """The first run, in which kernels are compiled."""
+        if direction in self._ran:
+            return contextlib.nullcontext()
+        self._ran.add(direction)
+        return stage(f"first {direction}")
 
     def check(self, kept: Kept) -> None:
         """Raise where backward cannot run: it ran before, or what it needs was changed."""

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Protocol
 
 from megafx.config import Config
-from megafx.debugging import Debug, current, is_reporting_rank, say, stage
+from megafx.debugging import Debug, current, is_reporting_rank, say
 from megafx.errors import ConfigError, MegafxError, PlacementError
 from megafx.ir import dump
 from megafx.ir.call_spec import no_autocast
 from megafx.ir.contracts import verify
 from megafx.ir.program import Phase, Program
 from megafx.planner.context import Planner
+from megafx.progress import stage
 
 ABOUT = "about.json"  # in a dump folder
 PassFunction = Callable[[Program, Planner], int]

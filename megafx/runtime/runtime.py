@@ -53,6 +53,7 @@ from megafx.placements.types import Placement
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
+from megafx.progress import stage
 from megafx.report.report import Report, fused, refresh_notes
 from megafx.runtime import transforms
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
@@ -390,7 +391,7 @@ class Runtime:
                 return captured
             return self._capture(call, varying, state, training=training, grad=planner.training)
 
-        with self._capturing(grad):
+        with stage("compile a call"), self._capturing(grad):
             compiled = self.compile(call, is_training, capture, planner, self.settled)
         self.captures += 1
         self._check_graph("the graph", compiled.program)
@@ -596,7 +597,7 @@ class Runtime:
             if self.mesh is not None:
                 if self.meshes.data is not None:
                     agreement.check_same("the plan", str(self.params), self.meshes.everyone)
-                with torch.inference_mode(False):
+                with stage("shard the parameters"), torch.inference_mode(False):
                     shard_parameters(self.model, self.params)
                     if (shards := self.meshes.shards) is not None:
                         shard_over_data(self.model, shards, shards.size() // self.t)

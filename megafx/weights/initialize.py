@@ -23,6 +23,7 @@ from torch import nn
 from megafx.distributed import agreement
 from megafx.distributed.parameters import everyone_of, runtime_of
 from megafx.errors import MegafxError, UsageError
+from megafx.progress import stage
 from megafx.weights.constructor_log import Log, Ref, Storage, draw_in_order, execute, record, replay, schedule, view
 from megafx.weights.index_random import IndexRandom
 from megafx.weights.state import Stored, all_tensors, give_memory, stored_tensors
@@ -32,6 +33,7 @@ _LEAVE_UNINITIALISED = (aten.empty, aten.empty_like, aten.empty_strided, aten.ne
 Factory = Callable[[], Any]
 
 
+@stage("initialize")
 def initialize(
     model: nn.Module,
     factory: Factory | None = None,

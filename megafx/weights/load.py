@@ -12,12 +12,14 @@ from torch import nn
 from megafx.distributed import agreement
 from megafx.distributed.parameters import everyone_of, runtime_of
 from megafx.errors import CheckpointError
+from megafx.progress import stage
 from megafx.weights.files import Entry, SafetensorsFiles, listed, torch_dtype
 from megafx.weights.initialize import Factory, Rest, check_planned
 from megafx.weights.names import Sources, find_sources
 from megafx.weights.state import Stored, give_memory, stored_tensors
 
 
+@stage("load_safetensors")
 def load_safetensors(
     model: nn.Module, path: str | Path, *, factory: Factory | None = None, device: torch.device | str | None = None
 ) -> nn.Module:

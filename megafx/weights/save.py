@@ -22,6 +22,7 @@ from megafx.distributed.failures import meet, only_rank_0
 from megafx.distributed.parameters import everyone_of
 from megafx.errors import CheckpointError, MegafxError, UsageError
 from megafx.placements.slices import ShardSlice
+from megafx.progress import stage
 from megafx.weights import files as safetensors_writer
 from megafx.weights.files import INDEX, SINGLE, flush_folder
 from megafx.weights.names import Saving, find_savings
@@ -31,6 +32,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 Fetch = Callable[[str, int], torch.Tensor | None]  # (name in the model, writing rank) -> the whole tensor there
 
 
+@stage("save_pretrained")
 def save_pretrained(model: nn.Module, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
     """Write safetensors files (with an index where there are several) and config.json, as `from_pretrained` loads them.
 

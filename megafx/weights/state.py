@@ -24,6 +24,7 @@ from megafx.distributed.parameters import as_parameter, parameter_slots, runtime
 from megafx.distributed.saved_shards import is_saved, taken
 from megafx.distributed.tensor import TPTensor, local_of, slices_of, wrap
 from megafx.placements.slices import ShardSlice
+from megafx.progress import stage
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def full_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
+@stage("full_state_dict")
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """`state_dict()` with whole tensors in the original layout, on every rank. Collective.
 

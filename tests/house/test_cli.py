@@ -1,4 +1,4 @@
-"""Covers: cli.py, named_model.py, replaying.py, measure.py; the stages of debugging.py."""
+"""Covers: cli.py, named_model.py, replaying.py, measure.py; the stages of calls."""
 
 import dataclasses
 import json
@@ -14,10 +14,10 @@ import megafx
 from megafx.cli import _config, _parser, _value, main
 from megafx.compiler.pipeline import pipeline
 from megafx.config import Config
-from megafx.debugging import progress
 from megafx.errors import UsageError
 from megafx.named_model import example_inputs
 from megafx.planner.hardware import Hardware
+from megafx.progress import progress
 
 LLAMA = {
     "model_type": "llama",
@@ -201,9 +201,9 @@ def test_progress_tells_the_stages():
     with progress(lambda name, seconds: seen.append((name, seconds))):
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
         megafx.plan(model, megafx.Config(tensor_model_parallel_size=2), example_inputs=torch.randn(2, 3, 4))
-    begun = [name for name, seconds in seen if seconds is None]
-    assert begun == [name for name, seconds in seen if seconds is not None]
-    assert begun[0] == "capture" and begun[1:3] == ["canonicalize", "own_experts"]
+    begun, ended = ([name for name, seconds in seen if (seconds is None) == now] for now in (True, False))
+    assert begun == [ended[-1], *ended[:-1]]
+    assert begun[:4] == ["plan", "capture", "canonicalize", "own_experts"]
 
 
 def test_explain_a_hugging_face_config(llama, capsys):

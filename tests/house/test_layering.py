@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [
     "errors",
     "config debugging",
+    "progress",
     "placements",
     "ir",
     "rules ops rewrite",
@@ -36,6 +37,7 @@ TORCH_FREE = [
     "errors",
     "config",
     "debugging",
+    "progress",
     "placements.types",
     "placements.views",
     "placements.slices",
