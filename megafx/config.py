@@ -193,6 +193,9 @@ class Config:
     eager_modules: tuple[str, ...] = _option(
         tuple, "globs of submodules that are not captured: their code runs as it is, on whole tensors"
     )
+    cache: bool = _option(
+        True, "plans and programs of calls are kept on disk, and read at the next start (docs/cache.md)"
+    )
     profiler_ranges: bool = _option(
         False,
         "a torch.profiler trace shows what runs under the path of its module (NVTX ranges under emit_nvtx)",

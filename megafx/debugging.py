@@ -8,6 +8,7 @@ MEGAFX_DUMP=dir      rank 0 writes 00_capture.txt, 01_<pass>.txt, ...; further g
 MEGAFX_CHECK=1       check the graph after each pass against the contract of its phase
             =2       also run the graph before and after each pass, and name the first pass that changed numbers
 MEGAFX_SKIP=a,b      leave out passes by name; leaving out one that a later pass needs is an error
+MEGAFX_CACHE=dir     where plans and programs of calls are kept; off: nowhere (docs/cache.md)
 MEGAFX_STOP_AFTER=a  raise `PipelineStopped`, which holds the program, after the named pass
 """
 
@@ -27,13 +28,14 @@ from megafx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Debug:
-    """The settings in force. level 0-4, dump: folder or None, check 0-2, skip and stop_after: pass names."""
+    """The settings in force. level 0-4, dump and cache: folders or None, check 0-2, skip and stop_after: pass names."""
 
     level: int = 0
     dump: str | None = None
     check: int = 0
     skip: tuple[str, ...] = ()
     stop_after: str | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("level", 4), ("check", 2)):
@@ -53,6 +55,7 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "MEGAFX_CHECK": ("check", int, "0 to 2"),
     "MEGAFX_SKIP": ("skip", _names, "pass names, separated by commas"),
     "MEGAFX_STOP_AFTER": ("stop_after", str, "a pass name"),
+    "MEGAFX_CACHE": ("cache", str, "a folder, or off"),
 }
 _override: ContextVar[dict[str, Any] | None] = ContextVar("megafx_debug", default=None)
 

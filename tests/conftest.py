@@ -4,6 +4,7 @@ with `--slow`."""
 from __future__ import annotations
 
 import logging
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,6 +19,8 @@ if _PACKAGE != _ROOT:  # the package itself refuses where its parts are of two t
 # pytest gives its handlers to every logger that does not propagate, and torch writes down all it does as soon as this one has
 # any: 3% of the time.
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
+
+os.environ["MEGAFX_CACHE"] = "off"  # each test compiles what it looks at, and nothing goes to the user's folder
 
 # Test -> n: one in n of its cases runs by default, the first of every n. What is left out so took two fifths of the time of
 # the whole suite.

@@ -41,7 +41,7 @@ IGNORED = frozenset(
         "_output_capturing_hooks_installed",
     ]
 )
-_LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
+LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
 _CLOCK = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 
 
@@ -143,7 +143,7 @@ class Reads:
             place = Place(attributes, name, where, line_of(sys._getframe(2)))
         elif (cls := _computes(type(owner), name)) is not None:
             # a method or property: it reads by itself; somebody may replace it, in the class or for this object
-            if cls.__module__.partition(".")[0] not in _LIBRARIES:
+            if cls.__module__.partition(".")[0] not in LIBRARIES:
                 self.places.setdefault((id(cls), name), Place(cls, name, f"{cls.__name__}.{name}"))
             elif name != "forward":
                 return
@@ -190,7 +190,7 @@ class Reads:
 
     def _follow(self, cls: type) -> None:
         """Note reads of the instances of a class of the user."""
-        if cls in self.patched or cls.__module__.partition(".")[0] in _LIBRARIES or issubclass(cls, nn.Module):
+        if cls in self.patched or cls.__module__.partition(".")[0] in LIBRARIES or issubclass(cls, nn.Module):
             return
         old = {name: vars(cls).get(name, ABSENT) for name in ("__getattribute__", "__setattr__")}
         try:
@@ -205,7 +205,7 @@ class Reads:
     def _find_globals(self) -> None:
         """Look through the code of the model: that of the user, and of the packages that modules of the model are from."""
         self._code_seen: set[int] = set()
-        self._packages = {type(m).__module__.partition(".")[0] for m in self.model.modules()} - _LIBRARIES
+        self._packages = {type(m).__module__.partition(".")[0] for m in self.model.modules()} - LIBRARIES
         for module in self.model.modules():
             if id(module) in self.skipped:
                 continue
@@ -261,11 +261,11 @@ class Reads:
         if value is ABSENT:
             return
         if isinstance(value, types.ModuleType):
-            if rest and value.__name__.partition(".")[0] not in _LIBRARIES and rest[0] in vars(value):
+            if rest and value.__name__.partition(".")[0] not in LIBRARIES and rest[0] in vars(value):
                 self._note_name(Place(vars(value), rest[0], f"{place.name}.{rest[0]}", place.line), rest[1:])
             return
         if isinstance(value, type):
-            library = value.__module__.partition(".")[0] in _LIBRARIES
+            library = value.__module__.partition(".")[0] in LIBRARIES
             if rest and not library and isinstance(getattr(value, rest[0], None), (*PLAIN, list, dict, tuple, set)):
                 at = Place(value, rest[0], f"{place.name}.{rest[0]}", place.line)
                 self._take((id(value), rest[0]), at, at.get())
@@ -276,7 +276,7 @@ class Reads:
         if isinstance(value, types.FunctionType):
             if not _is_looked_at(value.__code__.co_filename):
                 return
-        elif callable(value) and type(value).__module__.partition(".")[0] in _LIBRARIES:
+        elif callable(value) and type(value).__module__.partition(".")[0] in LIBRARIES:
             return
         if key not in self.places:
             self._take(key, place, value)

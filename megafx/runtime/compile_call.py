@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from megafx.compiler.executable import Executable
 from megafx.compiler.gathered_parameters import GatheredParameters
 from megafx.compiler.pipeline import Compiled, Pending, compile_program, plan_only
+from megafx.errors import UsageError
 from megafx.ir.call_spec import differentiable_inputs
 from megafx.ir.program import PLACEMENT, Program, differentiable_outputs
 from megafx.placements.types import I, Placement
@@ -16,8 +17,11 @@ from megafx.planner.context import Gradients, Planner, in_training
 from megafx.planner.plan import Plan
 from megafx.runtime.bound_graph import CompiledCall
 from megafx.runtime.cache_shard import CacheShard
+from megafx.runtime.dependencies import watching
+from megafx.runtime.fingerprint import digest
 from megafx.runtime.held_gradients import HeldBack
 from megafx.runtime.keys import Call
+from megafx.runtime.program_cache import Found, Situation
 
 Capture = Callable[[bool], Program]  # whether the call's training form is wanted -> CAPTURED program
 
@@ -36,23 +40,84 @@ class Settled:
     gathered: GatheredParameters = field(default_factory=GatheredParameters)
 
 
-def settle(call: Call, capture: Capture, planner: Planner, settled: Settled) -> Program | None:
-    """Plan the training form of a call and return that; None where there was a plan already."""
+def settle(
+    call: Call, capture: Capture, planner: Planner, settled: Settled, situation: Situation | None = None
+) -> Program | None:
+    """Plan the training form of a call and return that; None where there was a plan already, or one on disk (situation)."""
     if settled.plan is not None:
         return None
-    program = capture(True)
-    inputs = differentiable_inputs(call.args, call.kwargs, call.loss_inputs)
-    settled.plan = plan_only(program.copy(), replace(planner, wants_grad=in_training(inputs)))
+    if situation is not None and (found := situation.read()) is not None:
+        settled.plan = found.plan
+        return None
+    with watching(None if situation is None else situation.environment):
+        program = capture(True)
+        inputs = differentiable_inputs(call.args, call.kwargs, call.loss_inputs)
+        settled.plan = plan_only(program.copy(), replace(planner, wants_grad=in_training(inputs)))
+    if situation is not None:
+        situation.write(program, settled.plan)
     return program
 
 
-def compile_call(call: Call, is_training: bool, capture: Capture, planner: Planner, settled: Settled) -> CompiledCall:
-    """The graph of one call. The first call plans, by its training form, which it may be itself (is_training)."""
+def compile_call(
+    call: Call,
+    is_training: bool,
+    capture: Capture,
+    planner: Planner,
+    settled: Settled,
+    situation: Situation | None = None,
+) -> CompiledCall:
+    """The graph of one call. The first call plans, by its training form, which it may be itself (is_training).
+
+    situation: of the call in the cache on disk, where that is on.
+    """
+    plans = settled.plan is None
+    if plans and not is_training:
+        settle(call, capture, planner, settled, None if situation is None else situation.plan())
+    if situation is not None and (found := situation.read()) is not None:
+        return _found(found, call, capture, planner, settled)
+    with watching(None if situation is None else situation.environment):
+        made, compiled, captured = _made(call, is_training, capture, planner, settled)
+    if situation is not None:
+        situation.write(compiled.program, settled.plan if plans and is_training else None, compiled, captured)
+    return made
+
+
+def _found(found: Found, call: Call, capture: Capture, planner: Planner, settled: Settled) -> CompiledCall:
+    """What an entry of the cache holds, bound on this rank."""
+    settled.plan = found.plan or settled.plan
+    assert settled.plan is not None and found.compiled is not None
+    stored = dict(settled.plan.params)
+    compiled, general = found.compiled, replace(planner, fixed=stored | _shards(call))
+    compiled.planner.fixed = general.fixed
+    made = _bound(compiled, call, planner, settled, stored)
+
+    def again() -> Program:
+        program = capture(False)
+        if digest(program.gm.code) != found.captured:
+            raise UsageError(
+                "gradients arrive at outputs beside the loss, and the model has changed since the forward",
+                fix="Config(differentiable_outputs=True)",
+            )
+        return program
+
+    if found.captured:
+        _beside(made, compiled, again, general, call, settled, stored)
+    return made
+
+
+def _shards(call: Call) -> dict[str, Placement]:
+    pairs = zip(call.names(), call.leaves, strict=True)
+    return {n: x.placement for n, x in pairs if isinstance(x, CacheShard)}
+
+
+def _made(
+    call: Call, is_training: bool, capture: Capture, planner: Planner, settled: Settled
+) -> tuple[CompiledCall, Compiled, str]:
+    """(the graph of a call, its program, digest of the code that was captured, where another form of it may be needed)."""
     planned = settle(call, capture, planner, settled)
     assert settled.plan is not None
     stored = dict(settled.plan.params)
-    shards = {n: x.placement for n, x in zip(call.names(), call.leaves, strict=True) if isinstance(x, CacheShard)}
-    general = replace(planner, fixed=stored | shards)
+    general = replace(planner, fixed=stored | _shards(call))
     captured = planned if planned is not None and is_training else capture(False)
     if any(o.kind == "order" for o in captured.outputs):  # hooks: the call cannot be computed once more
         planner = replace(planner, config=planner.config.replace(differentiable_outputs=True))
@@ -64,12 +129,25 @@ def compile_call(call: Call, is_training: bool, capture: Capture, planner: Plann
     else:
         compiled = compile_program(captured, general)
     made = _bound(compiled, call, planner, settled, stored)
-    if kept is not None:
-        made.beside = beside_the_loss(compiled)
-        config = planner.config.replace(differentiable_outputs=True)
-        other = replace(general, config=config)
-        made.differentiable = lambda: _bound(compile_program(kept.copy(), other), call, other, settled, stored)
-    return made
+    if kept is None:
+        return made, compiled, ""
+    _beside(made, compiled, kept.copy, general, call, settled, stored)
+    return made, compiled, digest(kept.gm.code)
+
+
+def _beside(
+    made: CompiledCall,
+    compiled: Compiled,
+    captured: Callable[[], Program],
+    general: Planner,
+    call: Call,
+    settled: Settled,
+    stored: Mapping[str, Placement],
+) -> None:
+    """Let the graph be compiled once more, of the captured program, where outputs beside the loss need gradients."""
+    made.beside = beside_the_loss(compiled)
+    other = replace(general, config=general.config.replace(differentiable_outputs=True))
+    made.differentiable = lambda: _bound(compile_program(captured(), other), call, other, settled, stored)
 
 
 def _gives_more_than_a_loss(captured: Program, planner: Planner) -> bool:

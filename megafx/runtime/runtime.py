@@ -45,7 +45,7 @@ from megafx.distributed.tensor import TPTensor
 from megafx.errors import CaptureError, LostRankError, UsageError
 from megafx.ir import dump
 from megafx.ir.call_spec import ambient_autocast
-from megafx.ir.program import Note, Program
+from megafx.ir.program import Input, Note, Program
 from megafx.ir.python_state import Place
 from megafx.ops.axes import AxisContext
 from megafx.placements.data_axis import TENSOR_AXIS
@@ -69,6 +69,7 @@ from megafx.runtime.keys import (
     numbers_of,
     parameter_state,
 )
+from megafx.runtime.program_cache import Situation, tell
 
 
 def refuse_tangents(named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -123,6 +124,7 @@ class Runtime:
         self.replacements = 0  # how often submodules were replaced
         self.fixed_state: set[str] = set()  # places whose values are baked into graphs, since they cannot be inputs
         self.unplaced: list[list[str]] = []
+        self.cached = ""  # what the cache on disk did with the last graph
 
     # -- setting up
 
@@ -190,8 +192,10 @@ class Runtime:
             self._graph(call)
             return
         planner = self._planner(call, True)
+        situation = self._situation("plan", call, planner, ())
         with self._capturing(True):
-            settle(call, lambda _: self._capture(call, frozenset(), training=True), planner, self.settled)
+            settle(call, lambda _: self._capture(call, frozenset(), training=True), planner, self.settled, situation)
+        self._tell(situation)
         assert self.settled.plan is not None
         self._adopt(self.settled.plan.params)
 
@@ -391,13 +395,51 @@ class Runtime:
                 return captured
             return self._capture(call, varying, state, training=training, grad=planner.training)
 
+        about = (is_training, sorted(varying), [(n, type(p.get()).__name__) for n, p in sorted(state.items())])
+        situation = None if captured is not None else self._situation("graph", call, planner, about)
+        more = {} if situation is None else {"situation": situation}
         with stage("compile a call"), self._capturing(grad):
-            compiled = self.compile(call, is_training, capture, planner, self.settled)
+            compiled = self.compile(call, is_training, capture, planner, self.settled, **more)
+        self._tell(situation)
         self.captures += 1
         self._check_graph("the graph", compiled.program)
         self._adopt(compiled.params)
         about = f"{self._describe(call)}\n{STATE}of graph {self.captures}"  # ranks capture together
         return self._bind(compiled, about, ambient_autocast())
+
+    def _situation(self, what: str, call: Call, planner: Planner, about: Any) -> Situation | None:
+        """What decides which entry of the cache on disk serves this call. None where it is off."""
+        if not self.config.cache:
+            return None
+        fixed = (
+            None
+            if self.settled.plan is None
+            else [(n, str(p), p.flat_layout) for n, p in self.settled.plan.params.items()]
+        )
+        autocast = [sorted(map(str, context.items())) for context in ambient_autocast()]
+        own = [
+            self._describe(call),
+            str(call.spec),
+            self.original.__qualname__,
+            planner.training,
+            autocast,
+            fixed,
+            about,
+        ]
+        refused = "hooks on modules" if self.hooked.found else ""
+        device = self.state.device
+        wanted = (
+            [] if planner.wants_grad is None else [n for n in self.state.slots if planner.wants_grad(Input("param", n))]
+        )
+        loss = self.loss_fn if call.loss_inputs else None
+        return Situation(what, self.model, call, planner, [*own, wanted], loss, self.group, device, refused)
+
+    def _tell(self, situation: Situation | None) -> None:
+        """Put what the cache did where users find it."""
+        if situation is not None:
+            self.cached = tell(situation)
+            for text in situation.notes:
+                self.note("cache", text)
 
     def _bind(self, compiled: CompiledCall, about: str, autocast: Sequence[dict[str, Any]]) -> BoundGraph:
         """autocast: the contexts that the call was made in."""
@@ -649,6 +691,8 @@ class Runtime:
             raise UsageError("no call is planned yet", fix="call the model once, or pass example_inputs=")
         refresh_notes(plan.report, self.notes)
         plan.report.header["graphs captured"] = self.captures
+        if self.cached:
+            plan.report.header["cache"] = self.cached
         plan.report.emitted = None if last is None else self.communication()
         if last is not None:
             refresh_notes(plan.report, last.program.notes)

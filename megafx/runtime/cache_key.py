@@ -1,0 +1,129 @@
+"""What decides what a call is compiled to, as far as it is known before the model is traced: the names of entries of the cache.
+
+Versions and settings of the process, the modules and parameters of the model, the function that makes the loss. What cannot be
+compared with another process raises `Unstorable`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+import sys
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafx.capture.reads import LIBRARIES
+from megafx.debugging import current
+from megafx.ir.stored import Unstorable
+from megafx.rewrite.pattern import registered_patterns
+from megafx.rules.grammar import registered
+from megafx.runtime.dependencies import STDLIB, TORCH, is_installed
+from megafx.runtime.fingerprint import Fingerprint, code_digest
+
+
+@cache
+def own_source() -> str:
+    """Digest of megafx's own code."""
+    found = hashlib.sha256()
+    for module in ("megafx.config", "megafx.passes.plan.plan_sharding", "megafx.patterns.attention"):
+        __import__(module)
+    roots = {Path(next(iter(sys.modules[name].__path__))) for name in ("megafx", "megafx.passes", "megafx.patterns")}
+    for root in sorted(roots):
+        for path in sorted([*root.rglob("*.py"), *root.rglob("*.yaml")]):
+            found.update(f"{path.relative_to(root)}".encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+def of_process() -> Any:
+    """Versions, and what is set for the whole process."""
+    versions = [platform.python_version(), torch.__version__, version("megafx"), own_source()]
+    versions += [getattr(sys.modules.get(name), "__version__", None) for name in ("transformers", "triton", "sympy")]
+    for pattern in registered_patterns():
+        if not pattern.__module__.startswith("megafx."):
+            raise Unstorable(f"the pattern '{pattern.name}', code of your own")
+    if registered():
+        raise Unstorable(f"rules of your own ({', '.join(registered()[:3])})")
+    flags = current()
+    backends = torch.backends
+    settings = [
+        torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(), backends.cudnn.enabled, backends.cudnn.benchmark, backends.cuda.matmul.allow_tf32,
+        backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.math_sdp_enabled(),
+        backends.mha.get_fastpath_enabled(), flags.skip,
+    ]  # fmt: skip
+    cuda = [torch.cuda.get_device_name(), torch.cuda.get_device_capability()] if torch.cuda.is_available() else None
+    return [*map(str, (*versions, *settings, cuda)), sys.flags.optimize, _replaced()]
+
+
+_PLAIN_TENSORS = ("torch", "megafx")
+_LOOKED_AT = (torch, torch.Tensor, torch.nn.functional, torch.nn.init, nn.Module)
+
+
+def _replaced() -> list[tuple[str, str]]:
+    """Functions that installed packages have put into torch, with digests of their code."""
+    found = []
+    kinds = {cls for cls in vars(nn.modules).values() if isinstance(cls, type)}
+    for owner in (*_LOOKED_AT, *kinds):
+        for name, value in vars(owner).items():
+            code = getattr(
+                inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else None, "__code__", None
+            )
+            if code is not None and not code.co_filename.startswith((TORCH, "<", *STDLIB)) and name[:2] != "__":
+                where = f"{getattr(owner, '__name__', '')}.{name}"
+                if not is_installed(code.co_filename):
+                    raise Unstorable(f"{where}, which was replaced")
+                found.append((where, code_digest(code)))
+    return found
+
+
+def of_model(model: nn.Module) -> Any:
+    """Modules, parameters and buffers, and which of them are one."""
+    numbers: dict[int, int] = {}
+    rows: list[Any] = []
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        kinds = [
+            (c.__module__, c.__qualname__) for c in type(module).__mro__ if c.__module__.partition(".")[0] != "megafx"
+        ]
+        rows.append((fqn, numbers.setdefault(id(module), len(numbers)), kinds, module.training))
+        for table in (module._parameters, module._buffers):
+            for name, x in table.items():
+                if x is None:
+                    rows.append((name, None))
+                    continue
+                if type(x) is not torch.Tensor and not type(x).__module__.startswith(_PLAIN_TENSORS):
+                    raise Unstorable(f"'{fqn}.{name}', a {type(x).__name__}")
+                number = numbers.setdefault(id(x), len(numbers))
+                what = (type(x).__name__ if table is module._buffers else "", str(x.dtype), [*x.shape])
+                rows.append(
+                    (name, number, *what, x.requires_grad, x.device.type, name in module._non_persistent_buffers_set)
+                )
+    return rows
+
+
+def loss_text(loss_fn: Any, own: Fingerprint) -> Any:
+    """What a function of the user's loop computes with: its code, and the values of the variables that it names."""
+    if isinstance(loss_fn, nn.Module):
+        if loss_fn.parameters and any(True for _ in loss_fn.parameters()):
+            raise Unstorable("a loss with parameters")
+        plain = {k: v for k, v in vars(loss_fn).items() if not k.startswith("_")}
+        return [own(type(loss_fn)), code_digest(type(loss_fn).forward.__code__), own(plain)]
+    code = getattr(loss_fn, "__code__", None)
+    if code is None:
+        return own(loss_fn)
+    cells = [c.cell_contents for c in loss_fn.__closure__ or ()]
+    named = {name: loss_fn.__globals__[name] for name in code.co_names if name in loss_fn.__globals__}
+    inner = []
+    for value in (*cells, *named.values()):
+        is_own = getattr(value, "__code__", None) is not None and value is not loss_fn
+        inner.append(
+            loss_text(value, own) if is_own and str(value.__module__).partition(".")[0] not in LIBRARIES else own(value)
+        )
+    if any(isinstance(x, list) and x and x[0] == "object" for x in inner):
+        raise Unstorable("a loss that reads an object")
+    return [own(loss_fn), inner]

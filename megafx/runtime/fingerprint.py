@@ -1,0 +1,164 @@
+"""What Python values mean, as text: equal texts in two processes mean that a model does the same with the values.
+
+For the cache on disk (program_cache.py). A function is its code, and the files that code is in are hashed. An object of the
+user is its class and a number, by which the same object at two places is known: what forward reads of it has a guard of its own
+(capture/reads.py). Values that cannot be compared so raise `Unstorable`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import types
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megafx.capture.reads import LIBRARIES
+from megafx.ir.python_state import ABSENT, PLAIN, VARIES, Container
+from megafx.ir.stored import Unstorable
+from megafx.runtime.guards import DirectCall
+
+LARGEST = 2**24  # elements of a tensor that is compared
+_HEAP_TYPE = 1 << 9  # a class that Python code made
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=4096)
+def code_digest(code: types.CodeType) -> str:
+    def constant(value: Any) -> Any:
+        if isinstance(value, types.CodeType):
+            return code_digest(value)
+        return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+
+    parts = (code.co_name, code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    return digest((*parts, code.co_argcount, code.co_kwonlyargcount, code.co_flags, [*map(constant, code.co_consts)]))
+
+
+class Fingerprint:
+    """Texts of values that belong to one model. files: where the code that was met is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.fqns = {id(m): fqn for fqn, m in model.named_modules()}
+        held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.held = {id(x): name for name, x in held}
+        self.files: set[str] = set()
+        self.modules: set[str] = set()  # of classes
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []
+        self._open: set[int] = set()
+
+    def __call__(self, value: Any) -> Any:
+        if value is ABSENT or value is VARIES:
+            return repr(value)
+        if isinstance(value, PLAIN):
+            return [type(value).__name__, repr(value)]
+        if isinstance(value, Container):
+            parts: Iterable[Any] = ([self(k), self(v)] for k, v in value.parts.items())
+            if issubclass(value.kind, (set, frozenset)):
+                parts = sorted(map(repr, parts))
+            return [self(value.kind), *parts]
+        if isinstance(value, (list, tuple)):
+            return [type(value).__name__, *map(self, value)]
+        if isinstance(value, dict):
+            return [type(value).__name__, *([self(k), self(v)] for k, v in value.items())]
+        if isinstance(value, type):
+            self.modules.add(value.__module__)
+            return ["class", value.__module__, value.__qualname__]
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        for kinds, form in _FORMS:
+            if isinstance(value, kinds):
+                return form(self, value)
+        return self._object(value)
+
+    def _function(self, function: types.FunctionType) -> Any:
+        code = function.__code__
+        self.files.add(code.co_filename)
+        name = ["function", function.__module__, function.__qualname__, code_digest(code)]
+        if id(function) in self._open:
+            return name
+        self._open.add(id(function))
+        try:
+            given = [self(function.__defaults__), self(function.__kwdefaults__)]
+            wrapped = getattr(function, "__wrapped__", None)
+            return [*name, *given, *([] if wrapped is None else [self(wrapped)])]
+        finally:
+            self._open.discard(id(function))
+
+    def _object(self, value: Any) -> Any:
+        kind = type(value)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if kind.__module__.partition(".")[0] in LIBRARIES or not kind.__flags__ & _HEAP_TYPE:
+            raise Unstorable(f"a {name}, whose state cannot be compared with that of another process")
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._numbers)
+            self._alive.append(value)
+        return ["object", self(kind), self._numbers[id(value)]]
+
+    def tensor(self, x: torch.Tensor) -> Any:
+        if id(x) in self.held:
+            return ["held", self.held[id(x)]]
+        plain = type(x) in (torch.Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_quantized
+        if not plain or x.numel() > LARGEST:
+            raise Unstorable(f"a {type(x).__name__} of {x.numel()} elements")
+        form = ["tensor", str(x.dtype), [*x.shape], x.device.type, x.requires_grad]
+        return form if x.is_meta else [*form, hashlib.sha256(bytes_of(x)).hexdigest()]
+
+    def module(self, module: nn.Module) -> Any:
+        if id(module) not in self.fqns:
+            raise Unstorable(f"a {type(module).__name__} outside of the model")
+        return ["module", self.fqns[id(module)]]
+
+
+def bytes_of(x: torch.Tensor) -> bytes:
+    with torch.no_grad():
+        flat = x.detach().cpu().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _array(own: Fingerprint, x: np.ndarray[Any, Any]) -> Any:
+    if x.dtype.hasobject:
+        raise Unstorable("an array of objects")
+    return ["array", str(x.dtype), [*x.shape], hashlib.sha256(x.tobytes()).hexdigest()]
+
+
+_FORMS: list[tuple[Any, Any]] = [
+    (nn.Module, Fingerprint.module),
+    (torch.Tensor, Fingerprint.tensor),
+    (np.ndarray, _array),
+    (np.generic, lambda own, x: ["number", str(x.dtype), repr(x)]),
+    (Enum, lambda own, x: [own(type(x)), x.name]),
+    (DirectCall, lambda own, x: ["forward", own(x.own)]),
+    (types.MethodType, lambda own, x: ["method", own(x.__func__), own(x.__self__)]),
+    (
+        (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+        lambda own, x: [
+            "builtin",
+            getattr(x, "__module__", None) or "",
+            x.__qualname__,
+            *(
+                []
+                if isinstance(getattr(x, "__self__", None), (type(None), types.ModuleType, type))
+                or not hasattr(x, "__self__")
+                else [own(x.__self__)]
+            ),
+        ],
+    ),
+    (property, lambda own, x: ["property", own(x.fget), own(x.fset)]),
+    ((staticmethod, classmethod), lambda own, x: [type(x).__name__, own(x.__func__)]),
+    (functools.partial, lambda own, x: ["partial", own(x.func), own(x.args), own(x.keywords)]),
+    (functools.cached_property, lambda own, x: ["property", own(x.func)]),
+    (functools._lru_cache_wrapper, lambda own, x: ["cached", own(x.__wrapped__)]),
+    (logging.Logger, lambda own, x: ["logger", x.name]),
+    (types.ModuleType, lambda own, x: ["python module", x.__name__]),
+    ((torch._ops.OpOverload, torch._ops.OpOverloadPacket), lambda own, x: ["op", str(x)]),
+]

@@ -1,0 +1,254 @@
+"""Covers: runtime/program_cache.py, cache_key.py, dependencies.py, cache_files.py, fingerprint.py, stored_state.py."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import megafx
+from megafx.runtime import cache_files, cache_key
+
+SOURCE = """
+import os
+import torch
+from torch import nn
+
+FACTOR = 2.0
+
+class Options:
+    def __init__(self):
+        self.scale = 1.0
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.options, self.table = Options(), torch.arange(6.0)
+        self.act = nn.functional.relu
+
+    def forward(self, x, y):
+        h = self.act(self.up(x)) * self.options.scale
+        if os.environ.get("NET_DOUBLE"):
+            h = h * FACTOR
+        out = self.down(h) + self.table + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+        return {"loss": (out - y).square().mean(), "out": out}
+"""
+
+
+class Project:
+    """A user's module in a file, and a cache of its own. run(): what a new start of the program sees."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.cache = folder / "users_net.py", folder / "cache"
+        self.write(SOURCE)
+
+    def write(self, source: str) -> None:
+        self.file.write_text(source)
+        os.utime(self.file, (1.6e9, 1.6e9))  # before this process started
+        spec = importlib.util.spec_from_file_location("users_net", self.file)
+        assert spec is not None and spec.loader is not None
+        self.module = sys.modules["users_net"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+
+    def run(self, change=lambda model: None, rows=4, loss_fn=None, **config):
+        """(what the cache did, loss, gradients, notes)."""
+        model = self.module.Net()
+        change(model)
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(rows, 6, generator=generator), torch.randn(rows, 6, generator=generator)
+        parallel = megafx.parallelize(model, megafx.Config(**config), loss_fn=loss_fn)
+        if loss_fn is None:
+            loss = parallel(x, y)["loss"]
+        else:
+            loss, _ = parallel(x, y, loss_inputs={"y": y})
+        loss.backward()
+        notes = [note.message for note in parallel.megafx.notes if note.topic == "cache"]
+        return parallel.megafx.cached, loss.detach(), [p.grad for p in parallel.parameters()], notes
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAFX_CACHE", str(tmp_path / "cache"))
+    yield Project(tmp_path)
+    sys.modules.pop("users_net", None)
+
+
+def test_a_second_start_computes_the_same_bits(project):
+    did, loss, gradients, _ = project.run()
+    again, other, others, notes = project.run()
+    assert (did, again, notes) == ("written", "read", [])
+    assert torch.equal(loss, other)
+    assert all(map(torch.equal, gradients, others))
+    assert cache_files.folder().stat().st_mode & 0o777 == 0o700
+    assert project.run(cache=False)[0] == ""
+
+
+def test_other_sizes_are_served_by_the_same_entry(project):
+    project.run()
+    did, loss, _, _ = project.run(rows=7)
+    assert did == "read"
+    assert torch.equal(loss, project.run(rows=7, cache=False)[1])
+
+
+def scale(model):
+    model.options.scale = 3.0
+
+
+def table(model):
+    model.table = model.table * 2
+
+
+def act(model):
+    model.act = nn.functional.gelu
+
+
+def frozen(model):
+    model.up.bias.requires_grad_(False)
+
+
+def evaluated(model):
+    model.eval()
+
+
+def wider(model):
+    model.up, model.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+
+def tied(model):
+    model.down.weight = nn.Parameter(model.up.weight.t().contiguous())
+    model.up.bias = nn.Parameter(torch.zeros(10))
+
+
+@pytest.mark.parametrize("change", [scale, table, act, frozen, evaluated, wider])
+def test_what_forward_reads_makes_an_entry_of_its_own(project, change):
+    project.run()
+    assert project.run(change)[0] == "written"
+    did, loss, gradients, _ = project.run(change)
+    eager = project.run(change, cache=False)
+    assert did == "read"
+    assert torch.equal(loss, eager[1])
+    assert [g is None for g in gradients] == [g is None for g in eager[2]]
+    assert project.run()[0] == "read"  # the first one is still there
+
+
+def test_a_changed_line_of_the_model(project):
+    _, before, _, _ = project.run()
+    project.write(
+        SOURCE.replace("FACTOR = 2.0", "FACTOR = 2.0\nMORE = 1.0").replace("* self.options", "* 3 * self.options")
+    )
+    did, loss, _, notes = project.run()
+    assert (did, len(notes)) == ("written", 1)
+    assert "users_net.py" in notes[0]
+    assert not torch.equal(loss, before)
+    assert project.run()[0] == "read"
+
+
+def test_a_file_that_changed_since_the_process_started_is_not_trusted(project):
+    os.utime(project.file)
+    assert project.run()[0].startswith("nothing is kept: code in")
+
+
+def test_a_variable_of_the_environment_that_forward_reads(project, monkeypatch):
+    project.run()
+    monkeypatch.setenv("NET_DOUBLE", "1")
+    did, loss, _, notes = project.run()
+    assert did == "written"
+    assert "NET_DOUBLE" in notes[0]
+    assert torch.equal(project.run()[1], loss)
+    project.module.FACTOR = 5.0
+    assert project.run()[0] == "written"  # a global
+
+
+def test_another_config_or_version(project, monkeypatch):
+    project.run()
+    assert project.run(norm_fusion=False)[0] == "written"
+    for owner, name in ((torch, "__version__"), (cache_key, "version")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, "9.9" if owner is torch else lambda package: "9.9")
+            assert project.run()[0] == "written"
+    monkeypatch.setattr(cache_key, "own_source", lambda: "other code")
+    assert project.run()[0] == "written"
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: d[:200] + b"x" + d[201:], lambda d: b""])
+def test_a_damaged_entry_is_made_anew(project, damage):
+    _, loss, _, _ = project.run()
+    for path in project.cache.iterdir():
+        path.write_bytes(damage(path.read_bytes()))
+    did, other, _, notes = project.run()
+    assert did == "written"
+    assert "damaged" in notes[0]
+    assert torch.equal(loss, other)
+    assert project.run()[0] == "read"
+
+
+def test_what_is_well_formed_and_means_nothing_is_made_anew(project):
+    project.run()
+    (path,) = project.cache.iterdir()
+    data = path.read_bytes()
+    form, tensors = cache_files.unpacked(data)
+    form["program"]["program"][1][-2][2] = "os.system.default"
+    path.write_bytes(cache_files.packed(form, tensors))
+    did, _, _, notes = project.run()
+    assert did == "written"
+    assert "cannot be read" in notes[0]
+
+
+def test_outputs_beside_the_loss_have_gradients(project):
+    def gradients(**config):
+        model = project.module.Net()
+        parallel = megafx.parallelize(model, megafx.Config(**config))
+        out = parallel(torch.ones(2, 6), torch.zeros(2, 6))
+        (out["loss"] + out["out"].sum()).backward()
+        return [p.grad for p in parallel.parameters()], parallel.megafx.cached
+
+    whole, _ = gradients(cache=False)
+    first, _ = gradients()
+    second, did = gradients()
+    assert did == "read"
+    assert all(map(torch.equal, whole, first)) and all(map(torch.equal, first, second))
+
+
+def test_the_report_is_that_of_the_first_start(project):
+    def report():
+        parallel = megafx.parallelize(project.module.Net(), megafx.Config())
+        parallel(torch.ones(2, 6), torch.zeros(2, 6))["loss"].backward()
+        found = megafx.explain(parallel)
+        found.header["cache"] = ""
+        return found.to_json(), str(found), found.memory().peak
+
+    assert report() == report()
+
+
+def smoothed(amount):
+    return lambda output, y: output["loss"] * amount
+
+
+def test_variables_of_a_loss_function(project):
+    assert project.run(loss_fn=smoothed(1.0))[0] == "written"
+    assert project.run(loss_fn=smoothed(1.0))[0] == "read"
+    assert project.run(loss_fn=smoothed(2.0))[0] == "written"
+
+
+def test_what_cannot_be_kept_is_named(project):
+    def hooked(model):
+        model.up.register_forward_hook(lambda module, args, output: output * 2)
+
+    assert project.run(hooked)[0].startswith("nothing is kept: hooks")
+    assert project.run(eager_modules=("up",))[0].startswith("nothing is kept: code that is not captured")
+    assert not project.cache.exists() or not [*project.cache.iterdir()]
+
+
+def test_the_oldest_entries_go(project, monkeypatch):
+    monkeypatch.setattr(cache_files, "TRIED", 2)
+    for value in (1.0, 2.0, 3.0):
+        project.run(lambda model, value=value: setattr(model.options, "scale", value))
+    assert len([*project.cache.iterdir()]) == 2
+    monkeypatch.setattr(cache_files, "LARGEST", 1)
+    project.run(norm_fusion=False)
+    assert len([*project.cache.iterdir()]) == 1
