@@ -84,7 +84,7 @@ def run_ranks(
     """
     here = Path(__file__).parent
     path = os.pathsep.join(filter(None, [str(here), str(here.parent / "models"), os.environ.get("PYTHONPATH")]))
-    plain = {k: v for k, v in os.environ.items() if not k.startswith("MEGAFX_")}
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("MEGAFX_")} | {"MEGAFX_CACHE": "off"}
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     world["CUDA_VISIBLE_DEVICES"] = ""  # gloo
     logs = [open(folder / f"rank{rank}of{ranks}.log", "w+b") for rank in range(ranks)]  # noqa: SIM115  a pipe could fill up
