@@ -32,7 +32,7 @@ from megafx.analysis.tables import Band, read_table
 from megafx.capture.small_sizes import Line as ListingLine
 from megafx.capture.small_sizes import Listing
 from megafx.compiler.pipeline import Compiled
-from megafx.debugging import current, say, stage
+from megafx.debugging import current, say
 from megafx.distributed import agreement
 from megafx.ir.program import Program
 from megafx.ir.python_state import PythonState
@@ -40,6 +40,7 @@ from megafx.ir.stored import Reader, Unstorable, Writer
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
+from megafx.progress import stage
 from megafx.report.picture import Drawn, Picture, Region
 from megafx.report.report import Fused, Line, PricedTransition, Report
 from megafx.report.steps import Part, Segment, Step
