@@ -398,7 +398,7 @@ def prepare(mode: str, s: Shape, batch: int, device: torch.device, steps: int) -
     found += [step(batch_of(s, batch, device, number % BATCHES)) for number in range(1, steps)]
     losses = [float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss) for loss in found]
     peak = (torch.cuda.max_memory_allocated() - before) / 1e9 if cuda else 0.0
-    predicted = megafx.explain(model).memory().peak / 1e9 if maker(mode) is with_megafx else 0.0
+    predicted = megafx.explain(model).memory("fused adamw").peak / 1e9 if maker(mode) is with_megafx else 0.0
     return Run(mode, step, first, peak, predicted, losses)
 
 

@@ -45,7 +45,8 @@ LOOPS = 10  # of a kernel between two events
 # Seconds that the device is busy before a kernel is timed, so that its clock falls to what the power limit allows in training.
 LOADED = 0.3
 ATTENTION = (4, 32, 2048, 128)
-TRANSFER = 2**26
+REDUCED = 2**26
+TRANSFER = 2**28  # so large that half of it takes longer than a slow host's launches
 
 
 @stage("profile_hardware")
@@ -249,7 +250,7 @@ def _beside(device: torch.device, ranks: int) -> dict[str, Any]:
     """What products and transfers do to each other: a gradient of a weight, and a collective of its operand."""
     a, b = (torch.randn(4096, 4096, device=device).bfloat16() for _ in range(2))
     product: Callable[[], object] = lambda: torch.mm(a, b)  # noqa: E731
-    whole = torch.zeros(TRANSFER // 2 // ranks * ranks, dtype=torch.bfloat16, device=device)
+    whole = torch.zeros(REDUCED // 2 // ranks * ranks, dtype=torch.bfloat16, device=device)
     alone, collective = (
         _kernel_seconds(lambda: [product() for _ in range(4)]),
         _kernel_seconds(lambda: dist.all_reduce(whole)),
@@ -273,14 +274,15 @@ def _beside(device: torch.device, ranks: int) -> dict[str, Any]:
         return found
     target, other = torch.empty(TRANSFER, dtype=torch.uint8, device=device), memory[(dist.get_rank() + 1) % ranks]
 
-    def copy(size: int = TRANSFER, busy: bool = False) -> None:
+    def copy(size: int, busy: bool = False) -> None:
         peers.barrier()
         event = peers.copy(target[:size], other[:size])
         for _ in range(4 if busy else 0):
             product()
         peers.arrived(event)
 
-    tiny, large = _kernel_seconds(lambda: copy(16)), _kernel_seconds(copy)
-    slower = _kernel_seconds(lambda: copy(busy=True)) / max(alone, large)
+    tiny, large, half = (_kernel_seconds(lambda: copy(size)) for size in (16, TRANSFER, TRANSFER // 2))
+    together = _kernel_seconds(lambda: copy(REDUCED, busy=True))
+    slower = together / max(alone, _kernel_seconds(lambda: copy(REDUCED)))
     found["beside"]["copies"] = max(slower, 1.0)
-    return found | {"transfer_seconds": tiny, "transfer_bytes_per_second": TRANSFER / max(large - tiny, 1e-9)}
+    return found | {"transfer_seconds": tiny, "transfer_bytes_per_second": TRANSFER / 2 / max(large - half, 1e-9)}

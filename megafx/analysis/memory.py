@@ -31,6 +31,7 @@ CUBLAS_WORKSPACE = 32 * 2**20
 OPTIMIZERS = {
     "adamw": (2, 1),
     "adam": (2, 1),
+    "fused adamw": (2, 0),
     "sgd": (0, 0),
     "sgd with momentum": (1, 0),
     "lion": (1, 1),

@@ -28,6 +28,7 @@ from megafx.planner.hardware import Hardware
 # dropout and residual add: legal, equally fast, and not what anybody expects to read.
 TRANSITION_TIE_SECONDS = 1e-9
 PARTIAL_TIE_SECONDS = 2e-9
+PARTIAL_GRADIENT_TIE_SECONDS = 1e-10  # of an R: its gradient's all-reduce stays at the products that made it partial
 
 # Gradient all-reduces of replicated parameters are coalesced into one call a step, so each pays a share of alpha. With
 # a whole alpha each, norm weights come out stored sharded and gathered.

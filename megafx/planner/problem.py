@@ -23,9 +23,10 @@ from torch import fx
 from megafx.ir.facts import ATTENTION, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program, fqn_of
-from megafx.placements.types import I, P, Placement, S
+from megafx.placements.types import I, P, Placement, R, S
 from megafx.planner.context import Accepts, Planner, accepts, way_out
 from megafx.planner.cost import (
+    PARTIAL_GRADIENT_TIE_SECONDS,
     PARTIAL_TIE_SECONDS,
     cost_kind,
     in_pieces,
@@ -181,7 +182,8 @@ class Problem:
             training=self.planner.training,
         )
         shares = np.array([share_of_op(s, op_name(node), self.planner.t) for s in self.domains[node]])
-        return seconds * shares + np.array([PARTIAL_TIE_SECONDS if s.out == P else 0.0 for s in self.domains[node]])
+        ties = {P: PARTIAL_TIE_SECONDS, R: PARTIAL_GRADIENT_TIE_SECONDS}
+        return seconds * shares + np.array([ties.get(s.out, 0.0) for s in self.domains[node]])
 
     def _add_uses(self, node: fx.Node) -> None:
         uses, leaves = self.uses.get(node, []), self.planner.accepts.get(node)

@@ -132,7 +132,7 @@ class Attention(torch.nn.Module):
 def test_no_more_is_computed_than_the_hardware_can() -> None:
     config = megafx.Config(hardware="h100-nvlink", seq_length=65536, params_dtype="bfloat16")
     tried = megafx.search(Attention(), 1, "1000GiB", config, example_inputs=torch.randn(2, 256, 1024).bfloat16())
-    assert all(0.5 < c.mfu < 1 for c in tried.best), "what a causal mask takes away is not computed"
+    assert all(0.3 < c.mfu < 1 for c in tried.best), "what a causal mask takes away is not computed"
 
 
 def test_what_does_not_fit_gets_a_budget_or_is_left_out() -> None:
