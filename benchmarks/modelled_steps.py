@@ -1,12 +1,13 @@
 """Modelled beside recorded: what the schedule (megafx/report/steps.py) says of the training steps in RESULTS.md. Needs no GPU.
 
-    python benchmarks/modelled_steps.py                              # by the profile that comes with megafx
+    python benchmarks/modelled_steps.py                              # by the H200's profile that comes with megafx
+    python benchmarks/modelled_steps.py --hardware h100-nvlink       # by the H100's, beside steps on H100
     python benchmarks/modelled_steps.py --hardware mine.yaml         # by one that `megafx profile-hardware` measured
     python benchmarks/modelled_steps.py --row llama,2,sp,4=223.2     # rows of your own: model, ranks, mode, batch = ms
     python benchmarks/modelled_steps.py --auto                       # only what "auto" picks
 
-Modes are those of train_tp.py. `ideal` is a step of one GPU, undivided. Rows stand for runs of 2026-11-23 on 2 x H200. TP was
-measured before all-reduces ran in pieces, so that it is `tp-plain` here.
+Modes are those of train_tp.py. `ideal` is a step of one GPU, undivided. Rows are runs of 2026-11-23 on 2 x H200, where TP was
+measured before all-reduces ran in pieces and is `tp-plain`; and of 2026-11-25 on 2 x H100.
 
 A second table has the fastest row of each run, and the row of what "auto" picks: layout, overlap, half-batches, Inductor, and
 CUDA graphs (by the cost model; on a GPU the second call is measured). Rows of different runs are not compared.
@@ -29,27 +30,51 @@ from megafx.planner.hardware import Hardware
 from megafx.report.report import Report
 from megafx.report.steps import graphs_pay
 
+H200 = "h200-nvlink"
 RECORDED = {
-    ("llama", 1, "ideal", 4): 400.6,
-    ("llama", 2, "tp-plain", 4): 234.0,
-    ("llama", 2, "sp-plain", 4): 232.2,
-    ("llama", 2, "sp", 4): 223.2,
-    ("llama", 1, "ideal", 1): 112.8,
-    ("llama", 2, "tp-plain", 1): 66.3,
-    ("llama", 2, "sp-plain", 1): 65.6,
-    ("llama", 2, "sp", 1): 63.1,
-    ("gpt", 1, "ideal", 8): 457.8,
-    ("gpt", 2, "tp-plain", 8): 261.5,
-    ("gpt", 2, "sp-plain", 8): 259.0,
-    ("gpt", 2, "sp", 8): 251.4,
+    H200: {
+        ("llama", 1, "ideal", 4): 400.6,
+        ("llama", 2, "tp-plain", 4): 234.0,
+        ("llama", 2, "sp-plain", 4): 232.2,
+        ("llama", 2, "sp", 4): 223.2,
+        ("llama", 1, "ideal", 1): 112.8,
+        ("llama", 2, "tp-plain", 1): 66.3,
+        ("llama", 2, "sp-plain", 1): 65.6,
+        ("llama", 2, "sp", 1): 63.1,
+        ("gpt", 1, "ideal", 8): 457.8,
+        ("gpt", 2, "tp-plain", 8): 261.5,
+        ("gpt", 2, "sp-plain", 8): 259.0,
+        ("gpt", 2, "sp", 8): 251.4,
+    },
+    "h100-nvlink": {
+        ("llama", 1, "ideal", 4): 404.8,
+        ("llama", 2, "tp-plain", 4): 240.2,
+        ("llama", 2, "tp", 4): 234.2,
+        ("llama", 2, "sp-plain", 4): 239.7,
+        ("llama", 2, "sp", 4): 228.4,
+        ("llama", 1, "ideal", 1): 116.4,
+        ("llama", 2, "tp-plain", 1): 69.3,
+        ("llama", 2, "sp-plain", 1): 68.4,
+        ("gpt", 1, "ideal", 8): 469.0,
+        ("gpt", 2, "tp-plain", 8): 276.0,
+        ("gpt", 2, "sp-plain", 8): 273.0,
+        ("gpt", 2, "sp", 8): 264.7,
+    },
 }
 # (model, ranks, batch): the modes of one run each.
-RUNS = [
-    (("llama", 2, 4), {"sp-plain": 232.2, "sp": 223.2, "sp-graphs": 225.3}),
-    (("llama", 2, 4), {"tp": 225.7, "sp": 221.4, "sp-halves": 226.0, "sp-compile": 220.8}),
-    (("llama", 2, 1), {"tp-plain": 66.3, "sp-plain": 65.6, "sp": 63.1, "sp-graphs": 65.6}),
-    (("gpt", 2, 8), {"tp-plain": 261.5, "sp-plain": 259.0, "sp": 251.4}),
-]
+RUNS = {
+    H200: [
+        (("llama", 2, 4), {"sp-plain": 232.2, "sp": 223.2, "sp-graphs": 225.3}),
+        (("llama", 2, 4), {"tp": 225.7, "sp": 221.4, "sp-halves": 226.0, "sp-compile": 220.8}),
+        (("llama", 2, 1), {"tp-plain": 66.3, "sp-plain": 65.6, "sp": 63.1, "sp-graphs": 65.6}),
+        (("gpt", 2, 8), {"tp-plain": 261.5, "sp-plain": 259.0, "sp": 251.4}),
+    ],
+    "h100-nvlink": [
+        (("llama", 2, 4), {"tp-plain": 240.2, "tp": 234.2, "sp-plain": 239.7, "sp": 228.4}),
+        (("llama", 2, 1), {"tp-plain": 69.3, "tp": 69.5, "sp-plain": 68.4, "sp": 72.5}),
+        (("gpt", 2, 8), {"tp-plain": 276.0, "sp-plain": 273.0, "sp": 264.7}),
+    ],
+}
 Row = tuple[str, int, str, int]
 
 
@@ -112,12 +137,12 @@ def row_of(text: str) -> tuple[Row, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hardware", default="h200-nvlink", help="name or path of a profile")
+    parser.add_argument("--hardware", default=H200, help="name or path of a profile")
     parser.add_argument("--row", action="append", type=row_of, help="model,ranks,mode,batch=ms")
     parser.add_argument("--auto", action="store_true", help='only what "auto" picks')
     args = parser.parse_args()
     if not args.auto:
-        print_modelled(args.row or list(RECORDED.items()), args.hardware)
+        print_modelled(args.row or list(RECORDED.get(args.hardware, RECORDED[H200]).items()), args.hardware)
     if not args.row:
         print_picked(args.hardware)
 
@@ -126,7 +151,7 @@ def print_picked(hardware: str) -> None:
     print('\n| model | ranks | batch | fastest recorded | ms | "auto" picks | ms | ratio |')
     print("|---|---|---|---|---|---|---|---|")
     modes: dict[tuple[str, int, int], str] = {}
-    for run, times in RUNS:
+    for run, times in RUNS.get(hardware, RUNS[H200]):
         mode = modes[run] = modes.get(run) or picked(*run, hardware)
         best = min(times, key=times.__getitem__)
         own = f"{times[mode]:.1f} | {times[mode] / times[best]:.3f}" if mode in times else "not recorded | "

@@ -281,7 +281,7 @@ def _beside(device: torch.device, ranks: int) -> dict[str, Any]:
             product()
         peers.arrived(event)
 
-    tiny, large, half = (_kernel_seconds(lambda: copy(size)) for size in (16, TRANSFER, TRANSFER // 2))
+    tiny, large, half = (_kernel_seconds(functools.partial(copy, size)) for size in (16, TRANSFER, TRANSFER // 2))
     together = _kernel_seconds(lambda: copy(REDUCED, busy=True))
     slower = together / max(alone, _kernel_seconds(lambda: copy(REDUCED)))
     found["beside"]["copies"] = max(slower, 1.0)

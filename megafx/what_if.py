@@ -4,11 +4,14 @@ Tried are all ways to share the GPUs between tensor and data parallelism, the fo
 off, micro-batch sizes, and budgets for what is kept for backward. Every tensor-parallel layout is planned as `megafx.plan`
 does, at the first batch size. What is added to its step is coarser:
 
-- Data-parallel ranks have the same link. Their collectives run beside the computation of forward and of backward, and what is
-  longer than that is waited for.
+- Collectives of data-parallel ranks overlap with forward and backward, which hides a part of them (`Hardware.hidden`): products
+  leave the library few multiprocessors, and are slower for what it takes. Ranks of one host use the link. A group that spans
+  hosts is limited by the network: by its ranks on a host times what each sends (`network_bytes_per_second`).
+- Tensor-parallel ranks are of one host.
 - A budget of a fraction f costs at most (1 - f) of a forward pass.
-- Memory is that of parameters, gradients, AdamW's moments and of what is kept for backward, an upper bound. The context of the
-  device and buffers of libraries are not in it: ask for 3 GiB less than the device has.
+- Memory is that of parameters, gradients, AdamW's moments in the parameters' dtype (no fp32 copies) and of what is kept for
+  backward, an upper bound. The context of the device and buffers of libraries are not in it: ask for 3 GiB less than the device
+  has.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ TWINS = 0.02  # forms of data parallelism whose steps differ by no more are one 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration. parts: microseconds of a step by cause; memory: bytes of a rank by kind; mfu: of the matmul rate
-    of the hardware's profile. twins: the same with other forms of data parallelism, whose steps are at most TWINS longer and
-    which fit too, fastest first."""
+    """One configuration. parts: microseconds of a step by cause; memory: bytes of a rank by kind. rate: FLOP/s of large
+    products by the hardware's profile; peak: those of its datasheet, 0.0 where the profile has none. twins: the same with
+    other forms of data parallelism, whose steps are at most TWINS longer and which fit too, fastest first."""
 
     config: Config
     parts: dict[str, float]
@@ -50,6 +53,7 @@ class Candidate:
     flops: float  # of one rank in a step
     sent: int  # bytes of a rank
     rate: float
+    peak: float = 0.0
     twins: tuple[Candidate, ...] = ()
 
     @property
@@ -65,7 +69,13 @@ class Candidate:
         return sum(self.memory.values())
 
     @property
-    def mfu(self) -> float:
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: of the datasheet's FLOP/s. What causal masks leave of attention is counted."""
+        return self.of_products * self.rate / self.peak if self.peak else None
+
+    @property
+    def of_products(self) -> float:
+        """FLOP/s of a step as a fraction of those of large products."""
         return self.flops / (self.step_us * 1e-6) / self.rate
 
     def slower_than(self, other: Candidate) -> float:
@@ -78,6 +88,7 @@ class Candidate:
             "step_us": self.step_us,
             "rows_per_second": 1e6 / self.us_a_row,
             "mfu": self.mfu,
+            "of_products": self.of_products,
             "bytes": self.bytes,
         }
         sizes = {"sent_bytes": self.sent, "rows": self.rows, "parts_us": self.parts, "memory_bytes": self.memory}
@@ -158,7 +169,8 @@ class Found:
         for c in self.best:
             k = c.config
             form = k.data_parallel if (k.data_parallel_size or 1) > 1 else ""
-            numbers = (time_text(c.step_us), f"{1e6 / c.us_a_row:.2f}", f"{100 * c.mfu:.0f}%")
+            mfu = "" if c.mfu is None else f"{100 * c.mfu:.0f}%"
+            numbers = (time_text(c.step_us), f"{1e6 / c.us_a_row:.2f}", mfu)
             sizes = (bytes_text(c.bytes), bytes_text(c.sent))
             what = (
                 k.tensor_model_parallel_size,
@@ -177,9 +189,12 @@ class Found:
                 f"'or': the same with another form of data parallelism, at most {100 * TWINS:.0f}% slower than its row"
             )
             console.print(told, highlight=False)
-        rate = self.best[0].rate / 1e12
+        best = self.best[0]
+        peak = f"of the datasheet's {best.peak / 1e12:.0f} TFLOP/s" if best.peak else "unknown: the profile has no peak"
+        large = f"{100 * best.of_products:.0f}% of large products, {best.rate / 1e12:.0f} TFLOP/s"
+        notes = f"MFU: {peak}; the best is at {large}. Of attention, what causal masks leave is counted."
         console.print(
-            f"MFU counts what causal masks leave of attention, against the matmul rate of the profile, {rate:.0f} TFLOP/s"
+            f"{notes}\nmemory: with AdamW's moments in the parameters' dtype, without fp32 copies", highlight=False
         )
         return f"{out.getvalue()}\n{self.best[0].text()}"
 
@@ -225,6 +240,9 @@ def search_call(
                 data_parallel_size=gpus // t if gpus > t else None,
             )
             what = f"tp={t}, sequence_parallel={sequence}"
+            if why := _out_of_reach(t, gpus, hardware):
+                refused[what] = why
+                continue
             try:
                 with stage(f"plan {what}"):
                     start, shared = ready.get(sequence, (program, False))
@@ -238,6 +256,23 @@ def search_call(
     best = _without_twins(sorted((c for c in tried if c.bytes <= memory), key=lambda c: (c.us_a_row, c.bytes)))
     least = min(tried, key=lambda c: c.bytes, default=None)
     return Found(gpus, memory, len(tried), best[:shown], refused, least)
+
+
+def _out_of_reach(t: int, gpus: int, hardware: Hardware) -> str:
+    """Why groups of t tensor-parallel ranks of so many GPUs cannot be priced; '' where they can."""
+    if t > hardware.gpus_per_host:
+        return f"tensor-parallel ranks are of one host, which has {hardware.gpus_per_host} GPUs (gpus_per_host of the profile)"
+    if gpus > hardware.gpus_per_host and hardware.network_bytes_per_second is None:
+        return f"the profile '{hardware.name}' does not say what hosts send each other (network_bytes_per_second)"
+    return ""
+
+
+def _data_link(t: int, d: int, hardware: Hardware) -> float:
+    """Bytes a second of the link between data-parallel ranks of which each holds one of t tensor-parallel ones."""
+    if t * d <= hardware.gpus_per_host:
+        return hardware.link_bytes_per_second
+    assert hardware.network_bytes_per_second is not None
+    return min(hardware.link_bytes_per_second, hardware.gpus_per_host // t * hardware.network_bytes_per_second)
 
 
 def _ready(
@@ -291,12 +326,14 @@ def _with_data(picture: Picture, step: Step, config: Config, hardware: Hardware,
     computing = step.compute_us + step.host_us - picture.optimizer_us
     layers = max(sum(r.times for r in picture.regions), 1)
     for form in ("ddp", "zero1", "fsdp") if d > 1 else ("ddp",):
-        once = 1e6 * grads * (d - 1) / d / hardware.link_bytes_per_second
-        latest = 1e6 * min(grads, BUCKET) * (d - 1) / d / hardware.link_bytes_per_second  # of the last bucket
+        rate = _data_link(config.tensor_model_parallel_size or 1, d, hardware)
+        once = 1e6 * grads * (d - 1) / d / rate
+        latest = 1e6 * min(grads, BUCKET) * (d - 1) / d / rate  # of the last bucket
+        exposed = lambda us, beside: max(us - beside, (1 - hardware.hidden) * us)  # noqa: E731
         waits = {
-            "ddp": max(2 * once - backward, 2 * latest),
-            "zero1": max(once - forward, 0.0) + max(once - backward, latest),
-            "fsdp": max(once - forward, 0.0) + max(2 * once - backward, latest),
+            "ddp": max(exposed(2 * once, backward), 2 * latest),
+            "zero1": exposed(once, forward) + max(exposed(once, backward), latest),
+            "fsdp": exposed(once, forward) + max(exposed(2 * once, backward), latest),
         }
         whole = {"ddp": 1, "zero1": d, "fsdp": d}[form]
         gathered = {"ddp": 0, "zero1": params, "fsdp": 2 * params // layers}[form]
@@ -317,7 +354,8 @@ def _with_data(picture: Picture, step: Step, config: Config, hardware: Hardware,
             }
             changed = config.replace(data_parallel=form, activation_memory_budget=fraction)
             sent = moved + (0 if d == 1 else int(grads * (d - 1) / d * {"ddp": 2, "zero1": 2, "fsdp": 3}[form]))
-            rate = max(hardware.flops_per_second.values())
-            yield Candidate(changed, parts, used, config.micro_batch_size * d, step.flops, sent, rate)
+            dtype, products = max(hardware.flops_per_second.items(), key=lambda item: item[1])
+            peak = hardware.peak_flops_per_second.get(dtype, 0.0)
+            yield Candidate(changed, parts, used, config.micro_batch_size * d, step.flops, sent, products, peak)
             if sum(used.values()) <= memory:
                 break

@@ -99,20 +99,21 @@ class Report:
     picture: Any = None  # picture.Picture: ops and collectives of each kind of layer
     step: Any = None  # steps.Step: when they run in a training step
     measured: list[Measured] = field(default_factory=list)  # by megafx.profile
-    predict: Callable[[], Memory] | None = None  # memory of a rank over a step of the compiled call
+    predict: Callable[[str], Memory] | None = None  # memory of a rank over a step of the compiled call
     model: str = ""  # name of its class
 
-    def memory(self) -> Memory:
-        """Predicted memory of a rank, and what is alive at the peak by module and op. Raises UsageError for a plan alone."""
+    def memory(self, optimizer: str = "adamw") -> Memory:
+        """Predicted memory of a rank, and what is alive at the peak by module and op. optimizer: as in `predict_memory`. Raises
+        UsageError for a plan alone."""
         if self.predict is None:
             found = "a plan alone has no graphs whose memory could be predicted"
             raise UsageError(found, fix="megafx.predict_memory(model, config), or explain() of a parallelized model")
-        return self.predict()
+        return self.predict(optimizer)
 
     @property
     def peak_bytes(self) -> int | None:
         """Predicted memory of a rank at its peak; None for a plan alone."""
-        return None if self.predict is None else self.predict().peak
+        return None if self.predict is None else self.memory().peak
 
     def __str__(self) -> str:
         from rich.console import Console  # 0.1 s, and most starts print no report

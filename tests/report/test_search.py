@@ -15,9 +15,10 @@ import zoo
 import megafx
 from megafx.cli import main
 from megafx.errors import UsageError
+from megafx.planner.hardware import Hardware
 from megafx.report.report import bytes_text
 from megafx.report.stages import pipeline_stages
-from megafx.what_if import TWINS, Candidate, Found
+from megafx.what_if import TWINS, Candidate, Found, _data_link
 
 CONFIG = megafx.Config(hardware="pcie", seq_length=64)
 
@@ -167,6 +168,30 @@ def test_from_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "memory='lots' is no size" in capsys.readouterr().err
     assert main(["plan", *model, "--tp", "2", "--pipeline-stages", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_between_hosts_data_parallel_ranks_use_the_network() -> None:
+    hardware = Hardware.load("h100-nvlink")
+    link, network = hardware.link_bytes_per_second, hardware.network_bytes_per_second
+    assert _data_link(2, 4, hardware) == _data_link(8, 1, hardware) == link  # one host
+    assert _data_link(8, 2, hardware) == network  # one rank of the group a host
+    assert _data_link(4, 4, hardware) == 2 * network
+    assert _data_link(1, 16, hardware) == link  # eight network cards are no slower
+    config = megafx.Config(hardware="h100-nvlink", seq_length=128, params_dtype="bfloat16")
+    example = {"example_inputs": torch.zeros(2, 8, dtype=torch.long)}
+    tried = megafx.search(Uneven(), 16, "80GiB", config, **example)
+    assert "one host, which has 8 GPUs" in tried.refused["tp=16, sequence_parallel=True"]
+    assert {c.config.tensor_model_parallel_size for c in every(tried)} <= {1, 2, 4, 8}
+    with pytest.raises(UsageError, match="network_bytes_per_second"):
+        _ = megafx.search(Uneven(), 16, "80GiB", config.replace(hardware="pcie"), **example).config
+
+
+def test_utilization_is_that_of_the_datasheet() -> None:
+    row = found().best[0]
+    assert row.mfu == pytest.approx(row.flops / (row.step_us * 1e-6) / 3.12e14)
+    assert row.of_products == pytest.approx(row.flops / (row.step_us * 1e-6) / 2.2e14)
+    assert "MFU: of the datasheet's 312 TFLOP/s" in str(found()) and "without fp32 copies" in str(found())
+    assert replace(row, peak=0.0).mfu is None
 
 
 class Uneven(torch.nn.Module):

@@ -133,12 +133,13 @@ def test_auto_takes_the_layout_whose_schedule_is_shorter(monkeypatch: Any, faste
 
 
 @pytest.mark.slow
-def test_modelled_steps_are_within_15_percent_of_recorded_ones() -> None:
+@pytest.mark.parametrize(("hardware", "off"), [("h200-nvlink", 0.15), ("h100-nvlink", 0.1)])
+def test_modelled_steps_are_near_recorded_ones(hardware: str, off: float) -> None:
     from modelled_steps import RECORDED, report_of
 
     torch.manual_seed(0)
-    for row, ms in RECORDED.items():
-        assert report_of(row, "h200-nvlink").step.total_us / 1e3 == pytest.approx(ms, rel=0.15), row
+    for row, ms in RECORDED[hardware].items():
+        assert report_of(row, hardware).step.total_us / 1e3 == pytest.approx(ms, rel=off), row
 
 
 @pytest.mark.parametrize("layers", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -146,7 +147,7 @@ def test_auto_picks_a_configuration_within_3_percent_of_the_fastest_recorded_one
     """Of what was recorded in one run. With one layer: the batch whose rows are nearest to each other."""
     from modelled_steps import RUNS, picked
 
-    runs = [RUNS[2]] if layers else RUNS
+    runs = RUNS["h200-nvlink"][2:3] if layers else RUNS["h200-nvlink"]
     modes = {run: picked(*run, "h200-nvlink", layers) for run in dict.fromkeys(run for run, _ in runs)}
     for run, times in runs:
         assert times[modes[run]] <= 1.03 * min(times.values()), (run, modes[run])

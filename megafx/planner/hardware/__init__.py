@@ -30,6 +30,9 @@ class Hardware:
     memory_bytes             device memory that a process can have; None: not known
     host_bytes_per_second    bytes copied to pinned memory of the host, or back, in a second; None: not known
     source                   where the numbers are from: measured (device, date) or datasheet
+    peak_flops_per_second    of the datasheet, dense, by dtype name: what MFU is measured against; empty: not known
+    gpus_per_host            ranks that the link connects; more are connected by the network
+    network_bytes_per_second  bytes that one GPU sends to other hosts in a second; None: not known
 
     The rest prices schedules (planner/times.py, report/steps.py); a profile may omit it.
 
@@ -52,6 +55,9 @@ class Hardware:
     source: str
     memory_bytes: int | None = None
     host_bytes_per_second: float | None = None
+    peak_flops_per_second: Mapping[str, float] = field(default_factory=dict)
+    gpus_per_host: int = 8
+    network_bytes_per_second: float | None = None
     launch_seconds: float = 0.0
     kernel_seconds: float = 0.0
     products: Sequence[Sequence[float]] = ()
@@ -67,7 +73,9 @@ class Hardware:
             raise self._bad("flops_per_second", self.flops_per_second, "a mapping of dtype names to FLOP/s")
         for dtype, rate in self.flops_per_second.items():
             self._positive(f"flops_per_second[{dtype}]", rate)
-        for name in ("memory_bytes_per_second", "link_bytes_per_second"):
+        for dtype, rate in self.peak_flops_per_second.items():
+            self._positive(f"peak_flops_per_second[{dtype}]", rate)
+        for name in ("memory_bytes_per_second", "link_bytes_per_second", "gpus_per_host"):
             self._positive(name, getattr(self, name))
         for name in ("alpha_seconds", "launch_seconds", "kernel_seconds", "hidden", "transfer_seconds"):
             self._positive(name, getattr(self, name), zero=True)
@@ -81,12 +89,10 @@ class Hardware:
             for ranks, pair in by_ranks.items():
                 for number in pair:
                     self._positive(f"collectives[{name}][{ranks}]", number)
-        if self.transfer_bytes_per_second is not None:
-            self._positive("transfer_bytes_per_second", self.transfer_bytes_per_second)
-        if self.memory_bytes is not None:
-            self._positive("memory_bytes", self.memory_bytes)
-        if self.host_bytes_per_second is not None:
-            self._positive("host_bytes_per_second", self.host_bytes_per_second)
+        optional = ("transfer_bytes_per_second", "memory_bytes", "host_bytes_per_second", "network_bytes_per_second")
+        for name in optional:
+            if getattr(self, name) is not None:
+                self._positive(name, getattr(self, name))
         if not isinstance(self.source, str) or not self.source.strip():
             raise self._bad("source", self.source, "text that says where the numbers are from")
 
