@@ -17,7 +17,7 @@ from megafx.capture.export import capture_call
 from megafx.capture.huggingface import is_hf_model, synthesize_inputs
 from megafx.capture.quantised import refuse_quantised
 from megafx.compiler.pipeline import compile_program, plan_only
-from megafx.config import Config
+from megafx.config import Config, device_memory
 from megafx.distributed.mesh import make_meshes
 from megafx.equivalence import (
     Sabotage,
@@ -43,7 +43,6 @@ from megafx.report.report import Report, differences, read_report
 from megafx.runtime.keys import Normalizer
 from megafx.runtime.module import make_parallel
 from megafx.runtime.runtime import Runtime
-from megafx.weights.save import bytes_of
 from megafx.what_if import Found, search_call
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -164,10 +163,7 @@ def search(
     .to_json() is all of it as data. Configurations that differ in the form of data parallelism alone, and by at most 2% in
     time, are one of these: the others are its `.twins`. Needs no ranks, GPU or weights. Raises CaptureError, UsageError.
     """
-    try:
-        limit = bytes_of(memory)
-    except UsageError as error:
-        raise UsageError(f"memory={memory!r} is no size", fix="write 80GiB, 80000MiB or a number of bytes") from error
+    limit = device_memory(memory)
     if gpus < 1 or not batches or min(batches) < 1:
         found = f"gpus={gpus}, batches={tuple(batches)} leave nothing to search"
         raise UsageError(found, fix="give at least one GPU, and micro-batch sizes of at least 1")

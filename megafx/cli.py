@@ -17,23 +17,28 @@ import inspect
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
-from megafx.config import STYLES, Config, choices_of, is_whole
+from megafx.config import STYLES, Config, choices_of, device_memory, grouped_fields, is_whole
 from megafx.errors import ConfigError, MegafxError, UsageError
+from megafx.named_model import did_you_mean, example_inputs, input_spec, load_model
 from megafx.progress import progress, stage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 an error or (check-rules, verify, diff, replay) something found, 2 wrong arguments."""
+    """Exit status: 0 done; 2 arguments, files or a config that do not fit; 1 another error, or something was found (verify,
+    check-rules, diff, replay) or nothing (plan --gpus)."""
     given = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_args(given or ["--help"])
     try:
+        args, unknown = _parser().parse_known_args(given or ["--help"])
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         with progress(lambda *_: None) if getattr(args, "quiet", False) else stage(args.command):
             status: int = args.run(args)
             return status
@@ -48,15 +53,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 # -- what the commands take
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what a misspelt option, command or choice may have been."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong, known = re.match(r"unrecognized arguments: .*?(--[\w-]+)", message), [*self._option_string_actions]
+        if wrong is None and (wrong := re.search(r"invalid choice: '(.+?)' \(choose from (.*)\)", message)):
+            known = re.findall(r"[\w-]+", wrong[2])
+        near = did_you_mean(wrong[1], known) if wrong else ""
+        super().error(message + f"\n  fix: {near}`{self.prog} --help` lists what there is")
+
+
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="megafx", description=__doc__, formatter_class=raw)
+    parser = _Parser(prog="megafx", description=__doc__, formatter_class=raw)
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print versions, as the command does")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(run: Callable[[argparse.Namespace], int], python: str, help_text: str, **more: Any) -> Any:
         name = run.__name__.strip("_").replace("_", "-")
         command = commands.add_parser(name, help=help_text, description=f"{help_text}. In Python: {python}.", **more)
-        command.set_defaults(run=run, command=name)
+        command.set_defaults(run=run, command=name, parser=command)
         return command.add_argument, command
 
     def add_for_model(run: Callable[[argparse.Namespace], int], python: str, help_text: str) -> Any:
@@ -65,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_model(argument)
         argument("--config", type=Path, help="YAML file of Config fields; the options below override it")
         argument("--quiet", action="store_true", help="show no progress")
-        _add_fields(command.add_argument_group("fields of megafx.Config"))
+        _add_fields(command.add_argument_group)
         return argument
 
     argument = add_for_model(_plan, "megafx.plan", "plan a model and print where everything is")
@@ -74,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     argument(
         "--gpus", type=_count, metavar="N", help="megafx.search: the ten best configurations of N GPUs; needs --memory"
     )
-    argument("--memory", metavar="SIZE", help="of each, for example 80GiB")
+    argument("--memory", type=device_memory, metavar="SIZE", help="of each, for example 80GiB")
     argument("--json", type=_output, metavar="FILE", help="with --gpus: write what was found as JSON")
     told = "cut the model into N balanced stages (megafx.report.stages.pipeline_stages)"
     argument("--pipeline-stages", type=_count, metavar="N", help=told)
@@ -128,6 +145,11 @@ def _output(text: str) -> Path:
     return path
 
 
+def _input(text: str) -> str:
+    input_spec(text)  # a wrong one is an error before torch is imported and the model built
+    return text
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no whole number of at least 1")
@@ -149,7 +171,7 @@ LISTS = {
 def _add_model(argument: Callable[..., Any]) -> None:
     argument("model", metavar="MODEL", help="Hugging Face config or architecture, or module:name of your own")
     _add_settings(argument)
-    argument("--input", action="append", default=[], dest="inputs", metavar="SPEC", help=_INPUT)
+    argument("--input", type=_input, action="append", default=[], dest="inputs", metavar="SPEC", help=_INPUT)
 
 
 def _add_settings(argument: Callable[..., Any]) -> None:
@@ -157,9 +179,11 @@ def _add_settings(argument: Callable[..., Any]) -> None:
     argument("--set", action="append", default=[], dest="settings", metavar="NAME=VALUE", help=told)
 
 
-def _add_fields(group: argparse._ArgumentGroup) -> None:
+def _add_fields(add_group: Callable[[str], argparse._ArgumentGroup]) -> None:
     """An option for each field of Config that a shell can give: `--seq-length` for seq_length. Switches are on or off."""
-    for f in dataclasses.fields(Config):
+    for title, f in [(title, f) for title, fields in grouped_fields().items() for f in fields]:
+        if f is grouped_fields()[title][0]:
+            group = add_group(f"fields of megafx.Config: {title}")
         how: dict[str, Any] = {"dest": f.name, "metavar": f.name.rpartition("_")[2].upper()}
         choices, text = choices_of(f.name), f.metadata["doc"]
         if choices:
@@ -209,9 +233,10 @@ def _config(args: argparse.Namespace) -> Config:
 def _model(args: argparse.Namespace, device: str = "meta") -> tuple[Any, Any]:
     """(model, example inputs or None) that the arguments name."""
     from megafx.capture.huggingface import is_hf_model
-    from megafx.named_model import example_inputs, load_model
 
     settings = {name: _value(value) for name, value in _pairs(args.settings, "--set").items()}
+    with stage("import torch"):
+        import torch  # noqa: F401  the model is made with it
     with stage("build the model"):
         model, inputs = load_model(args.model, settings, device=device)
     given = getattr(args, "inputs", [])
@@ -382,10 +407,13 @@ def _replay(args: argparse.Namespace) -> int:
 def _version(args: argparse.Namespace) -> int:
     from importlib.metadata import version
 
-    import torch
-
-    print(f"megafx {version('megafx')}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(f"megafx {version('megafx')}, torch {version('torch')}, Python {platform.python_version()}")
     return 0
+
+
+class _ShowVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.exit(_version(argparse.Namespace()))
 
 
 if __name__ == "__main__":

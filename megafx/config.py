@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
-from megafx.errors import ConfigError
+from megafx.errors import ConfigError, UsageError
 
 # Canonical style -> other spellings of it (PyTorch's ParallelStyle classes, Hugging Face's `tp_plan` names).
 STYLES: dict[str, tuple[str, ...]] = {
@@ -335,10 +335,34 @@ def is_whole(name: str) -> bool:
     return _TYPES[name] is int or set(get_args(_TYPES[name])) == {int, NoneType}
 
 
+GROUPS = {  # title -> the first of its fields
+    "ranks and their shares": "tensor_model_parallel_size",
+    "what is planned for": "micro_batch_size",
+    "outputs": "gather_outputs",
+    "overlap and launches": "tp_comm_overlap",
+    "fusions": "bias_dropout_fusion",
+    "memory": "recompute_activation_func",
+    "gradients in fp32": "gradient_accumulation_fusion",
+    "checks, tools, and what is left out": "fusion_profile",
+}
+
+
+def grouped_fields() -> dict[str, list[dataclasses.Field[Any]]]:
+    """Title -> fields of Config, in their order."""
+    found: dict[str, list[dataclasses.Field[Any]]] = {}
+    titles, title = {name: title for title, name in GROUPS.items()}, ""
+    for f in dataclasses.fields(Config):
+        title = titles.get(f.name, title)
+        found.setdefault(title, []).append(f)
+    return found
+
+
 def _listing() -> str:
     """The fields with their docs and defaults, for `help(Config)`."""
-    lines = []
-    for f in dataclasses.fields(Config):
+    lines: list[str] = []
+    for title, f in [(title, f) for title, fields in grouped_fields().items() for f in fields]:
+        if f.name == GROUPS[title]:
+            lines += [*([""] if lines else []), f"-- {title}"]
         default = "" if f.default is dataclasses.MISSING else f" (default: {f.default!r})"
         doc = f.metadata["doc"] + default
         lines += textwrap.wrap(doc, 120, initial_indent=f"{f.name}: ", subsequent_indent=" " * 4)
@@ -361,6 +385,23 @@ def _dtype_name(value: object) -> str | None:
     if name not in _DTYPES.values():
         raise _error("params_dtype", value, f"one of {', '.join([*_DTYPES, *_DTYPES.values()])}, or None")
     return name
+
+
+def bytes_of(size: int | str, what: str) -> int:
+    """'80GiB' -> bytes; what: the argument, for the UsageError where it is no size."""
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(size).strip())
+    units = {unit.upper(): factor for unit, factor in _UNITS.items()} | {"": 1}
+    if match is None or match[2].upper() not in units or int(match[1]) == 0:
+        raise UsageError(f"{what}={size!r} is no size", fix="write 80GiB, 5GB, 200MiB or a number of bytes")
+    return int(match[1]) * units[match[2].upper()]
+
+
+def device_memory(size: int | str) -> int:
+    """The bytes of a device's memory. Raises UsageError for what is none, and for what no device has: a unit is missing."""
+    if (found := bytes_of(size, "memory")) < 2**20:
+        fix = f"give a unit: {str(size).strip(' bB')}GiB"
+        raise UsageError(f"memory={size!r} is {found} bytes, which is less than a device has", fix=fix)
+    return found
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

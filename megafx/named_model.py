@@ -17,14 +17,15 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from megafx.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 WAYS = (
     "give a Hugging Face config.json, its folder or an architecture (LlamaForCausalLM), "
@@ -42,6 +43,9 @@ def load_model(
     annotated with a class (`def __init__(self, config: GPTConfig)`) gets such an object, made of the settings. A function may
     return a pair (model, example_inputs). Raises UsageError where there is no such model, file or setting.
     """
+    import torch
+    from torch import nn
+
     make = _maker(name, dict(settings or {}))
     try:
         with torch.device(device):
@@ -69,7 +73,7 @@ def _maker(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
         path = path / "config.json"
     if path.suffix == ".json":
         if not path.is_file():
-            raise UsageError(f"there is no file '{path}'", fix=WAYS)
+            raise _no_file(path)
         try:
             fields = json.loads(path.read_text())
         except ValueError as error:
@@ -78,6 +82,17 @@ def _maker(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     if not name.isidentifier():
         raise UsageError(f"'{name}' names no model", fix=WAYS)
     return _hugging_face(name, {}, settings)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'did you mean these? ', or '' where none is near."""
+    near = ", ".join(difflib.get_close_matches(name, [*known], n=3))
+    return f"did you mean {near}? " if near else ""
+
+
+def _no_file(path: Path) -> UsageError:
+    beside = [str(other) for other in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
+    return UsageError(f"there is no file '{path}'", fix=did_you_mean(str(path), beside) + WAYS)
 
 
 # -- Hugging Face
@@ -104,15 +119,13 @@ def _hugging_face(name: str, fields: dict[str, Any], settings: dict[str, Any]) -
         kind = known[name]
     else:
         names = [*known, *(n for n in dir(transformers) if n.endswith(("LM", "Model", "Generation", "Classification")))]
-        near = ", ".join(difflib.get_close_matches(name, names, n=3))
-        hint = f"did you mean {near}? " if near else ""
-        raise UsageError(f"'{name}' is no architecture and no model type of transformers", fix=hint + WAYS)
+        found = f"'{name}' is no architecture and no model type of transformers"
+        raise UsageError(found, fix=did_you_mean(name, names) + WAYS)
     fields = {k: v for k, v in fields.items() if k != "model_type"}
     made = _config_of(name, kind, fields)
     for key in settings:
         if not hasattr(made, key):
-            near = ", ".join(difflib.get_close_matches(key, made.to_dict(), n=3))
-            fix = f"did you mean {near}?" if near else f"fields: {', '.join(sorted(made.to_dict()))}"
+            fix = did_you_mean(key, made.to_dict()).strip() or f"fields: {', '.join(sorted(made.to_dict()))}"
             raise UsageError(f"the config of '{name}' ({kind.__name__}) has no field '{key}'", fix=fix)
     config = _config_of(name, kind, fields | settings)
     build = cls or transformers.AutoModelForCausalLM.from_config
@@ -136,9 +149,11 @@ def _own(module: str, attribute: str, settings: dict[str, Any]) -> Callable[[], 
     try:
         made = getattr(_imported(module), attribute)
     except FileNotFoundError as error:
-        raise UsageError(f"there is no file '{module}'", fix=WAYS) from error
+        raise _no_file(Path(module)) from error
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"'{name}' cannot be imported: {error}", fix=WAYS) from error
+        known = vars(error.obj) if isinstance(error, AttributeError) and inspect.ismodule(error.obj) else {}
+        near = did_you_mean(attribute, [n for n, value in known.items() if callable(value)])
+        raise UsageError(f"'{name}' cannot be imported: {error}", fix=near + WAYS) from error
     if not callable(made):
         raise UsageError(f"'{name}' is a {type(made).__name__}, not a class or a function", fix=WAYS)
     try:
@@ -185,6 +200,19 @@ def _arguments(made: Callable[..., Any], settings: dict[str, Any]) -> tuple[tupl
 
 
 _SPEC = re.compile(r"(?:(\w+)=)?(\w+)\[([\d,\s]*)\](?:<(\d+))?")
+DTYPES = ["int64", "int32", "int16", "int8", "uint8", "bool"]
+DTYPES += ["float64", "float32", "float16", "bfloat16", "complex64", "complex128"]
+
+
+def input_spec(text: str) -> tuple[str | None, str, list[int], int | None]:
+    """'ids=int64[2,64]<1000' -> ('ids', 'int64', [2, 64], 1000). Raises UsageError."""
+    found = _SPEC.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"'{text}' describes no input", fix="write NAME=DTYPE[SIZES], for example 'ids=int64[2,64]'")
+    if found[2] not in DTYPES:
+        fix = did_you_mean(found[2], DTYPES) + f"dtypes: {', '.join(DTYPES)}"
+        raise UsageError(f"the input '{text}' has the dtype '{found[2]}', which torch does not know", fix=fix)
+    return found[1], found[2], [int(n) for n in found[3].split(",") if n.strip()], int(found[4]) if found[4] else None
 
 
 def example_inputs(specs: Sequence[str], model: nn.Module, *, device: str | torch.device = "meta") -> Any:
@@ -193,17 +221,15 @@ def example_inputs(specs: Sequence[str], model: nn.Module, *, device: str | torc
     A spec is NAME=DTYPE[SIZES], or without a name for a positional argument. Whole numbers are below the bound of
     'int64[2,64]<1000', by default below the rows of the model's smallest embedding. Raises UsageError for other texts.
     """
+    import torch
+    from torch import nn
+
     rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for spec in specs:
-        found = _SPEC.fullmatch(spec.strip())
-        dtype = getattr(torch, found[2], None) if found else None
-        if found is None or not isinstance(dtype, torch.dtype):
-            raise UsageError(
-                f"'{spec}' describes no input", fix="write NAME=DTYPE[SIZES], for example 'ids=int64[2,64]'"
-            )
-        shape = [int(n) for n in found[3].split(",") if n.strip()]
+        name, kind, shape, bound = input_spec(spec)
+        dtype = getattr(torch, kind)
         if torch.device(device).type == "meta":
             value = torch.empty(shape, dtype=dtype, device="meta")
         elif dtype.is_floating_point or dtype.is_complex:
@@ -211,9 +237,9 @@ def example_inputs(specs: Sequence[str], model: nn.Module, *, device: str | torc
         elif dtype == torch.bool:
             value = torch.ones(shape, dtype=dtype, device=device)
         else:
-            value = torch.randint(int(found[4] or min(rows, default=2)), shape, dtype=dtype, device=device)
-        if found[1]:
-            kwargs[found[1]] = value
+            value = torch.randint(bound or min(rows, default=2), shape, dtype=dtype, device=device)
+        if name:
+            kwargs[name] = value
         else:
             args.append(value)
     return tuple(args), kwargs

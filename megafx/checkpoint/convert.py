@@ -16,13 +16,14 @@ from megafx.checkpoint.content import Chunk, Content, Described, read_content, w
 from megafx.checkpoint.load import Shapes, misfits, refuse
 from megafx.checkpoint.storage import FolderReader, read_tensors
 from megafx.checkpoint.torch_format import TorchReader, names_there, tensors_there
+from megafx.config import bytes_of
 from megafx.errors import CheckpointError, UsageError
 from megafx.progress import stage
 from megafx.weights import files as safetensors_writer
 from megafx.weights.files import SafetensorsFiles, dtype_name, torch_dtype
 from megafx.weights.load import check_fit
 from megafx.weights.names import find_savings, find_sources
-from megafx.weights.save import bytes_of, plan_files, save_config, write_files
+from megafx.weights.save import plan_files, save_config, write_files
 from megafx.weights.state import Stored, stored_tensors
 
 
@@ -46,7 +47,7 @@ def convert(source: Path, target: Path, model: nn.Module | None = None, *, max_s
         raise CheckpointError(f"there is no file or folder '{source}'", fix="give a checkpoint or safetensors files")
     try:
         if source.is_dir() and (checkpoint_folder.is_checkpoint(source) or checkpoint_folder.checkpoints(source)):
-            return _to_files(source, target, model, bytes_of(max_shard_size))
+            return _to_files(source, target, model, bytes_of(max_shard_size, "max_shard_size"))
         return _to_checkpoint(source, target, model)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"'{source}' cannot be converted to '{target}': {error}") from error

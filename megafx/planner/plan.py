@@ -9,6 +9,9 @@ from __future__ import annotations
 import ast
 import difflib
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +25,22 @@ from megafx.ir.sizes import Sizes
 from megafx.placements.types import Layout, Owned, Placement, S, owned
 
 FORMAT = 1  # version of the JSON form
+INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
+LEGEND = """\
+operands -> result, the dim of the op's rule that is cut, [transitions of the result]. Placements: I whole on every rank, its
+gradient too; R whole, gradients are summed over ranks; S<d> cut on dim d, S0/3*(4x32) in blocks (3 times 4 heads of 32);
+P every rank has a summand. `megafx explain` gives reasons, bytes and times.
+"""
+
+
+def folded_name(pattern: str, fqns: list[str]) -> str:
+    """`h.0.mlp` .. `h.11.mlp`, whose pattern is `h.*.mlp`, are `h.[0-11].mlp`."""
+    first, last = (re.findall(r"(?<=\.)\d+(?=\.|$)", fqn) for fqn in (fqns[0], fqns[-1]))
+    name = pattern
+    for a, b in zip(first, last, strict=False):
+        name = name.replace(".*", f".{a}" if a == b else f".[{a}-{b}]", 1)
+    some, spans = len({*fqns}), re.findall(r"\[(\d+)-(\d+)\]", name)
+    return name if math.prod(int(b) - int(a) + 1 for a, b in spans) == some else f"{name} ({some} of them)"
 
 
 @dataclass(frozen=True)
@@ -87,14 +106,39 @@ class Plan:
         return self.params[param]
 
     def __str__(self) -> str:
-        say = self.text_of
-        lines = [f"plan on {self.axis}={self.t}, sequence_parallel={self.sequence_parallel}, hardware {self.hardware}"]
-        lines += [f"  {fqn:48s} {say(p)}" for fqn, p in self.params.items()]
+        """Layers that are alike are one, with a legend, and the notes of the report where there is one."""
+        params: dict[Any, list[str]] = {}
+        for fqn, p in self.params.items():
+            params.setdefault((INDEX.sub(".*", fqn), self.text_of(p)), []).append(fqn)
+        ops: dict[Any, list[str]] = {}
+        seen: Counter[tuple[str, str]] = Counter()
         for name, op in self.ops.items():
-            ins = ", ".join(map(say, op.ins))
-            moves = "  ".join(f"[{say(c.src)}->{say(c.dst)}]" for c in self.transitions.get(name, ()))
-            lines.append(f"  {name:32s} {ins} -> {say(op.out)}  {op.factor}  {moves}".rstrip())
-        return "\n".join(lines)
+            kind = re.sub(r"_\d+$", "", name)
+            seen[op.fqn, kind] += 1  # ops of one module stay apart
+            ops.setdefault((INDEX.sub(".*", op.fqn), kind, self._choice(name, op), seen[op.fqn, kind]), []).append(
+                op.fqn
+            )
+        names = {key: folded_name(key[0], fqns) for group in (params, ops) for key, fqns in group.items()}
+        wide = min(max(map(len, names.values()), default=0), 48)
+        lines = [self._head(), "parameters, as they are stored"]
+        lines += [f"  {names[key]:{wide}s} {key[1]}" for key in params]
+        lines += [f"ops: {LEGEND}".rstrip()]
+        lines += [f"  {names[key] or '<root>':{wide}s} {key[1]:24s} {key[2]}" for key in ops]
+        notes = [] if self.report is None else self.report.notes
+        return "\n".join(lines + (["notes", *(f"  {note}" for note in notes)] if notes else []))
+
+    def _head(self) -> str:
+        return f"plan on {self.axis}={self.t}, sequence_parallel={self.sequence_parallel}, hardware {self.hardware}"
+
+    def _choice(self, name: str, op: OpChoice) -> str:
+        ins = ", ".join(map(self.text_of, op.ins))
+        moves = "  ".join(f"[{self.text_of(c.src)}->{self.text_of(c.dst)}]" for c in self.transitions.get(name, ()))
+        return f"{ins} -> {self.text_of(op.out)}  {op.factor}  {moves}".rstrip()
+
+    def lines(self) -> list[str]:
+        """Each parameter and each op by itself."""
+        lines = [self._head(), *(f"  {fqn:48s} {self.text_of(p)}" for fqn, p in self.params.items())]
+        return lines + [f"  {name:32s} {self._choice(name, op)}" for name, op in self.ops.items()]
 
     def text_of(self, placement: Placement) -> str:
         """'S2' where the cut follows from the dim's size (elements in t ranges), else with it: 'S0/3*(25x64)'."""
@@ -110,7 +154,7 @@ class Plan:
 
     def diff(self, other: Plan) -> str:
         """Unified diff of the two plans' text; empty when they place everything alike."""
-        a, b = str(self).splitlines(), str(other).splitlines()
+        a, b = self.lines(), other.lines()
         return "\n".join(difflib.unified_diff(a, b, "this", "other", lineterm="", n=0))
 
     def to_json(self) -> str:

@@ -18,7 +18,8 @@ from megafx.ops.owners import OWNER_PARAMETER
 from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, collectives, payload
 from megafx.planner.context import Planner
 from megafx.planner.cost import collective_seconds, cost_kind, in_pieces, transition_cost
-from megafx.report.report import INDEX, Line, PricedTransition, Report, fused
+from megafx.planner.plan import INDEX
+from megafx.report.report import Line, PricedTransition, Report, fused
 
 
 def describe(program: Program, planner: Planner) -> Report:

@@ -32,11 +32,11 @@ from megafx.planner.cost import (
     share,
 )
 from megafx.planner.hardware import Hardware
-from megafx.planner.plan import OpChoice
+from megafx.planner.plan import INDEX, OpChoice, folded_name
 from megafx.planner.problem import contraction, share_of_op
 from megafx.planner.times import attention_seconds, product_seconds
 from megafx.report.describe import priced, statistics, style_of, text_of
-from megafx.report.report import INDEX, PricedTransition, bytes_text, folded_name
+from megafx.report.report import PricedTransition, bytes_text
 from megafx.rules.strategies import OpRule
 
 

@@ -6,7 +6,6 @@ import difflib
 import io
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -19,12 +18,11 @@ from megafx.errors import UsageError
 from megafx.ir.program import Fusion, Note
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
+from megafx.planner.plan import INDEX, folded_name
 from megafx.report.page import data_of, page, picture_data
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer, in a module path
 
 
 @dataclass(frozen=True)
@@ -249,15 +247,6 @@ def fused(fusions: Iterable[Fusion]) -> list[Fused]:
         Fused(pattern, folded_name(folded, [f.fqn for f in same]) or "<root>", len(same), str(same[0].source or ""))
         for (pattern, folded), same in groups.items()
     ]
-
-
-def folded_name(pattern: str, fqns: list[str]) -> str:
-    """`h.0.mlp` .. `h.11.mlp`, whose pattern is `h.*.mlp`, are `h.[0-11].mlp`."""
-    first, last = (re.findall(r"(?<=\.)\d+(?=\.|$)", fqn) for fqn in (fqns[0], fqns[-1]))
-    name = pattern
-    for a, b in zip(first, last, strict=False):
-        name = name.replace(".*", f".{a}" if a == b else f".[{a}-{b}]", 1)
-    return name
 
 
 def time_text(us: float) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafx.errors import UsageError
-from megafx.report.report import Report, folded_name
+from megafx.planner.plan import folded_name
+from megafx.report.report import Report
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megafx.config import bytes_of
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet, only_rank_0
 from megafx.distributed.parameters import everyone_of
@@ -28,7 +29,6 @@ from megafx.weights.files import INDEX, SINGLE, flush_folder
 from megafx.weights.names import Saving, find_savings
 from megafx.weights.state import Stored, stored_tensors
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 Fetch = Callable[[str, int], torch.Tensor | None]  # (name in the model, writing rank) -> the whole tensor there
 
 
@@ -68,7 +68,7 @@ def save_whole(
         only_rank_0(caller)
     meet(caller, group)
     with agreement.raising_together(group, CheckpointError):
-        limit = bytes_of(max_shard_size)
+        limit = bytes_of(max_shard_size, "max_shard_size")
         tensors = stored_tensors(model)
         if bare := [t.name for t in tensors if t.tensor.is_meta]:
             raise UsageError(f"{', '.join(bare)} have no values", fix="load or initialise the model first")
@@ -221,15 +221,6 @@ def _gatherer(tensors: Sequence[Stored], group: dist.ProcessGroup | None) -> Fet
         return whole if rank == writer else None
 
     return fetch
-
-
-def bytes_of(size: int | str) -> int:
-    if isinstance(size, int) and size > 0:
-        return size
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(size).strip())
-    if match is None or match[2].upper() not in _UNITS or int(match[1]) == 0:
-        raise UsageError(f"max_shard_size={size!r} is no size", fix="write 5GB, 200MiB or a number of bytes")
-    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import megafx
 from megafx import testing
 from megafx.analysis.memory import Memory
-from megafx.config import Config
+from megafx.config import GROUPS as CONFIG_GROUPS
+from megafx.config import grouped_fields
 from megafx.planner.plan import Plan
 from megafx.report.report import Report
 
@@ -72,8 +73,9 @@ def page() -> str:
     for title, names in GROUPS.items():
         parts += [f"## {title}\n", *(entry(name, getattr(megafx, name)) for name in names)]
     parts.append("## Config\n\nThe fields of `megafx.Config`. Each is an option of [the command](command.md) too.\n")
-    parts.append("| field | default | what it is |\n|---|---|---|")
-    for f in dataclasses.fields(Config):
+    for title, f in [(title, f) for title, fields in grouped_fields().items() for f in fields]:
+        if f.name == CONFIG_GROUPS[title]:
+            parts.append(f"\n### Config: {title}\n\n| field | default | what it is |\n|---|---|---|")
         made = f.default_factory() if f.default is dataclasses.MISSING else f.default  # type: ignore[misc]
         doc = f.metadata["doc"].replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
         parts.append(f"| `{f.name}` | `{made!r}` | {doc} |")

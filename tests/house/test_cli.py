@@ -255,6 +255,8 @@ def test_plan_of_a_factory(tmp_path, monkeypatch, capsys):
         ("llama --set hiden_size=3", "has no field 'hiden_size'\n  fix: did you mean hidden_size"),
         ("llama --set hidden_size", "UsageError: --set hidden_size has no value\n  fix: write --set NAME=VALUE"),
         ("llama --input long", "UsageError: 'long' describes no input\n  fix: write NAME=DTYPE[SIZES]"),
+        ("llama --input int63[2,64]", "has the dtype 'int63', which torch does not know\n  fix: did you mean int64"),
+        ("argparse:Namespac", "has no attribute 'Namespac'\n  fix: did you mean Namespace"),
     ],
 )
 def test_models_that_do_not_exist(model, found, capsys):
@@ -326,6 +328,49 @@ def test_a_call_that_does_not_fit_the_model(tmp_path, monkeypatch, capsys):
     sys.modules.pop("nets", None)
     assert main(["plan", "--quiet", "nets:Net", "--input", "idz=int64[3,5]"]) == 1
     assert "the call does not fit the model: Net.forward() got an unexpected keyword" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("plan llama --tpp 2", "did you mean --tp"),
+        ("explain llama --tensor-paralel-size 2", "did you mean --tensor-model-parallel-size"),
+        ("plan llama --sp atuo", "did you mean auto"),
+        ("plann llama", "did you mean plan"),
+        ("check-rules --imports my_ops", "did you mean --import"),
+        ("verify --sabotag llama --nothing-like-it", "`megafx verify --help` lists what there is"),
+        (
+            "plan llama --gpus 8 --memory 80",
+            "'80' is 80 bytes, which is less than a device has\n  fix: give a unit: 80GiB",
+        ),
+        ("plan llama --gpus 8 --memory much", "memory='much' is no size"),
+        ("plan nets.py:Net --input 'int63[2,64]'", "did you mean int64"),
+    ],
+)
+def test_misspelt_arguments_are_told_before_torch_is_imported(command, meant):
+    code = (
+        "import contextlib, shlex, sys; from megafx.cli import main\n"
+        "try: status = main(shlex.split(sys.argv[1]))\n"
+        "except SystemExit as stop: status = stop.code\n"
+        "assert status == 2 and 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and meant in done.stderr, done.stderr
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"megafx {megafx.__version__}, torch {torch.__version__}, Python 3.")
+
+
+def test_padding_is_noted_by_plan(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nets3.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "nets3:Net", "--set", "width=6", "--input", "int64[3,5]", "--tp", "100"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\d+ rows are shared by \d+ of 100 ranks; the others hold padding", shown), shown
 
 
 def test_wrong_arguments():

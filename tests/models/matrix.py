@@ -171,7 +171,7 @@ class Runner:
             PassRunner(planner).run(program, passes[_index(passes, FIRST_OF_DEGREE) : at + 1])
             if prepared.dynamic:  # the plans of others are priced for the sizes of these calls, not for WORKLOAD
                 self.planned.append((prepared.case.program, planner))
-            same = (prepared.key, t, str(planner.solved))
+            same = (prepared.key, t, *planner.solved.lines())
             if same not in self.compiled:
                 PassRunner(planner).run(program, passes[at + 1 :])
                 self.compiled[same] = Compiled(program, planner)

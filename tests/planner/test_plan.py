@@ -66,7 +66,7 @@ def test_text() -> None:
         transitions={"mm": (Transition(P, I),)},
         hardware="cpu",
     )
-    assert str(static).splitlines() == [
+    assert static.lines() == [
         "plan on tp=2, sequence_parallel=False, hardware cpu",
         "  w                                                S0/3*(2x16)",
         "  b                                                I",
@@ -74,9 +74,22 @@ def test_text() -> None:
     ]
 
 
+def test_layers_that_are_alike_are_printed_once() -> None:
+    rows, columns = S(0, Layout.contiguous(8, 2)), S(1, Layout.contiguous(8, 2))
+    params = {f"h.{i}.{name}": p for i in range(3) for name, p in (("up", rows), ("down", rows if i == 2 else columns))}
+    ops = {f"linear_{i}": OpChoice((R, rows), columns, "n", f"h.{i // 2}") for i in range(6)}
+    shown = [line.split() for line in str(Plan(t=2, params=params, ops=ops, hardware="cpu")).splitlines()]
+    assert [x for x in shown if x[0].startswith("h.")] == [
+        ["h.[0-2].up", "S0"],
+        ["h.[0-1].down", "S1"],
+        ["h.2.down", "S0"],
+        *[["h.[0-2]", "linear", "R,", "S0", "->", "S1", "n"]] * 2,
+    ]
+
+
 def test_dynamic_cuts_are_shown_by_name() -> None:
-    line = next(line for line in str(_plan()).splitlines() if line.startswith("  add"))
-    assert line.split() == ["add", "S1,", "S0/batch*(seq)", "->", "S1", "t"]
+    line = next(line for line in str(_plan()).splitlines() if " add " in line)
+    assert line.split() == ["<root>", "add", "S1,", "S0/batch*(seq)", "->", "S1", "t"]
 
 
 def test_json_round_trip_keeps_everything() -> None:
