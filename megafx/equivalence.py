@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.progress import stage
 from megafx.runtime.module import make_parallel
+from megafx.runtime.repeated_calls import Repeated, RepeatedCalls
 from megafx.runtime.runtime import Runtime
 from megafx.weights.state import full_gradients
 
@@ -55,11 +55,13 @@ class Verdict:
     divergence: simulate.Divergence | None = None
     refused: PlacementError | None = None  # by the type checker, where nothing was computed
     backend: str = ""  # of real ranks
+    repeated: Repeated = field(default_factory=Repeated)  # more calls, on one rank, with changed state between them
 
     @property
     def ok(self) -> bool:
         errors = (*self.outputs.values(), *self.gradients.values(), *self.buffers.values())
-        return self.refused is None and not self.requires_grad and all(e <= self.tolerance for e in errors)
+        one = self.refused is None and not self.requires_grad and all(e <= self.tolerance for e in errors)
+        return one and not self.repeated.wrong(self.tolerance)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -82,7 +84,15 @@ class Verdict:
             *(f"  buffer {name}: {error:.1e}" for name, error in self.buffers.items() if error > self.tolerance),
             f"  {len(self.gradients)} gradients, worst {worst[1]:.1e} ({worst[0]})",
         ]
-        if self.divergence is not None:
+        if self.repeated.errors:
+            most = max(error for error, _ in self.repeated.errors.values())
+            lines.append(
+                f"  {len(self.repeated.errors)} calls on one rank, with changes between them, worst {most:.1e}"
+            )
+        lines += [f"  not compared, with a change {what}: {why}" for what, why in self.repeated.skipped.items()]
+        if wrong := self.repeated.wrong(self.tolerance):
+            lines += [f"  after a change {what}: {error:.1e}, {where}" for what, (error, where) in wrong.items()]
+        elif self.divergence is not None:
             lines.append(f"  they first part at {self.divergence}")
         elif not self.ok:
             where = "ranks that are simulated in one process agree: look at the backend, the device and its kernels"
@@ -204,7 +214,17 @@ def verify_call(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
         theirs = simulate.local_inputs(single.program, trial.values, single.plan.params, 1)[0]
         limit = trial.limit
         verdict.divergence = simulate.first_divergence(sharded.program, ours, single.program, theirs, tolerance=limit)
+    else:
+        verdict.repeated = repeat(call, trial)
     return verdict
+
+
+def repeat(call: VerifiedCall, trial: _Trial) -> Repeated:
+    """More calls of a copy on one rank, with changes between them. The first has the graph that `trial` captured."""
+    model, random = copy.deepcopy(call.model), trial.reference != "eager"
+    alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1)
+    make_parallel(Runtime(model, alone, Meshes(None), call.hardware, call.loss_fn))
+    return RepeatedCalls(model, call.args, call.kwargs, call.loss_inputs).run(random, trial.limit)
 
 
 def verify_on_ranks(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
@@ -375,11 +395,9 @@ def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> di
         states = pytree.tree_map(lambda x: state_of(x) if is_cache(x) else x, output, is_leaf=is_cache)
         leaves = pytree.tree_leaves(states)
     named = {user[i].name: leaf for i, leaf in zip(returned, leaves, strict=True) if i >= 0}
-    for spec in user:  # what forward leaves in attributes
-        if spec.written:
-            *path, last = spec.name.split(".")
-            with contextlib.suppress(AttributeError):  # in a list or dict
-                named[spec.name] = getattr(plain.get_submodule(".".join(path)), last)
+    for name, write in program.call.state.writes.items():  # what forward leaves in attributes, lists and dicts
+        for k, leaf in enumerate(write.tensors(write.place.get_in(plain))):
+            named[f"{name}[{k}]" if k else name] = leaf
     return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -162,3 +163,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for i, item in enumerate(every):
             if i % ONE_IN[test]:
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _one_call_verified(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`megafx.verify` makes one call in tests that are not marked `repeated_calls`: they look at sharding, and at a third of
+    the time."""
+    equivalence = sys.modules.get("megafx.equivalence")
+    if equivalence is not None and request.node.get_closest_marker("repeated_calls") is None:
+        monkeypatch.setattr(equivalence, "repeat", lambda call, trial: equivalence.Repeated())

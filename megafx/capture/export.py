@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -377,13 +378,17 @@ class _Capture:
             ),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)
-            exported = torch.export.export(
-                self.root,
-                call,
-                dynamic_shapes=shapes,
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=mode == "deferred",
-            )
+            try:
+                exported = torch.export.export(
+                    self.root,
+                    call,
+                    dynamic_shapes=shapes,
+                    strict=False,
+                    prefer_deferred_runtime_asserts_over_guards=mode == "deferred",
+                )
+            finally:  # what torch keeps for ever: nodes by their fakes, and fakes of inputs in what its caches have as keys
+                proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT.clear()
+                DataShapeEnv.end_trace()
         self.notes += notes
         return exported
 

@@ -151,7 +151,7 @@ def name_outputs(
             in_cache = last.key if isinstance(last, CacheKey) else ""
             place = path[1] if path[:1] == (pytree.GetAttrKey("written"),) else None
             written = isinstance(place, pytree.MappingKey)
-            name = str(place.key) if isinstance(place, pytree.MappingKey) else output_path(path)
+            name = f"{place.key}{_later(path[2])}" if isinstance(place, pytree.MappingKey) else output_path(path)
             found = Output("user", name, cache=in_cache, requires_grad=needs, written=written)
             same = next((i for i, n in enumerate(kept) if n is value and not (in_cache or outputs[i].cache)), None)
             if same is not None and found.name == "loss":  # the name that `mark_losses` looks for
@@ -167,6 +167,11 @@ def name_outputs(
         kept.append(order)
     node.args = (tuple(kept),)
     return outputs, tuple(leaves)
+
+
+def _later(key: Any) -> str:
+    """Of the tensors that forward leaves at one place: '' for the first, '[1]' for the second."""
+    return f"[{key.idx}]" if key.idx else ""
 
 
 def output_path(path: Sequence[Any]) -> str:

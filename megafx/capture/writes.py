@@ -49,6 +49,12 @@ class Write:
                 leaves.append(leaf[0]())
         return pytree.tree_unflatten(leaves, self.spec)
 
+    def tensors(self, value: Any) -> list[Tensor]:
+        """The reverse of `values`: the tensors of what is at the place after a call in eager mode."""
+        value = value[-self.spec.num_children :] if self.grows else value
+        pairs = enumerate(zip(self.leaves, pytree.tree_leaves(value), strict=True))
+        return [leaf for i, (kept, leaf) in pairs if kept is None and i not in self.numbers]
+
     def give(self, value: Any) -> None:
         if self.grows:
             self.place.get().extend(value)

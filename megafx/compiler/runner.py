@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megafx.config import Config
 from megafx.debugging import Debug, current, is_reporting_rank, say
@@ -63,6 +63,10 @@ class Pass:
         requires = getattr(module, "REQUIRES", tuple(Phase))
         requires = (requires,) if isinstance(requires, Phase) else tuple(requires)
         return Pass(function.__name__, function, requires, getattr(module, "ENSURES", None))
+
+    def is_users(self, config: Config) -> bool:
+        """True if it is one of Config.passes."""
+        return any(function is self.run for _, function in config.passes)
 
 
 @dataclass(frozen=True)
@@ -195,10 +199,16 @@ class Runner:
                 program.gm.recompile()
                 raise PipelineStopped(step.name, program)
         program.gm.recompile()  # once: passes read graphs, not code, and writing the code of each is a tenth of a compile
+        if program.partition is not None and any(step.is_users(self.planner.config) for step in passes):
+            parts = program.partition
+            for gm in (parts.forward, parts.backward, parts.last_backward, parts.lazy_graph):
+                if gm is not None:
+                    gm.recompile()
         return self.records
 
     def _run(self, step: Pass, index: int, program: Program) -> PassRecord:
         nodes, phase = len(program.graph.nodes), program.phase
+        whole = _calls(program) if program.partition is not None and step.is_users(self.planner.config) else None
         start = time.perf_counter()
         with no_autocast(), stage(step.name):
             changes = step.run(program, self.planner)
@@ -209,6 +219,12 @@ class Runner:
                 f"pass '{step.name}' left phase {program.phase.name}, but its contract says {expected.name}",
                 fix="set program.phase at the end of the pass, or correct ENSURES",
             )
+        if whole is not None and whole != _calls(program):
+            raise MegafxError(
+                f"pass '{step.name}' changes program.graph after it was cut into a forward and a backward graph, which are "
+                "what runs",
+                fix="change program.partition.forward and program.partition.backward, or put the pass 'before partition'",
+            )
         program.graph.lint()
         _check_sizes(step, program)
         return PassRecord(index, step.name, changes, nodes, len(program.graph.nodes), duration_ms)
@@ -216,6 +232,10 @@ class Runner:
     def _log(self, level: int, message: str) -> None:
         if self.settings.level >= level and message:
             say(message)
+
+
+def _calls(program: Program) -> list[tuple[Any, ...]]:
+    return [(n, n.target, n.args, n.kwargs) for n in program.graph.nodes]
 
 
 def _check_sizes(step: Pass, program: Program) -> None:

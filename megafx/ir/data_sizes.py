@@ -35,6 +35,7 @@ class DataShapeEnv(ShapeEnv):
     """
 
     model_runs: ClassVar[bool] = False  # one thread traces at a time
+    latest: ClassVar[DataShapeEnv | None] = None
 
     def __init__(self, asked: Callable[[], None] = lambda: None, **options: Any) -> None:
         super().__init__(**options)
@@ -42,6 +43,14 @@ class DataShapeEnv(ShapeEnv):
         self.decided: dict[sympy.Basic, None] = {}
         self._answers: set[tuple[Any, Any]] = set()  # those that are in `decided`
         self.row_counts: dict[str, torch.SymInt] = {}
+        DataShapeEnv.latest = self
+
+    @classmethod
+    def end_trace(cls) -> None:
+        """Let go of the inputs of the latest trace: torch's caches have these objects as keys, and keep them."""
+        if cls.latest is not None and cls.latest.tracked_fakes is not None:
+            cls.latest.tracked_fakes.clear()
+        cls.latest = None
 
     def row_count(self, name: str) -> torch.SymInt:
         """The size called `name`: the same at each call."""

@@ -11,6 +11,8 @@ compared.
 
 from __future__ import annotations
 
+import ast
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +55,15 @@ class Place:
             return self.holder
         found = parts_of(self.within.get())
         return None if found is None else found[0]
+
+    def get_in(self, model: Any) -> Any:
+        """The value at this place of a copy of the model; of this place itself where no model holds it, as a global."""
+        found = model
+        for item, attribute in re.findall(r"\[(.*?)\](?=[\[.]|$)|([^.\[\]]+)", self.name):
+            if attribute and not hasattr(found, attribute):
+                return self.get()
+            found = getattr(found, attribute) if attribute else found[ast.literal_eval(item)]
+        return found
 
     @property
     def is_item(self) -> bool:
@@ -177,7 +188,11 @@ class Readable(Protocol):
 class Writable(Protocol):
     """Something that forward leaves behind (capture/writes.py)."""
 
+    place: Place
+
     def values(self, tensors: list[torch.Tensor]) -> Any: ...
+
+    def tensors(self, value: Any) -> list[torch.Tensor]: ...
 
     def give(self, value: Any) -> None: ...
 

@@ -30,7 +30,13 @@ NAMES: dict[str, torch.dtype] = {  # safetensors' name -> dtype
     **{f"F{n}": getattr(torch, f"float{n}") for n in (64, 32, 16)},
     **{f"I{n}": getattr(torch, f"int{n}") for n in (64, 32, 16, 8)},
     **{f"U{n}": getattr(torch, f"uint{n}") for n in (64, 32, 16, 8)},
-    **{"BF16": torch.bfloat16, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{
+        "BF16": torch.bfloat16,
+        "BOOL": torch.bool,
+        "C64": torch.complex64,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+    },
 }
 DTYPES = {dtype: name for name, dtype in NAMES.items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

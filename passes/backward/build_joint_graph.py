@@ -93,8 +93,12 @@ def differentiate(program: Program, wrt: list[int], differentiated: list[int]) -
         origins.attribute(None)
         return (*outputs, *gradients)
 
-    with _tracing(program):
-        program.gm = functional(make_fx(joint, tracing_mode="real")(*primals, *tangents), [*primals, *tangents])
+    try:
+        with _tracing(program):
+            program.gm = functional(make_fx(joint, tracing_mode="real")(*primals, *tangents), [*primals, *tangents])
+    finally:
+        if origins is not None:
+            origins.release()
     assert origins is not None
     _check_symbols(program, symbols, origins.fixing)
     if lost:
@@ -172,7 +176,7 @@ class _Origins:
         self.last: fx.Node | None = next(iter(reversed(self.graph.nodes)), None)
         self.current: fx.Node | None = None
         self.backward = False
-        self.functions: set[Any] = set()  # keeps them alive, so that their identity stays theirs
+        self.functions: dict[Any, Any] = {}  # each with its hook; keeps them alive, so that their identity stays theirs
         self.symbols, self.replacements = symbols, program.fake_mode.shape_env.replacements
         self.known = len(self.replacements)
         self.fixing: fx.Node | None = None  # the first node at which a symbol became a number
@@ -203,9 +207,14 @@ class _Origins:
             function = todo.pop()
             if function is None or function in self.functions:
                 continue
-            self.functions.add(function)
-            function.register_prehook(lambda _, origin=origin: self.attribute(origin))
+            self.functions[function] = function.register_prehook(lambda _, origin=origin: self.attribute(origin))
             todo += [f for f, _ in function.next_functions]
+
+    def release(self) -> None:
+        """Take the hooks off: Python's garbage collector does not see that they hold what they hang on."""
+        for handle in self.functions.values():
+            handle.remove()
+        self.functions.clear()
 
 
 class _Forward(fx.Interpreter):

@@ -634,3 +634,25 @@ def test_pickles_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "bad" / ".metadata").write_bytes(b"\x80\x04nonsense")
     with pytest.raises(CheckpointError, match="is damaged"):
         megafx.load_checkpoint(tmp_path / "bad", Net())
+
+
+def test_complex_parameters(tmp_path: Path) -> None:
+    """safetensors has complex64; complex128 is refused by name."""
+
+    class Filter(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, dtype=dtype))
+
+    model = Filter(torch.complex64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.weight.abs().sum().backward()
+    optimizer.step()
+    wanted = model.weight.detach().clone()
+    megafx.save_checkpoint(tmp_path, model, optimizer, step=1)
+    with torch.no_grad():
+        model.weight.zero_()
+    megafx.load_checkpoint(tmp_path, model, optimizer)
+    assert torch.equal(model.weight, wanted)
+    with pytest.raises(CheckpointError, match="safetensors has no torch.complex128"):
+        megafx.save_checkpoint(tmp_path / "other", Filter(torch.complex128), step=1)

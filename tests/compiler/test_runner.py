@@ -1,10 +1,13 @@
 """Covers: compiler/runner.py."""
 
+import copy
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+import megafx
 from megafx.checks.numbers import NumberCheck
 from megafx.compiler.runner import Pass, PassRecord, PipelineStopped, Runner, insert_user_passes
 from megafx.config import Config
@@ -214,3 +217,35 @@ def test_check_2_accepts_what_changes_nothing(program):
 
     passes = [PASSES[0], Pass("double_negation", double_negation), PASSES[2]]
     assert checked(program, passes)[1].nodes_after == 6
+
+
+def test_a_pass_after_the_cut_changes_what_runs_or_is_an_error() -> None:
+    """The graph of all is no longer what runs then (findings S12)."""
+    sine = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.LayerNorm(4, elementwise_affine=False), torch.nn.Tanh()
+    ).double()
+    x = torch.ones(2, 4).double()
+
+    def swap(graph: torch.fx.Graph) -> int:
+        nodes = [n for n in graph.nodes if n.op == "call_function" and "tanh" in str(n.target)]
+        for node in nodes:
+            node.target = aten.sin.default
+        return len(nodes)
+
+    def whole(program: Program, planner: Planner) -> int:
+        return swap(program.graph)
+
+    def part(program: Program, planner: Planner) -> int:
+        assert program.partition is not None
+        return swap(program.partition.forward.graph)
+
+    wanted = torch.sin(sine[:2](x))
+    with torch.no_grad():
+        for where, change in (("before partition", whole), ("after partition", part)):
+            model = megafx.parallelize(copy.deepcopy(sine), Config(passes=[(where, change)]))
+            torch.testing.assert_close(model(x), wanted)
+        model = megafx.parallelize(copy.deepcopy(sine), Config(passes=[("after partition", whole)]))
+        with pytest.raises(
+            MegafxError, match="'whole' changes program.graph after it was cut .*\n.*'before partition'"
+        ):
+            model(x)

@@ -67,3 +67,65 @@ def test_a_model_without_gradients(how: str) -> None:
     with torch.set_grad_enabled(how != "no_grad"):
         found = megafx.verify(model, TWO, example_inputs=(x,))
     assert found and found.outputs.keys() == {"[0]", "[1]"} and found.gradients == {}
+
+
+# -- more calls, with changed state between them
+
+
+class Stateful(nn.Module):
+    """Reads a number, a global, a tensor and its mode; leaves a loss term, a list and a count behind; gives a hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.scale, self.weights, self.calls = 0.5, torch.rand(16).double(), 0
+        self.norms: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.up(x).tanh() * self.scale * self.weights * (2.0 if self.training else 1.0)
+        self.aux, self.calls = hidden.square().mean(), self.calls + 1
+        self.norms.append(hidden.norm())
+        return (self.down(hidden) * COEFFICIENT).square().mean() + 0.1 * self.aux, hidden
+
+
+COEFFICIENT = 1.5
+
+
+def repeated(model: nn.Module) -> Any:
+    torch.manual_seed(0)
+    return megafx.verify(model.double(), TWO, example_inputs=(torch.randn(5, 8).double(),))
+
+
+@pytest.mark.repeated_calls
+def test_calls_with_changed_state_are_compared() -> None:
+    model = Stateful()
+    found = repeated(model)
+    assert found, found
+    assert not found.repeated.skipped and len(found.repeated.errors) == 6, found.repeated
+    changed = " ".join(found.repeated.errors)
+    assert all(what in changed for what in ("parameters", "rows", "scale", "once more", "mode")), changed
+    assert (COEFFICIENT, model.scale, model.calls, model.norms, model.training) == (1.5, 0.5, 0, [], True)
+
+
+FAULTS = {  # what is broken -> (owner, name, what takes its place)
+    "numbers that forward reads": ("megafx.ir.python_state.PythonState.holds", lambda state: True),
+    "modes": ("megafx.runtime.runtime.module_state", lambda modules, configs: ((), ())),
+    "what forward leaves behind": ("megafx.ir.python_state.PythonState.give", lambda state, written: None),
+    "inputs that are state": (
+        "megafx.ir.python_state.PythonState.values",
+        lambda state: {name: place.get() * 0 + 0.5 for name, place in state.inputs.items()},
+    ),
+    "gradients of outputs beside a loss": (
+        "megafx.runtime.bound_graph.BoundGraph.recompute",
+        lambda graph, again, call, tangents, edges: [None] * len(graph.wrt_names),
+    ),
+}
+
+
+@pytest.mark.repeated_calls
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_runtime_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
+    found = repeated(Stateful())
+    assert not found and found.repeated.wrong(1e-10), found
+    assert "after a change of" in str(found)
