@@ -207,7 +207,7 @@ function drawGraph() {
 
 function drawBox(svg, b) {
   const out = b.nodes.filter((i) => !nodes[i].move).pop(), x = b.x - b.w / 2;
-  const rect = make("rect", { x, y: b.y, width: b.w, height: b.h, rx: b.move ? b.h / 2 : 6, class: b.ghost ? "ghost" : "box" + (b.move ? " pill" : "") }, svg);
+  const rect = make("rect", { x, y: b.y, width: b.w, height: b.h, rx: b.move ? b.h / 2 : 6, class: b.ghost ? "ghost" : "box" + (b.move ? " pill" : "") + (b.move && !b.move.forward_bytes ? " back" : "") }, svg);
   if (!b.move && !b.ghost) rect.setAttribute("fill", `var(--${nodes[out].out})`);
   make("text", { x: b.x, y: b.y + (b.ghost ? 16 : 18), "text-anchor": "middle", class: b.ghost ? "small" : "name" }, svg, title(b));
   b.text.forEach((text, k) => make("text", { x: b.x, y: b.y + 33 + 14 * k, "text-anchor": "middle", class: "in" }, svg, text));
@@ -230,7 +230,7 @@ function drawPath(scale) {
   if (level.module !== null) make("span", {}, place, "\u203a " + level.module);
   const bar = make("span", { class: "zoom" }, place);
   const button = (text, run, on) => make("button", on ? { class: "on" } : {}, bar, text).addEventListener("click", () => { run(); drawGraph(); });
-  button(views ? "hide views" : "show views", () => { views = !views; }, views);
+  button(views ? "hide reshapes" : "show reshapes", () => { views = !views; }, views);
   button("\u2212", () => { zoom = scale / 1.25; });
   button("+", () => { zoom = scale * 1.25; });
   button("fit", () => { zoom = 0; });
@@ -278,7 +278,8 @@ function help() {
   for (const text of [
     "Every rank runs every box, from top to bottom and from left to right. Layers that are alike are drawn once, with their number.",
     "Colour says how the ranks hold a box's result: a slice each, or all of it, or summands.",
-    "Yellow pills are collectives: the bytes that a rank sends, and the time by the cost model. They also run in backward.",
+    "Yellow pills are collectives of forward: the bytes that a rank sends, and the time by the cost model. Most have one in backward too.",
+    "Dashed pills without colour are collectives of backward alone: forward passes them without a step.",
     "Hover over a box: its weights, cost, line of code, why it is so, and what else it could be.",
     "Click on a box or on a frame to look inside.",
   ]) make("li", {}, items, text);
@@ -413,9 +414,11 @@ function drawTexts() {
     make("i", { style: `background: var(--${kind})` }, span);
     span.appendChild(document.createTextNode(text));
   }
-  const span = make("span", {}, $("legend"));
-  make("i", { class: "round" }, span);
-  span.appendChild(document.createTextNode("a collective: ranks exchange values"));
+  for (const [kind, text] of [["round", "a collective of forward: ranks exchange values"], ["round back", "a collective of backward alone"]]) {
+    const span = make("span", {}, $("legend"));
+    make("i", { class: kind }, span);
+    span.appendChild(document.createTextNode(text));
+  }
   for (const [name, columns, rows] of data.tables) if (rows.length) {
     make("h2", {}, $("texts"), name);
     const table = make("table", {}, $("texts")), head = make("tr", {}, table);

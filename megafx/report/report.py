@@ -225,7 +225,9 @@ class Report:
             )
             waits = f"{waiting} waiting for collectives, of {sending} in which they run"
             yield "A step by the cost model", [f"{total}: {computing} computing, {waits}"]
-            yield "Memory of a rank", [f"{kind}: {bytes_text(size)}" for kind, size in self.picture.memory.items()]
+            kept = sum(self.picture.regions[n.region].times * n.kept for n in self.picture.nodes)
+            held = self.picture.memory | ({"kept for backward, at most": kept} if kept else {})
+            yield "Memory of a rank", [f"{kind}: {bytes_text(size)}" for kind, size in held.items()]
         yield "Measured, one step", [str(m) for m in self.measured]
         yield "Stored whole on every rank", texts
         yield "Fused", [f"{f.count} x {f.pattern} in {f.modules}" for f in self.fusions]

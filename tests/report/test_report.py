@@ -28,7 +28,7 @@ from megafx.planner.problem import Neighbourhood
 from megafx.planner.solver import Table, solve
 from megafx.report.page import data_of, page
 from megafx.report.picture import Picture, graph_collection
-from megafx.report.report import Report
+from megafx.report.report import Report, bytes_text
 from megafx.report.steps import SEND
 from megafx.runtime.compile_call import Settled, settle
 from megafx.runtime.keys import Call
@@ -112,6 +112,8 @@ def test_memory_is_that_of_a_rank() -> None:
         if placement.is_shard:
             sizes[placement.dim] = placement.cut.local_size(2)
         held += 8 * int(np.prod(sizes))
+    kept = sum(report.picture.regions[n.region].times * n.kept for n in report.picture.nodes)
+    assert kept and f"kept for backward, at most: {bytes_text(kept)}" in str(report)
     assert report.picture.memory == {"parameters": held, "gradients": held, "AdamW's moments": 2 * held}
 
 
@@ -257,6 +259,7 @@ def test_a_browser_draws_every_level(name: str, pages: dict[str, Path], tmp_path
     assert found["opened"] < 2000, "milliseconds until the page is drawn"
     whole = found["levels"][0]
     assert whole["pills"] == sum(n.move is not None for n in picture.nodes) and whole["edges"] >= whole["boxes"] - 3
+    assert whole["back"] == sum(n.move is not None and not n.move.forward_bytes for n in picture.nodes), "not forward's"
     assert len(found["levels"]) > 2 * len(picture.regions)
     first, zoomed, fitted = found["zoomed"]
     assert zoomed == pytest.approx(1.25 * first, rel=0.01) and fitted == first

@@ -22,7 +22,7 @@ function look() {
     send(b, "mouseenter");
     found.details.push(texts("about"));
   }
-  found.levels.push({ path, boxes: boxes.length, edges: all("drawing", ".edge").length, pills: all("drawing", ".pill").length });
+  found.levels.push({ path, boxes: boxes.length, edges: all("drawing", ".edge").length, pills: all("drawing", ".pill").length, back: all("drawing", ".pill.back").length });
 }
 
 function noOverlap(id, name) { // of texts of a chart
