@@ -10,6 +10,7 @@ from torch import nn
 
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
 from megafx.ir.source_lines import is_user_file
+from megafx.ops.eager_call import MADE_UP_INPUTS
 
 _BRANCH = (
     "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor",
@@ -57,6 +58,13 @@ def unsupported_leaf(name: str, value: Any) -> CaptureError:
 def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
     name, message = type(error).__name__, str(error)
     code = source.code if source else ""
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith(MADE_UP_INPUTS):
+            return (
+                f"{note}, and fails on them: {name}: {_first_line(message)}",
+                "leave only code eager that takes any numbers and sizes; what needs certain numbers, compute before the call, "
+                "and give the result to the model as an argument",
+            )
     if "GuardOnDataDependent" in name or "data-dependent" in message:
         if ".item(" in code or ".tolist(" in code:
             return _ITEM

@@ -35,6 +35,7 @@ from megafx.ir.call_spec import ambient_autocast
 from megafx.ops import tapes
 
 MADE_UP = ((5, 7, 11, 13, 17, 19, 23), (29, 31, 37, 41, 43, 47, 53))  # sizes of the two runs, one for each symbol
+MADE_UP_INPUTS = "code that stays eager is run on made-up inputs, to learn the sizes of its results"
 _library = torch.library.Library("megafx", "FRAGMENT")
 
 
@@ -221,7 +222,7 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
                 meta = {n for n, b in buffers.items() if b.device.type == "meta"}
                 own = {n: torch.ones_like(b, device="cpu") if n in meta else b.clone() for n, b in buffers.items()}
                 before = torch.get_rng_state()
-                output = call.run(values, own)
+                output = _tried(call, values, own)
                 random = not torch.equal(before, torch.get_rng_state())
             leaves, spec = pytree.tree_flatten(output)
             runs.append((values, leaves, spec))
@@ -241,6 +242,15 @@ def _probed(call: EagerCall, tensors: list[Tensor], buffers: dict[str, Tensor]) 
         else:
             out_leaves.append(Constant(a))
     return replace(call, results=tuple(results), out_spec=spec, out_leaves=tuple(out_leaves), random=random)
+
+
+def _tried(call: EagerCall, values: list[Tensor], buffers: dict[str, Tensor]) -> Any:
+    try:
+        return call.run(values, buffers)
+    except Exception as error:  # other sizes may work: capture tries some
+        shapes = ", ".join(str(tuple(x.shape)) for x in values[: call.leaves.count(None)])
+        error.add_note(f"{MADE_UP_INPUTS} (normal numbers, integers that are 0) of shapes {shapes}")
+        raise
 
 
 def made_up(tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> list[Tensor]:

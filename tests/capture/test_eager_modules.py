@@ -110,6 +110,8 @@ class Bad(nn.Module):
             self.seen.add_(1)
         if self.what == "a size by data":
             return x[x.sum(-1) > 0]
+        if self.what == "needs certain sizes":
+            return x.view(2, 8)
         return x
 
 
@@ -118,6 +120,11 @@ class Bad(nn.Module):
     [
         ("changes a buffer", UsageError, "changes its buffer 'seen'"),
         ("a size by data", CaptureError, "the size of a result depends on data"),
+        (
+            "needs certain sizes",
+            CaptureError,
+            r"run on made-up inputs.*of shapes \(\d+, 8\), and fails on them: RuntimeError",
+        ),
     ],
 )
 def test_what_cannot_be_left_eager(what: str, kind: Any, text: str) -> None:
