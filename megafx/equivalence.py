@@ -222,7 +222,7 @@ def verify_call(call: VerifiedCall, tolerance: float | None = None) -> Verdict:
 def repeat(call: VerifiedCall, trial: _Trial) -> Repeated:
     """More calls of a copy on one rank, with changes between them. The first has the graph that `trial` captured."""
     model, random = copy.deepcopy(call.model), trial.reference != "eager"
-    alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1)
+    alone = call.config.replace(tensor_model_parallel_size=1, data_parallel_size=1, cache=False)
     make_parallel(Runtime(model, alone, Meshes(None), call.hardware, call.loss_fn))
     return RepeatedCalls(model, call.args, call.kwargs, call.loss_inputs).run(random, trial.limit)
 
@@ -384,8 +384,8 @@ def _trial(call: VerifiedCall, config: Config, tolerance: float | None) -> _Tria
 def _eager_outputs(plain: nn.Module, program: Program, call: VerifiedCall) -> dict[str, Tensor]:
     """Tensor outputs of the plain model, with autograd's graph, by the names that the graph gives them."""
     output = plain(*call.args, **call.kwargs)
-    if call.loss_fn is not None and call.loss_inputs:
-        output = (call.loss_fn(output, **call.loss_inputs), output)
+    if call.loss_fn is not None:
+        output = (call.loss_fn(output, **(call.loss_inputs or {})), output)
     assert program.call is not None
     user = [o for o in program.outputs if o.kind == "user"]
     order = [leaf.index for leaf in program.call.out_leaves]

@@ -69,6 +69,14 @@ def test_a_model_without_gradients(how: str) -> None:
     assert found and found.outputs.keys() == {"[0]", "[1]"} and found.gradients == {}
 
 
+@pytest.mark.repeated_calls
+def test_a_loss_of_the_output_alone() -> None:
+    found = megafx.verify(
+        nn.Linear(8, 4).double(), TWO, example_inputs=(torch.randn(5, 8).double(),), loss_fn=lambda y: y.square().mean()
+    )
+    assert found and found.outputs.keys() == {"[0]", "[1]"} and len(found.gradients) == 2, found
+
+
 # -- more calls, with changed state between them
 
 
