@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import logging
 import re
 import sys
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import module as of_all
 from torch.nn.modules import transformer
@@ -47,6 +49,7 @@ from megafx.capture.hooks import HOOK_TABLES, around, hooked_modules
 from megafx.capture.huggingface import NO_CACHE, CachesLeftOut, attention_replacements, is_hf_model
 from megafx.capture.layerdrop import LayerDraws, draws_in_torch, droppable_layers, following, names_of
 from megafx.capture.program import ROOT
+from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import Reads, unrepeatable
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
@@ -64,9 +67,20 @@ _LOCK: Any = threading.RLock()
 _ABSENT = object()
 
 
-def alone() -> contextlib.AbstractContextManager[Any]:
-    """Within, no other thread captures or compiles. What waits for other ranks in it has to be in `released`."""
-    return _LOCK
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within, no other thread captures or compiles. What waits for other ranks in it has to be in `released`.
+
+    Nor are cycles collected: looking for them among the nodes and values of a graph, which stay, is a tenth of a compile.
+    """
+    with _LOCK:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 @contextlib.contextmanager
@@ -136,6 +150,12 @@ def replacements(
 
     why = "export makes its own, whatever the inputs have; ours names the sizes that data decides"
     table += [Replacement(non_strict_utils, "ShapeEnv", lambda old: functools.partial(DataShapeEnv, asked), why)]
+
+    why = "it makes results of the same form sooner"
+    table += [Replacement(non_strict_utils, "FakeTensorMode", lambda old: QuickFakeTensorMode, why)]
+
+    why = "what it tells of a value is in the value, and to find out takes longer than to compute it"
+    table += [Replacement(proxy_tensor, "_extract_tensor_metadata", lambda old: lambda value: None, why)]
 
     why = "a size that code looks up in a dict is a number there: each has a graph of its own"
     table += [Replacement(torch.SymInt, "__hash__", _hash_for_users, why)]

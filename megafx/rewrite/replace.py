@@ -19,7 +19,7 @@ from megafx.ir.program import PLACEMENT, VAL, Fusion, Program, fqn_of, inherit, 
 from megafx.ir.sizes import SizeEmitter
 from megafx.rewrite.match import Match
 from megafx.rewrite.pattern import PatternError, parameters
-from megafx.rewrite.trace import canonical_form, plain_modes
+from megafx.rewrite.trace import canonical_form, plain_modes, without_code
 
 _LINEAR = torch.ops.aten.linear.default
 Refuse = Callable[[list[fx.Node], list[tuple[fx.Node, fx.Node]]], str]  # (new ops, (new, replaced) of each result)
@@ -103,7 +103,7 @@ class Replacer:
             )
 
         try:
-            with plain_modes(), torch.no_grad():
+            with plain_modes(), without_code(), torch.no_grad():
                 gm = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*values, *seeds)
         except Exception as error:
             text = str(error).strip().split("\n")[0]

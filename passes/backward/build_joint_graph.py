@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -153,9 +154,21 @@ def _tracing(program: Program) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads values, and there are none
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(_values_alone())
         stack.enter_context(program.fake_mode)
         stack.enter_context(enable_python_dispatcher())  # C++ decompositions of some ops (pad) fix dynamic sizes
         yield
+
+
+@contextlib.contextmanager
+def _values_alone() -> Iterator[None]:
+    """Nodes get no "tensor_meta": to find out how a value of varying sizes lies in memory takes longer than to compute it."""
+    before = proxy_tensor._extract_tensor_metadata
+    proxy_tensor._extract_tensor_metadata = lambda value: None  # type: ignore[assignment,return-value]  # torch has no switch
+    try:
+        yield
+    finally:
+        proxy_tensor._extract_tensor_metadata = before
 
 
 def _gradients(outputs: list[Any], inputs: list[Any], tangents: tuple[Any, ...]) -> list[Any]:

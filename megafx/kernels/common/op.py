@@ -33,7 +33,7 @@ import importlib.util
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import _C, Tensor
@@ -167,7 +167,12 @@ def direct(op: Any) -> Callable[..., Any] | None:
 
     args: all arguments of the schema, of the schema's types. Under dispatch modes and profilers the op itself is called.
     """
-    return _directly(op) if isinstance(op, OpOverload) and op in _implementations else None
+    return _directly(op) if is_kernel(op) else None
+
+
+def is_kernel(op: Any) -> TypeGuard[OpOverload]:
+    """Whether `define_op` made it."""
+    return isinstance(op, OpOverload) and op in _implementations
 
 
 @functools.cache
