@@ -1,0 +1,60 @@
+"""Covers: results that fakes of known ops get sooner are those that torch makes: form, memory, and whose memory it is."""
+
+import pytest
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from megafx.capture.quick_fakes import QuickFakeTensorMode
+
+aten = torch.ops.aten
+CALLS = {
+    "new": lambda x: aten.mul.Tensor(x, 2.0),
+    "several": lambda x: aten.native_layer_norm.default(x, [6], None, None, 1e-5)[1],
+    "view": lambda x: aten.slice.Tensor(aten.transpose.int(x, 0, 1), 2, 1, 4),
+    "view of another dtype": lambda x: aten.view.dtype(x, torch.int32),
+    "complex": lambda x: aten._conj.default(aten.view_as_complex.default(aten.view.default(x, [*x.shape[:2], 3, 2]))),
+    "in place": lambda x: aten.add_.Tensor(x, 1.0),
+}
+
+
+def run(kind, call):
+    """(form of the results of three equal calls, whether each has the memory of its operand, their memories)."""
+    env = ShapeEnv()
+    mode = kind(shape_env=env)
+    mode.cache_enabled = True  # whatever the environment says
+    sizes = []
+    for hint in (4, 10):
+        source = ConstantSource(f"n{hint}")
+        sizes.append(
+            env.create_symintnode(env.create_symbol(hint, source, DimDynamic.DYNAMIC), hint=hint, source=source)
+        )
+    with mode:
+        xs = [torch.empty(*sizes, 6) for _ in range(3)]
+        ys = [call(x) for x in xs]
+    exprs = lambda ns: [n.node.expr if isinstance(n, torch.SymInt) else n for n in ns]  # noqa: E731
+    forms = [
+        str(
+            (
+                exprs(y.shape),
+                exprs(y.stride()),
+                exprs([y.storage_offset()]),
+                y.dtype,
+                y.device,
+                y.is_conj(),
+                y.requires_grad,
+            )
+        )
+        for y in ys
+    ]
+    memories = [y.untyped_storage()._cdata for y in ys]
+    own = [m == x.untyped_storage()._cdata for m, x in zip(memories, xs, strict=True)]
+    return forms, own, len({*memories})
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_results_are_those_of_torch(call):
+    found = run(QuickFakeTensorMode, call)
+    assert found == run(FakeTensorMode, call)
+    assert found[2] == 3 and len({*found[0]}) == 1
