@@ -283,8 +283,10 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
 
 def _parts(path: str, holder: Any, key: Any, value: Any, above: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
     yield path, holder, key, value
-    found = None if id(value) in above else parts_of(value)
-    for inner, part in found[1].items() if found is not None and not isinstance(value, (set, frozenset)) else ():
+    found = None if id(value) in above or isinstance(value, (set, frozenset)) else parts_of(value)
+    if found is None:
+        return
+    for inner, part in found[1].items():
         yield from _parts(f"{path}[{inner!r}]", found[0], inner, part, above | {id(value)})
 
 
