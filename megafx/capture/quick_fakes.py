@@ -23,7 +23,8 @@ class QuickFakeTensorMode(FakeTensorMode):
     def __init__(self, shape_env: ShapeEnv, **options: Any) -> None:
         super().__init__(shape_env=shape_env, **options)
         # id of what torch keeps of a result -> (that, a tensor like the result, its sizes, strides and offset)
-        self._first: dict[int, tuple[Any, torch.Tensor | None, tuple[Any, ...]]] = {}
+        self._first: dict[int, tuple[Any, Any, tuple[Any, ...]]] = {}
+        self._without_guards = shape_env.suppress_guards
 
     def _validate_cache_key(self, func: Any, args: Any, kwargs: Any) -> None:
         """torch keeps results of its own ops only. Of fused ones, too, they follow from the arguments."""
@@ -36,18 +37,19 @@ class QuickFakeTensorMode(FakeTensorMode):
             return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
         view = entry.view_idx is not None
         if id(entry) not in self._first:
-            made = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            made: Any = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
             if not (metadata.is_conj or metadata.is_neg or metadata.layout is not torch.strided):
-                form, like = (made.shape, made.stride(), made.storage_offset()), None
-                with in_kernel_invocation_manager(self), self.shape_env.suppress_guards():
+                form = (made.shape, made.stride(), made.storage_offset())
+                like: Any = None
+                with in_kernel_invocation_manager(self), self._without_guards():
                     if not view:
                         like = torch.empty_strided(*form[:2], dtype=metadata.dtype, device="meta")
                 self._first[id(entry)] = entry, like, form
             return made
         _, like, form = self._first[id(entry)]
-        whole = args[entry.view_idx] if view else None
+        whole: Any = args[entry.view_idx] if view else None
         if view and (whole.dtype != metadata.dtype or whole.is_conj() or whole.is_neg()):
             return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
-        with in_kernel_invocation_manager(self), self.shape_env.suppress_guards():
-            made = whole.as_strided(*form) if view else torch._lazy_clone(like)
-        return FakeTensor(self, made, metadata.device)
+        with in_kernel_invocation_manager(self), self._without_guards():
+            plain = whole.as_strided(*form) if view else torch._lazy_clone(like)
+        return FakeTensor(self, plain, metadata.device)

@@ -163,12 +163,13 @@ def _tracing(program: Program) -> Iterator[None]:
 @contextlib.contextmanager
 def _values_alone() -> Iterator[None]:
     """Nodes get no "tensor_meta": to find out how a value of varying sizes lies in memory takes longer than to compute it."""
-    before = proxy_tensor._extract_tensor_metadata
-    proxy_tensor._extract_tensor_metadata = lambda value: None  # type: ignore[assignment,return-value]  # torch has no switch
+    owner: Any = proxy_tensor
+    before = owner._extract_tensor_metadata
+    owner._extract_tensor_metadata = lambda value: None
     try:
         yield
     finally:
-        proxy_tensor._extract_tensor_metadata = before
+        owner._extract_tensor_metadata = before
 
 
 def _gradients(outputs: list[Any], inputs: list[Any], tangents: tuple[Any, ...]) -> list[Any]:
