@@ -397,8 +397,8 @@ def bytes_of(size: int | str, what: str) -> int:
 
 
 def device_memory(size: int | str) -> int:
-    """The bytes of a device's memory. Raises UsageError for what is none, and for what no device has: a unit is missing."""
-    if (found := bytes_of(size, "memory")) < 2**20:
+    """The bytes of a device's memory. Raises UsageError for what is none, and for text without a unit that no device has."""
+    if (found := bytes_of(size, "memory")) < 2**20 and isinstance(size, str) and size.strip().isdigit():
         fix = f"give a unit: {str(size).strip(' bB')}GiB"
         raise UsageError(f"memory={size!r} is {found} bytes, which is less than a device has", fix=fix)
     return found

@@ -161,7 +161,7 @@ def test_from_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert any(row["twins"] for row in configurations)
     assert main(["plan", *model, "--tp", "2", "--json", str(written)]) == 2
     assert "--json without --gpus" in capsys.readouterr().err
-    assert main(["plan", *model, "--gpus", "2", "--memory", "1000"]) == 1
+    assert main(["plan", *model, "--gpus", "2", "--memory", "1000B"]) == 1
     assert main(["plan", *model, "--gpus", "2"]) == 2
     assert "--gpus and --memory go together" in capsys.readouterr().err
     assert main(["plan", *model, "--gpus", "2", "--memory", "lots"]) == 2
