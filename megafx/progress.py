@@ -83,7 +83,7 @@ class _Display:
     def __init__(self, name: str) -> None:
         self.name, self.begin, self.stream = name, perf_counter(), sys.stderr
         self.inside: list[tuple[str, float]] = []
-        self.own: Counter[str] = Counter()
+        self.own: Any = Counter()  # of seconds, which its type does not know
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="megafx progress", daemon=True)
         self.live: Any = None

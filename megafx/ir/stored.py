@@ -312,7 +312,7 @@ class Reader:
         _, module, name, context, *children = form
         kind = _allowed(module, name)
         if kind not in pytree.SUPPORTED_NODES and is_dataclass(kind):
-            pytree.register_dataclass(kind)
+            pytree.register_dataclass(kind)  # type: ignore[arg-type]  # of a class, is_dataclass makes an instance
         return pytree.TreeSpec(kind, self(context), [*map(self, children)])
 
     # -- graphs
@@ -341,8 +341,7 @@ class Reader:
         self.env.row_counts.update({name: self._integer(self.symbols[s]) for name, s in form["rows"].items()})
         self.env.freeze()
         sizes = self.sizes(form["sizes"])
-        leaves, out_spec, out_leaves, *rest, listing = map(self, form["call"])
-        call = CallSpec(in_spec, leaves, out_spec, out_leaves, *rest, listing=listing)
+        call = CallSpec(in_spec, *map(self, form["call"]))
         with torch.no_grad(), _disable_current_modes():
             program = self._parts(form["program"], sizes, call)
             if form["before"] is not None:
@@ -418,7 +417,7 @@ def _symbol(env: DataShapeEnv, name: str, hint: int) -> sympy.Symbol:
     """A size of this name and hint."""
     from torch._dynamo.source import ConstantSource  # as in data_sizes.py
 
-    env._generate_unique_id = lambda source: int(name[1:])  # type: ignore[method-assign]  # it would choose another name
+    env._generate_unique_id = lambda source: int(name[1:])  # type: ignore[method-assign, assignment]  # it would choose another name
     try:
         symbol: Any = env.create_symbol(hint, ConstantSource(f"stored_{name}"), DimDynamic.DYNAMIC)
     finally:

@@ -42,7 +42,7 @@ def own_source() -> str:
 
 def of_process() -> Any:
     """Versions, and what is set for the whole process."""
-    versions = [platform.python_version(), torch.__version__, version("megafx"), own_source()]
+    versions: list[Any] = [platform.python_version(), torch.__version__, version("megafx"), own_source()]
     versions += [getattr(sys.modules.get(name), "__version__", None) for name in ("transformers", "triton", "sympy")]
     for pattern in registered_patterns():
         if not pattern.__module__.startswith("megafx."):
@@ -109,7 +109,7 @@ def of_model(model: nn.Module) -> Any:
 def loss_text(loss_fn: Any, own: Fingerprint) -> Any:
     """What a function of the user's loop computes with: its code, and the values of the variables that it names."""
     if isinstance(loss_fn, nn.Module):
-        if loss_fn.parameters and any(True for _ in loss_fn.parameters()):
+        if any(True for _ in loss_fn.parameters()):
             raise Unstorable("a loss with parameters")
         plain = {k: v for k, v in vars(loss_fn).items() if not k.startswith("_")}
         return [own(type(loss_fn)), code_digest(type(loss_fn).forward.__code__), own(plain)]

@@ -404,8 +404,8 @@ class Runtime:
         self.captures += 1
         self._check_graph("the graph", compiled.program)
         self._adopt(compiled.params)
-        about = f"{self._describe(call)}\n{STATE}of graph {self.captures}"  # ranks capture together
-        return self._bind(compiled, about, ambient_autocast())
+        described = f"{self._describe(call)}\n{STATE}of graph {self.captures}"  # ranks capture together
+        return self._bind(compiled, described, ambient_autocast())
 
     def _situation(self, what: str, call: Call, planner: Planner, about: Any) -> Situation | None:
         """What decides which entry of the cache on disk serves this call. None where it is off."""

@@ -363,7 +363,9 @@ def test_the_version(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
-    assert capsys.readouterr().out.startswith(f"megafx {megafx.__version__}, torch {metadata.version('torch')}, Python 3.")
+    assert capsys.readouterr().out.startswith(
+        f"megafx {megafx.__version__}, torch {metadata.version('torch')}, Python 3."
+    )
 
 
 def test_padding_is_noted_by_plan(tmp_path, monkeypatch, capsys):

@@ -40,6 +40,12 @@ class Net(nn.Module):
 """
 
 
+@pytest.fixture(autouse=True)
+def no_rules_of_other_tests(monkeypatch):
+    """Rules that users register are for the whole process, and nothing is kept beside them."""
+    monkeypatch.setattr(cache_key, "registered", lambda: [])
+
+
 class Project:
     """A user's module in a file, and a cache of its own. run(): what a new start of the program sees."""
 
