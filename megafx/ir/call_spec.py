@@ -175,7 +175,7 @@ class CallSpec:
         if not small:
             return {}
         whole = {symbol: sympy.Integer(size * self.parts.get(symbol, 1)) for symbol, size in bound.items()}
-        others = (c for c in self.decided if c.xreplace(whole) != sympy.true)
+        others = (c for c in self.decided if _at(c, whole) != sympy.true)
         asked = {symbol for condition in others for symbol in condition.free_symbols}
         return {self.names[s]: n for s, n in small.items() if n == 0 or s in asked}
 
@@ -239,7 +239,15 @@ def violated(
     least_2 = {symbol: sympy.Integer(max(size, 2)) for symbol, size in bound.items()}
     sizes = {symbol: sympy.Integer(size) for symbol, size in bound.items()}
     exact = lambda c: c.is_Equality or c in decided  # noqa: E731
-    return next((c for c in conditions if c.xreplace(sizes if exact(c) else least_2) == sympy.false), None)
+    return next((c for c in conditions if _at(c, sizes if exact(c) else least_2) == sympy.false), None)
+
+
+def _at(condition: sympy.Basic, sizes: Mapping[sympy.Symbol, sympy.Integer]) -> sympy.Basic:
+    """The condition at these sizes. False where torch's Mod refuses a negative number (torch 2.11)."""
+    try:
+        return condition.xreplace(sizes)
+    except AssertionError:
+        return sympy.false
 
 
 # -- autocast: part of what a call means. Off wherever graphs are made or run, since they hold its casts as nodes: an op that

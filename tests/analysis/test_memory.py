@@ -222,7 +222,7 @@ def test_explain_says_what_is_alive_at_the_peak() -> None:
     alive = found.at_peak()
     assert sum(a.bytes for a in alive) <= found.peak - found.standing and alive == sorted(alive, key=lambda a: -a.bytes)
     assert any(a.module.startswith("3") for a in alive) and report.peak_bytes == found.peak
-    assert re.search(r"kept for backward .* \(budget", str(report).replace("\n", " "))
+    assert re.search(r"kept for\s+backward .* \(budget", str(report).replace("\n", " "))
 
 
 def test_a_larger_call_keeps_the_promise_too() -> None:

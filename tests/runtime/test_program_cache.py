@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megafx
-from megafx.runtime import cache_files, cache_key
+from megafx.runtime import cache_files, cache_key, dependencies
 
 SOURCE = """
 import os
@@ -41,9 +41,12 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def no_rules_of_other_tests(monkeypatch):
-    """Rules that users register are for the whole process, and nothing is kept beside them."""
+def nothing_of_other_tests(monkeypatch):
+    """Rules, patterns and modules of users are for the whole process, and decide what is kept."""
+    ours = [p for p in cache_key.registered_patterns() if p.__module__.startswith("megafx.")]
     monkeypatch.setattr(cache_key, "registered", lambda: [])
+    monkeypatch.setattr(cache_key, "registered_patterns", lambda: ours)
+    monkeypatch.setattr(dependencies, "_is_users", lambda path: path.endswith("users_net.py"))
 
 
 class Project:
