@@ -88,6 +88,7 @@ def test_own_pass():
     assert len(plan.ops) == len(without.ops) - 2
 
 
+@pytest.mark.repeated_calls  # as the notebook's verify makes them
 def test_the_notebook_shows_what_it_prints():
     """Numbers aside: prices change with the cost model."""
     written = notebook.read()
