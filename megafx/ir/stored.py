@@ -184,7 +184,7 @@ class Writer:
         return ["of", name, *map(self, expr.args)]
 
     def _fake(self, x: FakeTensor) -> Any:
-        if x.layout is not torch.strided or x.is_conj() or x.is_neg() or x.requires_grad:
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             raise Unstorable(f"a value of layout {x.layout}, or a conjugate")
         where = [self(x.dtype), self._device(x.device)]
         return ["f", [*map(self, x.shape)], [*map(self, x.stride())], self(x.storage_offset()), *where]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import platform
 import sys
 from functools import cache
@@ -23,7 +24,7 @@ from megafx.debugging import current
 from megafx.ir.stored import Unstorable
 from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.grammar import registered
-from megafx.runtime.dependencies import STDLIB, TORCH, is_installed
+from megafx.runtime.dependencies import STARTED, STDLIB, TORCH, is_installed
 from megafx.runtime.fingerprint import Fingerprint, code_digest
 
 
@@ -36,6 +37,8 @@ def own_source() -> str:
     roots = {Path(next(iter(sys.modules[name].__path__))) for name in ("megafx", "megafx.passes", "megafx.patterns")}
     for root in sorted(roots):
         for path in sorted([*root.rglob("*.py"), *root.rglob("*.yaml")]):
+            if path.stat().st_mtime >= STARTED:
+                raise Unstorable(f"code of megafx that has changed since this process started ({path})")
             found.update(f"{path.relative_to(root)}".encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 
@@ -83,9 +86,11 @@ def _replaced() -> list[tuple[str, str]]:
 
 
 def of_model(model: nn.Module) -> Any:
-    """Modules, parameters and buffers, and which of them are one."""
+    """Modules, parameters and buffers, and which of them are one; variables of the environment that their packages may read."""
     numbers: dict[int, int] = {}
-    rows: list[Any] = []
+    packages = {type(m).__module__.partition(".")[0] for m in model.modules()} | {"torch", "pytorch", "triton"}
+    prefixes = tuple(f"{name.upper()}_" for name in packages - {"megafx"})
+    rows: list[Any] = sorted(item for item in os.environ.items() if item[0].startswith(prefixes))
     for fqn, module in model.named_modules(remove_duplicate=False):
         kinds = [
             (c.__module__, c.__qualname__) for c in type(module).__mro__ if c.__module__.partition(".")[0] != "megafx"

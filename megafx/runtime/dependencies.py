@@ -35,7 +35,7 @@ def _started() -> float:
         return time.time() - time.process_time()
 
 
-_STARTED = _started()
+STARTED = _started()
 STDLIB = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")})
 
 
@@ -90,7 +90,7 @@ def code_files(own: Fingerprint, model: nn.Module, state: Any, program: Program)
 def file_digest(path: str) -> str:
     """'' where the file is not there, or may be another than the one that was imported."""
     try:
-        if Path(path).stat().st_mtime >= _STARTED:
+        if Path(path).stat().st_mtime >= STARTED:
             return ""
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:

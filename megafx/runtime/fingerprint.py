@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import sys
 import types
 from collections.abc import Iterable
 from enum import Enum
@@ -88,11 +89,23 @@ class Fingerprint:
             return name
         self._open.add(id(function))
         try:
-            given = [self(function.__defaults__), self(function.__kwdefaults__)]
+            given = [self.plain(function.__defaults__), self.plain(function.__kwdefaults__)]
             wrapped = getattr(function, "__wrapped__", None)
-            return [*name, *given, *([] if wrapped is None else [self(wrapped)])]
+            form = (
+                self if wrapped is None else self.plain
+            )  # what the innermost function reads of its variables has guards
+            cells = [] if _is_of_package(function) else [form(value) for value in _variables(function)]
+            return [*name, *given, cells, *([] if wrapped is None else [self(wrapped)])]
         finally:
             self._open.discard(id(function))
+
+    def plain(self, value: Any) -> Any:
+        """The same without objects of the user: nobody guards what is read of them here."""
+        known = len(self._numbers)
+        form = self(value)
+        if len(self._numbers) > known or "'object'" in repr(form):
+            raise Unstorable("an object in a default, in a partial or in a decorator's variables")
+        return form
 
     def _object(self, value: Any) -> Any:
         kind = type(value)
@@ -119,6 +132,20 @@ class Fingerprint:
         return ["module", self.fqns[id(module)]]
 
 
+def _is_of_package(function: types.FunctionType) -> bool:
+    """True for a function that an installed package defines, and that is found there by its name."""
+    found: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function and "-packages" in function.__code__.co_filename
+
+
+def _variables(function: types.FunctionType) -> list[Any]:
+    """Of enclosing functions. Recursive functions name themselves."""
+    cells = (cell for cell in function.__closure__ or () if cell != types.CellType())
+    return [cell.cell_contents for cell in cells]
+
+
 def bytes_of(x: torch.Tensor) -> bytes:
     with torch.no_grad():
         flat = x.detach().cpu().contiguous().reshape(-1)
@@ -138,7 +165,7 @@ _FORMS: list[tuple[Any, Any]] = [
     (np.generic, lambda own, x: ["number", str(x.dtype), repr(x)]),
     (Enum, lambda own, x: [own(type(x)), x.name]),
     (DirectCall, lambda own, x: ["forward", own(x.own)]),
-    (types.MethodType, lambda own, x: ["method", own(x.__func__), own(x.__self__)]),
+    (types.MethodType, lambda own, x: ["method", own(x.__func__), own.plain(x.__self__)]),
     (
         (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
         lambda own, x: [
@@ -155,7 +182,7 @@ _FORMS: list[tuple[Any, Any]] = [
     ),
     (property, lambda own, x: ["property", own(x.fget), own(x.fset)]),
     ((staticmethod, classmethod), lambda own, x: [type(x).__name__, own(x.__func__)]),
-    (functools.partial, lambda own, x: ["partial", own(x.func), own(x.args), own(x.keywords)]),
+    (functools.partial, lambda own, x: ["partial", own(x.func), own.plain(x.args), own.plain(x.keywords)]),
     (functools.cached_property, lambda own, x: ["property", own(x.func)]),
     (functools._lru_cache_wrapper, lambda own, x: ["cached", own(x.__wrapped__)]),
     (logging.Logger, lambda own, x: ["logger", x.name]),

@@ -105,6 +105,8 @@ class Situation:
             self.variant = digest(sizes)[:12]
         except Unstorable as error:
             self.refused = str(error)
+        except Exception as error:  # whatever a user's class does when it is looked at
+            self.refused = f"{type(error).__name__}: {error}"
 
     def _of_planner(self) -> Any:
         planner = self.planner

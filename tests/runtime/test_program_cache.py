@@ -1,5 +1,6 @@
 """Covers: runtime/program_cache.py, cache_key.py, dependencies.py, cache_files.py, fingerprint.py, stored_state.py."""
 
+import functools
 import importlib.util
 import os
 import sys
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 import megafx
+from megafx.ir.stored import Unstorable
 from megafx.runtime import cache_files, cache_key, dependencies
+from megafx.runtime.fingerprint import Fingerprint
 
 SOURCE = """
 import os
@@ -261,3 +264,23 @@ def test_the_oldest_entries_go(project, monkeypatch):
     monkeypatch.setattr(cache_files, "LARGEST", 1)
     project.run(norm_fusion=False)
     assert len([*project.cache.iterdir()]) == 1
+
+
+def test_variables_of_functions_that_are_made():
+    def scaled(factor):
+        return lambda x: x * factor
+
+    class Held:
+        factor = 2.0
+
+    own = Fingerprint(nn.Linear(2, 2))
+    assert own(scaled(2.0)) == own(scaled(2.0)) != own(scaled(3.0))
+    assert own(functools.partial(torch.relu, True)) != own(functools.partial(torch.relu, False))
+    assert own(nn.functional.gelu) != own(nn.functional.relu)
+    for unguarded in (
+        functools.partial(torch.relu, Held()),
+        functools.wraps(torch.relu)(scaled(Held())),
+        torch.Generator(),
+    ):
+        with pytest.raises(Unstorable):
+            own(unguarded)
