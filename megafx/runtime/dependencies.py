@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -127,29 +128,39 @@ def asked_by_megafx() -> bool:
     return frame is not None and str(frame.f_code.co_filename).startswith(own_roots())
 
 
+_watching: list[dict[str, str]] = []  # of the threads that compile now
+_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def watching(read: dict[str, str] | None) -> Iterator[None]:
-    """Within, the variables of the environment that code reads are noted."""
+    """Within, variables of the environment that code reads, megafx's own aside, are noted in `read`, with digests of what they
+    hold."""
     if read is None:
         yield
         return
-    kind: Any = type(os.environ)
-    plain = kind.__getitem__
-
-    def item(own: Any, name: Any) -> Any:
-        watched = own is os.environ and isinstance(name, str) and not asked_by_megafx()
-        try:
-            value = plain(own, name)
-        except KeyError:
-            if watched:
-                read[name] = ""
-            raise
-        if watched:
-            read[name] = hidden(value)
-        return value
-
-    kind.__getitem__ = item
+    with _lock:
+        _watching.append(read)
+        _Environment.__getitem__ = _watched_item
     try:
         yield
     finally:
-        kind.__getitem__ = plain
+        with _lock:
+            _watching[:] = [other for other in _watching if other is not read]
+            if not _watching:
+                _Environment.__getitem__ = _plain_item
+
+
+_Environment: Any = type(os.environ)
+_plain_item = _Environment.__getitem__
+
+
+def _watched_item(environment: Any, name: Any) -> Any:
+    value = None
+    try:
+        value = _plain_item(environment, name)
+        return value
+    finally:
+        if environment is os.environ and isinstance(name, str) and not asked_by_megafx():
+            for read in _watching:
+                read[name] = hidden(value)

@@ -51,7 +51,7 @@ from megafx.runtime.fingerprint import Fingerprint, digest
 from megafx.runtime.keys import Call
 from megafx.runtime.stored_state import state_form, state_of
 
-_PROGRAM = (Listing, ListingLine, Band)
+PROGRAM = (Listing, ListingLine, Band)
 _PLAN = (
     OpChoice,
     Transition,
@@ -96,7 +96,6 @@ class Situation:
     done: str = "not used"
 
     def __post_init__(self) -> None:
-        self.own = Fingerprint(self.model)
         self.key = self.variant = ""
         self._differences: list[str] = []  # between this process and each entry of the call, the newest first
         try:
@@ -115,7 +114,7 @@ class Situation:
         fixed = [[name, str(p), *p.flat_layout] for kept in (planner.fixed, planner.caches) for name, p in kept.items()]
         data = None if planner.data is None else asdict(planner.data)
         config = {k: v for k, v in planner.config.to_dict().items() if k != "cache"}
-        loss = None if self.loss_fn is None else loss_text(self.loss_fn, self.own)
+        loss = None if self.loss_fn is None else loss_text(self.loss_fn, Fingerprint(self.model))
         parts = [planner.t, data, config, planner.hardware, planner.fusions, planner.gradients, planner.at_call]
         return [*map(repr, parts), planner.device_bytes, fixed, loss]
 
@@ -130,7 +129,11 @@ class Situation:
         with stage("read the cache"):
             candidates = self._candidates() if self._has_files() else iter(())
             while True:
-                path, data = next(candidates, (None, None))
+                path, data = None, None
+                try:
+                    path, data = next(candidates, (None, None))
+                except Exception as error:  # the other ranks wait
+                    self.notes.append(f"entries cannot be compared with this process ({type(error).__name__}: {error})")
                 key, data = agreement.broadcast_object((self.key, data), self.group)
                 if data is None:
                     self.notes += self._differences[:1]
@@ -184,7 +187,7 @@ class Situation:
         for name, was in form["environment"].items():
             if hidden(os.environ.get(name)) != was:
                 return f"the environment variable {name}"
-        if isinstance(state := state_of(form["state"], self.model, self.own), str):
+        if isinstance(state := state_of(form["state"], self.model, Fingerprint(self.model)), str):
             return state
         if form["program"] is not None and self.variant != form["variant"] and form["promises"]:
             return "the size of the call, for which a budget was met"
@@ -202,7 +205,7 @@ class Situation:
         state = state_of(form["state"], self.model, Fingerprint(self.model))
         assert isinstance(state, PythonState)
         tree = (self.call.args, self.call.kwargs, self.call.loss_inputs, state.values())
-        reader = Reader(_PROGRAM, self.device, form["shared"])
+        reader = Reader(PROGRAM, self.device, form["shared"])
         program = reader.program(form["program"], pytree.tree_structure(tree))
         assert program.call is not None
         program.call = replace(program.call, state=state)
@@ -262,7 +265,7 @@ class Situation:
         form |= {"plan": None if plan is None else _plan_form(plan, self.device), "program": None, "promises": False}
         tensors: dict[str, torch.Tensor] = {}
         if compiled is not None:
-            writer, made = Writer(_PROGRAM, self.device), compiled.program
+            writer, made = Writer(PROGRAM, self.device), compiled.program
             form["program"] = writer.program(made)
             form["shared"] = writer.shared
             form["constants"] = {}

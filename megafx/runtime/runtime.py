@@ -411,28 +411,14 @@ class Runtime:
         """What decides which entry of the cache on disk serves this call. None where it is off."""
         if not self.config.cache:
             return None
-        fixed = (
-            None
-            if self.settled.plan is None
-            else [(n, str(p), p.flat_layout) for n, p in self.settled.plan.params.items()]
-        )
+        plan, wants = self.settled.plan, planner.wants_grad
+        cuts = None if plan is None else [(n, str(p), p.flat_layout) for n, p in plan.params.items()]
         autocast = [sorted(map(str, context.items())) for context in ambient_autocast()]
-        own = [
-            self._describe(call),
-            str(call.spec),
-            self.original.__qualname__,
-            planner.training,
-            autocast,
-            fixed,
-            about,
-        ]
-        refused = "hooks on modules" if self.hooked.found else ""
-        device = self.state.device
-        wanted = (
-            [] if planner.wants_grad is None else [n for n in self.state.slots if planner.wants_grad(Input("param", n))]
-        )
+        trained = None if wants is None else [n for n in self.state.slots if wants(Input("param", n))]
+        own = [self._describe(call), str(call.spec), self.original.__qualname__, autocast, cuts, trained, about]
         loss = self.loss_fn if call.loss_inputs else None
-        return Situation(what, self.model, call, planner, [*own, wanted], loss, self.group, device, refused)
+        refused = "hooks on modules" if self.hooked.found else ""
+        return Situation(what, self.model, call, planner, own, loss, self.group, self.state.device, refused)
 
     def _tell(self, situation: Situation | None) -> None:
         """Put what the cache did where users find it."""
