@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
@@ -192,7 +192,8 @@ class Writer:
     def _spec(self, spec: pytree.TreeSpec) -> Any:
         if spec.is_leaf():
             return ["leaf"]
-        return ["spec", *self._class(spec.type), self(spec._context), *map(self, spec.children())]
+        kind: Any = spec.type
+        return ["spec", *self._class(kind), self(spec._context), *map(self, spec.children())]
 
     # -- graphs
 
@@ -405,6 +406,8 @@ def _allowed(module: str, name: str) -> Any:
     if module in ("builtins", "torch") and name in _PLAIN_TYPES:
         return _PLAIN_TYPES[name]
     found = _class_named(module, name)
+    if found is namedtuple or (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+        return found
     cache = module.startswith("transformers.") and name.endswith(("Cache", "Layer"))
     if isinstance(found, type) and (
         found in pytree.SUPPORTED_NODES or is_dataclass(found) or issubclass(found, Enum) or cache

@@ -284,3 +284,22 @@ def test_variables_of_functions_that_are_made():
     ):
         with pytest.raises(Unstorable):
             own(unguarded)
+
+
+def test_named_tuples_that_forward_returns(project):
+    named = SOURCE.replace(
+        'return {"loss": (out - y).square().mean(), "out": out}', "return Result((out - y).square().mean(), out)"
+    )
+    named = named.replace("import os", "import os\nfrom typing import NamedTuple", 1)
+    project.write(
+        named.replace("class Options", "class Result(NamedTuple):\n    loss: object\n    out: object\n\nclass Options")
+    )
+
+    def call():
+        parallel = megafx.parallelize(project.module.Net(), megafx.Config())
+        return parallel(torch.ones(2, 6), torch.zeros(2, 6)), parallel.megafx.cached
+
+    (first, _), (second, did) = call(), call()
+    assert did == "read"
+    assert type(second) is project.module.Result
+    assert torch.equal(first.loss, second.loss) and torch.equal(first.out, second.out)
