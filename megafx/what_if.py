@@ -329,7 +329,7 @@ def _with_data(picture: Picture, step: Step, config: Config, hardware: Hardware,
         rate = _data_link(config.tensor_model_parallel_size or 1, d, hardware)
         once = 1e6 * grads * (d - 1) / d / rate
         latest = 1e6 * min(grads, BUCKET) * (d - 1) / d / rate  # of the last bucket
-        exposed = lambda us, beside: max(us - beside, (1 - hardware.hidden) * us)  # noqa: E731
+        exposed = lambda us, computing: max(us - computing, (1 - hardware.hidden) * us)  # noqa: E731
         waits = {
             "ddp": max(exposed(2 * once, backward), 2 * latest),
             "zero1": exposed(once, forward) + max(exposed(once, backward), latest),

@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import states_for_caches
@@ -252,3 +253,18 @@ def _digest(value: Any) -> str:
 def parameter_state(params: Sequence[torch.Tensor]) -> Hashable:
     """What of the parameters is baked into a graph: requires_grad, dtype, on CUDA or not."""
     return tuple([x for p in params for x in (p.requires_grad, p.dtype, p.is_cuda)])
+
+
+# -- calls inside of torch.func's transforms: graphs know backward alone, so they take no part in these
+
+_TRANSFORMS = {"Vmap": "torch.func.vmap", "Grad": "torch.func.grad, vjp or jacrev", "Jvp": "torch.func.jvp or jacfwd"}
+TRANSFORM_FIX = (
+    "use a copy of the model that is not parallelized, with the values of megafx.full_state_dict(model); on one rank without "
+    "a process group such calls work as they are"
+)
+
+
+def transform_around() -> str | None:
+    """The transform of torch.func within which this call is made."""
+    inner = peek_interpreter_stack()
+    return None if inner is None else _TRANSFORMS.get(inner.key().name, "a transform of torch.func")

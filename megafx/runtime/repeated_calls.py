@@ -187,9 +187,8 @@ class RepeatedCalls:
         else:
             output = model(*args, **kwargs)
             output = (loss_fn(output, **loss_inputs), output) if loss_fn is not None and loss_inputs else output
-        leaves, _ = pytree.tree_flatten_with_path(
-            output, is_leaf=is_cache
-        )  # without caches, which graphs make where asked
+        # Caches are leaves, and left out: graphs make them where they are asked for.
+        leaves, _ = pytree.tree_flatten_with_path(output, is_leaf=is_cache)
         named = {output_path(path) or "output": x for path, x in leaves if isinstance(x, Tensor)}
         state = dict(_leaves(model))
         old = {id(x) for x in before.values()}

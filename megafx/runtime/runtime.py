@@ -55,11 +55,11 @@ from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.progress import stage
 from megafx.report.report import Report, fused, refresh_notes
-from megafx.runtime import transforms
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.guards import Hooked, remove_guards
 from megafx.runtime.keys import (
+    TRANSFORM_FIX,
     Call,
     KeyMaker,
     Normalizer,
@@ -68,6 +68,7 @@ from megafx.runtime.keys import (
     module_state,
     numbers_of,
     parameter_state,
+    transform_around,
 )
 from megafx.runtime.program_cache import Situation, tell
 
@@ -203,7 +204,7 @@ class Runtime:
         """What the root forward does."""
         if self.capturing:
             return self.original.forward(self.model, *args, **kwargs)
-        if (around := transforms.transform()) is not None:
+        if (around := transform_around()) is not None:
             return self._transformed(around, args, kwargs)
         with self._with_others(f"the forward of call {self.state.step}"):
             return self._call(args, kwargs)
@@ -211,7 +212,7 @@ class Runtime:
     def _transformed(self, around: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's own forward, where parameters are whole."""
         if self.mesh is not None:
-            raise UsageError(f"a call of a parallelized model inside of {around}", fix=transforms.FIX)
+            raise UsageError(f"a call of a parallelized model inside of {around}", fix=TRANSFORM_FIX)
         self.note("transforms", f"calls inside of {around} run the model as in eager mode, without a graph")
         loss_inputs = kwargs.pop("loss_inputs", None) if self.loss_fn is not None else None
         output = self.original.forward(self.model, *args, **kwargs)
