@@ -105,8 +105,8 @@ progress.SHORT = progress.PATIENCE = 0.1
 class Slow(torch.nn.Linear):
     def forward(self, x):
         print("not seen: streams are muted while a model is traced", file=sys.stderr)
-        for _ in range(150):
-            x = x + 1
+        for _ in range(40_000_000):  # longer than the display waits, on any machine
+            pass
         return super().forward(x)
 model = megafx.parallelize(Slow(4, 4), megafx.Config(tensor_model_parallel_size=1))
 model(torch.ones(2, 4))
