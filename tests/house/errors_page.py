@@ -9,6 +9,8 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from megafx import errors
@@ -26,7 +28,57 @@ for what an error fills in.
 CLASSES = {c.__name__: c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.MegafxError)}
 
 
-def text_of(node: ast.expr | None, function: ast.AST, line: int) -> list[str]:
+@dataclass
+class Source:
+    """A file: its functions, and the values that it names at its top."""
+
+    tree: ast.Module
+    functions: list[ast.FunctionDef] = field(init=False)
+    constants: dict[str, ast.expr] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.functions = [n for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef)]
+        self.constants = {
+            t.id: n.value
+            for n in self.tree.body
+            if isinstance(n, ast.Assign)
+            for t in n.targets
+            if isinstance(t, ast.Name)
+        }
+
+
+@dataclass
+class Place:
+    """A line of a file, and the innermost function around it (None at the top of the file)."""
+
+    source: Source
+    line: int
+    function: ast.FunctionDef | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        around = [f for f in self.source.functions if f.lineno <= self.line <= (f.end_lineno or 0)]
+        self.function = max(around, key=lambda f: f.lineno, default=None)
+
+    def assigned(self) -> list[ast.Assign]:
+        """The assignments since the last `raise` of the function."""
+        inside = list(ast.walk(self.function)) if self.function else []
+        since = max((n.lineno for n in inside if isinstance(n, ast.Raise) and n.lineno < self.line), default=0)
+        return [n for n in inside if isinstance(n, ast.Assign) and since <= n.lineno <= self.line]
+
+
+@cache
+def sources() -> list[Source]:
+    files = [f for folder in ("megafx", "passes", "patterns") for f in sorted((ROOT / folder).rglob("*.py"))]
+    return [Source(ast.parse(file.read_text())) for file in files]
+
+
+@cache
+def imported() -> dict[str, ast.expr]:
+    """The texts that a file may take from another one."""
+    return {name: value for source in sources() for name, value in source.constants.items() if name.isupper()}
+
+
+def text_of(node: ast.expr | None, place: Place) -> list[str]:
     """The texts that an expression may be: strings, with `<...>` for what is filled in; [] where that is not said here."""
     match node:
         case ast.Constant(value=str(text)):
@@ -34,33 +86,25 @@ def text_of(node: ast.expr | None, function: ast.AST, line: int) -> list[str]:
         case ast.JoinedStr(values=parts):
             return ["".join(_part(p) for p in parts)]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return [
-                a + b
-                for a in text_of(left, function, line) or ["<...>"]
-                for b in text_of(right, function, line) or ["<...>"]
-            ]
+            return [a + b for a in text_of(left, place) or ["<...>"] for b in text_of(right, place) or ["<...>"]]
         case ast.IfExp(body=body, orelse=other):
-            return text_of(body, function, line) + text_of(other, function, line)
+            return text_of(body, place) + text_of(other, place)
+        case ast.BoolOp(values=values):
+            return [text for value in values for text in text_of(value, place)]
         case ast.Call(func=ast.Name(id="or_leave_eager"), args=[first, *_]):
-            return [f"{text}; or leave the module eager" for text in text_of(first, function, line)]
-        case ast.Name(id=name):  # what was assigned since the last raise
-            since = max(
-                (n.lineno for n in ast.walk(function) if isinstance(n, ast.Raise) and n.lineno < line), default=0
-            )
+            return [f"{text}; or leave the module eager" for text in text_of(first, place)]
+        case ast.Name(id=name):
             given = [
-                n.value
-                for n in ast.walk(function)
-                if isinstance(n, ast.Assign)
-                and since <= n.lineno <= line
-                and any(isinstance(t, ast.Name) and t.id == name for t in n.targets)
+                n.value for n in place.assigned() if any(isinstance(t, ast.Name) and t.id == name for t in n.targets)
             ]
             texts = [
                 text
                 for value in given
                 if not isinstance(value, ast.Name)
-                for text in text_of(value, function, value.lineno - 1)
+                for text in text_of(value, Place(place.source, value.lineno - 1))
             ]
-            return list(dict.fromkeys(texts))
+            constant = place.source.constants.get(name) or imported().get(name)
+            return list(dict.fromkeys(texts)) if given or constant is None else text_of(constant, place)
     return []
 
 
@@ -72,37 +116,73 @@ def _part(part: ast.expr) -> str:
     return f"<{words[-1]}>" if words else "<...>"
 
 
+def rows(found: ast.expr, fix: ast.expr | None, place: Place) -> Iterator[tuple[str, str]]:
+    """(what was found, what to do) of an error that is made there, once for each text that these may be."""
+    names = [x.id for x in (found, fix) if isinstance(x, ast.Name)]
+    for node in place.assigned():  # found, fix = ...
+        if isinstance(node.targets[0], ast.Tuple) and [ast.unparse(t) for t in node.targets[0].elts] == names:
+            yield from _pairs(node.value, place)
+            return
+    arguments = [a.arg for a in (*place.function.args.args, *place.function.args.kwonlyargs)] if place.function else []
+    passed = set(names) & set(arguments) - {
+        t.id for n in place.assigned() for t in n.targets if isinstance(t, ast.Name)
+    }
+    if place.function and passed:  # by callers of a function that makes the error
+        called = arguments[arguments[:1] == ["self"] :]
+        for source in sources():
+            for call in ast.walk(source.tree):
+                if isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] == place.function.name:
+                    given = dict(zip(called, call.args, strict=False)) | {k.arg or "": k.value for k in call.keywords}
+                    a, b = (given.get(x.id) if isinstance(x, ast.Name) and x.id in passed else x for x in (found, fix))
+                    if a is not None:
+                        yield from rows(a, b, Place(source, call.lineno))
+        return
+    fixes = " or: ".join(text_of(fix, place))
+    yield from ((text, fixes) for text in text_of(found, place))
+
+
+def _pairs(value: ast.expr, place: Place) -> Iterator[tuple[str, str]]:
+    """The rows of a tuple, of a name of one, or of a function that returns one."""
+    match value:
+        case ast.Tuple(elts=[found, fix]):
+            yield from rows(found, fix, place)
+        case ast.Name(id=name) if name in place.source.constants:
+            yield from _pairs(place.source.constants[name], place)
+        case ast.IfExp(body=body, orelse=other):
+            yield from (*_pairs(body, place), *_pairs(other, place))
+        case ast.Call(func=ast.Name(id=name)):
+            for function in place.source.functions:
+                for node in ast.walk(function):
+                    if function.name == name and isinstance(node, ast.Return) and node.value is not None:
+                        yield from _pairs(node.value, Place(place.source, node.lineno))
+
+
 def raised() -> Iterator[tuple[str, str, str]]:
     """(class, what was found, what to do) of each error that is made in the sources."""
-    files = [f for folder in ("megafx", "passes", "patterns") for f in sorted((ROOT / folder).rglob("*.py"))]
-    for file in files:
-        tree = ast.parse(file.read_text())
-        functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        for call in ast.walk(tree):
-            if not (
-                isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in CLASSES and call.args
-            ):
-                continue
-            around = [f for f in functions if f.lineno <= call.lineno <= (f.end_lineno or 0)]
-            function = max(around, key=lambda f: f.lineno, default=tree)
-            fixes = [k.value for k in call.keywords if k.arg == "fix"]
-            fix = " or: ".join(text_of(fixes[0], function, call.lineno)) if fixes else ""
-            for found in text_of(call.args[0], function, call.lineno):
-                yield call.func.id, found, fix
+    for source in sources():
+        for call in ast.walk(source.tree):
+            match call:
+                case ast.Call(func=ast.Name(id=name), args=[found, *_]) if name in CLASSES:
+                    fix = next((k.value for k in call.keywords if k.arg == "fix"), None)
+                    yield from ((name, *row) for row in rows(found, fix, Place(source, call.lineno)))
+
+
+def table() -> dict[str, list[tuple[str, str]]]:
+    """Class -> (what was found, what to do) of its errors, as the page has them."""
+    entries: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for name, found, fix in raised():
+        entries[name].add((_cell(found), _cell(fix)))
+    return {name: sorted(entries[name]) for name in CLASSES}
 
 
 def page() -> str:
-    entries: dict[str, dict[tuple[str, str], None]] = defaultdict(dict)
-    for name, found, fix in raised():
-        entries[name][found, fix] = None
     parts = [HEAD]
-    for name, cls in CLASSES.items():
-        if name == "MegafxError":
-            continue
+    for name, rows_ in table().items():
+        cls = CLASSES[name]
         cause = " ".join((cls.__doc__ or "").split())
+        cause = "Anything else, of a pass of your own for instance." if cls is errors.MegafxError else cause
         parts.append(f"## {name}\n\n{cause} {cls.what_to_do}\n\n| found | fix |\n|---|---|")
-        rows = sorted(f"| {_cell(found)} | {_cell(fix)} |" for found, fix in entries[name])
-        parts.append("\n".join(rows) + "\n")
+        parts.append("\n".join(f"| {found} | {fix} |" for found, fix in rows_) + "\n")
     return "\n".join(parts)
 
 
