@@ -117,7 +117,7 @@ def gradient_in_forward(source: SourceLine | None) -> CaptureError:
     return CaptureError(
         "forward differentiates (torch.autograd.grad): what autograd keeps for it leaves no trace",
         source=source,
-        fix="return the value, and take its gradient outside of the model, which one rank computes in eager mode: "
+        fix="return the value, and take its gradient outside of the model, where it is computed in eager mode: "
         "torch.autograd.grad(model(x).sum(), x, create_graph=True)",
     )
 

@@ -186,9 +186,10 @@ class Readable(Protocol):
 
 
 class Writable(Protocol):
-    """Something that forward leaves behind (capture/writes.py)."""
+    """Something that forward leaves behind (capture/writes.py). grows: items that it appends to a list."""
 
     place: Place
+    grows: bool
 
     def values(self, tensors: list[torch.Tensor]) -> Any: ...
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ from megafx.ops.tapes import Running, check_all_taken, running
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import Placement
 from megafx.runtime.cache_shard import CacheShard
+from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
 from megafx.runtime.held_gradients import HeldBack, HeldGradients
 from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
@@ -423,60 +424,36 @@ class BoundGraph:
 
     def gradients_with_graph(self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any]) -> list[Any]:
         """Gradients, one for each of `wrt`, that can be differentiated again: of the call in eager mode, computed once more."""
-        where = "double backward through a parallelized model"
-        if self.state.meshes.tensor is not None or self.state.meshes.data is not None:
+        state = self.state
+        if state.meshes.data is not None:
             raise UsageError(
-                f"{where}: the backward graph of several ranks has no derivative",
-                fix="such models on one rank (tensor_model_parallel_size=1) compute it in eager mode; else call backward() or "
-                "torch.autograd.grad() without create_graph=True",
+                f"{WHERE}: data-parallel ranks do not reduce gradients of gradients",
+                fix="split the model over these ranks instead: Config(tensor_model_parallel_size=N, data_parallel_size=1)",
             )
         if any(o.kind == "order" for o in self.outputs):
             raise UsageError(
-                f"{where}: it is computed in eager mode, and hooks on modules would run once more",
+                f"{WHERE}: it is computed in eager mode, and hooks on modules would run once more",
                 fix="remove the hooks for calls whose gradients are differentiated again",
             )
         if any(spec.kind == "seed" for spec in self.inputs):
             raise UsageError(
-                f"{where}: it is computed in eager mode, whose dropout draws other masks than the graph's",
+                f"{WHERE}: it is computed in eager mode, whose dropout draws other masks than the graph's",
                 fix="compute this term with dropout off (model.eval(), or p=0)",
             )
         if call.caches or (self.mutations and again is None):
             what = "caches" if call.caches else f"buffer '{self.mutations[0][1]}'"
             raise UsageError(
-                f"{where}: it is computed in eager mode, from what the call changes ({what})",
+                f"{WHERE}: it is computed in eager mode, from what the call changes ({what})",
                 fix="compute this term in a call that changes nothing (model.eval(), use_cache=False)",
             )
         self.executable.check(kept)
         if again is not None:
             again.check()
-        spec = self.compiled.spec
-        leaves = iter([x for leaf, x in zip(spec.leaves, call.leaves, strict=True) if leaf.tensor])
-        user = {i: next(leaves) for i, each in enumerate(self.inputs) if each.kind == "user"}
-        wrt: list[Any] = [x.module._parameters[x.key] if isinstance(x, Slot) else user[x] for x in self.wrt_slots]
-        with self._buffers_of(again):
-            outputs = torch.utils._pytree.tree_leaves(self.eager(call))
-        made = {leaf.index: x for leaf, x in zip(spec.out_leaves, outputs, strict=True)}
-        pairs = [(made[i], t) for i, t in zip(self.connected, tangents, strict=True) if t is not None]
-        grads = torch.autograd.grad(
-            [o for o, _ in pairs], wrt, [t for _, t in pairs], create_graph=True, allow_unused=True
-        )
-        return list(grads)
-
-    @contextlib.contextmanager
-    def _buffers_of(self, again: _Again | None) -> Iterator[None]:
-        """Within, the buffers that the graph changes are copies of what they were before the call."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        for (kind, name), value in ({} if again is None else again.values).items():
-            if kind == "buffer":
-                path, _, key = name.rpartition(".")
-                table = self.state.model.get_submodule(path)._buffers
-                before.append((table, key, table[key]))
-                table[key] = value.clone()
-        try:
-            yield
-        finally:
-            for table, key, value in before:
-                table[key] = value
+        users = [i for i, spec in enumerate(self.inputs) if spec.kind == "user"]
+        before = {} if again is None else {name: x for (kind, name), x in again.values.items() if kind == "buffer"}
+        wrt = self.wrt_slots
+        made = EagerCall(state.model, state.slots, self.eager, call, self.compiled.spec, before, wrt, users)
+        return made.gradients(self.connected, tangents)
 
     def check_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Of one backward, as the graph gave them: of every `wrt`, this rank's part."""
@@ -567,22 +544,22 @@ class _Step:
     def backward(self, tangents: Sequence[Any], edges: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
         """Gradients of `wrt`. edges: where autograd sends each; specs: of those that are DTensors."""
         graph = self.graph
-        if torch.is_grad_enabled():
-            if self.call is None:
-                raise freed()
-            return graph.gradients_with_graph(self.kept, self.call, self.again, tangents)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        boards, again, call = graph.state.boards, self.again, self.call
+        boards, again, call, in_eager = graph.state.boards, self.again, self.call, torch.is_grad_enabled()
         own = len(graph.compiled.differentiated)
-        beside = any(x is not None for x in tangents[own:])
-        if beside and (again is None or call is None):
+        beside = any(x is not None for x in tangents[own:]) and not in_eager
+        if (beside and again is None) or ((beside or in_eager) and call is None):
             raise freed()
         try:
             with stopping_with_others("backward"):
                 about = f"backward of outputs beside the loss\n{graph.about}" if beside else graph.about
+                about = f"a backward with create_graph=True\n{graph.about}" if in_eager else about
                 if boards is not None:
                     step, shared = self.numbers
                     boards.backward(graph, step, shared, graph.state.held.now, about)
+                if in_eager:
+                    assert call is not None
+                    return graph.gradients_with_graph(self.kept, call, again, tangents)
                 if beside:
                     assert again is not None and call is not None
                     again.check()

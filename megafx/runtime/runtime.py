@@ -54,7 +54,7 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.progress import stage
-from megafx.report.report import Report, fused, refresh_notes
+from megafx.report.report import Report, bytes_text, fused, refresh_notes
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.guards import Hooked, remove_guards
@@ -436,16 +436,22 @@ class Runtime:
         self._place_joined(compiled.joined)
         graph = BoundGraph(self.state, compiled, about)
         graph.make_differentiable = lambda: self._differentiable(compiled, about, autocast)
-        graph.eager = lambda call: self._eager(call, autocast)
+        training = {m: m.training for m in self.modules}
+        graph.eager = lambda call: self._eager(call, autocast, training)
         return graph
 
-    def _eager(self, call: Call, autocast: Sequence[dict[str, Any]]) -> Any:
-        """What the user's own code makes of a call, with autograd."""
-        self.note(
-            "gradients", "gradients of gradients (create_graph=True): such calls are computed once more, in eager mode"
-        )
+    def _eager(self, call: Call, autocast: Sequence[dict[str, Any]], training: Mapping[nn.Module, bool]) -> Any:
+        """What the user's own code makes of a call, with autograd. training: the mode of each module."""
+        text = "gradients of gradients (create_graph=True): such calls are computed once more, in eager mode"
+        if self.mesh is not None:
+            size = sum(p.numel() * p.element_size() for p in {id(p): p for p in self._parameters()}.values())
+            text += f": all of each on every rank, with whole parameters ({bytes_text(size)}) gathered for it"
+        self.note("gradients", text)
         before, self.capturing = self.capturing, True
+        modes = {m: m.training for m in training}
         try:
+            for module, mode in training.items():
+                module.training = mode
             with contextlib.ExitStack() as stack:
                 for context in autocast:
                     stack.enter_context(torch.autocast(**context))
@@ -457,6 +463,8 @@ class Runtime:
                 )
         finally:
             self.capturing = before
+            for module, mode in modes.items():
+                module.training = mode
 
     def _differentiable(self, compiled: CompiledCall, about: str, autocast: Sequence[dict[str, Any]]) -> BoundGraph:
         """The form of a graph in which outputs beside the loss have gradients. Collective; runs in a backward."""

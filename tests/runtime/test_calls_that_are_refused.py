@@ -54,6 +54,53 @@ def test_changed_weights_are_noticed_before_gradients_of_gradients() -> None:
         torch.autograd.grad(loss, x, create_graph=True)
 
 
+class Annealed(nn.Module):
+    """What it computes depends on the number of calls, which it counts itself unless `counts` is False."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.up, self.counts, self.calls = nn.Linear(4, 2).double(), counts, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.calls += 1
+        return self.up(x).sin() * 0.5**self.calls
+
+
+def test_gradients_of_gradients_of_changed_numbers_are_refused_and_the_advice_works() -> None:
+    x = torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
+    model: Any = megafx.parallelize(Annealed(True))
+    y = model(x)
+    with pytest.raises(
+        UsageError, match=r"numbers that the call itself has changed \(calls\)[\s\S]*outside of forward"
+    ):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    model = megafx.parallelize(Annealed(False))
+    found = []
+    for each in (model, Annealed(False)):
+        each.load_state_dict(model.state_dict())
+        for each.calls in (1, 2):
+            (first,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(first.square().sum(), each.up.weight)[0])
+    torch.testing.assert_close(found[:2], found[2:])
+    y = model(x)
+    model.calls = 1
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)  # an input of the graph, which knows what it was
+    torch.testing.assert_close(torch.autograd.grad(first.square().sum(), model.up.weight)[0], found[1])
+
+
+def test_gradients_of_gradients_after_a_change_are_refused_and_the_advice_works() -> None:
+    model, x = made(), torch.randn(3, 4, requires_grad=True, dtype=torch.float64)
+    model[1].slope = 1.0
+    model[1].forward = lambda x: torch.tanh(x * model[1].slope)
+    y = model(x)
+    model[1].slope = 2.0
+    with pytest.raises(UsageError, match=r"forward reads '1.slope', which changed[\s\S]*before the change"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    model[1].slope = 1.0
+    torch.autograd.grad(y.sum(), x, create_graph=True)[0].sum().backward()
+
+
 @pytest.mark.parametrize("how", ["initialize", "to_empty"])
 def test_a_call_on_meta_is_refused_and_the_advice_works(how: str) -> None:
     with torch.device("meta"):

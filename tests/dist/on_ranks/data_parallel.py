@@ -427,6 +427,9 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
 @check(4, slow=True)
 def wrapping_is_the_error_that_names_the_options() -> None:
     model = parallel(base(), **DDP)
+    loss = model(*(mine(x, 2, 2) for x in batch(0, 2)))
+    with pytest.raises(UsageError, match=r"data_parallel_size=1\)"):  # loop_gradients_of_gradients.py follows this
+        torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
     for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
         with pytest.raises(UsageError, match="data_parallel='ddp', 'zero1' or 'fsdp'"):
             wrap(model)

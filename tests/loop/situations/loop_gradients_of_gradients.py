@@ -9,11 +9,11 @@ from torch import Tensor, nn
 PENALTY = "https://github.com/pytorch/pytorch/issues/159959"
 
 
-def critic() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 1))
+def critic(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.LayerNorm(width), nn.Linear(width, 1))
 
 
-@situation(PENALTY, ranks=(1,))
+@situation(PENALTY)
 def a_gradient_penalty_is_part_of_the_loss(loop: Loop) -> None:
     model = loop.model(critic())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -29,9 +29,9 @@ def a_gradient_penalty_is_part_of_the_loss(loop: Loop) -> None:
         optimizer.step()
 
 
-@situation("https://discuss.pytorch.org/t/hessian-vector-product-optimization/12581", ranks=(1,))
+@situation("https://discuss.pytorch.org/t/hessian-vector-product-optimization/12581")
 def a_hessian_times_a_vector(loop: Loop) -> None:
-    model = loop.model(critic())
+    model = loop.model(critic(15))
     loss = model(torch.randn(5, 8)).square().mean()
     parameters = list(model.parameters())
     first = torch.autograd.grad(loss, parameters, create_graph=True)
@@ -39,7 +39,7 @@ def a_hessian_times_a_vector(loop: Loop) -> None:
     loop.see(first=list(first), second=list(second))
 
 
-@situation(PENALTY, ranks=(1,))
+@situation(PENALTY)
 def a_jvp_by_two_backwards(loop: Loop) -> None:
     model = loop.model(critic())
     x = torch.randn(5, 8)
@@ -47,7 +47,7 @@ def a_jvp_by_two_backwards(loop: Loop) -> None:
     loop.see(value=value, tangent=tangent)
 
 
-@situation("https://github.com/pytorch/pytorch/issues/91469", ranks=(1,))
+@situation("https://github.com/pytorch/pytorch/issues/91469")
 def forces_are_the_gradient_of_an_energy(loop: Loop) -> None:
     model, x = loop.model(critic()), torch.randn(5, 8, requires_grad=True)
     energy = model(x).sum()
@@ -55,6 +55,39 @@ def forces_are_the_gradient_of_an_energy(loop: Loop) -> None:
     loop.see(energy=energy, forces=forces)
     (energy + forces.square().sum()).backward()
     loop.see_gradients(model)
+
+
+class Recurrent(nn.Module):
+    """Leaves tensors behind, counts, and reads an attribute that the user changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out, self.scale, self.calls = nn.GRU(8, 6, batch_first=True), nn.Linear(6, 1), 1.0, 0
+        self.norms: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.rnn(x)
+        self.calls += 1
+        self.energy = h.square().mean()
+        self.norms.append(h.norm())
+        return self.out(h) * self.scale
+
+
+@situation("https://github.com/pytorch/pytorch/issues/91469")
+def a_penalty_of_a_model_with_hooks_on_tensors_and_state(loop: Loop) -> None:
+    model = loop.model(Recurrent())
+    model.out.weight.register_hook(lambda g: 3 * g)
+    for scale in (1.0, 0.5):
+        model.scale = scale
+        x = torch.randn(5, 3, 8, requires_grad=True)
+        x.register_hook(lambda g: 2 * g)
+        y = model(x)
+        energy = model.energy
+        wanted = [x, model.out.weight]
+        first = torch.autograd.grad(y.square().mean() + energy, wanted, create_graph=True)
+        (sum(g.square().sum() for g in first) + energy).backward()
+        loop.see(first=first, x=x.grad, energy=model.energy, norms=model.norms, calls=model.calls)
+        loop.see_gradients(model)
 
 
 class Signed(nn.Module):

@@ -1,0 +1,166 @@
+"""Gradients that can be differentiated again (create_graph=True): a call is computed once more in eager mode.
+
+Of parameters that ranks hold in parts each rank gathers all values, and computes all of the call; its gradients of them are cut
+again. Both steps are differentiable, so that autograd goes on through them. In place of each parameter and input stands an
+alias, so that the user's hooks on them run once, in the user's own backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from megafx.capture.caches import Updated
+from megafx.distributed.parameters import Slot
+from megafx.distributed.tensor_whole import Part
+from megafx.errors import UsageError
+from megafx.ir.call_spec import CallSpec
+from megafx.ir.python_state import Place, PythonState, names
+from megafx.runtime.keys import Call
+
+WHERE = "double backward through a parallelized model"
+
+
+@dataclass
+class EagerCall:
+    """A call of a graph, to be computed in eager mode.
+
+    eager: the user's own code. buffers: FQN -> what a buffer was at the call, where that has changed it. wrt: parameters (slots)
+    and inputs (positions among the graph's inputs) of which gradients are wanted. inputs: positions of the call's tensors.
+    """
+
+    model: nn.Module
+    slots: Mapping[str, Slot]
+    eager: Callable[[Call], Any]
+    call: Call
+    spec: CallSpec
+    buffers: Mapping[str, Tensor]
+    wrt: Sequence[Slot | int]
+    inputs: Sequence[int]
+
+    def gradients(self, outputs: Sequence[int], tangents: Sequence[Any]) -> list[Any]:
+        """Of `wrt`, differentiable. outputs: indices of the graph's outputs to which the tangents belong. Collective."""
+        state = self.spec.state
+        _check(state)
+        given = [*self.call.leaves, *(self.call.state or {}).values()]
+        tensors = [i for i, leaf in enumerate(self.spec.leaves) if leaf.tensor]
+        place = dict(zip(self.inputs, tensors, strict=True))
+        for i in (place[x] for x in self.wrt if not isinstance(x, Slot)):
+            given[i] = _alias(given[i], True)
+        own = len(self.call.leaves)
+        args, kwargs, loss_inputs = pytree.tree_unflatten(given[:own], self.call.spec)
+        call = replace(self.call, args=args, kwargs=kwargs, loss_inputs=loss_inputs, leaves=given[:own])
+        with (
+            self._buffers(),
+            self._parameters() as aliases,
+            _state(state, dict(zip(state.inputs, given[own:], strict=True))),
+        ):
+            output = self.eager(call)
+            written = {name: write.tensors(write.place.get()) for name, write in state.writes.items()}
+        leaves = pytree.tree_leaves(Updated(output, (), written) if written else output)
+        made = {leaf.index: x for leaf, x in zip(self.spec.out_leaves, leaves, strict=True)}
+        pairs = [(made[i], _whole(t)) for i, t in zip(outputs, tangents, strict=True) if t is not None]
+        wrt = [(x.get(), aliases[id(x.get())]) if isinstance(x, Slot) else (None, given[place[x]]) for x in self.wrt]
+        found = torch.autograd.grad(
+            [x for x, _ in pairs], [x for _, x in wrt], [t for _, t in pairs], create_graph=True, allow_unused=True
+        )
+        return [_cut(g, p) for g, (p, _) in zip(found, wrt, strict=True)]
+
+    @contextlib.contextmanager
+    def _parameters(self) -> Iterator[dict[int, Tensor]]:
+        """Within, parameters are whole and plain: id of a parameter -> what stands for it. Collective."""
+        wanted = {id(x) for x in self.wrt}
+        slots = [(slot, p) for slot in self.slots.values() if (p := slot.get()) is not None]
+        wrt = {id(p) for slot, p in slots if id(slot) in wanted}
+        aliases: dict[int, Tensor] = {}
+        for _, p in slots:
+            if id(p) not in aliases:
+                aliases[id(p)] = _alias(p, id(p) in wrt)
+        try:
+            for slot, p in slots:
+                _put(slot, aliases[id(p)])
+            yield aliases
+        finally:
+            for slot, p in slots:
+                _put(slot, p)
+
+    @contextlib.contextmanager
+    def _buffers(self) -> Iterator[None]:
+        """Within, the buffers that the call has changed are copies of what they were before it."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for name, value in self.buffers.items():
+            path, _, key = name.rpartition(".")
+            table = self.model.get_submodule(path)._buffers
+            before.append((table, key, table[key]))
+            table[key] = value.clone()
+        try:
+            yield
+        finally:
+            for table, key, value in before:
+                table[key] = value
+
+
+def _check(state: PythonState) -> None:
+    """Raise where eager mode would not compute what the call has."""
+    if state.decisions or not all(isinstance(place, Place) for place in state.inputs.values()):
+        raise UsageError(
+            f"{WHERE}: it is computed in eager mode, from numbers that the call itself has changed ({', '.join(state.writes)})",
+            fix="set such numbers outside of forward, before each call",
+        )
+    if changed := state.changed():
+        raise UsageError(
+            f"{WHERE}: forward reads {names(changed)}, which changed between forward and backward",
+            fix="take these gradients before the change",
+        )
+
+
+@contextlib.contextmanager
+def _state(state: PythonState, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Within, the Python state that is an input is as given; what is written goes again."""
+    places = [p for p in state.inputs.values() if isinstance(p, Place)]
+    before = [(place, place.get()) for place in (*places, *(write.place for write in state.writes.values()))]
+    lengths = [
+        (grown, len(grown))
+        for write in state.writes.values()
+        if write.grows and (grown := write.place.get()) is not None
+    ]
+    try:
+        for place in places:
+            place.set(inputs[place.name])
+        yield
+    finally:
+        for grown, length in lengths:
+            del grown[length:]
+        for place, value in reversed(before):
+            place.set(value)
+
+
+def _put(slot: Slot, parameter: Any) -> None:
+    slot.module._parameters[slot.key] = parameter
+    if isinstance(slot.module, nn.RNNBase):  # it computes with a list of its own
+        slot.module._flat_weights = [getattr(slot.module, name, None) for name in slot.module._flat_weights_names]
+
+
+def _alias(x: Tensor, wanted: bool) -> Tensor:
+    """The same values, whole. wanted: a gradient of the alias is, also where x needs none any more."""
+    alias = x.full_tensor() if isinstance(x, DTensor) else x.view_as(x)
+    return alias.detach().requires_grad_() if wanted and not alias.requires_grad else alias
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _cut(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """The gradient of a parameter as the parameter is held."""
+    if gradient is None or not isinstance(parameter, DTensor):
+        return gradient
+    cut: Tensor = Part.apply(gradient, parameter._spec, type(parameter))
+    return cut
