@@ -32,7 +32,7 @@ WHERE = "double backward through a parallelized model"
 class EagerCall:
     """A call of a graph, to be computed in eager mode.
 
-    eager: the user's own code. buffers: FQN -> what a buffer was at the call, where that has changed it. wrt: parameters (slots)
+    eager: the user's code. buffers: FQN -> what a buffer was at the call, where that has changed it. wrt: parameters (slots)
     and inputs (positions among the graph's inputs) of which gradients are wanted. inputs: positions of the call's tensors.
     """
 
