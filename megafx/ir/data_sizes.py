@@ -1,16 +1,19 @@
-"""Sizes that the data of a tensor decides: how many rows an expert gets.
+"""Sizes that the data of a tensor decides: how many rows an expert gets, how many patches an image has.
 
 torch.export gives such a size an unbacked symbol, on which code cannot branch. In a `Program` it is an ordinary
 size with a hint, like those of the inputs: planning, fusing and differentiating need know nothing of it. It is the size of the
-result of `megafx.rows` (kernels/nonzero.py), which finds it by its name here, so that running the op on fakes again gives the
-same size. Hints are primes above those of capture/dims.py. As with every size, what is traced holds for 0 and 1 too.
+result of an op (`megafx.rows`, `megafx.length`), which finds it by its name here, so that running the op on fakes again gives the
+same size. Hints are primes above those of capture/dims.py, or smaller where the trace relies on relations between sizes
+(`u0 + u1 == batch`), which hints have to meet. As with every size, what is traced holds for 0 and 1 too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
+import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -18,10 +21,14 @@ import networkx as nx
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._sympy.functions import Mod, PythonMod
 
 from megafx.ir.source_lines import is_user_file
 
 FIRST_HINT = 127
+_ATTEMPTS, _GREATEST_HINT = 200, 130  # of a search for hints
+_FUNCTIONS = {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}
+_FUNCTIONS |= {"Min": min, "Max": max}
 
 
 class DataShapeEnv(ShapeEnv):
@@ -43,6 +50,11 @@ class DataShapeEnv(ShapeEnv):
         self.decided: dict[sympy.Basic, None] = {}
         self._answers: set[tuple[Any, Any]] = set()  # those that are in `decided`
         self.row_counts: dict[str, torch.SymInt] = {}
+        self._taken: set[int] = set()
+        self.hint_of: dict[str, int] = {}  # of sizes that are not made yet
+        self.traced: dict[sympy.Symbol, sympy.Symbol] = {}  # symbol of a row count -> the unbacked one of the trace
+        self._equal: list[sympy.Expr] = []  # sums of sizes that are zero
+        self._settled: dict[sympy.Expr, sympy.Expr] = {}
         DataShapeEnv.latest = self
 
     @classmethod
@@ -57,13 +69,76 @@ class DataShapeEnv(ShapeEnv):
         if name not in self.row_counts:
             from torch._dynamo.source import ConstantSource  # export has imported it; importing megafx need not
 
-            hint = FIRST_HINT - 1
-            for _ in range(len(self.row_counts) + 1):
-                hint = int(sympy.nextprime(hint))
+            hint = self.hint_of.get(name) or int(sympy.nextprime(max([FIRST_HINT - 1, *self._taken])))
+            self._taken.add(hint)
             source = ConstantSource(f"rows_{name}")
             symbol = self.create_symbol(hint, source, DimDynamic.DYNAMIC)
             self.row_counts[name] = self.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[assignment]  # no int
         return self.row_counts[name]
+
+    def relations(self) -> list[sympy.Basic]:
+        """What the trace relies on between sizes that data decides and others: the graph has to check it."""
+        asserts = (a.expr for each in self.deferred_runtime_asserts.values() for a in each)
+        return [e for e in asserts if any(map(self.is_unbacked_symint, e.free_symbols)) and not _says_not_negative(e)]
+
+    def counts(self) -> dict[sympy.Symbol, sympy.Symbol]:
+        """Symbol of the trace -> the symbol with a hint that it has become."""
+        return {traced: symbol for symbol, traced in self.traced.items()}
+
+    def settle(self) -> None:
+        """From here on, sizes that the relations say to be equal are one size: `u0 + u1` is `batch`."""
+        counts = self.counts()
+        for relation in self.relations():
+            if isinstance(relation, sympy.Eq) and relation.free_symbols & counts.keys():
+                left, right = (self.replace(side.xreplace(counts)) for side in relation.args)
+                if left != right:
+                    self._equal.append(sympy.expand(left - right))
+                    self._forget()
+
+    def _forget(self) -> None:
+        """What `replace` gives has changed: sizes keep it by torch's number of such changes."""
+        self._settled.clear()
+        self._replacements_version_counter = getattr(self, "_replacements_version_counter", 0) + 1
+
+    def replace(self, expr: Any) -> Any:
+        expr = super().replace(expr)
+        if not self._equal or self.traced.keys().isdisjoint(expr.free_symbols):
+            return expr
+        if expr not in self._settled:
+            self._settled[expr] = self._one_size(expr)
+        return self._settled[expr]
+
+    def _one_size(self, expr: Any) -> Any:
+        if not isinstance(expr, sympy.Expr):
+            return expr.func(*map(self.replace, expr.args)) if expr.args else expr
+        inner = {f: f.func(*map(self.replace, f.args)) for f in expr.atoms(sympy.Function)}
+        best = sympy.expand(expr.xreplace(inner))
+        while True:  # each is zero: adding a multiple of it changes nothing
+            terms = best.as_coefficients_dict()
+            others = [
+                sympy.expand(best - terms[term] / factor * zero)
+                for zero in self._equal
+                for term, factor in zero.as_coefficients_dict().items()
+                if term in terms and term.free_symbols
+            ]
+            other = min(others, key=self._length, default=best)
+            if self._length(other) >= self._length(best):
+                return expr if best == sympy.expand(expr) else best
+            best = other
+
+    def _length(self, expr: sympy.Expr) -> tuple[Any, ...]:
+        of_data = len(expr.free_symbols & self.traced.keys())
+        return len(sympy.Add.make_args(expr)), of_data, expr.count_ops(), str(expr)
+
+    def _without_guard(self, question: Any) -> sympy.Basic | None:
+        """The answer to a question about sizes that data decides: as in the trace, else by the hints. A guard would fix a size."""
+        answer = self._maybe_evaluate_static(question.xreplace(self.traced))
+        if answer is not None:
+            return answer
+        if isinstance(question, (sympy.Eq, sympy.Ne)) and not question.has(Mod, PythonMod):  # equal hints are an accident
+            return sympy.sympify(isinstance(question, sympy.Ne))
+        answer = question.xreplace({s: sympy.Integer(n) for s, n in self.backed_var_to_val.items()})
+        return answer if answer in (sympy.true, sympy.false) else None
 
     @classmethod
     @contextlib.contextmanager
@@ -76,6 +151,10 @@ class DataShapeEnv(ShapeEnv):
             cls.model_runs = False
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.traced and not self.traced.keys().isdisjoint(getattr(orig_expr, "free_symbols", ())):
+            known = self._without_guard(orig_expr)
+            if known is not None:
+                return known
         try:
             answer = super().evaluate_expr(orig_expr, *args, **kwargs)
             if self.model_runs:
@@ -126,6 +205,10 @@ _MAKES_RESULTS = {"_dispatch_impl": "_subclasses/fake_tensor.py", "proxy_call": 
 _REMOVES_DIMS = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
 
 
+def _says_not_negative(relation: sympy.Basic) -> bool:
+    return isinstance(relation, sympy.Le) and relation.lhs == 0 and relation.rhs.is_Symbol
+
+
 def same_rows(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Symbol]:
     """unbacked symbol -> the first that it must be equal to, as ops between values with these numbers of rows demand.
 
@@ -138,7 +221,7 @@ def same_rows(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Symbol]:
                 equal.add_edge(*expr.args)
     found: dict[sympy.Symbol, sympy.Symbol] = {}
     for group in nx.connected_components(equal):
-        first, *others = sorted(group, key=lambda s: (len(s.name), s.name))
+        first, *others = sorted_by_name(group)
         found |= dict.fromkeys(others, first)
     return found
 
@@ -158,3 +241,36 @@ def if_there_are_rows(question: Any, from_data: Callable[[sympy.Symbol], bool]) 
         first, last = (bool(question.subs(rows, n)) for n in (1, sympy.Max(sympy.ceiling(equal), 1) + 1))
         one_answer = first == last
     return bool(question.subs(rows, 1)) if one_answer else None
+
+
+def hints_that_meet(relations: Sequence[sympy.Basic], known: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
+    """A value for each symbol that is not known, so that all relations hold; those for which none is found are left out."""
+    together = nx.Graph()
+    for relation in relations:
+        unknown = sorted(relation.free_symbols - known.keys(), key=str)
+        nx.add_path(together, unknown)
+        together.add_nodes_from(unknown)
+    found: dict[sympy.Symbol, int] = {}
+    for group in map(sorted_by_name, nx.connected_components(together)):
+        theirs = [r.xreplace({s: sympy.Integer(n) for s, n in known.items()}) for r in relations if r.free_symbols & {*group}]
+        found |= _values(group, theirs) or {}
+    return found
+
+
+def sorted_by_name(symbols: Iterable[sympy.Symbol]) -> list[sympy.Symbol]:
+    return sorted(symbols, key=lambda s: (len(s.name), s.name))
+
+
+def _values(symbols: list[sympy.Symbol], relations: list[sympy.Basic]) -> dict[sympy.Symbol, int] | None:
+    """By chance: random values for all but one, and all for that one. Small ones fit in sums of many."""
+    holds = sympy.lambdify(symbols, sympy.And(*relations, evaluate=False), modules=[_FUNCTIONS, "math"])
+    draw = random.Random(0)
+    for attempt in range(_ATTEMPTS):
+        least, greatest = (2, 3 + attempt // 20) if attempt < _ATTEMPTS // 2 else (1, 2 + attempt // 20)
+        values = [draw.randint(least, greatest) for _ in symbols]
+        at = draw.randrange(len(symbols))
+        for value in range(_GREATEST_HINT, 0, -1):
+            values[at] = value
+            if holds(*values):
+                return dict(zip(symbols, values, strict=True))
+    return None

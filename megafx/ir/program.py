@@ -80,10 +80,10 @@ class Output:
     eager mode, where the call was captured with gradients.
     cache: path inside of a key-value cache that the call returns or changes ('' where it is none). written: forward leaves it
     in a Python object (its name says where), and does not return it. An 'order' keeps calls with effects in the graph
-    (ops/eager_call.py).
+    (ops/eager_call.py), a 'check' those that may raise an error (kernels/lengths.py).
     """
 
-    kind: Literal["user", "mutation", "gradient", "saved", "order"]
+    kind: Literal["user", "mutation", "gradient", "saved", "order", "check"]
     name: str
     loss: bool = False
     placement: Placement | None = None

@@ -178,19 +178,22 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     return sources
 
 
+COUNTING = ("megafx.rows.default", "megafx.length.default")  # ops whose result has a size that data decides
+
+
 def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
-    """For each symbol of a size that data decides (data_sizes.py) the first `megafx.rows` whose result is so long."""
-    op = getattr(torch.ops.megafx, "rows", None)
+    """For each symbol of a size that data decides (data_sizes.py) the first node whose result is so long."""
     found: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
-    for node in graph.find_nodes(op="call_function", target=op.default) if op is not None else ():
-        size = node.meta["val"].shape[0]
-        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-            found.setdefault(size.node.expr, (node, 0))
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) in COUNTING:
+            size = node.meta["val"].shape[0]
+            if isinstance(size, torch.SymInt) and isinstance(size.node._expr, sympy.Symbol):
+                found.setdefault(size.node._expr, (node, 0))
     return found
 
 
 def size_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
-    """The dims that sizes are computed from: of placeholders, and of `megafx.rows`."""
+    """The dims that sizes are computed from: of placeholders, and of what counts."""
     return {**row_sources(graph), **symbol_sources(graph)}
 
 
@@ -200,7 +203,7 @@ def _is_size(node: fx.Node) -> bool:
 
 class SizeEmitter:
     """Emits structural sizes as nodes, each once: at the top of one graph, rooted on its placeholders; those that data
-    decides right behind the `megafx.rows` that they are sizes of."""
+    decides right behind the node (`megafx.rows`) that they are sizes of."""
 
     def __init__(self, graph: fx.Graph, sizes: Sizes) -> None:
         self.graph, self.sizes = graph, sizes
@@ -217,7 +220,7 @@ class SizeEmitter:
         for node in graph.nodes if rows else ():
             if _is_size(node) and self._late.intersection(node.all_input_nodes) and self._follows_rows(node):
                 self._late.add(node)
-                self._nodes.setdefault(node.meta["val"].node.expr, node)
+                self._nodes.setdefault(node.meta["val"].node._expr, node)
 
     def _follows_rows(self, node: fx.Node) -> bool:
         """Whether only sizes stand between it and the rows that it is computed from: others may be used before it."""

@@ -20,22 +20,30 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
 
-import megafx.kernels.nonzero  # noqa: F401  registers the op
+import megafx.kernels.lengths
+import megafx.kernels.nonzero  # noqa: F401  registers the ops
 from megafx.errors import CaptureError, or_leave_eager
-from megafx.ir.data_sizes import DataShapeEnv, same_rows
+from megafx.ir.data_sizes import DataShapeEnv, hints_that_meet, same_rows
 from megafx.ir.nodes import MASKS, argument, aten_ops
-from megafx.ir.program import VAL, fqn_of, recompute_val, source_of
+from megafx.ir.program import VAL, Builder, Output, fqn_of, recompute_val, source_of
 from megafx.ir.sizes import RowCount, row_sources
-from megafx.passes.canonicalize.editor import Editor, replace, respell
+from megafx.passes.canonicalize.editor import BY, Editor, replace, respell
 
 aten = torch.ops.aten
 rows = torch.ops.megafx.rows.default
+length, check = torch.ops.megafx.length.default, torch.ops.megafx.check_sizes.default
+_RELATIONS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Le: "<=", sympy.Lt: "<", sympy.Ge: ">=", sympy.Gt: ">"}
+_PRINTER = PythonPrinter()
+_UNKNOWN = 128  # what is priced for a number of which nothing is known
 _CHOICES = aten_ops("topk sort sort.stable max.dim")  # of several results
 _ORDERS = aten_ops("argmax argsort argsort.stable")
 _FAR = 64  # values looked at behind a mask: it is an estimate
@@ -45,21 +53,123 @@ _WHOLES = aten_ops("nonzero argwhere")
 _WRITES = aten_ops("index_put index_put_")
 
 
-def name_rows_of_data(editor: Editor) -> int:
-    """Rewrite every op that selects by data, and compute the sizes of all values that follow once more."""
+def name_sizes_of_data(editor: Editor) -> int:
+    """Rewrite every op that selects by data or reads a number, and give all values that follow sizes with hints."""
     env = editor.program.fake_mode.shape_env
     if not isinstance(env, DataShapeEnv):
         return 0
     selecting = _Selecting(editor, env)
     nodes = [n for n in editor.graph.nodes if n.op == "call_function"]
+    numbers = {s: n for n in nodes if n.target in _NUMBERS for s in _symbols_made(n)}
+    env.hint_of |= {str(s): n for s, n in hints_that_meet(_relations(env, numbers), env.backed_var_to_val).items()}
     count = sum(selecting.rewrite(n) for n in nodes if _unbacked(n, env) or n.target in _WRITES)
-    if count:  # values whose sizes were of data are computed again, from operands that have sizes with hints
+    for symbol, node in numbers.items():
+        editor.at(node)(length, node.args[0], str(symbol))
+    if count or numbers:
+        named = _named(editor, env, selecting.same)
+        env.traced |= {count: s for s, count in reversed(named.items())}
+        env.settle()
         for node in editor.graph.nodes:
-            if node.op == "call_function" and node.target not in _NUMBERS and _unbacked(node, env):
-                recompute_val(editor.program, node)
+            if node.op == "call_function" and _unbacked(node, env):
+                node.meta[VAL] = _with_sizes(editor, node.meta[VAL], named)
+                _try_with_hints(editor, node)
         editor.know_sizes()
         _price(editor)
-    return count
+    return count + len(numbers)
+
+
+def _symbols_made(node: fx.Node) -> list[sympy.Symbol]:
+    """The symbol of a number that a node reads from a tensor of whole numbers."""
+    integer = isinstance(node.meta[VAL], torch.SymInt)
+    return list(node.meta.get("unbacked_bindings") or ()) if integer else []
+
+
+def _relations(env: DataShapeEnv, numbers: Collection[sympy.Symbol]) -> list[sympy.Basic]:
+    """Those that numbers have to meet. What ops assume of rows alone, they check when they run."""
+    return [r for r in env.relations() if not r.free_symbols.isdisjoint(numbers)]
+
+
+def _named(editor: Editor, env: DataShapeEnv, same: Mapping[sympy.Symbol, sympy.Symbol]) -> dict[Any, Any]:
+    """Symbol of the trace -> that of the size that it has become."""
+    found = {}
+    for symbol in {s for node in editor.graph.nodes for s in _symbols(node, env)}:
+        name = str(same.get(symbol, symbol))
+        if name in env.row_counts:
+            found[symbol] = env.row_counts[name].node.expr
+    return found
+
+
+def _with_sizes(editor: Editor, value: Any, named: dict[sympy.Symbol, sympy.Symbol]) -> Any:
+    """The value with named sizes in place of those of the trace."""
+    env = editor.program.fake_mode.shape_env
+    assert env is not None
+
+    def size(n: Any) -> Any:
+        if not isinstance(n, torch.SymInt):
+            return n
+        return env.create_symintnode(env.replace(env.replace(n.node.expr).xreplace(named)), hint=None)
+
+    def renamed(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return size(x)
+        with editor.program.fake_mode:
+            made = torch.empty_strided([*map(size, x.shape)], [*map(size, x.stride())], dtype=x.dtype, device=x.device)
+        return made.requires_grad_(x.requires_grad)
+
+    return pytree.tree_map(renamed, value)
+
+
+def _try_with_hints(editor: Editor, node: fx.Node) -> None:
+    """Refuse an op of which torch makes something else at sizes with hints than in the trace: passes compute it on such fakes."""
+    value = node.meta[VAL]
+    if node.target in _NUMBERS or _unbacked(node, editor.program.fake_mode.shape_env):  # type: ignore[arg-type]
+        return  # the latter are refused where their sizes are used
+    try:
+        recompute_val(editor.program, node)
+        pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(node.meta[VAL]), strict=True)
+        if all(not isinstance(a, torch.Tensor) or editor.same_shape(a, b) for a, b in pairs):
+            return
+    except Exception:  # torch's own text is about symbols
+        pass
+    fix = "use sizes of inputs here, or compute with masks (torch.where) on the whole tensor"
+    raise CaptureError(
+        f"{node.target} of sizes that are read from tensors cannot be followed: how its result is laid out depends on them",
+        fix=or_leave_eager(fix, fqn_of(node)),
+        module=fqn_of(node),
+        source=source_of(node),
+    )
+
+
+def check_sizes_of_data(editor: Editor) -> int:
+    """Have the graph check what the trace relies on between numbers that are read from tensors and other sizes."""
+    env = editor.program.fake_mode.shape_env
+    if not isinstance(env, DataShapeEnv):
+        return 0
+    lengths = {str(n.args[1]): n for n in editor.graph.find_nodes(op="call_function", target=length)}
+    counts = env.counts()
+    numbers = {s: lengths[str(s)] for s in counts if str(s) in lengths}
+    last: fx.Node | None = None
+    done = 0
+    for relation in _relations(env, numbers):
+        symbols = sorted(relation.free_symbols, key=str)
+        if any(env.is_unbacked_symint(s) and s not in counts for s in symbols):
+            continue  # of a number that nothing but a check has read
+        read = [numbers[s] for s in symbols if s in numbers]
+        others = [s for s in symbols if s not in numbers]
+        sizes = [editor.size_node(editor.program.sizes.of_expr(counts.get(s, s))) for s in others]
+        names = {s: sympy.Symbol(f"n{i}") for i, s in enumerate(s for s in symbols if s in numbers)}
+        names |= {s: sympy.Symbol(f"s{i}") for i, s in enumerate(others)}
+        sides = [_PRINTER.doprint(side.xreplace(names)) for side in relation.args]
+        where = f"{source_of(max(read)) or 'the model'} relies on {relation}"
+        behind = max(n for n in (*read, *sizes, last) if isinstance(n, fx.Node))
+        text = f" {_RELATIONS[type(relation)]} ".join(sides)
+        last = Builder(editor.program, behind.next, max(read), BY)(check, read, sizes, text, where, last)
+        done += 1
+    if last is not None:
+        editor.program.outputs.append(Output("check", "check_sizes"))
+        output = editor.program.output_node()
+        output.args = ((*output.args[0], last),)
+    return done
 
 
 class _Selecting:
@@ -139,23 +249,45 @@ class _Selecting:
         return made
 
 
-def _unbacked(node: fx.Node, env: DataShapeEnv) -> bool:
-    """Whether a size in the node's value is one of data as export has it."""
+def _symbols(node: fx.Node, env: DataShapeEnv) -> set[sympy.Symbol]:
+    """Sizes of data, as export has them, in the node's value."""
     value = node.meta.get(VAL)
     values = value if isinstance(value, (tuple, list)) else (value,)
     sizes = [n for v in values for n in (v.shape if isinstance(v, torch.Tensor) else (v,))]
     exprs = [n.node.expr for n in sizes if isinstance(n, torch.SymInt)]
-    return any(env.is_unbacked_symint(s) for e in exprs for s in e.free_symbols)
+    return {s for e in exprs for s in e.free_symbols if env.is_unbacked_symint(s)}
+
+
+def _unbacked(node: fx.Node, env: DataShapeEnv) -> bool:
+    """Whether a size in the node's value is one of data as export has it."""
+    return bool(_symbols(node, env))
 
 
 def _price(editor: Editor) -> None:
-    """Note for each number of rows what it is an equal share of: masks made of the same choice share its elements."""
+    """Note for each number of rows what it is an equal share of: masks made of the same choice share its elements, numbers
+    that are read from tensors the size that they add up to."""
     sizes, sources = editor.program.sizes, row_sources(editor.graph)
-    choices = {symbol: _choice(node.args[0]) for symbol, (node, _) in sources.items()}  # type: ignore[arg-type]
+    env: Any = editor.program.fake_mode.shape_env
+    parts = {s: (total, len(each)) for each, total in map(_parts, env.relations()) for s in each}
+    masks = {symbol: node for symbol, (node, _) in sources.items() if node.target is rows}
+    choices = {symbol: _choice(node.args[0]) for symbol, node in masks.items()}  # type: ignore[arg-type]
     for symbol, (node, _) in sources.items():
-        choice = choices[symbol]
-        among = math.prod(sizes.shape(choice.meta[VAL]))
-        sizes.row_counts[symbol] = RowCount(str(node.args[1]), among, list(choices.values()).count(choice))
+        if symbol in choices:
+            among = math.prod(sizes.shape(choices[symbol].meta[VAL]))
+            shares = list(choices.values()).count(choices[symbol])
+        else:
+            total, shares = parts.get(env.traced[symbol], (sympy.Integer(_UNKNOWN), 1))
+            among = sizes.of_expr(total)
+        sizes.row_counts[symbol] = RowCount(str(node.args[1]), among, shares)
+
+
+def _parts(relation: sympy.Basic) -> tuple[list[sympy.Symbol], sympy.Expr]:
+    """(u0 and u1, n) of u0 + u1 == n."""
+    for sides in (relation.args, relation.args[::-1]):
+        parts = sympy.Add.make_args(sides[0])
+        if isinstance(relation, sympy.Eq) and all(p.is_Symbol for p in parts) and not set(parts) & sides[1].free_symbols:
+            return list(parts), sides[1]
+    return [], sympy.Integer(0)
 
 
 def _choice(mask: fx.Node) -> fx.Node:
