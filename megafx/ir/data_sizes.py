@@ -13,15 +13,16 @@ import contextlib
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
 import networkx as nx
 import sympy
 import torch
+from sympy.core.function import Application
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
-from torch.utils._sympy.functions import Mod, PythonMod
+from torch.utils._sympy.functions import Min, Mod, PythonMod
 
 from megafx.ir.source_lines import is_user_file
 
@@ -52,7 +53,11 @@ class DataShapeEnv(ShapeEnv):
         self.row_counts: dict[str, torch.SymInt] = {}
         self._taken: set[int] = set()
         self.hint_of: dict[str, int] = {}  # of sizes that are not made yet
+        self.relied_on: list[sympy.Basic] = []  # see `rely`
         self.traced: dict[sympy.Symbol, sympy.Symbol] = {}  # symbol of a row count -> the unbacked one of the trace
+        self._named: dict[sympy.Symbol, sympy.Symbol] = {}  # and back
+        self._demanded: list[sympy.Basic] = []
+        self._rows_of_slices: dict[sympy.Symbol, sympy.Expr] = {}
         self._equal: list[sympy.Expr] = []  # sums of sizes that are zero
         self._settled: dict[sympy.Expr, sympy.Expr] = {}
         DataShapeEnv.latest = self
@@ -76,24 +81,53 @@ class DataShapeEnv(ShapeEnv):
             self.row_counts[name] = self.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[assignment]  # no int
         return self.row_counts[name]
 
-    def relations(self) -> list[sympy.Basic]:
-        """What the trace relies on between sizes that data decides and others: the graph has to check it."""
-        asserts = (a.expr for each in self.deferred_runtime_asserts.values() for a in each)
-        return [e for e in asserts if any(map(self.is_unbacked_symint, e.free_symbols)) and not _says_not_negative(e)]
+    # -- after the trace: sizes get names and hints
 
-    def counts(self) -> dict[sympy.Symbol, sympy.Symbol]:
-        """Symbol of the trace -> the symbol with a hint that it has become."""
-        return {traced: symbol for symbol, traced in self.traced.items()}
+    def whole(self, size: Any) -> sympy.Expr:
+        """int | SymInt -> its expression in symbols of the trace; x[a:b] has b - a rows."""
+        expr = self.replace(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+        return expr.xreplace(self._rows_of_slices)
 
-    def settle(self) -> None:
-        """From here on, sizes that the relations say to be equal are one size: `u0 + u1` is `batch`."""
-        counts = self.counts()
-        for relation in self.relations():
-            if isinstance(relation, sympy.Eq) and relation.free_symbols & counts.keys():
-                left, right = (self.replace(side.xreplace(counts)) for side in relation.args)
-                if left != right:
-                    self._equal.append(sympy.expand(left - right))
-                    self._forget()
+    def of_data(self, expr: sympy.Expr) -> bool:
+        return any(map(self.is_unbacked_symint, expr.free_symbols))
+
+    def demand(self, relations: list[sympy.Basic], rows: dict[sympy.Symbol, sympy.Expr]) -> None:
+        """Rely on further relations. rows: symbols, and what they are if these hold."""
+        self._demanded += [r for r in relations if r not in (sympy.true, *self._demanded)]
+        self._rows_of_slices |= rows
+
+    def rely(self, masks: Collection[sympy.Symbol]) -> None:
+        """Note what the trace relies on between sizes that data decides and others: the graph has to check it. masks: numbers
+        of rows that masks select; what ops assume of these alone, they check themselves. Hints have to meet it, too."""
+        asserts = [a.expr for each in self.deferred_runtime_asserts.values() for a in each]
+        found = [e.xreplace(self._rows_of_slices) for e in (*asserts, *self._demanded)]
+        self.relied_on = [
+            e for e in dict.fromkeys(found) if self.of_data(e) and not ({*e.args} <= {*masks} or _says_not_negative(e))
+        ]
+        hints = hints_that_meet(self.relied_on, self.backed_var_to_val)
+        self.hint_of |= {str(s): n for s, n in hints.items()}
+
+    def name(self, names: Mapping[sympy.Symbol, str]) -> None:
+        """Make symbols of the trace the sizes of these names, where there are such. From here on, sizes that the relations say
+        to be equal are one size: `u0 + u1` is `batch`."""
+        for symbol, name in sorted(names.items(), key=str):
+            if name in self.row_counts:
+                self._named[symbol] = self.row_counts[name].node._expr
+                self.traced.setdefault(self._named[symbol], symbol)
+        for relation in self.relied_on:
+            left, right = (self.with_names(side) for side in relation.args)
+            if isinstance(relation, sympy.Le):  # then this is the lesser one
+                left, right = Min(left, right), left
+            elif not isinstance(relation, sympy.Eq):
+                continue
+            if left != right and not (left - right).free_symbols.isdisjoint(self.traced):
+                self._equal.append(sympy.expand(left - right))
+                self._forget()
+
+    def with_names(self, expr: Any, settled: bool = True) -> Any:
+        """In symbols with hints in place of those of the trace. settled: and equal sizes are one."""
+        found = expr.xreplace(self._named)
+        return self.replace(found) if settled else found
 
     def _forget(self) -> None:
         """What `replace` gives has changed: sizes keep it by torch's number of such changes."""
@@ -111,7 +145,7 @@ class DataShapeEnv(ShapeEnv):
     def _one_size(self, expr: Any) -> Any:
         if not isinstance(expr, sympy.Expr):
             return expr.func(*map(self.replace, expr.args)) if expr.args else expr
-        inner = {f: f.func(*map(self.replace, f.args)) for f in expr.atoms(sympy.Function)}
+        inner = {f: f.func(*map(self.replace, f.args)) for f in expr.atoms(Application)}
         best = sympy.expand(expr.xreplace(inner))
         while True:  # each is zero: adding a multiple of it changes nothing
             terms = best.as_coefficients_dict()
@@ -127,8 +161,9 @@ class DataShapeEnv(ShapeEnv):
             best = other
 
     def _length(self, expr: sympy.Expr) -> tuple[Any, ...]:
-        of_data = len(expr.free_symbols & self.traced.keys())
-        return len(sympy.Add.make_args(expr)), of_data, expr.count_ops(), str(expr)
+        of_data = expr.free_symbols & self.traced.keys()
+        rounded = sum(not f.free_symbols.isdisjoint(of_data) for f in expr.atoms(Application))
+        return rounded, len(sympy.Add.make_args(expr)), len(of_data), expr.count_ops(), str(expr)
 
     def _without_guard(self, question: Any) -> sympy.Basic | None:
         """The answer to a question about sizes that data decides: as in the trace, else by the hints. A guard would fix a size."""
@@ -209,6 +244,12 @@ def _says_not_negative(relation: sympy.Basic) -> bool:
     return isinstance(relation, sympy.Le) and relation.lhs == 0 and relation.rhs.is_Symbol
 
 
+def size_named(operand: torch.Tensor, name: str) -> Any:
+    """The size called `name` where `operand` is a fake of a program; a new one for other fakes."""
+    env = getattr(getattr(operand, "fake_mode", None), "shape_env", None)
+    return env.row_count(name) if isinstance(env, DataShapeEnv) else torch.library.get_ctx().new_dynamic_size()
+
+
 def same_rows(shape_env: ShapeEnv) -> dict[sympy.Symbol, sympy.Symbol]:
     """unbacked symbol -> the first that it must be equal to, as ops between values with these numbers of rows demand.
 
@@ -244,16 +285,20 @@ def if_there_are_rows(question: Any, from_data: Callable[[sympy.Symbol], bool]) 
 
 
 def hints_that_meet(relations: Sequence[sympy.Basic], known: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
-    """A value for each symbol that is not known, so that all relations hold; those for which none is found are left out."""
+    """A value for each symbol that is not known, so that all relations hold; those for which none is found are left out.
+
+    Where `a <= b` is one of them, b - a is a size, too: at least 2, if that is possible.
+    """
     together = nx.Graph()
     for relation in relations:
-        unknown = sorted(relation.free_symbols - known.keys(), key=str)
+        unknown = sorted_by_name(relation.free_symbols - known.keys())
         nx.add_path(together, unknown)
         together.add_nodes_from(unknown)
     found: dict[sympy.Symbol, int] = {}
     for group in map(sorted_by_name, nx.connected_components(together)):
         theirs = [r.xreplace({s: sympy.Integer(n) for s, n in known.items()}) for r in relations if r.free_symbols & {*group}]
-        found |= _values(group, theirs) or {}
+        apart = [sympy.Le(r.lhs + 2, r.rhs) if isinstance(r, sympy.Le) else r for r in theirs]
+        found |= _values(group, apart) or _values(group, theirs) or {}
     return found
 
 

@@ -178,7 +178,7 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     return sources
 
 
-COUNTING = ("megafx.rows.default", "megafx.length.default")  # ops whose result has a size that data decides
+COUNTING = ("megafx.rows.default", "megafx.length.default", "megafx.repeats.default")  # ops whose result has a size that data decides
 
 
 def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
@@ -186,9 +186,9 @@ def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     found: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target) in COUNTING:
-            size = node.meta["val"].shape[0]
-            if isinstance(size, torch.SymInt) and isinstance(size.node._expr, sympy.Symbol):
-                found.setdefault(size.node._expr, (node, 0))
+            named = getattr(node.meta["val"].fake_mode.shape_env, "row_counts", {})
+            if node.args[1] in named:
+                found.setdefault(named[node.args[1]].node._expr, (node, 0))
     return found
 
 

@@ -1,11 +1,12 @@
 """megafx::length: a number that code reads from a tensor and uses as a size; megafx::check_sizes: what is assumed of such numbers.
 
     length(number integer [], size) -> int64 [n, 0], n the number          # n = lengths.max().item(); x[:, :n]
-    check_sizes(lengths, sizes, relation, where, after) -> int64 [], an error unless the relation holds
+    repeats(counts [m], size) -> int64 [n]: counts[0] times 0, counts[1] times 1, ...     # x.repeat_interleave(counts, 0)
+    check_sizes(lengths, dims, sizes, relation, where, after) -> int64 [], an error unless the relation holds
 
 `.item()`, `int(tensor)` and `.tolist()` become `length` (passes/canonicalize/sizes.py). As with `rows` (kernels/nonzero.py) n is the
 size of a result, named `size` among the sizes of the graph (ir/data_sizes.py), and the host waits for it, as in eager mode. The
-result has no elements. A relation is one between numbers n0, n1, ... (of `lengths`) and sizes s0, s1, ...: "n0 + n1 == s0"; it has
+result has no elements. A relation is one between numbers n0, n1, ... (sizes of `lengths` at `dims`) and sizes s0, s1, ...: "n0 + n1 == s0"; it has
 to see the numbers themselves, for elsewhere in the graph n0 + n1 is s0. after: a check that is made before.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megafx.errors import UsageError
-from megafx.ir.data_sizes import DataShapeEnv
+from megafx.ir.data_sizes import size_named
 from megafx.ir.facts import ids
 from megafx.kernels.common.op import define_op
 
@@ -38,10 +39,8 @@ def length(number: Tensor, size: str) -> Tensor:
     return torch.empty((n, 0), dtype=torch.int64, device=number.device)
 
 
-def _fake_length(number: Tensor, size: str) -> Tensor:
-    env = getattr(getattr(number, "fake_mode", None), "shape_env", None)
-    n = env.row_count(size) if isinstance(env, DataShapeEnv) else torch.library.get_ctx().new_dynamic_size()
-    return torch.empty((n, 0), dtype=torch.int64, device=number.device)
+def repeats(counts: Tensor, size: str) -> Tensor:
+    return torch.repeat_interleave(counts)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -54,8 +53,10 @@ def _compiled(relation: str) -> CodeType:
     return compile(tree, "<relation>", "eval")
 
 
-def check_sizes(lengths: list[Tensor], sizes: list[int], relation: str, where: str, after: Tensor | None) -> Tensor:
-    values = {f"n{i}": x.shape[0] for i, x in enumerate(lengths)} | {f"s{i}": n for i, n in enumerate(sizes)}
+def check_sizes(
+    lengths: list[Tensor], dims: list[int], sizes: list[int], relation: str, where: str, after: Tensor | None
+) -> Tensor:
+    values = {f"n{i}": x.shape[d] for i, (x, d) in enumerate(zip(lengths, dims, strict=True))} | {f"s{i}": n for i, n in enumerate(sizes)}
     if not eval(_compiled(relation), {"__builtins__": {}, **_FUNCTIONS}, values):
         shown = re.sub(r"\b[ns]\d+\b", lambda name: str(values[name[0]]), relation)
         raise UsageError(
@@ -66,7 +67,9 @@ def check_sizes(lengths: list[Tensor], sizes: list[int], relation: str, where: s
     return torch.zeros((), dtype=torch.int64, device=lengths[0].device)
 
 
-def _fake_check(lengths: list[Tensor], sizes: list[int], relation: str, where: str, after: Tensor | None) -> Tensor:
+def _fake_check(
+    lengths: list[Tensor], dims: list[int], sizes: list[int], relation: str, where: str, after: Tensor | None
+) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=lengths[0].device)
 
 
@@ -75,10 +78,17 @@ define_op(
     rule="nl: ~ -> ~r! d!",
     samples=[(ids(5), "u0")],
     reference=length,
-    fake=_fake_length,
+    fake=lambda number, size: torch.empty((size_named(number, size), 0), dtype=torch.int64, device=number.device),
+)
+define_op(
+    "repeats(Tensor counts, str size) -> Tensor",
+    rule="nl: ~m! -> ~n!",
+    samples=[(ids(3, 6), "u0")],
+    reference=repeats,
+    fake=lambda counts, size: torch.empty(size_named(counts, size), dtype=torch.int64, device=counts.device),
 )
 define_op(  # without a rule: all ranks make the same check
-    "check_sizes(Tensor[] lengths, SymInt[] sizes, str relation, str where, Tensor? after) -> Tensor",
+    "check_sizes(Tensor[] lengths, int[] dims, SymInt[] sizes, str relation, str where, Tensor? after) -> Tensor",
     reference=check_sizes,
     fake=_fake_check,
 )

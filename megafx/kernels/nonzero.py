@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafx.ir.data_sizes import DataShapeEnv
+from megafx.ir.data_sizes import size_named
 from megafx.ir.facts import mask
 from megafx.kernels.common.op import define_op
 
@@ -21,10 +21,7 @@ def rows(mask: Tensor, size: str) -> Tensor:
 
 
 def _fake(mask: Tensor, size: str) -> Tensor:
-    mode = getattr(mask, "fake_mode", None)
-    env = getattr(mode, "shape_env", None)
-    n = env.row_count(size) if isinstance(env, DataShapeEnv) else torch.library.get_ctx().new_dynamic_size()
-    return torch.empty((n, mask.dim()), dtype=torch.int64, device=mask.device)
+    return torch.empty((size_named(mask, size), mask.dim()), dtype=torch.int64, device=mask.device)
 
 
 define_op(

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 # They look at how operands lie in memory.
 _READ_STRIDES = aten_ops("view_as_complex view_as_real view.dtype as_strided as_strided_copy as_strided_scatter")
 _OWN_MEMORY = aten_ops("clone")  # their result is never their operand
-_NUMBERS = aten_ops("item _local_scalar_dense")  # read from tensors
+_NUMBERS = aten_ops("item _local_scalar_dense sym_storage_offset")  # read from tensors
 
 
 def erase_asserts(editor: Editor) -> int:

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -32,15 +33,16 @@ from torch.utils._sympy.printers import PythonPrinter
 import megafx.kernels.lengths
 import megafx.kernels.nonzero  # noqa: F401  registers the ops
 from megafx.errors import CaptureError, or_leave_eager
-from megafx.ir.data_sizes import DataShapeEnv, hints_that_meet, same_rows
+from megafx.ir.data_sizes import DataShapeEnv, same_rows
 from megafx.ir.nodes import MASKS, argument, aten_ops
 from megafx.ir.program import VAL, Builder, Output, fqn_of, recompute_val, source_of
 from megafx.ir.sizes import RowCount, row_sources
-from megafx.passes.canonicalize.editor import BY, Editor, replace, respell
+from megafx.passes.canonicalize.editor import BY, Editor, arguments, replace, respell
 
 aten = torch.ops.aten
 rows = torch.ops.megafx.rows.default
-length, check = torch.ops.megafx.length.default, torch.ops.megafx.check_sizes.default
+length, repeats = torch.ops.megafx.length.default, torch.ops.megafx.repeats.default
+check = torch.ops.megafx.check_sizes.default
 _RELATIONS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Le: "<=", sympy.Lt: "<", sympy.Ge: ">=", sympy.Gt: ">"}
 _PRINTER = PythonPrinter()
 _UNKNOWN = 128  # what is priced for a number of which nothing is known
@@ -48,6 +50,7 @@ _CHOICES = aten_ops("topk sort sort.stable max.dim")  # of several results
 _ORDERS = aten_ops("argmax argsort argsort.stable")
 _FAR = 64  # values looked at behind a mask: it is an estimate
 _NUMBERS = aten_ops("item _local_scalar_dense")  # refused later
+_REPEATS = (aten.repeat_interleave.self_Tensor, aten.repeat_interleave.Tensor)
 _PARTS = aten_ops("where nonzero_numpy")
 _WHOLES = aten_ops("nonzero argwhere")
 _WRITES = aten_ops("index_put index_put_")
@@ -58,56 +61,59 @@ def name_sizes_of_data(editor: Editor) -> int:
     env = editor.program.fake_mode.shape_env
     if not isinstance(env, DataShapeEnv):
         return 0
-    selecting = _Selecting(editor, env)
     nodes = [n for n in editor.graph.nodes if n.op == "call_function"]
-    numbers = {s: n for n in nodes if n.target in _NUMBERS for s in _symbols_made(n)}
-    env.hint_of |= {str(s): n for s, n in hints_that_meet(_relations(env, numbers), env.backed_var_to_val).items()}
-    count = sum(selecting.rewrite(n) for n in nodes if _unbacked(n, env) or n.target in _WRITES)
-    for symbol, node in numbers.items():
-        editor.at(node)(length, node.args[0], str(symbol))
-    if count or numbers:
-        named = _named(editor, env, selecting.same)
-        env.traced |= {count: s for s, count in reversed(named.items())}
-        env.settle()
+    makers = _makers(nodes, env)
+    selecting = _Selecting(editor, env, makers)
+    for node in nodes:
+        if node.target is aten.slice.Tensor:
+            _follow_slice(env, node, makers.get(node, []))
+    env.rely({s for n, made in makers.items() if n.target not in (*_NUMBERS, *_REPEATS) for s in made})
+    count = sum(selecting.rewrite(n) for n in nodes if _unbacked(n, env) or n in makers or n.target in _WRITES)
+    if count:
+        env.name({s: str(selecting.same.get(s, s)) for made in makers.values() for s in made})
         for node in editor.graph.nodes:
             if node.op == "call_function" and _unbacked(node, env):
-                node.meta[VAL] = _with_sizes(editor, node.meta[VAL], named)
-                _try_with_hints(editor, node)
+                node.meta[VAL] = _with_sizes(editor, env, node.meta[VAL])
+                _try_with_hints(editor, env, node)
         editor.know_sizes()
-        _price(editor)
-    return count + len(numbers)
+        _price(editor, env)
+    return count
 
 
-def _symbols_made(node: fx.Node) -> list[sympy.Symbol]:
-    """The symbol of a number that a node reads from a tensor of whole numbers."""
-    integer = isinstance(node.meta[VAL], torch.SymInt)
-    return list(node.meta.get("unbacked_bindings") or ()) if integer else []
+def _makers(nodes: list[fx.Node], env: DataShapeEnv) -> dict[fx.Node, list[sympy.Symbol]]:
+    """The symbols of whole numbers that a node makes, as no node before has them: what it reads, sizes of its result. (Its
+    value may have other sizes by now, to which the trace has found these to be equal.)"""
+    seen: set[sympy.Symbol] = set()
+    makers = {}
+    for node in nodes:
+        new = [s for n in _sizes_of(node) for s in [n.node._expr] if env.is_unbacked_symint(s) and s not in seen]
+        if new:
+            makers[node] = list(dict.fromkeys(new))
+            seen |= {*new}
+    return makers
 
 
-def _relations(env: DataShapeEnv, numbers: Collection[sympy.Symbol]) -> list[sympy.Basic]:
-    """Those that numbers have to meet. What ops assume of rows alone, they check when they run."""
-    return [r for r in env.relations() if not r.free_symbols.isdisjoint(numbers)]
+def _follow_slice(env: DataShapeEnv, node: fx.Node, made: list[sympy.Symbol]) -> None:
+    """x[a:b] has b - a rows if 0 <= a <= b <= len(x), which the graph checks; torch has a symbol of its own for that number."""
+    x, dim, start, end = arguments(node, "self", "dim", "start", "end")
+    step = argument(node, "step")
+    value = x.meta[VAL]
+    whole = value.shape[dim]
+    first, last = ((n.meta[VAL] if isinstance(n, fx.Node) else n) for n in (start or 0, end))
+    last = whole if last is None or (isinstance(last, int) and last == sys.maxsize) else last
+    bounds = [env.whole(n) for n in (first, last, whole)]
+    of_data = any(env.of_data(n) for n in bounds[:2])
+    if step != 1 or not of_data or any(n.could_extract_minus_sign() or n.is_negative for n in bounds):
+        return
+    (first, last, whole) = bounds
+    env.demand([sympy.Le(first, last), sympy.Le(last, whole)], {s: last - first for s in made})
 
 
-def _named(editor: Editor, env: DataShapeEnv, same: Mapping[sympy.Symbol, sympy.Symbol]) -> dict[Any, Any]:
-    """Symbol of the trace -> that of the size that it has become."""
-    found = {}
-    for symbol in {s for node in editor.graph.nodes for s in _symbols(node, env)}:
-        name = str(same.get(symbol, symbol))
-        if name in env.row_counts:
-            found[symbol] = env.row_counts[name].node.expr
-    return found
-
-
-def _with_sizes(editor: Editor, value: Any, named: dict[sympy.Symbol, sympy.Symbol]) -> Any:
+def _with_sizes(editor: Editor, env: DataShapeEnv, value: Any) -> Any:
     """The value with named sizes in place of those of the trace."""
-    env = editor.program.fake_mode.shape_env
-    assert env is not None
 
     def size(n: Any) -> Any:
-        if not isinstance(n, torch.SymInt):
-            return n
-        return env.create_symintnode(env.replace(env.replace(n.node.expr).xreplace(named)), hint=None)
+        return env.create_symintnode(env.with_names(env.whole(n)), hint=None) if isinstance(n, torch.SymInt) else n
 
     def renamed(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -119,10 +125,10 @@ def _with_sizes(editor: Editor, value: Any, named: dict[sympy.Symbol, sympy.Symb
     return pytree.tree_map(renamed, value)
 
 
-def _try_with_hints(editor: Editor, node: fx.Node) -> None:
+def _try_with_hints(editor: Editor, env: DataShapeEnv, node: fx.Node) -> None:
     """Refuse an op of which torch makes something else at sizes with hints than in the trace: passes compute it on such fakes."""
     value = node.meta[VAL]
-    if node.target in _NUMBERS or _unbacked(node, editor.program.fake_mode.shape_env):  # type: ignore[arg-type]
+    if node.target in _NUMBERS or _unbacked(node, env):
         return  # the latter are refused where their sizes are used
     try:
         recompute_val(editor.program, node)
@@ -145,25 +151,26 @@ def check_sizes_of_data(editor: Editor) -> int:
     env = editor.program.fake_mode.shape_env
     if not isinstance(env, DataShapeEnv):
         return 0
-    lengths = {str(n.args[1]): n for n in editor.graph.find_nodes(op="call_function", target=length)}
-    counts = env.counts()
-    numbers = {s: lengths[str(s)] for s in counts if str(s) in lengths}
+    sources = row_sources(editor.graph)
     last: fx.Node | None = None
     done = 0
-    for relation in _relations(env, numbers):
-        symbols = sorted(relation.free_symbols, key=str)
-        if any(env.is_unbacked_symint(s) and s not in counts for s in symbols):
+    for relation in env.relied_on:
+        named = env.with_names(relation, settled=False)
+        symbols = sorted(named.free_symbols, key=str)
+        if any(s in env.traced and s not in sources for s in symbols) or any(map(env.is_unbacked_symint, symbols)):
             continue  # of a number that nothing but a check has read
-        read = [numbers[s] for s in symbols if s in numbers]
-        others = [s for s in symbols if s not in numbers]
-        sizes = [editor.size_node(editor.program.sizes.of_expr(counts.get(s, s))) for s in others]
-        names = {s: sympy.Symbol(f"n{i}") for i, s in enumerate(s for s in symbols if s in numbers)}
-        names |= {s: sympy.Symbol(f"s{i}") for i, s in enumerate(others)}
-        sides = [_PRINTER.doprint(side.xreplace(names)) for side in relation.args]
-        where = f"{source_of(max(read)) or 'the model'} relies on {relation}"
-        behind = max(n for n in (*read, *sizes, last) if isinstance(n, fx.Node))
-        text = f" {_RELATIONS[type(relation)]} ".join(sides)
-        last = Builder(editor.program, behind.next, max(read), BY)(check, read, sizes, text, where, last)
+        if named == sympy.true:
+            continue
+        read = [sources[s] for s in symbols if s in sources]
+        sizes = [editor.size_node(editor.program.sizes.of_expr(s)) for s in symbols if s not in sources]
+        names = {s: sympy.Symbol(f"n{i}") for i, s in enumerate(s for s in symbols if s in sources)}
+        names |= {s: sympy.Symbol(f"s{i}") for i, s in enumerate(s for s in symbols if s not in sources)}
+        text = f" {_RELATIONS[type(named)]} ".join(_PRINTER.doprint(side.xreplace(names)) for side in named.args)
+        latest = max(node for node, _ in read)
+        where = f"{source_of(latest) or 'the model'} relies on {relation}"
+        behind = max(n for n in (latest, *sizes, last) if isinstance(n, fx.Node))
+        emit = Builder(editor.program, behind.next, latest, BY)
+        last = emit(check, [n for n, _ in read], [d for _, d in read], sizes, text, where, last)
         done += 1
     if last is not None:
         editor.program.outputs.append(Output("check", "check_sizes"))
@@ -175,11 +182,17 @@ def check_sizes_of_data(editor: Editor) -> int:
 class _Selecting:
     """found: (mask, name of the size) -> the rows of that mask."""
 
-    def __init__(self, editor: Editor, env: DataShapeEnv) -> None:
-        self.editor, self.env, self.same = editor, env, same_rows(env)
+    def __init__(self, editor: Editor, env: DataShapeEnv, makers: Mapping[fx.Node, list[sympy.Symbol]]) -> None:
+        self.editor, self.env, self.same, self.makers = editor, env, same_rows(env), makers
         self.found: dict[tuple[fx.Node, str], fx.Node] = {}
 
     def rewrite(self, node: fx.Node) -> bool:
+        if node.target in _NUMBERS:
+            for symbol in self.makers.get(node, ()):
+                self.editor.at(node)(length, node.args[0], str(symbol))
+            return node in self.makers
+        if node.target in _REPEATS:
+            return node in self.makers and self._repeat(node, str(self.makers[node][0]))
         if node.target in _WHOLES:
             return replace(node, self._rows(node, node.args[0], node.meta[VAL].shape[0]))
         if node.target in _PARTS:
@@ -204,6 +217,18 @@ class _Selecting:
                 return respell(node, node.target, (node.args[0], self._indices(node, size), *node.args[2:]))
         return False
 
+    def _repeat(self, node: fx.Node, name: str) -> bool:
+        """repeat_interleave(x, counts) -> index_select(x, dim, repeats(counts)); without x its indices."""
+        emit = self.editor.at(node)
+        if node.target is aten.repeat_interleave.Tensor:
+            return replace(node, emit(repeats, node.args[0], name))
+        x, counts, dim = arguments(node, "self", "repeats", "dim")
+        if dim is None:
+            x, dim = emit(aten.flatten.using_ints, x, 0, -1), 0
+        if counts.meta[VAL].dim() == 0 or counts.meta[VAL].shape[0] == 1:
+            counts = emit(aten.expand.default, counts, [self.editor.arg(x.meta[VAL].shape[dim])])
+        return respell(node, aten.index_select.default, (x, dim, emit(repeats, counts, name)))
+
     def _name(self, size: Any) -> str:
         """The name of a size that data decides; '' for other sizes."""
         if not isinstance(size, torch.SymInt):
@@ -214,7 +239,8 @@ class _Selecting:
 
     def _rows(self, where: fx.Node, mask: Any, size: Any) -> fx.Node:
         """The rows of a mask, made once, before `where`. (A name that is no single symbol is refused when its size is used.)"""
-        key = (mask, self._name(size) or str(size))
+        made = [str(self.same.get(s, s)) for s in self.makers.get(where, ())]
+        key = (mask, made[0] if made else self._name(size) or str(size))
         if mask.meta[VAL].dtype != torch.bool:
             mask = self.editor.at(where)(aten.ne.Scalar, mask, 0)
         if key not in self.found:
@@ -249,26 +275,24 @@ class _Selecting:
         return made
 
 
-def _symbols(node: fx.Node, env: DataShapeEnv) -> set[sympy.Symbol]:
-    """Sizes of data, as export has them, in the node's value."""
+def _sizes_of(node: fx.Node) -> list[torch.SymInt]:
+    """The sizes of the node's value that are no constants; a number itself."""
     value = node.meta.get(VAL)
     values = value if isinstance(value, (tuple, list)) else (value,)
-    sizes = [n for v in values for n in (v.shape if isinstance(v, torch.Tensor) else (v,))]
-    exprs = [n.node.expr for n in sizes if isinstance(n, torch.SymInt)]
-    return {s for e in exprs for s in e.free_symbols if env.is_unbacked_symint(s)}
+    sizes = (n for v in values for n in (v.shape if isinstance(v, torch.Tensor) else (v,)))
+    return [n for n in sizes if isinstance(n, torch.SymInt)]
 
 
 def _unbacked(node: fx.Node, env: DataShapeEnv) -> bool:
     """Whether a size in the node's value is one of data as export has it."""
-    return bool(_symbols(node, env))
+    return any(env.of_data(n.node.expr) for n in _sizes_of(node))
 
 
-def _price(editor: Editor) -> None:
+def _price(editor: Editor, env: DataShapeEnv) -> None:
     """Note for each number of rows what it is an equal share of: masks made of the same choice share its elements, numbers
     that are read from tensors the size that they add up to."""
     sizes, sources = editor.program.sizes, row_sources(editor.graph)
-    env: Any = editor.program.fake_mode.shape_env
-    parts = {s: (total, len(each)) for each, total in map(_parts, env.relations()) for s in each}
+    parts = {s: (total, len(each)) for each, total in map(_parts, env.relied_on) for s in each}
     masks = {symbol: node for symbol, (node, _) in sources.items() if node.target is rows}
     choices = {symbol: _choice(node.args[0]) for symbol, node in masks.items()}  # type: ignore[arg-type]
     for symbol, (node, _) in sources.items():
