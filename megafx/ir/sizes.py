@@ -68,7 +68,11 @@ class Sizes:
 
     def _factor(self, expr: sympy.Expr) -> int:
         product = 1
-        for base, power in sympy.factor(expr).as_powers_dict().items():
+        factors = dict(sympy.factor(expr).as_powers_dict())
+        difference = next((base for base, power in factors.items() if base.is_Add and power == 1), None)
+        if difference is not None and factors.pop(sympy.Integer(-1), None):  # -s0*(u0 - s1): sizes are s0 and s1 - u0
+            factors[-difference] = factors.pop(difference)
+        for base, power in factors.items():
             if not (power.is_Integer and power > 0) or (base.is_number and not base.is_Integer):
                 return self._prime(expr)  # no product of integers: one atom
             product *= (int(base) if base.is_Integer else self._atom(base)) ** int(power)

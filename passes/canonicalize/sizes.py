@@ -86,7 +86,8 @@ def _makers(nodes: list[fx.Node], env: DataShapeEnv) -> dict[fx.Node, list[sympy
     seen: set[sympy.Symbol] = set()
     makers = {}
     for node in nodes:
-        new = [s for n in _sizes_of(node) for s in [n.node._expr] if env.is_unbacked_symint(s) and s not in seen]
+        symbols = [n.node._expr for n in _sizes_of(node) if n.node._expr.is_Symbol]
+        new = [s for s in symbols if env.is_unbacked_symint(s) and s not in seen]
         if new:
             makers[node] = list(dict.fromkeys(new))
             seen |= {*new}
