@@ -198,7 +198,7 @@ def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
 
 def size_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     """The dims that sizes are computed from: of placeholders, and of what counts."""
-    return {**row_sources(graph), **symbol_sources(graph)}
+    return {**symbol_sources(graph), **row_sources(graph)}
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -213,7 +213,7 @@ class SizeEmitter:
         self.graph, self.sizes = graph, sizes
         self._nodes: dict[Any, fx.Node] = {}
         rows = row_sources(graph)
-        self._sources = {**rows, **symbol_sources(graph)}
+        self._sources = {**symbol_sources(graph), **rows}  # a tangent has such a size, too
         self._late = {node for node, _ in rows.values()}  # rows, and the sizes that stem from them
         self.anchor = next(n for n in graph.nodes if n.op != "placeholder" and not _is_size(n))
         for node in graph.nodes:  # sizes that an earlier pass emitted
