@@ -1,10 +1,10 @@
 """Sizes that the data of a tensor decides: how many rows an expert gets, how many patches an image has.
 
 torch.export gives such a size an unbacked symbol, on which code cannot branch. In a `Program` it is an ordinary
-size with a hint, like those of the inputs: planning, fusing and differentiating need know nothing of it. It is the size of the
-result of an op (`megafx.rows`, `megafx.length`), which finds it by its name here, so that running the op on fakes again gives the
-same size. Hints are primes above those of capture/dims.py, or smaller where the trace relies on relations between sizes
-(`u0 + u1 == batch`), which hints have to meet. As with every size, what is traced holds for 0 and 1 too.
+size with a hint, like those of the inputs: planning, fusing and differentiating need know nothing of it. It is the size of
+the result of an op (`megafx.rows`, `megafx.length`), which finds it by its name here, so that running the op on fakes again
+gives the same size. Hints are primes above those of capture/dims.py, or smaller where the trace relies on relations between
+sizes (`u0 + u1 == batch`), which hints have to meet. As with every size, what is traced holds for 0 and 1 too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from megafx.ir.source_lines import is_user_file
 
 FIRST_HINT = 127
 _ATTEMPTS, _GREATEST_HINT = 200, 130  # of a search for hints
-_FUNCTIONS = {"FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod}
+_FUNCTIONS = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+}
 _FUNCTIONS |= {"Min": min, "Max": max}
 
 
@@ -166,11 +171,13 @@ class DataShapeEnv(ShapeEnv):
         return rounded, len(sympy.Add.make_args(expr)), len(of_data), expr.count_ops(), str(expr)
 
     def _without_guard(self, question: Any) -> sympy.Basic | None:
-        """The answer to a question about sizes that data decides: as in the trace, else by the hints. A guard would fix a size."""
+        """The answer to a question about sizes of data: as in the trace, else by the hints. A guard would fix a size."""
         answer = self._maybe_evaluate_static(question.xreplace(self.traced))
         if answer is not None:
             return answer
-        if isinstance(question, (sympy.Eq, sympy.Ne)) and not question.has(Mod, PythonMod):  # equal hints are an accident
+        if isinstance(question, (sympy.Eq, sympy.Ne)) and not question.has(
+            Mod, PythonMod
+        ):  # equal hints are an accident
             return sympy.sympify(isinstance(question, sympy.Ne))
         answer = question.xreplace({s: sympy.Integer(n) for s, n in self.backed_var_to_val.items()})
         return answer if answer in (sympy.true, sympy.false) else None
@@ -296,7 +303,9 @@ def hints_that_meet(relations: Sequence[sympy.Basic], known: Mapping[sympy.Symbo
         together.add_nodes_from(unknown)
     found: dict[sympy.Symbol, int] = {}
     for group in map(sorted_by_name, nx.connected_components(together)):
-        theirs = [r.xreplace({s: sympy.Integer(n) for s, n in known.items()}) for r in relations if r.free_symbols & {*group}]
+        theirs = [
+            r.xreplace({s: sympy.Integer(n) for s, n in known.items()}) for r in relations if r.free_symbols & {*group}
+        ]
         apart = [sympy.Le(r.lhs + 2, r.rhs) if isinstance(r, sympy.Le) else r for r in theirs]
         found |= _values(group, apart) or _values(group, theirs) or {}
     return found
@@ -307,14 +316,13 @@ def sorted_by_name(symbols: Iterable[sympy.Symbol]) -> list[sympy.Symbol]:
 
 
 def _values(symbols: list[sympy.Symbol], relations: list[sympy.Basic]) -> dict[sympy.Symbol, int] | None:
-    """By chance: random values for all but one, and all for that one. Small ones fit in sums of many."""
+    """By chance: random values for all but one, and all for that one; of at least 2, for torch takes 1 for a constant."""
     holds = sympy.lambdify(symbols, sympy.And(*relations, evaluate=False), modules=[_FUNCTIONS, "math"])
     draw = random.Random(0)
     for attempt in range(_ATTEMPTS):
-        least, greatest = (2, 3 + attempt // 20) if attempt < _ATTEMPTS // 2 else (1, 2 + attempt // 20)
-        values = [draw.randint(least, greatest) for _ in symbols]
+        values = [draw.randint(2, 3 + attempt // 10) for _ in symbols]
         at = draw.randrange(len(symbols))
-        for value in range(_GREATEST_HINT, 0, -1):
+        for value in range(_GREATEST_HINT, 1, -1):
             values[at] = value
             if holds(*values):
                 return dict(zip(symbols, values, strict=True))

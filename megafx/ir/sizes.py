@@ -182,7 +182,11 @@ def symbol_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
     return sources
 
 
-COUNTING = ("megafx.rows.default", "megafx.length.default", "megafx.repeats.default")  # ops whose result has a size that data decides
+COUNTING = (
+    "megafx.rows.default",
+    "megafx.length.default",
+    "megafx.repeats.default",
+)  # ops whose result has a size that data decides
 
 
 def row_sources(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int]]:

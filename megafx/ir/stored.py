@@ -224,8 +224,8 @@ class Writer:
         }
         env: Any = program.fake_mode.shape_env
         hints = {str(s): int(env.backed_var_to_val[s]) for s in self.symbols if s in env.backed_var_to_val}
-        rows = {name: str(count.node.expr) for name, count in getattr(env, "row_counts", {}).items()}
-        return form | {"hints": hints, "rows": rows}
+        rows = {name: str(count.node._expr) for name, count in getattr(env, "row_counts", {}).items()}
+        return form | {"hints": hints, "rows": {name: symbol for name, symbol in rows.items() if symbol in hints}}
 
     def sizes(self, sizes: Sizes) -> Any:
         primes = [[self(expr), prime] for expr, prime in sizes._prime_of.items()]

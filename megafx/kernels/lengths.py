@@ -1,13 +1,13 @@
-"""megafx::length: a number that code reads from a tensor and uses as a size; megafx::check_sizes: what is assumed of such numbers.
+"""megafx::length: a number that code reads from a tensor and uses as a size; check_sizes: what is assumed of such numbers.
 
     length(number integer [], size) -> int64 [n, 0], n the number          # n = lengths.max().item(); x[:, :n]
-    repeats(counts [m], size) -> int64 [n]: counts[0] times 0, counts[1] times 1, ...     # x.repeat_interleave(counts, 0)
+    repeats(counts [m], size) -> int64 [n]: counts[0] times 0, ...         # x.repeat_interleave(counts, 0)
     check_sizes(lengths, dims, sizes, relation, where, after) -> int64 [], an error unless the relation holds
 
-`.item()`, `int(tensor)` and `.tolist()` become `length` (passes/canonicalize/sizes.py). As with `rows` (kernels/nonzero.py) n is the
-size of a result, named `size` among the sizes of the graph (ir/data_sizes.py), and the host waits for it, as in eager mode. The
-result has no elements. A relation is one between numbers n0, n1, ... (sizes of `lengths` at `dims`) and sizes s0, s1, ...: "n0 + n1 == s0"; it has
-to see the numbers themselves, for elsewhere in the graph n0 + n1 is s0. after: a check that is made before.
+`.item()` and `.tolist()` become `length` (passes/canonicalize/sizes.py). As with `rows` (kernels/nonzero.py) n is the size of a
+result, named `size` among the sizes of the graph (ir/data_sizes.py), and the host waits for it, as in eager mode. The result
+has no elements. A relation is one between numbers n0, n1, ... (sizes of `lengths` at `dims`) and sizes s0, s1, ...: "n0 + n1
+== s0"; it has to see the numbers themselves, for elsewhere in the graph n0 + n1 is s0. after: a check that is made before.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def _compiled(relation: str) -> CodeType:
 def check_sizes(
     lengths: list[Tensor], dims: list[int], sizes: list[int], relation: str, where: str, after: Tensor | None
 ) -> Tensor:
-    values = {f"n{i}": x.shape[d] for i, (x, d) in enumerate(zip(lengths, dims, strict=True))} | {f"s{i}": n for i, n in enumerate(sizes)}
+    values = {f"n{i}": x.shape[d] for i, (x, d) in enumerate(zip(lengths, dims, strict=True))} | {
+        f"s{i}": n for i, n in enumerate(sizes)
+    }
     if not eval(_compiled(relation), {"__builtins__": {}, **_FUNCTIONS}, values):
         shown = re.sub(r"\b[ns]\d+\b", lambda name: str(values[name[0]]), relation)
         raise UsageError(

@@ -12,8 +12,14 @@ Before:  %n = nonzero(%mask)                              # [u0 1]
 After:   %n = rows(%mask, 'u0')                           # [s9 1]
          %r = rows(%m, 'u1'); %c = select(%r, 1, 0); %y = index(%x, [%c])
          %w[i] = select(%r, 1, i)
-Legal because: that is how these ops are defined. A write to rows that a mask selects (`y[mask] = rows`) becomes one to their
-indices in the same way. What is written without having the size of the rows is chosen with `where` (names.py).
+A whole number that is read from a tensor is the size of a result of `megafx.length`, rows that are repeated are those of
+`megafx.repeats`, and a check for each relation that the trace relies on is an output of the graph.
+
+Before:  %n = item(%count); %a = arange(%n); %y = add(%x, %a)
+After:   %l = length(%count, 'u0'); %k = check_sizes([%l], [0], [%s], 'n0 == s0', ...); %a = arange(%s); %y = add(%x, %a)
+Legal because: that is how these ops are defined, and sizes that a check compares are equal behind it. A write to rows that a
+mask selects (`y[mask] = rows`) becomes one to their indices in the same way. What is written without having the size of the
+rows is chosen with `where` (names.py).
 """
 
 from __future__ import annotations
@@ -127,7 +133,7 @@ def _with_sizes(editor: Editor, env: DataShapeEnv, value: Any) -> Any:
 
 
 def _try_with_hints(editor: Editor, env: DataShapeEnv, node: fx.Node) -> None:
-    """Refuse an op of which torch makes something else at sizes with hints than in the trace: passes compute it on such fakes."""
+    """Refuse an op whose fake is another at sizes with hints than in the trace: passes compute it on such fakes."""
     value = node.meta[VAL]
     if node.target in _NUMBERS or _unbacked(node, env):
         return  # the latter are refused where their sizes are used
@@ -310,7 +316,11 @@ def _parts(relation: sympy.Basic) -> tuple[list[sympy.Symbol], sympy.Expr]:
     """(u0 and u1, n) of u0 + u1 == n."""
     for sides in (relation.args, relation.args[::-1]):
         parts = sympy.Add.make_args(sides[0])
-        if isinstance(relation, sympy.Eq) and all(p.is_Symbol for p in parts) and not set(parts) & sides[1].free_symbols:
+        if (
+            isinstance(relation, sympy.Eq)
+            and all(p.is_Symbol for p in parts)
+            and not set(parts) & sides[1].free_symbols
+        ):
             return list(parts), sides[1]
     return [], sympy.Integer(0)
 
@@ -362,7 +372,7 @@ def root_sizes(editor: Editor) -> int:
 
 
 def refuse_numbers_from_data(editor: Editor) -> None:
-    """A Python number read from a tensor stops the device at each call, and a traced backward cannot compute with it.
+    """A number read from a tensor that is no size (a float, a truth value): a traced backward cannot compute with it.
 
     What selects by data and is no `rows` by now has a size that something fixed: it would be right for these data alone.
     """
