@@ -299,7 +299,9 @@ def _price(editor: Editor, env: DataShapeEnv) -> None:
     """Note for each number of rows what it is an equal share of: masks made of the same choice share its elements, numbers
     that are read from tensors the size that they add up to."""
     sizes, sources = editor.program.sizes, row_sources(editor.graph)
-    parts = {s: (total, len(each)) for each, total in map(_parts, env.relied_on) for s in each}
+    parts = {
+        s: (total, len(each)) for each, total in map(_parts, env.relied_on) for s in each if not env.of_data(total)
+    }
     masks = {symbol: node for symbol, (node, _) in sources.items() if node.target is rows}
     choices = {symbol: _choice(node.args[0]) for symbol, node in masks.items()}  # type: ignore[arg-type]
     for symbol, (node, _) in sources.items():
