@@ -29,6 +29,10 @@ _ITEM = (
     "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
     "keep it a tensor, or pass the number as an argument of the call",
 )
+GENERATOR = (
+    "a torch.Generator (or another object) is an argument of an op: a graph cannot hold its state",
+    "draw from torch's default generator (`torch.manual_seed`), or draw before the call and pass what was drawn",
+)
 _SELECT = (
     "the shape of a result depends on the data of a tensor (nonzero, x[mask], unique)",
     "compute on the whole tensor with torch.where or a mask; a loss that does so can be computed from the model's output in "
@@ -40,7 +44,7 @@ def translate(error: Exception, model: nn.Module) -> CaptureError:
     """The CaptureError for an exception raised while exporting."""
     module, source = _where(error, model)
     found, fix = _what(error, source)
-    if (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT):
+    if (found, fix) in (_BRANCH, _COUNT, _LOOP, _ITEM, _SELECT, GENERATOR):
         fix = or_leave_eager(fix, module)
     return CaptureError(found, fix=fix, module=module, source=source)
 
@@ -77,6 +81,8 @@ def _what(error: Exception, source: SourceLine | None) -> tuple[str, str]:
         return _SELECT
     if "DataDependentOutput" in name:
         return _ITEM
+    if "generator" in code and "concrete integers" in message:
+        return GENERATOR
     if "Constraints violated" in message:
         return (
             "the model computes with sizes that the call does not determine: " + _first_line(message, "  - "),

@@ -93,13 +93,7 @@ def capture_call(
         if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))):
             raise unsupported_leaf(name, value)
     refuse_quantised(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise CaptureError(
-                f"'{name}' has no shape yet: a lazy module takes it from its first call",
-                fix="call the model once on a batch before it is parallelized",
-                module=name.rpartition(".")[0],
-            )
+    refuse_lazy(model)
     module = model.get_submodule(part)
     where = device or target_device(model, [value for _, value in leaves])
     root = _Call(model, loss_fn, _part_forward(module) if part else forward)
@@ -143,6 +137,17 @@ def capture_call(
             small = program.call.undecided(args, kwargs, loss_inputs)
             general = program if small else None
             constant |= small.keys() or few
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise CaptureError where a parameter or buffer has no shape yet."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"'{name}' has no shape yet: a lazy module takes it from its first call",
+                fix="call the model once on a batch before it is parallelized",
+                module=name.rpartition(".")[0],
+            )
 
 
 def _both_ways(

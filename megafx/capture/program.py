@@ -15,6 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import ORDER_KEY, CacheKey, OutputKey
+from megafx.capture.errors import GENERATOR
 from megafx.capture.functions import region_of
 from megafx.capture.tensor_hooks import gradient_in_forward
 from megafx.errors import CaptureError, or_leave_eager
@@ -113,15 +114,8 @@ def _object_in_graph(node: fx.Node, target: str) -> CaptureError:
     """The error for an op that takes what is no tensor, number or string: a torch.Generator, mostly."""
     reader = next(iter(node.users), node)
     module = reader.meta.get(FQN)
-    return CaptureError(
-        "a torch.Generator (or another object) is an argument of an op: a graph cannot hold its state",
-        fix=or_leave_eager(
-            "draw from torch's default generator (`torch.manual_seed`), or draw before the call and pass what was drawn",
-            module,
-        ),
-        module=module,
-        source=reader.meta.get(SOURCE),
-    )
+    found, fix = GENERATOR
+    return CaptureError(found, fix=or_leave_eager(fix, module), module=module, source=reader.meta.get(SOURCE))
 
 
 def name_outputs(

@@ -105,7 +105,7 @@ class Overrides:
         for pattern, style in self.styles.items():
             matching = [n for n in names if _matches(n, pattern)]
             if not matching:
-                known = sorted({n.removesuffix(".weight") for n in names})
+                known = sorted({*names, *(n.removesuffix(".weight") for n in names)})
                 close = difflib.get_close_matches(pattern, known, 3, 0.4)
                 fix = f"did you mean {', '.join(close)}?" if close else "see model.named_parameters()"
                 raise PlanError(f"override '{pattern}' matches no parameter and no module of the model", fix=fix)

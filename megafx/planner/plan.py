@@ -193,6 +193,12 @@ class Plan:
     def _of(data: dict[str, Any], sizes: Sizes) -> Plan:
         if (found := data.pop("format", None)) != FORMAT:
             raise PlanError(f"plan format {found!r}, expected {FORMAT}", fix="plan again")
+        if wrong := [
+            f"{name} is {data[name]!r:.80}" for name, kinds in _KINDS.items() if type(data[name]) not in kinds
+        ]:
+            raise ValueError("; ".join(wrong))
+        if data["t"] < 1 or any(type(size) is not int for size in data["workload"].values()):
+            raise ValueError(f"t is {data['t']}, the workload {data['workload']!r:.80}")
         for name in data["workload"]:
             sizes.symbols.setdefault(name, sympy.Symbol(name, integer=True, positive=True))
         reader = _SizeText(sizes)
@@ -220,17 +226,27 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """The plan saved at `path`; a PlanError names the file."""
-        size = Path(path).stat().st_size
-        if size > _LARGEST_FILE:
-            found = f"'{path}' has {size / 2**20:.0f} MiB; a plan has {_LARGEST_FILE / 2**20:.0f} MiB at most"
-            raise PlanError(found, fix="give the file that Plan.save wrote")
+        fix = "give the file that Plan.save wrote"
         try:
-            return Plan.from_json(Path(path).read_text())
-        except (PlanError, UnicodeDecodeError) as error:
-            raise PlanError(f"'{path}': {getattr(error, 'found', error)}", fix=getattr(error, "fix", "")) from error
+            size = Path(path).stat().st_size
+            if size > _LARGEST_FILE:
+                found = f"'{path}' has {size / 2**20:.0f} MiB; a plan has {_LARGEST_FILE / 2**20:.0f} MiB at most"
+                raise PlanError(found, fix=fix)
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"'{path}' cannot be read: {getattr(error, 'strerror', None) or error}", fix=fix) from error
+        try:
+            return Plan.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"'{path}': {error.found}", fix=error.fix) from error
 
 
 _LARGEST_FILE = 2**28  # a plan of 1,000 layers takes some MiB
+_KINDS: dict[str, tuple[type, ...]] = {  # of the entries of a saved plan
+    **{"t": (int,), "axis": (str,), "sequence_parallel": (bool,), "flat_tokens": (bool,), "hardware": (str,)},
+    **dict.fromkeys(("workload", "params", "ops", "conversions", "replicated"), (dict,)),
+    **{"removals": (list,), "cost_us": (int, float)},
+}
 
 _CALLS: dict[str, Callable[..., sympy.Expr]] = {  # functions of sizes, by the names that sympy prints
     **{name: getattr(functions, name) for name in ("FloorDiv", "CleanDiv", "Mod", "PythonMod", "ModularIndexing")},

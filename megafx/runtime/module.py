@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from megafx.capture.export import refuse_lazy
 from megafx.capture.quantised import refuse_quantised
 from megafx.distributed import agreement
 from megafx.distributed.failures import meet
@@ -225,6 +226,7 @@ def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: 
     if RUNTIME in vars(model):
         raise UsageError("the model is parallelized already", fix="call megafx.parallelize once a model")
     refuse_quantised(model, runtime.t)
+    refuse_lazy(model)
     if runtime.mesh is not None:
         refuse_stale_optimizers(model)
         replicate_parameters(model, runtime.mesh)
@@ -232,7 +234,14 @@ def make_parallel(runtime: Runtime, example: Example | None = None, *, compile: 
             runtime.note("agreement", f"'{name}' differed between ranks: rank 0's value is used")
     _install(runtime)
     if example is not None:
-        runtime.start(*example, compile=compile)
+        try:
+            runtime.start(*example, compile=compile)
+        except BaseException:
+            if runtime.mesh is None:  # so that it can be parallelized once more, as the error advises
+                remove_guards(model)
+                model.__class__ = runtime.original
+                del vars(model)[RUNTIME]
+            raise
     return model
 
 

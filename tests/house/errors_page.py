@@ -34,10 +34,13 @@ class Source:
 
     tree: ast.Module
     functions: list[ast.FunctionDef] = field(init=False)
+    calls: list[ast.Call] = field(init=False)
     constants: dict[str, ast.expr] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.functions = [n for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef)]
+        nodes = list(ast.walk(self.tree))
+        self.functions = [n for n in nodes if isinstance(n, ast.FunctionDef)]
+        self.calls = [n for n in nodes if isinstance(n, ast.Call)]
         self.constants = {
             t.id: n.value
             for n in self.tree.body
@@ -73,6 +76,17 @@ def sources() -> list[Source]:
 
 
 @cache
+def callers() -> dict[str, list[tuple[Source, ast.Call]]]:
+    """The calls of a function or method, by its name."""
+    found: dict[str, list[tuple[Source, ast.Call]]] = defaultdict(list)
+    for source in sources():
+        for call in source.calls:
+            if isinstance(call.func, (ast.Name, ast.Attribute)):
+                found[call.func.id if isinstance(call.func, ast.Name) else call.func.attr].append((source, call))
+    return found
+
+
+@cache
 def imported() -> dict[str, ast.expr]:
     """The texts that a file may take from another one."""
     return {name: value for source in sources() for name, value in source.constants.items() if name.isupper()}
@@ -93,6 +107,14 @@ def text_of(node: ast.expr | None, place: Place) -> list[str]:
             return [text for value in values for text in text_of(value, place)]
         case ast.Call(func=ast.Name(id="or_leave_eager"), args=[first, *_]):
             return [f"{text}; or leave the module eager" for text in text_of(first, place)]
+        case ast.Call(func=ast.Name(id="did_you_mean")):
+            return ["did you mean <close>? "]
+        case ast.Subscript(value=value):  # the first characters
+            return text_of(value, place)
+        case ast.Call(func=ast.Attribute(attr="join"), args=[ast.List(elts=[first, *_])]):
+            return [f"{text} <...>" for text in text_of(first, place)]
+        case ast.Call(func=ast.Attribute(value=value, attr="strip")):
+            return [text.strip() for text in text_of(value, place)]
         case ast.Name(id=name):
             given = [
                 n.value for n in place.assigned() if any(isinstance(t, ast.Name) and t.id == name for t in n.targets)
@@ -129,15 +151,13 @@ def rows(found: ast.expr, fix: ast.expr | None, place: Place) -> Iterator[tuple[
     }
     if place.function and passed:  # by callers of a function that makes the error
         called = arguments[arguments[:1] == ["self"] :]
-        for source in sources():
-            for call in ast.walk(source.tree):
-                if isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] == place.function.name:
-                    given = dict(zip(called, call.args, strict=False)) | {k.arg or "": k.value for k in call.keywords}
-                    a, b = (given.get(x.id) if isinstance(x, ast.Name) and x.id in passed else x for x in (found, fix))
-                    if a is not None:
-                        yield from rows(a, b, Place(source, call.lineno))
+        for source, call in callers().get(place.function.name, ()):
+            given = dict(zip(called, call.args, strict=False)) | {k.arg or "": k.value for k in call.keywords}
+            a, b = (given.get(x.id) if isinstance(x, ast.Name) and x.id in passed else x for x in (found, fix))
+            if a is not None:
+                yield from rows(a, b, Place(source, call.lineno))
         return
-    fixes = " or: ".join(text_of(fix, place))
+    fixes = " or: ".join(filter(None, text_of(fix, place)))
     yield from ((text, fixes) for text in text_of(found, place))
 
 
@@ -160,7 +180,7 @@ def _pairs(value: ast.expr, place: Place) -> Iterator[tuple[str, str]]:
 def raised() -> Iterator[tuple[str, str, str]]:
     """(class, what was found, what to do) of each error that is made in the sources."""
     for source in sources():
-        for call in ast.walk(source.tree):
+        for call in source.calls:
             match call:
                 case ast.Call(func=ast.Name(id=name), args=[found, *_]) if name in CLASSES:
                     fix = next((k.value for k in call.keywords if k.arg == "fix"), None)

@@ -213,7 +213,42 @@ def test_sizes_of_a_file_are_not_run(size: object, tmp_path: Path, monkeypatch: 
 )
 def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(PlanError, match=r"plan.json': "):
+    with pytest.raises(PlanError, match=r"plan.json'"):
+        Plan.load(tmp_path / "plan.json")
+
+
+WRONG = {
+    **{"t": [0, -1, 2.0, "2", True, None], "axis": [3], "sequence_parallel": [1, "yes"], "flat_tokens": [None]},
+    **{"hardware": [None, 3], "cost_us": ["1", None, True], "workload": [[], {"batch": "1"}, {"batch": 1.5}]},
+    **{
+        "replicated": [[], 3],
+        "removals": [{}, [3]],
+        "conversions": [[], {"x": 3}],
+        "params": [[], {"w": 3}, {"w": ["X"]}],
+    },
+    **{"ops": [3, {"mm": {}}, {"mm": 3}], "more": [1]},
+}
+
+
+def test_entries_of_wrong_types_are_refused(tmp_path: Path) -> None:
+    right, file = json.loads(_plan().to_json()), tmp_path / "plan.json"
+    for name, values in WRONG.items():
+        for value in values:
+            file.write_text(json.dumps(right | {name: value}))
+            with pytest.raises(PlanError, match=r"plan.json': this is no plan: "):
+                Plan.load(file)
+    for name in right.keys() - {"format"}:
+        file.write_text(json.dumps({k: v for k, v in right.items() if k != name}))
+        with pytest.raises(PlanError, match=r"plan.json': this is no plan: "):
+            Plan.load(file)
+    file.write_text(json.dumps(right))
+    assert Plan.load(file).t == right["t"]
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "plan.json", "wb") as file:
+        file.truncate(60 * 2**30)  # a sparse one
+    with pytest.raises(PlanError, match=r"plan.json' has 61440 MiB; a plan has 256 MiB at most\n  fix: give the file"):
         Plan.load(tmp_path / "plan.json")
 
 

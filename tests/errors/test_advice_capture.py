@@ -1,0 +1,283 @@
+"""Covers: the advice of errors of capture: each is raised by a model, and by the model that follows the advice it is not:
+output and gradients are then those of eager mode, on one rank."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from advice import refused
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+import megafx
+from megafx.capture.export import capture_call
+from megafx.config import Config
+
+ONE = Config(tensor_model_parallel_size=1, cache=False)
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 3, 4)
+
+
+class Block(nn.Module):
+    """forward is fn(self, x); layers, a table and a list to play with."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn, self.seen, self.limit = fn, [], 0
+        self.lin, self.table = nn.Linear(4, 4), nn.Embedding(4, 4)
+        self.register_buffer("buffer", torch.zeros(4))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(self, *args, **kwargs)
+
+    def keep(self, grad: Tensor) -> None:
+        self.kept = grad
+
+
+class Net(nn.Module):
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), Block(fn)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        return self.block(self.first(x), **kwargs)
+
+
+def made(fn: Callable[..., Any]) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(fn).double()
+
+
+def call(fn: Callable[..., Any], config: Config = ONE, **kwargs: Any) -> None:
+    megafx.parallelize(made(fn), config)(X, **kwargs)
+
+
+def works(fn: Callable[..., Any], config: Config = ONE, model: nn.Module | None = None, **kwargs: Any) -> None:
+    """Two calls of it are those of eager mode: outputs and gradients."""
+    eager = made(fn) if model is None else model
+    ours = megafx.parallelize(copy.deepcopy(eager), config)
+    for scale in (1.0, -0.5):
+        found = []
+        for net in (eager, ours):
+            net.zero_grad()
+            x = (X * scale).requires_grad_()
+            out = net(x, **kwargs)
+            out.square().sum().backward()
+            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in net.named_parameters()}
+            found.append({"output": out.detach(), "x": x.grad} | grads)
+        torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+def eager(fn: Callable[..., Any]) -> None:
+    """The other way that the advice names: the module is left out of the graph."""
+    works(fn, Config(tensor_model_parallel_size=1, cache=False, eager_modules=["block"]))
+
+
+DECISIONS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "a branch": (
+        "a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor",
+        lambda m, x: m.lin(x) if x.sum() > 0 else x,
+        lambda m, x: torch.where(x.sum() > 0, m.lin(x), x),
+    ),
+    "a number": (
+        "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",
+        lambda m, x: m.lin(x) * x.max().item(),
+        lambda m, x: m.lin(x) * x.max(),
+    ),
+    "vmap": (
+        "torch.vmap inside of the model",
+        lambda m, x: torch.vmap(lambda row: m.lin(row) * row.sum())(x),
+        lambda m, x: m.lin(x) * x.sum((1, 2), keepdim=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_depends_on_data(name: str) -> None:
+    row, wrong, right = DECISIONS[name]
+    with refused(row) as error:
+        call(wrong)
+    works(right)
+    if "eager_modules" in error[0].fix:
+        eager(wrong)
+
+
+def test_rows_that_data_select() -> None:
+    def wrong(m: Any, x: Tensor) -> Tensor:
+        rows = (x.sum(-1) > 0).nonzero()
+        return m.lin(x) if len(rows) > 1 else x
+
+    with refused("a Python decision (`if`, `while`, `assert`, `len()`) depends on how many rows"):
+        call(wrong)
+    eager(wrong)
+
+    def asks_nothing(m: Any, x: Tensor) -> Tensor:
+        out, rows = torch.zeros_like(x).flatten(0, 1), (x.sum(-1) > 0).flatten().nonzero().squeeze(-1)
+        return out.index_add(0, rows, m.lin(x.flatten(0, 1)[rows]))
+
+    works(asks_nothing)
+
+    def unique(m: Any, x: Tensor) -> Tensor:
+        return m.lin(x)[(x > 0).long().unique()].sum()
+
+    with refused("<what> depends on the data of a tensor"):
+        call(unique)
+    works(lambda m, x: torch.where(x > 0, m.lin(x), 0.0))
+
+
+CHANGES: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "a value with a gradient is written": (
+        "<found>, which cannot be made functional",
+        lambda m, x: _doubled(m.lin(x)),
+        lambda m, x: m.lin(x) * 2,
+    ),
+    "sparse gradients": (
+        "an embedding with sparse=True has a sparse gradient",
+        lambda m, x: F.embedding((x > 0).long(), m.table.weight, sparse=True),
+        lambda m, x: F.embedding((x > 0).long(), m.table.weight),
+    ),
+    "max_norm": (
+        "max_norm of an embedding writes into its weight in forward",
+        lambda m, x: F.embedding((x > 0).long(), m.table.weight, max_norm=1.0),
+        lambda m, x: (e := m.table((x > 0).long())) * (1.0 / e.norm(dim=-1, keepdim=True)).clamp(max=1.0),
+    ),
+    "running statistics": (
+        "instance_norm updates running statistics in training",
+        lambda m, x: F.instance_norm(x, m.buffer[:3].clone(), torch.ones(3).double()) + m.lin(x),
+        lambda m, x: F.instance_norm(x) + m.lin(x),
+    ),
+    "gradients inside": (
+        "forward differentiates (torch.autograd.grad)",
+        lambda m, x: torch.autograd.grad(m.lin(x).square().sum(), x, create_graph=True)[0],
+        lambda m, x: m.lin(x),
+    ),
+    "retain_grad": (
+        "retain_grad() on a value inside of forward",
+        lambda m, x: (y := m.lin(x), y.retain_grad())[0],
+        lambda m, x: (y := m.lin(x), y.register_hook(m.keep))[0],
+    ),
+    "other numbers": (
+        "forward reads <what>: a graph would have the same at every call",
+        lambda m, x: m.lin(x) * random.random(),
+        lambda m, x, number=0.5: m.lin(x) * number,
+    ),
+    "a list that is read": (
+        "forward extends the list '<name>' and reads it",
+        lambda m, x: (m.seen.append(x.sum()), m.lin(x) * m.seen[0])[1],
+        lambda m, x: (m.seen.append(x.sum()), m.lin(x))[1],
+    ),
+    "an object that is written": (
+        "forward changes '<name>' (to a <__module__>.<__qualname__>) in a way that a graph cannot follow",
+        lambda m, x: (setattr(m, "limit", Odd(x.sum())), m.lin(x))[1],
+        lambda m, x: (setattr(m, "limit", x.detach().sum()), m.lin(x))[1],
+    ),
+}
+
+
+def _doubled(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.mul_(2)
+
+
+class Odd:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_forward_does(name: str) -> None:
+    row, wrong, right = CHANGES[name]
+    with refused(row):
+        call(wrong)
+    works(right)
+
+
+def test_randomness() -> None:
+    with refused("<target> draws random numbers that depend on the process"):
+        call(lambda m, x: m.lin(x) * torch.poisson(x.exp()))
+    works(lambda m, x, noise: m.lin(x) * noise, noise=torch.poisson(X.exp()))
+    call(lambda m, x: F.dropout(m.lin(x)))
+    generator = torch.Generator()
+    with refused("a torch.Generator (or another object) is an argument of an op"):
+        call(lambda m, x: m.lin(x) + torch.randn(x.shape, generator=generator, dtype=x.dtype))
+    call(lambda m, x: m.lin(x) + torch.randn_like(x))
+    works(lambda m, x, noise: m.lin(x) + noise, noise=torch.randn(X.shape, dtype=X.dtype, generator=generator))
+
+
+def test_arguments() -> None:
+    with refused("argument <name> is a <__module__>.<__qualname__>"):
+        call(lambda m, x, odd: m.lin(x), odd=Odd(1))
+    works(lambda m, x, odd: m.lin(x) * odd["a"][0], odd={"a": (2.0, "b")})
+    with refused("<target> of different dtypes"):
+        megafx.parallelize(made(lambda m, x: m.lin(x)), ONE)(X.float())
+    megafx.parallelize(made(lambda m, x: m.lin(x)), ONE)(X.float().to(torch.float64))
+    mixed = made(lambda m, x: m.lin(x)).float()
+    with torch.autocast("cpu"):
+        megafx.parallelize(mixed, ONE)(X.bfloat16())
+    with refused("the call does not fit the model"):
+        megafx.parallelize(made(lambda m, x: m.lin(x)).block.lin, ONE)(X, more=1)
+    megafx.parallelize(made(lambda m, x: m.lin(x)).block.lin, ONE)(X)
+    with refused("loss_inputs without a loss_fn"):
+        capture_call(made(lambda m, x: m.lin(x)), (X,), loss_inputs={"target": X})
+    model = made(lambda m, x: m.lin(x))
+    loss, _ = megafx.parallelize(model, ONE, loss_fn=F.mse_loss)(X, loss_inputs={"target": X})
+    loss.backward()
+    with refused("the inputs of a <__name__> are unknown"):
+        megafx.plan(made(lambda m, x: m.lin(x)))
+    megafx.plan(made(lambda m, x: m.lin(x)), ONE, example_inputs=(X,))
+
+
+def test_modules() -> None:
+    lazy = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with refused("'<name>' has no shape yet"):
+        megafx.parallelize(lazy, ONE, example_inputs=(X.float(),))
+    lazy(X.float())
+    works(None, model=lazy.double())  # type: ignore[arg-type]  # the model is given
+    with refused("forward converts a module"):
+        call(lambda m, x: m.lin.float()(x.float()))
+    with refused("a backward hook of the old kind"):
+        model = made(lambda m, x: m.lin(x))
+        model.block.lin.register_backward_hook(lambda *given: None)
+        megafx.parallelize(model, ONE)(X)
+    model = made(lambda m, x: m.lin(x) if x.sum() > 0 else x)  # the same object is parallelized once more
+    with refused("a Python decision (`if`, `while`, `assert`, `bool()`, `int()`) depends on the data of a tensor"):
+        megafx.parallelize(model, ONE, example_inputs=(X,))
+    assert type(model) is Net
+    left = Config(tensor_model_parallel_size=1, cache=False, eager_modules=["block"])
+    megafx.parallelize(model, left, example_inputs=(X,))(X).sum().backward()
+    model = made(lambda m, x: m.lin(x))
+    model.block.lin.register_full_backward_hook(lambda *given: None)
+    works(None, model=model)  # type: ignore[arg-type]  # the model is given
+
+
+def test_functions_that_take_functions() -> None:
+    class Call(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, run: Callable[..., Tensor], x: Tensor) -> Tensor:
+            return run(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return None, grad
+
+    with refused("<__qualname__> (<__module__>) is given a function to call"):
+        call(lambda m, x: Call.apply(m.lin, x))
+    works(lambda m, x: m.lin(x))
+    works(lambda m, x: checkpoint.checkpoint(m.lin, x, use_reentrant=True))
+
+
+def test_code_that_stays_eager() -> None:
+    config = Config(tensor_model_parallel_size=1, cache=False, eager_modules=["block"])
+    with refused("the size of a result depends on data"):
+        call(lambda m, x: m.lin(x[x > 0].view(-1, 1).expand(-1, 4)), config)
+    works(lambda m, x: m.lin(x) * (x > 0), config)
+    with refused("<note>, and fails on them"):
+        call(lambda m, x: m.lin(x).view(2, 3, 4) * 2, config)
+    works(lambda m, x: m.lin(x).view(x.shape) * 2, config)
+    with refused("a module that is left eager returns another structure"):
+        call(lambda m, x: (x, x) if x.shape[0] % 29 == 0 else (x,), config)

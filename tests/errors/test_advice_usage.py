@@ -1,0 +1,232 @@
+"""Covers: the advice of errors of parallelized models in use, of the command and of tools: each is raised, and then followed.
+(On ranks: the tests that tests/house/test_advice.py lists.)"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from advice import refused
+from torch import nn
+
+import megafx
+from megafx import cli
+from megafx.checks.rules import check_rules
+from megafx.config import Config
+from megafx.planner.plan import Plan
+from megafx.report.report import Report
+
+ONE = Config(tensor_model_parallel_size=1, cache=False)
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+
+
+class Net(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.drop, self.down = nn.Linear(4, 6), nn.Dropout(p), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        out = self.down(self.drop(self.up(x).tanh()))
+        return out if targets is None else (F.mse_loss(out, targets), out)
+
+
+def net(p: float = 0.0) -> Net:
+    return Net(p).double()
+
+
+def ours(config: Config = ONE, p: float = 0.0, **options: Any) -> Any:
+    return megafx.parallelize(net(p), config, **options)
+
+
+def test_reports_and_plans(tmp_path: Path) -> None:
+    two = Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
+    with refused("<__name__> is not parallelized"):
+        megafx.explain(net())
+    model = ours()
+    with refused("no call is planned yet"):
+        megafx.explain(model)
+    with refused("no call is compiled yet"):
+        model.print_readable()
+    model(X)
+    assert str(megafx.explain(model)) and model.print_readable()
+    assert str(megafx.explain(ours(example_inputs=(X,))))
+    plan = megafx.plan(net(), two, example_inputs=(X,))
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    with refused("this plan was loaded, so it has no graph to explain"):
+        megafx.explain(loaded)
+    assert "plan on tp=2" in str(loaded) and str(megafx.explain(plan))
+    with refused("no node of the graph belongs to module"):
+        model.print_readable("upp")
+    assert model.print_readable("up")
+    megafx.explain(plan).html(tmp_path / "page.html")
+    (tmp_path / "text").write_text("?")
+    with refused("'<path>' is no report and no plan"):
+        megafx.diff(tmp_path / "text", tmp_path / "plan.json")
+    with refused("there is no file '<path>'"):
+        megafx.diff(tmp_path / "page.htm", tmp_path / "plan.json")
+    assert megafx.diff(tmp_path / "page.html", tmp_path / "page.html") == ""
+    assert megafx.diff(tmp_path / "plan.json", tmp_path / "plan.json") == ""
+    with refused("a saved plan has no report to draw"):
+        megafx.diff(tmp_path / "plan.json", tmp_path / "plan.json", html=tmp_path / "both.html")
+    megafx.diff(tmp_path / "page.html", tmp_path / "page.html", html=tmp_path / "both.html")
+    assert isinstance(megafx.explain(plan), Report)
+    with refused("no optimizer '<optimizer>' is known") as error:
+        megafx.predict_memory(net(), two, example_inputs=(X,), optimizer="adamm")
+    megafx.predict_memory(net(), two, example_inputs=(X,), optimizer=error[0].fix.split()[2].rstrip(","))
+    with refused("gpus=<gpus>, batches=<batches> leave nothing to search"):
+        megafx.search(net(), gpus=0, memory="80GiB", example_inputs=(X,))
+
+
+def test_calls() -> None:
+    model = ours()
+    with refused("the model is parallelized already"):
+        megafx.parallelize(model, ONE)
+    with refused("a parallelized model cannot be pickled"):
+        pickle.dumps(model)
+    again = net()
+    again.load_state_dict(pickle.loads(pickle.dumps(model.state_dict())))
+    torch.testing.assert_close(megafx.parallelize(again, ONE)(X), model(X))
+    with refused("forward-mode automatic differentiation"), forward_ad.dual_level():
+        model(forward_ad.make_dual(X, torch.ones_like(X)))
+    _, tangent = torch.autograd.functional.jvp(model, X, torch.ones_like(X))
+    torch.testing.assert_close(tangent, torch.autograd.functional.jvp(net(), X, torch.ones_like(X))[1])
+    loss = model(X).sum()
+    loss.backward()
+    with refused("backward ran through this call's graph before"):
+        loss.backward()
+    loss = model(X).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    model.new = nn.Linear(4, 4)
+    with refused("<new> parameters were added after megafx.parallelize"):
+        model(X)
+    first = net()
+    first.new = nn.Linear(4, 4)
+    megafx.parallelize(first, ONE)(X)
+
+
+def test_gradients_of_gradients() -> None:
+    model, x = ours(p=0.5), X.clone().requires_grad_()
+    with refused("<where>: it is computed in eager mode, whose dropout draws other masks"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    model.eval()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+def test_values_on_meta(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Net().double()
+    model = megafx.parallelize(model, ONE)
+    with refused("a call of a model whose parameters are on the meta device"):
+        model(X)
+    with refused("<bare> have no values"):
+        megafx.save_pretrained(model, tmp_path)
+    with refused("'<name>' is on the meta device: it has no values to save"):
+        megafx.save_checkpoint(tmp_path, model, step=0)
+    with refused("verify computes, so it needs real weights and inputs"):
+        megafx.verify(Net().to("meta"), Config(tensor_model_parallel_size=2), example_inputs=(X.to("meta"),))
+    with refused("how a <__name__> is built is not known"):
+        megafx.initialize(model)
+    with refused("the factory made a <__name__>"):
+        megafx.initialize(model, lambda: (net(),))
+    with refused("the factory's model is not this one"):
+        megafx.initialize(model, lambda: nn.Linear(4, 4))
+    megafx.initialize(model, net)
+    torch.testing.assert_close(model(X), net()(X))
+    megafx.save_pretrained(model, tmp_path / "files")
+    megafx.save_checkpoint(tmp_path / "run", model, step=0)
+    with torch.device("meta"):
+        other = megafx.parallelize(Net().double(), ONE)
+    megafx.load_safetensors(other, tmp_path / "files")
+    torch.testing.assert_close(other(X), net()(X))
+
+
+def test_constructors() -> None:
+    with torch.device("meta"):
+        model = megafx.parallelize(Net().double(), ONE)
+    shared = torch.ones(4, dtype=torch.float64)
+
+    def by_values() -> nn.Module:
+        made = net()
+        nn.init.constant_(made.up.bias, float(made.up.weight[made.up.weight > 0].sum()))
+        return made
+
+    def writes() -> nn.Module:
+        shared.add_(1)
+        return net()
+
+    with refused("the constructor makes something of the values of a tensor"):
+        megafx.initialize(model, by_values)
+    with refused("<func> writes a tensor that was there before the constructor ran"):
+        megafx.initialize(model, writes)
+    megafx.initialize(model, net)
+    built = megafx.parallelize(by_values(), ONE)
+    torch.testing.assert_close(built(X), by_values()(X))
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    model = ours()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with refused("save_checkpoint(step="):
+        megafx.save_checkpoint(tmp_path, model, step=-1)
+    saved = megafx.save_checkpoint(tmp_path, model, optimizer, step=1)
+    with refused("'<folder>' is a checkpoint itself"):
+        megafx.save_checkpoint(saved, model, step=2)
+    megafx.save_checkpoint(saved.parent, model, step=2)
+    with refused("the optimizer holds <unknown> parameters that the model does not have"):
+        megafx.save_checkpoint(tmp_path / "other", ours(), optimizer, step=1)
+    megafx.save_checkpoint(tmp_path / "other", model, optimizer, step=1)
+
+
+def test_rules_and_dumps(tmp_path: Path) -> None:
+    with refused("'<op>' has no sharding rule") as error:
+        check_rules(["aten.addmmm.default"])
+    name = error[0].fix.removeprefix("did you mean ").rstrip("?").split(", ")[0]
+    assert check_rules([name])
+    with refused("'<folder>' is not a dump folder"):
+        megafx.replay(tmp_path, net(), example_inputs=(X,))
+    with megafx.debug(dump=str(tmp_path / "dump")):
+        megafx.plan(net(), Config(tensor_model_parallel_size=2, hardware="h100-nvlink"), example_inputs=(X,))
+    megafx.replay(tmp_path / "dump", net(), example_inputs=(X,))
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self): super().__init__(4, 4)\n"
+    )
+
+    def run(*words: str) -> str:
+        assert cli.main([*words]) == 2, words
+        return str(capsys.readouterr().err)
+
+    one = ["plan", "nets:Net", "--tp", "2", "--hardware", "h100-nvlink"]
+    for wrong, text in (
+        (["--gpus", "8"], "--gpus and --memory go together"),
+        (["--json", "x.json"], "--json without --gpus"),
+        (["--set", "size"], "--set size has no value"),
+        ([], "the inputs of a Net are unknown"),
+    ):
+        assert text in run(*one, *wrong)
+    assert "--import nothing" in run("check-rules", "--import", "nothing_here")
+    good = [*one, "--input", "float32[3,4]"]
+    assert cli.main([*good, "--save", "plan.json"]) == 0 and json.loads((tmp_path / "plan.json").read_text())
+    assert cli.main(["explain", *good[1:], "--json", "report.json"]) == 0
+    (tmp_path / "rules.py").write_text("")
+    assert cli.main(["check-rules", "--import", "rules", "aten.relu.default"]) == 0
+
+
+def test_copies() -> None:
+    model = ours()
+    model(X)
+    torch.testing.assert_close(copy.deepcopy(model)(X), net()(X))
