@@ -40,7 +40,16 @@ from megafx.capture.quantised import refuse_quantised
 from megafx.capture.small_sizes import listing
 from megafx.capture.tensor_hooks import place_hooks
 from megafx.errors import CaptureError, MegafxError
-from megafx.ir.call_spec import CallSpec, Leaf, ambient_autocast, call_tree, leaf_name, no_autocast, violated
+from megafx.ir.call_spec import (
+    CallSpec,
+    Leaf,
+    ambient_autocast,
+    call_tree,
+    leaf_name,
+    no_autocast,
+    register_dataclasses,
+    violated,
+)
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.python_state import Place
@@ -88,6 +97,8 @@ def capture_call(
     if loss_inputs and loss_fn is None:
         raise CaptureError("loss_inputs without a loss_fn", fix="pass loss_fn= to parallelize, or drop loss_inputs")
     tree = call_tree(args, kwargs, loss_inputs)
+    while register_dataclasses(pytree.tree_leaves(tree)):
+        pass
     leaves = [(leaf_name(path), value) for path, value in pytree.tree_flatten_with_path(tree)[0]]
     for name, value in leaves:
         if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))):
@@ -164,7 +175,7 @@ def _both_ways(
     except CaptureError as error:
         reason = error.found
     else:
-        if _result_types(program) == _result_types(baked):
+        if _result_types(program) == _result_types(baked) and _numbers_read(program) == _numbers_read(baked):
             return program
         reason = "as tensors they mean something else to the model"
     names = ", ".join(sorted([*varying, *state]))
@@ -176,6 +187,12 @@ def _result_types(program: Program) -> list[Any]:
     """Equal for two captures unless a number, given as a tensor, was taken for something else (an index, say)."""
     values = [n.meta[VAL] for n in program.output_node().all_input_nodes]
     return [(str(v.shape), v.dtype) if isinstance(v, torch.Tensor) else str(v) for v in values]
+
+
+def _numbers_read(program: Program) -> int:
+    """How many values of tensors become Python numbers."""
+    targets = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+    return sum(len(program.graph.find_nodes(op="call_function", target=target)) for target in targets)
 
 
 class _Call(nn.Module):
@@ -204,26 +221,53 @@ class _Call(nn.Module):
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
             caches, self.order.last = Revived(), None
             args, kwargs = caches.revive((args, kwargs))
+            given = [*_containers((args, kwargs))]
             assert self.trace is not None
             stack.enter_context(DataShapeEnv.recording())
             with self.trace.running(state):
                 output = self.call(self.model, *args, **kwargs)
-            for module, name, old in buffers:
-                new = module._buffers.get(name)
-                if new is not None and new is not old:  # `self.mean = ...` is written in place, as graphs record it
-                    with torch.no_grad():
+                for module, name, old in buffers:
+                    new = module._buffers.get(name)
+                    if new is None or new is old or (new.shape, new.dtype) != (old.shape, old.dtype):
+                        continue
+                    with torch.no_grad():  # `self.mean = ...` is written in place, as graphs record it
                         old.copy_(new)
                     module._buffers[name] = old
-            kind = type(output)
-            if hasattr(kind, "__dataclass_fields__") and kind not in pytree.SUPPORTED_NODES:
-                pytree.register_dataclass(kind)  # so that export can flatten it
+            register_dataclasses([output])  # so that export can flatten it
             result = output if self.loss_fn is None else (self.loss_fn(output, **loss_inputs), output)
             loops.check(result)
+            _refuse_changes(given)
             result = caches.result(result, self.trace.tensors)
             if self.order.last is not None:
                 result = Ordered(result, self.order.last)
             self.returned([getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result)])
             return result
+
+
+def _containers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """(path, container, a copy) of each list and dict among the arguments of a call."""
+    if type(tree) in (list, dict):
+        yield path, tree, tree.copy()
+    if type(tree) in (list, tuple, dict):
+        for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _containers(part, (*path, key))
+
+
+def _refuse_changes(given: Sequence[tuple[tuple[Any, ...], Any, Any]]) -> None:
+    """Raise if forward has changed a list or dict that it was given: calls of a graph would not."""
+    for path, container, copy in given:
+        same = len(container) == len(copy) and all(
+            container[key] is copy[key] if isinstance(container, list) or key in copy else False
+            for key in (container if isinstance(container, dict) else range(len(container)))
+        )
+        if not same:
+            top, *rest = path[1:]
+            name = (f"'{top}'" if isinstance(top, str) else f"number {top}") + "".join(f"[{key!r}]" for key in rest)
+            kind = type(container).__name__
+            raise CaptureError(
+                f"forward changes its argument {name}, a {kind} of the caller's",
+                fix=f"change a copy of it ({kind}(...)), and return what is to be seen outside",
+            )
 
 
 def _part_forward(module: nn.Module) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megafx.capture.host_numbers import Computed, HostNumbers
 from megafx.capture.reads import Reads
 from megafx.capture.writes import GrowingList, WatchedDict, Writes
-from megafx.ir.python_state import Place, PythonState, leaf_places, snapshot
+from megafx.ir.python_state import NUMBERS, Place, PythonState, leaf_places, parts_of, snapshot
 from megafx.ops.eager_call import matching
 
 
@@ -43,7 +43,9 @@ class Followed:
 
     def learn(self, trace: Trace) -> bool:
         """Take over what a trace has shown; True if the model has to be traced again."""
-        counters = {n: p for n, p in trace.writes.counters.items() if n not in self.inputs}
+        counters = {
+            n: p for n, p in trace.writes.counters.items() if n not in self.inputs and isinstance(p.get(), NUMBERS)
+        }
         growing = {n: w.place for n, w in trace.writes.found.items() if w.grows}
         new = growing.keys() - self.growing, trace.writes.dicts.keys() - self.dicts, counters.keys() - self.counters
         if any(new):
@@ -67,7 +69,7 @@ class Trace:
         left = {m for module in matching(model, eager).values() for m in module.modules()}
         self.followed, self.reads = followed, Reads(model, frozenset(left))
         self.writes, self.numbers = Writes(self.reads), HostNumbers()
-        self.reads.met = self.writes.also
+        self.reads.met, self.reads.taken, self.reads.assigned = self.writes.also, self.writes.watch, self.writes.compare
         self.tensors: dict[str, list[Tensor]] = {}
         self.watched: dict[str, WatchedDict] = {}
 
@@ -79,8 +81,11 @@ class Trace:
         replaced: list[tuple[Place, Any]] = []
 
         def put(place: Place, value: Any) -> None:
-            replaced.append((place, place.get()))
-            place.set(value)
+            old = place.get()
+            places = [place] + ([p for p in self._attributes() if p.get() is old] if parts_of(old) is not None else [])
+            for each in places:
+                replaced.append((each, old))
+                each.set(value)
 
         try:
             for name, place in followed.counters.items():
@@ -102,6 +107,12 @@ class Trace:
             self.writes.restore()
             for place, value in reversed(replaced):
                 place.set(value)
+
+    def _attributes(self) -> Iterator[Place]:
+        """All attributes of modules. (Several may hold one list.)"""
+        for module in self.reads.model.modules():
+            for name in vars(module):
+                yield Place(vars(module), name, name)
 
     def need_gradients(self) -> list[Place]:
         """Tensors that are no parameters, were read, and require a gradient."""

@@ -17,9 +17,13 @@ import inspect
 import os
 import random
 import sys
+import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +46,7 @@ IGNORED = frozenset(
     ]
 )
 LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
+_MEMO = type(lru_cache(lambda: None))
 _CLOCK = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 
 
@@ -55,12 +60,15 @@ class Reads:
         self.alive: list[Any] = []  # whose ids are keys above
         self.places: dict[tuple[int, Any], Place] = {}
         self.written: dict[tuple[int, Any], SourceLine | None] = {}
-        self.stored: list[Place] = []  # globals and variables that code in reach assigns to
         self.patched: dict[type, dict[str, Any]] = {}
         self.generators: list[tuple[Place, Any]] = []
-        self.met: Callable[[Any, str], None] = lambda owner, name: (
-            None
-        )  # called with each object before it is read from
+        # Called with each object before it is read from, with each place whose value may be changed in place, and with each
+        # global, variable or attribute of a class that code in reach may assign to.
+        self.met: Callable[[Any, str], None] = lambda owner, name: None
+        self.taken: Callable[[Place], None] = lambda place: None
+        self.assigned: Callable[[Place], None] = lambda place: None
+        self.classes: dict[type, OwnAttributes] = {}
+        self.memos: list[Any] = []  # functools.lru_cache's: what a trace computes is of no use to other code
         for fqn, module in model.named_modules():
             if id(module) not in self.skipped:
                 self._know(module, fqn)
@@ -78,6 +86,8 @@ class Reads:
             yield
         finally:
             self.on = False
+            for memo in self.memos:
+                memo.cache_clear()
         if any(_names_layerdrop(m) for m in self.model.modules()):
             return  # numbers that are compared with it decide nothing: it is 0 while a model is traced (prepare.py)
         for place, state in self.generators:
@@ -101,6 +111,8 @@ class Reads:
 
         def read(owner: Any, name: str) -> Any:
             if not self.on or name in IGNORED or name.startswith("__"):
+                if self.on and name == "__dict__" and _is_looked_at(_caller().f_code.co_filename):
+                    self._note_all(owner)
                 return plain(owner, name)
             try:
                 value = plain(owner, name)
@@ -149,7 +161,9 @@ class Reads:
                 return
             place = Place(attributes, name, where)
         elif _from_getattr(type(owner), name):
-            return
+            if isinstance(owner, nn.Module) or not isinstance(value, PLAIN):
+                return
+            place = Place(owner, name, where, line_of(sys._getframe(2)))
         else:
             place = Place(owner, name, where, line_of(sys._getframe(2)))
         self._take(key, place, value)
@@ -161,11 +175,23 @@ class Reads:
                 key = id(attributes[table]), name
                 self.places.setdefault(key, Place(attributes[table], name, where))
 
+    def _note_all(self, owner: Any) -> None:
+        """The code looks at `__dict__`: which attributes there are, and those that hold plain values."""
+        if (known := self.names.get(id(owner))) is None:
+            return
+        attributes = _attributes(owner)
+        holder = _Names(attributes)
+        self._take((id(attributes), "__dict__"), Place(holder, "names", f"{known}.__dict__".lstrip(".")), holder.names)
+        for name, value in attributes.items():
+            if name not in IGNORED and isinstance(value, PLAIN):
+                self._note(owner, name, value)
+
     def _take(self, key: tuple[int, Any], place: Place, value: Any) -> None:
         if isinstance(value, types.ModuleType):
             return
         self.places[key] = place
         self.alive.append(place.holder)
+        self.taken(place)
         self._reach(value, place)
 
     def _reach(self, value: Any, place: Place) -> None:
@@ -176,13 +202,29 @@ class Reads:
                 self._reach(part, Place(found[0], key, part_name(place.name, value, key), place.line))
         elif (state := _generator_state(value)) is not None:
             self.generators.append((place, state))
-        elif isinstance(value, types.FunctionType):
+        elif isinstance(value, (types.FunctionType, _MEMO)):
             self._look_through(value)
+        elif isinstance(value, types.MethodType):
+            self._look_through(value.__func__, type(value.__self__))
+            self._reach(value.__self__, Place(value, "__self__", f"{place.name}.__self__", place.line))
+        elif isinstance(value, partial):
+            for name in ("func", "args", "keywords"):
+                at = Place(value, name, f"{place.name}.{name}", place.line)
+                self._take((id(value), name), at, at.get())
+        elif isinstance(value, ContextVar):
+            self._take((id(value), "value"), Place(_Current(value), "value", f"{place.name}.get()", place.line), None)
+        elif isinstance(value, threading.local):
+            for name, part in vars(value).items():
+                self._take((id(value), name), Place(value, name, f"{place.name}.{name}", place.line), part)
         elif not isinstance(value, (torch.Tensor, type, types.ModuleType, *PLAIN)) and id(value) not in self.names:
             self._know(value, place.name)
             if not isinstance(value, nn.Module):
                 self._follow(type(value))
                 self.met(value, place.name)
+                for base in type(value).__mro__:
+                    if not _of_library(base):  # Python finds these past __getattribute__
+                        for name in [name for name in vars(base) if name.startswith("__")]:
+                            self._look_through(vars(base)[name], type(value))
 
     def _know(self, value: Any, name: str) -> None:
         self.names[id(value)] = name
@@ -199,6 +241,20 @@ class Reads:
         except TypeError:  # of an extension: compared by identity alone
             return
         self.patched[cls] = old
+
+    def environment(self, plain: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+        """An `os.environ.__getitem__` that notes what code of the user or of a model library asks for."""
+
+        def read(environ: Any, name: str) -> str:
+            frame: types.FrameType | None = sys._getframe(2)  # past what makes it this thread's (prepare.py)
+            while frame is not None and frame.f_code.co_filename in _OF_ENVIRON:
+                frame = frame.f_back
+            if self.on and frame is not None and _is_looked_at(frame.f_code.co_filename):
+                place = Place(ENVIRONMENT, name, f"os.environ[{name!r}]", line_of(frame))
+                self.places.setdefault((id(ENVIRONMENT), name), place)
+            return plain(environ, name)
+
+        return read
 
     # -- names in code
 
@@ -219,6 +275,8 @@ class Reads:
 
     def _look_through(self, function: Any, cls: type | None = None) -> None:
         """Note the globals and enclosing variables that a function names, and those of functions that it can reach."""
+        if isinstance(function, _MEMO):
+            self._forget(function)
         function = inspect.unwrap(function) if callable(function) else function
         code = getattr(function, "__code__", None)
         if not isinstance(function, types.FunctionType) or code is None or not _is_looked_at(code.co_filename):
@@ -230,6 +288,10 @@ class Reads:
             return
         self._code_seen.add(id(function))
         self.alive.append(function)
+        for default in _Default.all_of(function):
+            if parts_of(default.value) is not None:
+                at = Place(default, "value", f"the default '{default.name}' of {function.__name__}")
+                self._take((id(default), "value"), at, default.value)
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         names = function.__globals__
         where = str(names.get("__name__", "")).rpartition(".")[2]
@@ -242,17 +304,38 @@ class Reads:
                 elif kind == "free" and first in cells:
                     self._note_name(Place(cells[first], "cell_contents", f"{where}.{first}", line), rest)
                 elif kind == "stored" and first in names:
-                    self.stored.append(Place(names, first, f"{where}.{first}", line))
+                    self.assigned(Place(names, first, f"{where}.{first}", line))
                 elif kind == "freed" and first in cells:
-                    self.stored.append(Place(cells[first], "cell_contents", f"{where}.{first}", line))
-            if cls is not None:
-                for name in part.co_names:
-                    for base in cls.__mro__:
-                        method = vars(base).get(name)
-                        method = getattr(method, "fget", getattr(method, "__func__", method))
-                        if isinstance(method, types.FunctionType):
-                            self._look_through(method, cls)
-                            break
+                    self.assigned(Place(cells[first], "cell_contents", f"{where}.{first}", line))
+                elif kind == "assigned" and cls is not None:
+                    for base in [base for base in cls.__mro__ if not _of_library(base)]:
+                        self.assigned(Place(self._own(base), first, f"{base.__name__}.{first}", line))
+            for name in part.co_names if cls is not None else ():
+                self._note_of_class(cls, name, line)
+
+    def _note_of_class(self, cls: Any, name: str, line: SourceLine) -> None:
+        """name: of an attribute, in code of this class's methods. `type(self).calls` is seen by no `__getattribute__`."""
+        bases = [base for base in cls.__mro__ if not _of_library(base)]
+        owner = next((i for i, base in enumerate(bases) if name in vars(base)), None)
+        if owner is None:
+            return
+        found = vars(bases[owner])[name]
+        method = getattr(found, "fget", getattr(found, "__func__", found))
+        if callable(method):
+            self._look_through(method, cls)
+        elif isinstance(found, PLAIN) or parts_of(found) is not None:
+            for base in bases[: owner + 1]:
+                place = Place(own := self._own(base), name, f"{base.__name__}.{name}", line)
+                self._take((id(own), name), place, place.get())
+
+    def _own(self, cls: type) -> OwnAttributes:
+        return self.classes.setdefault(cls, OwnAttributes(cls))
+
+    def _forget(self, memo: Any) -> None:
+        """Of a function with functools.lru_cache: the trace computes, and what it computes is not found by other code."""
+        if not any(memo is known for known in self.memos):
+            self.memos.append(memo)
+            memo.cache_clear()
 
     def _note_name(self, place: Place, rest: list[str]) -> None:
         """place: of a global or enclosing variable; rest: the attributes that code reads of it."""
@@ -276,7 +359,11 @@ class Reads:
         if isinstance(value, types.FunctionType):
             if not _is_looked_at(value.__code__.co_filename):
                 return
-        elif callable(value) and type(value).__module__.partition(".")[0] in LIBRARIES:
+            if rest and not rest[0].startswith("__"):  # an attribute of a function
+                self.met(value, place.name)
+                at = Place(vars(value), rest[0], f"{place.name}.{rest[0]}", place.line)
+                self._take((id(vars(value)), rest[0]), at, at.get())
+        elif callable(value) and _of_library(type(value)) and not isinstance(value, (_MEMO, partial, types.MethodType)):
             return
         if key not in self.places:
             self._take(key, place, value)
@@ -291,6 +378,104 @@ class Reads:
             if place.name not in varies and not isinstance(place.get(), nn.Module):
                 found.append((place, snapshot(place.get(), place.name, varies)))
         return found
+
+
+def _of_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in LIBRARIES
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of an object's attributes."""
+
+    attributes: Mapping[str, Any]
+
+    @property
+    def names(self) -> str:
+        return " ".join(self.attributes)
+
+
+@dataclass(frozen=True)
+class _Current:
+    """What a context variable holds."""
+
+    variable: ContextVar[Any]
+
+    @property
+    def value(self) -> Any:
+        return self.variable.get(ABSENT)
+
+
+class OwnAttributes:
+    """Those that a class itself has, not its bases."""
+
+    def __init__(self, cls: type) -> None:
+        vars(self)["cls"] = cls
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self.cls)[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.cls, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.cls, name)
+
+
+@dataclass(eq=False)
+class _Default:
+    """The default of an argument."""
+
+    function: types.FunctionType
+    name: str
+    position: int | None
+
+    @staticmethod
+    def all_of(function: types.FunctionType) -> Iterator[_Default]:
+        """Those of a function."""
+        code, defaults = function.__code__, function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        yield from (_Default(function, name, i) for i, name in enumerate(names))
+        yield from (_Default(function, name, None) for name in function.__kwdefaults__ or ())
+
+    @property
+    def value(self) -> Any:
+        if self.position is None:
+            return (self.function.__kwdefaults__ or {}).get(self.name, ABSENT)
+        return (self.function.__defaults__ or ())[self.position]
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        if self.position is None:
+            (self.function.__kwdefaults__ or {})[self.name] = new
+            return
+        defaults = [*(self.function.__defaults__ or ())]
+        defaults[self.position] = new
+        self.function.__defaults__ = tuple(defaults)
+
+
+class _Environment:
+    """Variables of the environment as attributes."""
+
+    def __getattr__(self, name: str) -> str:
+        try:
+            return os.environ[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+ENVIRONMENT = _Environment()
+
+
+def _caller() -> types.FrameType:
+    """The frame that read an attribute, past those of megafx."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("megafx."):
+        frame = frame.f_back
+    return frame
 
 
 def _attributes(owner: Any) -> Any:
@@ -322,6 +507,7 @@ def _is_looked_at(file: str) -> bool:
 
 
 _STDLIB = os.path.dirname(os.__file__) + os.sep
+_OF_ENVIRON = (os.getenv.__code__.co_filename, Mapping.get.__code__.co_filename)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -333,10 +519,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 _LOADS = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "free", "LOAD_CLASSDEREF": "free"}
 _STORES = {"STORE_GLOBAL": "stored", "DELETE_GLOBAL": "stored", "STORE_DEREF": "freed"}
+_STORES |= {"STORE_ATTR": "assigned", "DELETE_ATTR": "assigned"}
 
 
 def _chains(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
-    """(kind, names) of each name that code loads, with the attributes that follow: ('global', ['options', 'scale'])."""
+    """(kind, names) of each name that code loads, with the attributes that follow ('global', ['options', 'scale']), and of
+    each that it stores."""
     kind, chain = "", list[str]()
     for each in dis.get_instructions(code):
         if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
@@ -388,8 +576,10 @@ def _not_repeatable(what: str, line: SourceLine | None) -> CaptureError:
 
 def unrepeatable(reads: Reads) -> list[tuple[Any, str, Callable[[Any], Any], str]]:
     """(owner, name, its replacement in a trace, why) of functions that give something else at each call."""
+    table: list[tuple[Any, str, Callable[[Any], Any], str]] = [
+        (type(os.environ), "__getitem__", reads.environment, "a graph is for what variables of the environment hold")
+    ]
     why = "a graph would have the same number at every call"
-    table: list[tuple[Any, str, Callable[[Any], Any], str]] = []
     for module, shown in ((random, "Python's `random`"), (np.random, "numpy")):
         for name in dir(module):
             function = vars(module).get(name)

@@ -9,9 +9,10 @@ cannot leave behind is an error.
 from __future__ import annotations
 
 import copy
-import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,21 +22,24 @@ from torch.utils import _pytree as pytree
 from megafx.capture.host_numbers import HostNumber
 from megafx.capture.reads import IGNORED, Reads
 from megafx.errors import CaptureError, SourceLine, or_leave_eager
-from megafx.ir.python_state import ABSENT, NUMBERS, PLAIN, Place, same
+from megafx.ir.call_spec import register_dataclasses
+from megafx.ir.python_state import ABSENT, NAMESPACES, NUMBERS, PLAIN, Place, parts_of, same
 
 
 @dataclass(eq=False)
 class Write:
     """Something that forward left at a place. leaves: of its value; None stands for a tensor, a function for a host number.
 
-    grows: the value is a list of items that forward appended.
+    numbers: position -> what makes a number of the tensor that it left the graph as.
+    grows: the value is a list of items that forward appended. refills: the list was cleared before.
     """
 
     place: Place
     spec: pytree.TreeSpec
     leaves: list[Any]
-    numbers: list[int]  # positions of sizes, which leave the graph as tensors of this length
+    numbers: dict[int, Callable[[Tensor], int | float]]
     grows: bool = False
+    refills: bool = False
 
     def values(self, tensors: list[Tensor]) -> Any:
         """The value, from the tensors of a call."""
@@ -44,20 +48,23 @@ class Write:
         for i, leaf in enumerate(self.leaves):
             if leaf is None:
                 tensor = next(given)
-                leaves.append(tensor.shape[0] if i in self.numbers else tensor)
+                leaves.append(self.numbers[i](tensor) if i in self.numbers else tensor)
             else:
                 leaves.append(leaf[0]())
         return pytree.tree_unflatten(leaves, self.spec)
 
     def tensors(self, value: Any) -> list[Tensor]:
         """The reverse of `values`: the tensors of what is at the place after a call in eager mode."""
-        value = value[-self.spec.num_children :] if self.grows else value
+        value = [*value][-self.spec.num_children :] if self.grows else value
         pairs = enumerate(zip(self.leaves, pytree.tree_leaves(value), strict=True))
         return [leaf for i, (kept, leaf) in pairs if kept is None and i not in self.numbers]
 
     def give(self, value: Any) -> None:
-        if self.grows:
-            self.place.get().extend(value)
+        if self.grows or self.refills:
+            held = self.place.get()
+            if self.refills:
+                held.clear()
+            held.extend(value)
         else:
             self.place.set(value)
 
@@ -82,10 +89,17 @@ class Writes:
         for module in self.reads.model.modules():
             if (name := self.reads.names.get(id(module))) is not None:
                 self._remember(vars(module), name)
-        for place in self.reads.stored:
-            if isinstance(place.holder, dict):
-                self._keep(place.get())
-        self.globals = [(place, place.get()) for place in self.reads.stored]
+
+    def compare(self, place: Place) -> None:
+        """Remember what is at a place outside of the modules' attributes."""
+        self._keep(place.get())
+        self.globals.append((place, place.get()))
+
+    def watch(self, place: Place) -> None:
+        """Remember what a container holds that forward has come upon outside of the modules' attributes."""
+        value = place.get()
+        if parts_of(value) is not None and id(_mutable(value)) not in self.containers:
+            self.compare(place)
 
     def also(self, owner: Any, name: str) -> None:
         """Remember what an object holds that forward is about to read from."""
@@ -94,7 +108,7 @@ class Writes:
 
     def _remember(self, attributes: dict[str, Any], name: str) -> None:
         self.before.append((attributes, name, dict(attributes)))
-        for table in ("_parameters", "_modules"):
+        for table in ("_parameters", "_buffers", "_modules"):
             if isinstance(entries := attributes.get(table), dict):
                 self.tables[id(entries)] = dict(entries)
         for key, value in attributes.items():
@@ -102,9 +116,8 @@ class Writes:
                 self._keep(value)
 
     def _keep(self, value: Any) -> None:
-        if isinstance(value, types.SimpleNamespace):
-            value = vars(value)
-        if not isinstance(value, (dict, list, set)) or id(value) in self.containers:
+        value = _mutable(value)
+        if not isinstance(value, (dict, list, deque, set)) or id(value) in self.containers:
             return
         plain: Any = list.copy if isinstance(value, list) else dict.copy if isinstance(value, dict) else copy.copy
         old: Any = plain(value)
@@ -121,11 +134,13 @@ class Writes:
             if place.name in self.found:
                 raise self._unfollowed(place, new)
             write, given = self._write(place, new, grows)
+            write.refills = isinstance(held := place.get(), GrowingList) and held.cleared
             self.found[place.name] = write
             tensors[place.name] = given
         return tensors
 
     def _changes(self) -> Iterator[tuple[Place, Any, bool]]:
+        self.compared: set[int] = set()  # containers: one may be at several places
         for attributes, name, old in self.before:
             for key in {**old, **attributes}:
                 if key not in IGNORED:
@@ -134,6 +149,10 @@ class Writes:
             for table in ("_parameters", "_modules"):
                 if isinstance(attributes.get(table), dict):
                     self._check_table(attributes[table], name)
+            buffers: dict[str, Any] = attributes.get("_buffers", {})
+            was = self.tables.get(id(buffers), buffers)
+            for key in [key for key in buffers if buffers[key] is not was.get(key)]:
+                yield Place(buffers, key, f"{name}.{key}".lstrip(".")), buffers[key], False
         for place, old_value in self.globals:
             yield from self._change(place, old_value)
 
@@ -154,27 +173,48 @@ class Writes:
 
     def _inside(self, place: Place, value: Any) -> Iterator[tuple[Place, Any, bool]]:
         """Changes of a container that is the same object as before."""
-        if isinstance(value, types.SimpleNamespace):
-            value = vars(value)
+        value = _mutable(value)
         known = self.containers.get(id(value))
-        if known is None:
+        if known is None or id(value) in self.compared:
             return
+        self.compared.add(id(value))
         old = known[1]
         line = self._line(place)
         if isinstance(value, dict):
+            if any(isinstance(key, torch.SymInt) for key in dict.copy(value)):  # a size: this graph's is fixed
+                items = [(int(k) if isinstance(k, torch.SymInt) else k, v) for k, v in dict.items(value)]
+                value.clear()
+                value.update(items)
             for key in {**old, **dict.copy(value)}:
                 at = Place(None, key, f"{place.name}[{key!r}]", line, place)
                 for change in self._change(at, old.get(key, ABSENT)):
                     if type(value) is dict:
                         self.dicts[place.name] = place
                     yield change
+        elif isinstance(value, deque):
+            items, before = [*value], [*old]
+            for added in range(len(items) + 1):  # on the right; what a maxlen pushes out is gone
+                kept = items[: len(items) - added]
+                full = value.maxlen is not None and len(items) == value.maxlen
+                if all(map(is_, kept, before[len(before) - len(kept) :])) and (full or len(kept) == len(before)):
+                    break
+            else:
+                raise self._unfollowed(place, value)
+            if added:
+                yield Place(place.holder, place.key, place.name, line, place.within), items[-added:], True
         elif isinstance(value, list):
-            value = list.copy(value) if isinstance(value, GrowingList) else value
+            if isinstance(value, GrowingList):
+                if value.cleared:
+                    yield Place(place.holder, place.key, place.name, line, place.within), list.copy(value), False
+                    return
+                value = list.copy(value)
             if len(value) > len(old) and all(a is b for a, b in zip(value, old, strict=False)):
-                yield Place(place.holder, place.key, place.name, line), value[len(old) :], True
+                yield Place(place.holder, place.key, place.name, line, place.within), value[len(old) :], True
             elif len(value) == len(old):
                 for i, part in enumerate(old):
                     yield from self._change(Place(None, i, f"{place.name}[{i}]", line, place), part)
+            elif not isinstance(known[0], GrowingList):  # the next trace shows whether it is cleared first
+                yield Place(place.holder, place.key, place.name, line, place.within), [*value], True
             else:
                 raise self._unfollowed(place, value)
         elif value != old:
@@ -182,22 +222,24 @@ class Writes:
 
     def _write(self, place: Place, new: Any, grows: bool) -> tuple[Write, list[Tensor]]:
         key = id(place.holder), place.key
-        kind = type(new)
-        if hasattr(kind, "__dataclass_fields__") and kind not in pytree.SUPPORTED_NODES:
-            pytree.register_dataclass(kind)
+        register_dataclasses([new])
         leaves, spec = pytree.tree_flatten(ABSENT if new is ABSENT else new)
         kept: list[Any] = []
         tensors: list[Tensor] = []
-        numbers: list[int] = []
+        numbers: dict[int, Callable[[Tensor], int | float]] = {}
         for i, leaf in enumerate(leaves):
             compute = leaf.compute if isinstance(leaf, HostNumber) else None
             if isinstance(leaf, Tensor):
                 kept.append(None)
                 tensors.append(leaf)
             elif isinstance(leaf, torch.SymInt):
-                numbers.append(i)
+                numbers[i] = lambda tensor: tensor.shape[0]
                 kept.append(None)
                 tensors.append(torch.empty((leaf, 0), dtype=torch.uint8))
+            elif isinstance(leaf, torch.SymFloat):  # `loss.item()`
+                numbers[i] = lambda tensor: float(tensor)
+                kept.append(None)
+                tensors.append(torch.scalar_tensor(leaf, dtype=torch.float64))
             elif compute is not None:
                 kept.append((compute,))
             elif isinstance(leaf, PLAIN) or leaf is ABSENT or id(leaf) in self.reads.names or callable(leaf):
@@ -210,17 +252,18 @@ class Writes:
         return Write(place, spec, kept, numbers, grows), tensors
 
     def restore(self) -> None:
-        """Put back what was there before forward."""
+        """Put back what was there before forward. (prepare.py does so for buffers.)"""
         for container, old in self.containers.values():
             container.clear()
-            container.extend(old) if isinstance(container, list) else container.update(old)
+            container.extend(old) if isinstance(container, (list, deque)) else container.update(old)
         for attributes, _, old in self.before:
             for key in [*attributes]:
                 if key not in IGNORED and key not in old:
                     del attributes[key]
             attributes.update({k: v for k, v in old.items() if k not in IGNORED})
         for place, old in self.globals:
-            place.set(old)
+            if place.get() is not old:
+                place.set(old)
 
     def _line(self, place: Place) -> SourceLine | None:
         key = id(place.holder), place.key
@@ -239,6 +282,11 @@ class Writes:
         )
 
 
+def _mutable(value: Any) -> Any:
+    """What holds the parts of a container."""
+    return vars(value) if isinstance(value, NAMESPACES) else value
+
+
 def _constant(value: Any) -> Callable[[], Any]:
     return lambda: value
 
@@ -248,7 +296,12 @@ class GrowingList(list[Any]):
 
     def __init__(self, items: list[Any], place: Place) -> None:
         super().__init__(items)
-        self.place = place
+        self.place, self.cleared = place, False
+
+    def clear(self) -> None:
+        """What earlier calls left is of no importance any more."""
+        super().clear()
+        self.cleared = True
 
 
 class WatchedDict(dict[Any, Any]):
@@ -271,7 +324,11 @@ class WatchedDict(dict[Any, Any]):
 
 
 def _reads_list(name: str) -> Callable[..., Any]:
+    plain = getattr(list, name)
+
     def method(self: GrowingList, *args: Any) -> Any:
+        if self.cleared:
+            return plain(self, *args)
         raise CaptureError(
             f"forward extends the list '{self.place.name}' and reads it: what earlier calls left in it would be fixed",
             source=self.place.line,

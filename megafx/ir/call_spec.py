@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import sympy
@@ -44,6 +44,26 @@ def call_tree(
     """The pytree that is flattened; keyword order does not matter."""
     kwargs, loss_inputs = kwargs or {}, loss_inputs or {}
     return tuple(args), {k: kwargs[k] for k in sorted(kwargs)}, {k: loss_inputs[k] for k in sorted(loss_inputs)}
+
+
+def register_dataclasses(values: Iterable[Any]) -> bool:
+    """Let pytree flatten those of these values that are instances of dataclasses; True if it now knows a further class."""
+    kinds = {k for k in map(type, values) if hasattr(k, "__dataclass_fields__") and k not in pytree.SUPPORTED_NODES}
+    for kind in kinds:
+        register_dataclass(kind)
+    return bool(kinds)
+
+
+def register_dataclass(kind: type[Any]) -> None:
+    """As torch's, which leaves out fields that are None: in a call they are constants."""
+    names = [each.name for each in fields(kind) if each.init]
+    pytree.register_pytree_node(
+        kind,
+        lambda value: ([getattr(value, name) for name in names], names),
+        lambda parts, names: kind(**dict(zip(names, parts, strict=True))),
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=lambda value: ([(pytree.GetAttrKey(name), getattr(value, name)) for name in names], names),
+    )
 
 
 def leaf_name(path: Sequence[Any]) -> str:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import ast
 import re
 import types
+from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import contains, getitem, is_
@@ -26,6 +28,8 @@ from megafx.errors import SourceLine
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 NUMBERS = (int, float)
+NAMESPACES = (types.SimpleNamespace, Namespace)  # whose attributes are their parts
+SEQUENCES = (list, tuple, deque)
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 VARIES: Any = type("Varies", (), {"__repr__": lambda self: "an input"})()
 
@@ -67,7 +71,7 @@ class Place:
 
     @property
     def is_item(self) -> bool:
-        return isinstance(self.container(), (dict, list, tuple))
+        return isinstance(self.container(), (dict, *SEQUENCES))
 
     def can_be_input(self) -> bool:
         """True if a number or a tensor is there, and another could be put in its place."""
@@ -78,7 +82,7 @@ class Place:
     def get(self) -> Any:
         """The value there now, ABSENT where there is none."""
         holder = self.container()
-        if not isinstance(holder, (dict, list, tuple)):
+        if not isinstance(holder, (dict, *SEQUENCES)):
             return getattr(holder, self.key, ABSENT)
         try:
             return holder[self.key]
@@ -88,7 +92,7 @@ class Place:
     def set(self, value: Any) -> None:
         """Put a value there; ABSENT takes away what is there."""
         holder = self.container()
-        if not isinstance(holder, (dict, list)):
+        if not isinstance(holder, (dict, list, deque)):
             delattr(holder, self.key) if value is ABSENT else setattr(holder, self.key, value)
         elif value is not ABSENT:
             holder[self.key] = value
@@ -112,7 +116,7 @@ def same(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Container:
-    """A dict, list, tuple, set or namespace as it was: its type, and its parts by key."""
+    """A dict, list, tuple, deque, set or namespace as it was: its type, and its parts by key."""
 
     kind: type
     parts: Mapping[Any, Any]
@@ -122,9 +126,9 @@ def parts_of(value: Any) -> tuple[Any, Mapping[Any, Any]] | None:
     """(what holds the parts, key -> part) of a container; None for other values. A set's members are its keys."""
     if isinstance(value, dict):
         return value, dict.copy(value)
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+    if isinstance(value, SEQUENCES) and not isinstance(value, torch.Size):
         return value, dict(enumerate(list.copy(value) if isinstance(value, list) else value))
-    if isinstance(value, types.SimpleNamespace):
+    if isinstance(value, NAMESPACES):
         return vars(value), vars(value)
     if isinstance(value, (set, frozenset)):
         return value, dict.fromkeys(value)
@@ -133,7 +137,7 @@ def parts_of(value: Any) -> tuple[Any, Mapping[Any, Any]] | None:
 
 def part_name(name: str, value: Any, key: Any) -> str:
     """The name of a part: 'scaling['default']', 'options.scale'."""
-    return f"{name}.{key}" if isinstance(value, types.SimpleNamespace) else f"{name}[{key!r}]"
+    return f"{name}.{key}" if isinstance(value, NAMESPACES) else f"{name}[{key!r}]"
 
 
 def snapshot(value: Any, name: str = "", varies: frozenset[str] = frozenset()) -> Any:
@@ -267,7 +271,7 @@ class PythonState:
             return (
                 all(map(is_, map(getitem, self._holders, self._keys), self._values))
                 and ([*map(len, self._without)] == self._sizes or self._still_absent())
-                and all([getattr(o, k, ABSENT) is v for o, k, v in self._objects])
+                and all([(now := getattr(o, k, ABSENT)) is v or same(now, v) for o, k, v in self._objects])
                 and [*map(len, self._containers)] == self._lengths
                 and all([same(x, wanted) for x, wanted in self._arrays])
                 and all([members == wanted for members, wanted in self._sets])

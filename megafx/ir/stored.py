@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions
 
 from megafx.errors import SourceLine
-from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf
+from megafx.ir.call_spec import CallSpec, Leaf, OutputLeaf, register_dataclass
 from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import (
     FQN,
@@ -313,7 +313,7 @@ class Reader:
         _, module, name, context, *children = form
         kind = _allowed(module, name)
         if kind not in pytree.SUPPORTED_NODES and is_dataclass(kind):
-            pytree.register_dataclass(kind)  # type: ignore[arg-type]  # of a class, is_dataclass makes an instance
+            register_dataclass(kind)
         return pytree.TreeSpec(kind, self(context), [*map(self, children)])
 
     # -- graphs

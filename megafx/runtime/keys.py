@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from megafx.capture.caches import states_for_caches
 from megafx.distributed.board import AUTOCAST, GRADIENTS, TRAINING, WANTED
-from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name
+from megafx.ir.call_spec import CallSpec, ambient_autocast, call_tree, leaf_name, register_dataclasses
 from megafx.runtime.cache_shard import CacheShard
 
 
@@ -52,6 +52,8 @@ class Call:
         args, kwargs, caches = states_for_caches(args, kwargs)
         tree = call_tree(args, kwargs, loss_inputs)
         leaves, spec = pytree.tree_flatten(tree)
+        while register_dataclasses(leaves):
+            leaves, spec = pytree.tree_flatten(tree)
         return Call(*tree, leaves, spec, caches, part)
 
     def names(self) -> list[str]:
@@ -195,7 +197,7 @@ class KeyMaker:
     def skeleton(self, call: Call, state: Hashable, grad: bool) -> Hashable:
         """The key without the values of numbers."""
         kinds = tuple(type(v) if _is_number(v) else _leaf_kind(v, grad) for v in call.leaves)
-        return call.part, call.spec, kinds, grad, self.intern(state), autocast_state()
+        return call.part, call.spec, kinds, grad, self.intern(state), autocast_state(), torch.get_default_dtype()
 
     def key(self, skeleton: Hashable, call: Call) -> tuple[Hashable, frozenset[int]]:
         """(key, positions of leaves that enter as 0-d tensors)."""
@@ -236,6 +238,7 @@ def describe(
         f"{TRAINING}of {sum(training)} of {len(training)} modules ({_digest(training)})",
         f"use_cache {_digest(cached)}",
         f"{AUTOCAST}{autocast or 'off'}",
+        f"torch's default dtype {torch.get_default_dtype()}",
         f"{WANTED}the inputs: {', '.join(n for n, v in tensors.items() if grad and v.requires_grad)}",
         f"{WANTED}all parameters but {len(frozen)} ({_digest(frozen)}): {', '.join(frozen[:NAMED])}",
         f"parameters {_digest([(p.dtype, p.is_cuda) for p in params.values()])}",

@@ -320,4 +320,14 @@ def parallel_class(original: type[nn.Module]) -> type[nn.Module]:
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
     bases = (Parallel, _Pretrained, original) if hasattr(original, "save_pretrained") else (Parallel, original)
     namespace = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, bases, namespace)
+
+    class OfUsersClass(type(original)):  # type: ignore[misc]  # a metaclass that is computed
+        """`type(model).calls += 1` is of the user's class, as its methods mean it."""
+
+        def __setattr__(cls, name: str, value: Any) -> None:
+            setattr(original, name, value)
+
+        def __delattr__(cls, name: str) -> None:
+            delattr(original, name)
+
+    return OfUsersClass(original.__name__, bases, namespace)

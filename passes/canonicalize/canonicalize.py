@@ -42,6 +42,7 @@ VIEWS: tuple[Step, ...] = (
     inplace.refuse_sparse_gradients,
 )
 VALUES: tuple[Step, ...] = (
+    names.scalar_of_a_scalar,
     views.copies_of_views,
     views.memory_as_values,
     names.one_spelling_of_casts,

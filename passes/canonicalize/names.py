@@ -56,6 +56,17 @@ def one_spelling_of_casts(editor: Editor, node: fx.Node) -> bool:
     return source.device == value.device and respell(node, aten.to.dtype, (node.args[0], value.dtype))
 
 
+@on("scalar_tensor")
+def scalar_of_a_scalar(editor: Editor, node: fx.Node) -> bool:
+    """A number that was read from a tensor becomes one again: `self.last = loss.item()`."""
+    number = node.args[0]
+    if not isinstance(number, fx.Node) or getattr(number.target, "overloadpacket", None) != aten.item:
+        return False
+    (x,) = number.args
+    flat = editor.at(node)(aten.reshape.default, editor.at(node)(aten.detach.default, x), [])
+    return respell(node, aten._to_copy.default, (flat,), {"dtype": node.meta[VAL].dtype})
+
+
 @on("pad")
 def one_spelling_of_padding(editor: Editor, node: fx.Node) -> bool:
     """pad(x, sizes, "constant", v) -> constant_pad_nd(x, sizes, v): the same op, which traces with symbolic sizes."""

@@ -1,0 +1,272 @@
+"""Where users keep what forward reads and writes: closures, classes, functions, namespaces, the environment, shared lists."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import os
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from loop import Loop, situation
+from torch import nn
+from torch.nn import functional as F
+
+READS = "https://github.com/pytorch/pytorch/issues/115774"
+WRITES = "https://github.com/NVIDIA/Megatron-LM/issues/1652"
+GAIN: ContextVar[float] = ContextVar("gain", default=1.0)
+LOCAL = threading.local()
+ARGS = argparse.Namespace(scale=1.0, mode="plain")
+NORMS: list[torch.Tensor] = []
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def _step(loop: Loop, model: nn.Module, length: int = 3) -> None:
+    torch.manual_seed(length)
+    loss = model(torch.randn(2, length, 8)).square().mean()
+    loss.backward()
+    loop.see(loss=loss)
+
+
+@situation(READS, ranks=(1,))
+def state_of_the_process_is_changed(loop: Loop) -> None:
+    class Model(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x) * GAIN.get() * LOCAL.gain * ARGS.scale * float(os.environ.get("LOOP_GAIN", "1"))
+            return -h if ARGS.mode == "negated" else h + torch.full((8,), 0.1)
+
+    LOCAL.gain, ARGS.scale, ARGS.mode = 1.0, 1.0, "plain"
+    os.environ.pop("LOOP_GAIN", None)
+    model = loop.model(Model())
+    _step(loop, model)
+    token = GAIN.set(2.0)
+    _step(loop, model)
+    GAIN.reset(token)
+    LOCAL.gain = 3.0
+    _step(loop, model)
+    ARGS.scale = 0.5
+    _step(loop, model)
+    ARGS.mode = "negated"
+    _step(loop, model)
+    os.environ["LOOP_GAIN"] = "4"
+    _step(loop, model)
+    del os.environ["LOOP_GAIN"]
+    torch.set_default_dtype(torch.float32)
+    ARGS.mode = "plain"
+    loop.see(out=model(torch.ones(2, 3, 8, dtype=torch.float64)))
+    loop.see_gradients(model)
+
+
+class Settings:
+    """As configuration libraries have them: attributes by `__getattr__`."""
+
+    def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "values", values)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.values[name] = value
+
+
+@situation(READS, ranks=(1,))
+def settings_partials_and_dicts_of_attributes_are_changed(loop: Loop) -> None:
+    class Model(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Settings(scale=1.0, residual=False)
+            self.activation: Callable[..., torch.Tensor] = functools.partial(F.leaky_relu, negative_slope=0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.down(self.activation(self.up(x))) * self.settings.scale
+            if "late" in self.__dict__:
+                h = h * self.__dict__["late"]
+            return x + h if self.settings.residual else h
+
+    model = loop.model(Model())
+    _step(loop, model)
+    model.settings.scale = 2.0
+    _step(loop, model)
+    model.settings.residual = True
+    _step(loop, model)
+    model.activation = functools.partial(F.leaky_relu, negative_slope=0.5)
+    _step(loop, model)
+    model.late = 0.5
+    _step(loop, model)
+    loop.see_gradients(model)
+
+
+@situation(READS, ranks=(1,))
+def the_slope_of_an_activation_is_changed(loop: Loop) -> None:
+    model = loop.model(nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.1), nn.Linear(16, 8)))
+    for slope in (0.1, 0.5, 0.7):
+        model[1].negative_slope = slope
+        _step(loop, model)
+    loop.see_gradients(model)
+
+
+class Counted(Mlp):
+    calls = 0
+    tables: dict[int, torch.Tensor] = {}
+    seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        length = x.shape[1]
+        if length not in self.tables:
+            self.tables[length] = torch.arange(length, dtype=x.dtype)[None, :, None]
+        self.seen.append(x.detach().mean())
+        return super().forward(x + self.tables[length]) / type(self).calls
+
+
+@situation(WRITES)
+def classes_count_keep_tables_and_lists(loop: Loop) -> None:
+    Counted.calls = 0
+    Counted.tables.clear()
+    Counted.seen.clear()
+    model = loop.model(Counted())
+    for length in (3, 4, 3):
+        _step(loop, model, length)
+    loop.see(calls=Counted.calls, lengths=sorted(Counted.tables), seen=torch.stack(Counted.seen))
+    loop.see_gradients(model)
+
+
+def _helper(x: torch.Tensor, memory: dict[str, int] = {}) -> torch.Tensor:  # noqa: B006  as users write it
+    memory["calls"] = memory.get("calls", 0) + 1
+    _helper.calls += 1  # type: ignore[attr-defined]  # of a function
+    NORMS.append(x.detach().norm())
+    return x * memory["calls"]
+
+
+@situation(WRITES, ranks=(1,))
+def functions_closures_and_globals_count(loop: Loop) -> None:
+    def counter() -> Callable[[torch.Tensor], torch.Tensor]:
+        calls = 0
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return x * calls
+
+        return scaled
+
+    class Model(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = counter()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            return _helper(self.scaled(super().forward(x))) / self.calls
+
+    _helper.calls = 0  # type: ignore[attr-defined]
+    (_helper.__defaults__ or ())[0].clear()
+    NORMS.clear()
+    model = loop.model(Model())
+    for _ in range(3):
+        _step(loop, model)
+    loop.see(calls=(model.calls, _helper.calls), norms=torch.stack(NORMS))  # type: ignore[attr-defined]
+    loop.see_gradients(model)
+
+
+@situation(WRITES)
+def blocks_share_a_list_of_losses(loop: Loop) -> None:
+    class Block(Mlp):
+        def __init__(self, losses: list[torch.Tensor]) -> None:
+            super().__init__()
+            self.losses = losses
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x)
+            self.losses.append(h.square().mean())
+            return x + h
+
+    class Model(nn.Module):
+        def __init__(self, clears: bool) -> None:
+            super().__init__()
+            self.losses: list[torch.Tensor] = []
+            self.blocks, self.clears = nn.ModuleList([Block(self.losses) for _ in range(2)]), clears
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.clears:
+                self.losses.clear()
+            for block in [*self.blocks, *self.blocks]:
+                x = block(x)
+            return x.square().mean() + sum(self.losses) if self.clears else x.square().mean()
+
+    for clears in (False, True):
+        model = loop.model(Model(clears))
+        for _ in range(3):
+            if not clears:
+                model.losses.clear()
+            loss = model(torch.ones(2, 3, 8))
+            loss = loss if clears else loss + sum(model.losses)
+            loss.backward()
+            loop.see(loss=loss, losses=torch.stack(model.losses).detach())
+        loop.see_gradients(model)
+
+
+@situation(WRITES, ranks=(1,))
+def buffers_and_histories_are_made_in_forward(loop: Loop) -> None:
+    class Model(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recent: collections.deque[torch.Tensor] = collections.deque(maxlen=2)
+            self.history = collections.defaultdict(list)
+            self.last = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "positions") or self.positions.shape[0] < x.shape[1]:
+                self.register_buffer("positions", torch.arange(x.shape[1], dtype=x.dtype)[:, None])
+            h = super().forward(x + self.positions[: x.shape[1]])
+            self.recent.append(h.mean())
+            self.history["max"].append(h.max().item())
+            self.last = h.std().item()
+            return h
+
+    model = loop.model(Model())
+    for length in (3, 3, 5, 4):
+        _step(loop, model, length)
+        loop.see(recent=[*model.recent], last=model.last, history=model.history["max"])
+    loop.see_gradients(model)
+    loop.see_state(model)
+
+
+@situation(READS, ranks=(1,))
+def cached_functions_are_used_inside_and_outside(loop: Loop) -> None:
+    @functools.lru_cache(maxsize=None)
+    def mask(length: int) -> torch.Tensor:
+        return torch.ones(length, length).tril()
+
+    class Model(Mlp):
+        @functools.lru_cache(maxsize=None)  # noqa: B019  as users write it
+        def positions(self, length: int) -> torch.Tensor:
+            return torch.arange(length)[:, None] * 1.0
+
+        @functools.cached_property
+        def scale(self) -> torch.Tensor:
+            return torch.tensor(2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mask(x.shape[1]) @ super().forward(x) + self.positions(x.shape[1]) * self.scale
+
+    model = loop.model(Model())
+    for length in (3, 4, 3):
+        _step(loop, model, length)
+        loop.see(mask=mask(length), positions=model.positions(length), scale=model.scale)
