@@ -111,7 +111,7 @@ class Reads:
 
         def read(owner: Any, name: str) -> Any:
             if not self.on or name in IGNORED or name.startswith("__"):
-                if self.on and name == "__dict__" and _is_looked_at(_caller().f_code.co_filename):
+                if self.on and name == "__dict__" and _is_looked_at(_reader().f_code.co_filename):
                     self._note_all(owner)
                 return plain(owner, name)
             try:
@@ -470,12 +470,11 @@ class _Environment:
 ENVIRONMENT = _Environment()
 
 
-def _caller() -> types.FrameType:
-    """The frame that read an attribute, past those of megafx."""
+def _reader() -> types.FrameType:
+    """The frame whose code reads an attribute."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("megafx."):
-        frame = frame.f_back
-    return frame
+    own = frame.f_code.co_name == "plain" and frame.f_back is not None  # what makes it this thread's (prepare.py)
+    return frame.f_back if own and frame.f_back is not None else frame
 
 
 def _attributes(owner: Any) -> Any:
@@ -529,6 +528,8 @@ def _chains(code: types.CodeType) -> Iterator[tuple[str, list[str]]]:
     for each in dis.get_instructions(code):
         if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
             chain.append(str(each.argval))
+            continue
+        if each.opname == "COPY" and chain:  # `helper.calls += 1`
             continue
         if chain:
             yield kind, chain

@@ -196,7 +196,8 @@ class Writes:
             for added in range(len(items) + 1):  # on the right; what a maxlen pushes out is gone
                 kept = items[: len(items) - added]
                 full = value.maxlen is not None and len(items) == value.maxlen
-                if all(map(is_, kept, before[len(before) - len(kept) :])) and (full or len(kept) == len(before)):
+                tail = before[len(before) - len(kept) :] if len(kept) <= len(before) else None
+                if tail is not None and all(map(is_, kept, tail)) and (full or len(kept) == len(before)):
                     break
             else:
                 raise self._unfollowed(place, value)
