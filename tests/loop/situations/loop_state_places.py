@@ -250,12 +250,12 @@ def buffers_and_histories_are_made_in_forward(loop: Loop) -> None:
 
 @situation(READS, ranks=(1,))
 def cached_functions_are_used_inside_and_outside(loop: Loop) -> None:
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def mask(length: int) -> torch.Tensor:
         return torch.ones(length, length).tril()
 
     class Model(Mlp):
-        @functools.lru_cache(maxsize=None)  # noqa: B019  as users write it
+        @functools.cache  # noqa: B019  as users write it
         def positions(self, length: int) -> torch.Tensor:
             return torch.arange(length)[:, None] * 1.0
 
