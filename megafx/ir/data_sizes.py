@@ -139,7 +139,7 @@ class DataShapeEnv(ShapeEnv):
         self._settled.clear()
         self._replacements_version_counter = getattr(self, "_replacements_version_counter", 0) + 1
 
-    def replace(self, expr: Any) -> Any:
+    def replace(self, expr: Any) -> Any:  # type: ignore[override]  # torch caches its own
         expr = super().replace(expr)
         if not self._equal or self.traced.keys().isdisjoint(expr.free_symbols):
             return expr

@@ -1,0 +1,46 @@
+"""Covers: passes/canonicalize/sizes.py. A number that is read from a tensor, and the check of what the trace relies on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megafx.capture.export import capture_call
+from megafx.ir.dump import text
+from megafx.passes.canonicalize.canonicalize import canonicalize_program
+
+
+class Cut(nn.Module):
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        n = count.item()
+        return x[:, :n] * torch.arange(n)
+
+
+class Whole(nn.Module):
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        return x * count
+
+
+def test_a_number_is_the_size_of_a_length() -> None:
+    program = capture_call(Cut(), (torch.randn(3, 5), torch.tensor(4)))
+    assert canonicalize_program(program) > 0
+    found = [line.split("#")[0].strip() for line in text(program).splitlines()]
+    found = [
+        line.partition("', ")[0] if "check_sizes" in line else line for line in found
+    ]  # behind it is the source line
+    assert found[2:6] == EXPECTED, found
+    assert [o.kind for o in program.outputs] == ["user", "check"]
+
+
+def test_no_number_leaves_the_graph_as_it_is() -> None:
+    program = capture_call(Whole(), (torch.randn(3, 5), torch.tensor(4)))
+    canonicalize_program(program)
+    assert [o.kind for o in program.outputs] == ["user"] and "length" not in text(program)
+
+
+EXPECTED = [
+    "%2 = length(%1, 'u0')",
+    "%3 = check_sizes([%2], [0], [], 'n0 <= 5",
+    "%4 = sym_size.int(%2, 0)",
+    "%5 = slice(%0, 1, 0, %4)",
+]
