@@ -169,7 +169,13 @@ class Reads:
         self._take(key, place, value)
 
     def _note_table(self, owner: Any, attributes: Any, name: str, where: str) -> None:
-        """A parameter or buffer: only whether it is there. (What it holds is an input.)"""
+        """A parameter or buffer: whether it is there, and the sizes of a buffer, which forward may replace. (What it holds is
+        an input.)"""
+        buffers = attributes.get("_buffers", {}) if attributes is not None else {}
+        if buffers.get(name) is not None:
+            sizes = SizesOf(buffers, name)
+            self.alive.append(sizes)
+            self.places[id(buffers), f"sizes of {name}"] = Place(sizes, "sizes", f"{where}.shape")
         for table in TABLES[:2]:
             if attributes is not None and attributes.get(table, {}).get(name, ABSENT) is None:
                 key = id(attributes[table]), name
@@ -404,6 +410,19 @@ class _Current:
     @property
     def value(self) -> Any:
         return self.variable.get(ABSENT)
+
+
+@dataclass(frozen=True)
+class SizesOf:
+    """The sizes of a buffer. table: of its module."""
+
+    table: Mapping[str, Any]
+    name: str
+
+    @property
+    def sizes(self) -> Any:
+        buffer = self.table.get(self.name)
+        return None if buffer is None else buffer.shape
 
 
 class OwnAttributes:

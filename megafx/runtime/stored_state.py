@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from megafx.capture.reads import LIBRARIES, TABLES
+from megafx.capture.reads import ENVIRONMENT, LIBRARIES, TABLES, OwnAttributes, SizesOf
 from megafx.errors import SourceLine
 from megafx.ir.python_state import ABSENT, Place, PythonState, parts_of, snapshot
 from megafx.ir.stored import Unstorable
@@ -98,6 +98,12 @@ class _Paths:
 
     def _path(self, place: Place) -> Any:
         holder = place.holder
+        if isinstance(holder, SizesOf) and id(holder.table) in self.known:
+            return ["sizes", self.known[id(holder.table)], holder.name]
+        if isinstance(holder, OwnAttributes) and id(holder.cls) in self.known:
+            return ["own", self.known[id(holder.cls)]]
+        if holder is ENVIRONMENT:
+            return ["environment"]
         if id(holder) in self.known:
             return self.known[id(holder)]
         name = holder.get("__name__") if isinstance(holder, dict) else None
@@ -174,8 +180,14 @@ class _Finder:
         if kind == "guard":
             place = self.guarded(rest[0])
             return None if place is None or place.get() is ABSENT else place.get()
+        if kind == "environment":
+            return ENVIRONMENT
         if (inside := self._at(rest[0])) is None:
             return None
+        if kind == "sizes":
+            return SizesOf(inside, rest[1])
+        if kind == "own":
+            return OwnAttributes(inside)
         if kind == "vars":
             return getattr(inside, "__dict__", None)
         if kind == "part":
