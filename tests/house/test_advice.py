@@ -84,6 +84,13 @@ NOT_FOLLOWED: dict[str, list[str]] = {  # reason -> rows
         "transition to <dst>: where its operand is placed",
     ],
     "not followed by a test yet": [
+        "<target> of sizes that are read from tensors",
+        "<WHERE>: data-parallel ranks do not reduce",
+        "<WHERE>: forward reads <changed>",
+        "<WHERE>: it is computed in eager mode, and hooks",
+        "<WHERE>: it is computed in eager mode, from",
+        "<relation> is no relation between sizes",
+        "a number that is read from a tensor",
         "activation_memory_budget=<activation_memory_budget>",
         "<name>=<text> is out of range",
         "<where> <what>",
