@@ -192,7 +192,7 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def explain(subject: nn.Module | Plan) -> Report:
-    """What was done and why: of a parallelized model, or of a plan. str(), .table(), .html(path), .to_json()."""
+    """What was done and why: of a parallelized model, or of a plan. str(), .table(), .html(path), .trace(path), .to_json()."""
     if isinstance(subject, Plan):
         if subject.report is None:
             raise UsageError("this plan was loaded, so it has no graph to explain", fix="print(plan), or plan again")

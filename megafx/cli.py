@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -98,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
     argument("--html", type=_output, metavar="FILE", help="write the report as a page")
     argument("--json", type=_output, metavar="FILE", help="write the report as JSON")
+    argument("--trace", type=_output, metavar="FILE", help="write the modelled step as a Chrome trace, for Perfetto")
+    told = "compile the call, and show what its graphs hold over the step (megafx.predict_memory)"
+    argument("--predict-memory", action="store_true", help=told)
     argument("--model-explorer", type=_output, metavar="FILE", help="write the graph as JSON of Model Explorer")
     argument = add_for_model(
         _verify,
@@ -291,11 +295,18 @@ def _explain(args: argparse.Namespace) -> int:
     config = _config(args)
     model, inputs = _model(args)
     report = megafx.explain(megafx.plan(model, config, example_inputs=inputs))
+    if args.predict_memory:
+        predict = functools.partial(megafx.predict_memory, model, config, example_inputs=inputs)
+        report.predict = functools.cache(predict)  # each of the files below takes it
     print(report)
+    if args.predict_memory:
+        print(report.memory())
     if args.html:
         report.html(args.html)
     if args.json:
         args.json.write_text(report.to_json())
+    if args.trace:
+        report.trace(args.trace)
     if args.model_explorer:
         from megafx.report.picture import graph_collection
 

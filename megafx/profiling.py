@@ -12,6 +12,7 @@ from megafx.errors import UsageError
 from megafx.ops.ranges import PREFIX
 from megafx.report.picture import Picture
 from megafx.report.report import Measured, Report
+from megafx.report.steps import COMPUTE, WAIT, Step
 
 
 def profile_steps(step: Callable[[], None], steps: int, report: Report) -> None:
@@ -36,11 +37,11 @@ def profile_steps(step: Callable[[], None], steps: int, report: Report) -> None:
     if not found:
         fix = "parallelize the model with Config(profiler_ranges=True)"
         raise UsageError("the graphs of this model name no modules", fix=fix)
-    report.measured = beside_model(found, report.picture)
+    report.measured = beside_model(found, report.picture, report.step)
 
 
-def beside_model(found: dict[str, float], picture: Picture) -> list[Measured]:
-    """'forward h.0.mlp' -> microseconds, in the order of the graph; like layers together, beside what the model says."""
+def beside_model(found: dict[str, float], picture: Picture, step: Step) -> list[Measured]:
+    """'forward h.0.mlp' -> microseconds, in the order of the graph; like layers together, beside what the schedule says."""
     layers = {modules[0]: region for modules, region in picture.order if picture.regions[region].layer}
 
     def place(fqn: str) -> str:
@@ -51,18 +52,23 @@ def beside_model(found: dict[str, float], picture: Picture) -> list[Measured]:
                 return ".".join(filter(None, [picture.regions[layers[layer]].name, ".".join(parts[end:])]))
         return fqn
 
-    modelled: dict[tuple[str, str], float] = defaultdict(float)
-    for node in picture.nodes:
-        region = picture.regions[node.region]
-        name = ".".join(filter(None, [region.name if region.layer else "", node.module])) or "<root>"
-        for direction, passes in (("forward", 1), ("backward", 2)):
-            modelled[direction, name] += passes * region.times * node.us
+    computed: dict[tuple[str, str], float] = defaultdict(float)
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    for part in step.parts:
+        for segment in part.segments:
+            if segment.node >= 0 and segment.lane != WAIT:
+                node = picture.nodes[segment.node]
+                region = picture.regions[node.region]
+                name = ".".join(filter(None, [region.name if region.layer else "", node.module])) or "<root>"
+                into = computed if segment.lane == COMPUTE else sent
+                into[part.direction, name] += part.times * segment.us
     measured: dict[tuple[str, str], float] = defaultdict(float)
     for text, us in found.items():
         direction, _, fqn = text.partition(" ")
         measured[direction, place(fqn)] += us
     return [
-        Measured(d, name, round(us, 1), round(modelled.get((d, name), 0.0), 1)) for (d, name), us in measured.items()
+        Measured(*key, round(us, 1), round(computed.get(key, 0.0), 1), round(sent.get(key, 0.0), 1))
+        for key, us in measured.items()
     ]
 
 

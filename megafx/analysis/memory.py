@@ -12,7 +12,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -50,21 +50,31 @@ class Alive:
     bytes: int
 
 
+class Point(NamedTuple):
+    """bytes: held while a node of this module runs. given: those of what the graph was given; results: of what it returns."""
+
+    node: str
+    module: str
+    bytes: int
+    given: int
+    results: int
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """One graph. points: (node, bytes held while it runs), in order; alive: what is held at the highest point, largest first.
+    """One graph. points: its nodes in order; alive: what is held at the highest point, largest first.
 
     start, end: bytes held before and afterwards.
     """
 
-    points: tuple[tuple[str, int], ...]
+    points: tuple[Point, ...]
     alive: tuple[Alive, ...]
     start: int
     end: int
 
     @property
     def peak(self) -> int:
-        return max((size for _, size in self.points), default=self.start)
+        return max((point.bytes for point in self.points), default=self.start)
 
 
 @dataclass(frozen=True)
@@ -216,7 +226,9 @@ def walk(
     for base, user in last.items():
         dying[user].append(base)
     held = {n: given[n.name] for n in nodes if n.op == "placeholder" and n.name in given}
-    now = start = sum(held.values()) + also
+    results = {base for n in gm.graph.output_node().all_input_nodes if (base := root[n]) is not None} - {*held}
+    now = start = of_given = sum(held.values()) + also
+    of_results = 0
     points, best, alive = [], -1, dict(held)
     pinned = set(pinned)
     for node in nodes:
@@ -237,15 +249,19 @@ def walk(
                     if apart:
                         held[part], sizes[part.args[1]] = sizes[part.args[1]], 0  # type: ignore[index]
                         now += held[part]
+                        of_results += held[part] if part in results else 0
             held[node] = sum(sizes)
             now += held[node]
+            of_results += held[node] if node in results else 0
         size = now + _workspace(program, node)
-        points.append((node.name, size))
+        points.append(Point(node.name, fqn_of(node), size, of_given, of_results))
         if size > best:
             best, alive = size, dict(held)
         for base in [*dying[node], *([node] if own and node not in last else [])]:
             if base in held and base.name not in pinned:
-                now -= held.pop(base)
+                freed = held.pop(base)
+                now -= freed
+                of_given -= freed if base.op == "placeholder" else 0
     by_op: dict[tuple[str, str], int] = defaultdict(int)
     for base, size in alive.items():
         by_op[fqn_of(base), f"{'kept ' if base.op == 'placeholder' else ''}{_what(base)}"] += size

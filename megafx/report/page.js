@@ -1,5 +1,6 @@
 "use strict";
-// Draws the report whose data stands in the page. Plain JavaScript; nothing is loaded.
+// The report whose data is in the page. Plain JavaScript; nothing is loaded. Here: helpers, and the model as a graph. Then come
+// charts.js (the step, memory, measured times), texts.js (headline and tables) and tools.js (search, keys, links, dark mode).
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent), nodes = data.nodes, regions = data.regions, edges = data.edges;
 for (const n of nodes) {
@@ -42,13 +43,13 @@ function widthOf(text, font) { ruler.font = font + ' system-ui, "DejaVu Sans", s
 const fit = (text, width) => { while (text.length > 1 && widthOf(text, "11px") > width) text = text.slice(0, -2) + "\u2026"; return widthOf(text, "11px") <= width && (text.length > 8 || !text.endsWith("\u2026")) ? text : ""; };
 const nameOf = (n) => (n.module ? n.module + ": " : "") + n.label;
 
-function tip(element, text) {
+function tip(element, text) { // text: what is said, or a function that says it for the place of the mouse
   element.addEventListener("mousemove", (event) => {
     const box = $("tip");
-    box.textContent = text;
+    box.textContent = typeof text === "string" ? text : text(event);
     box.style.display = "block";
-    box.style.left = Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8) + "px";
-    box.style.top = event.clientY + 16 + "px";
+    box.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - box.offsetWidth - 8)) + "px";
+    box.style.top = (event.clientY + 20 + box.offsetHeight < innerHeight ? event.clientY + 16 : event.clientY - box.offsetHeight - 12) + "px";
   });
   element.addEventListener("mouseleave", () => { $("tip").style.display = "none"; });
 }
@@ -158,6 +159,8 @@ function lay(boxes, links) { // positions from (0, 0): rows by the longest way f
   return [right, y - GAP];
 }
 
+let shownBoxes = [], selected = null; // boxes of this level, from top to bottom; the one that is clicked on
+
 function drawGraph() {
   const panel = $("drawing"), columns = [];
   panel.textContent = "";
@@ -168,41 +171,55 @@ function drawGraph() {
     if (!views && b.op && isView(nodes[b.nodes[0]])) hidden.add(b.nodes[0]); else boxes.push(b);
   let [links, inside, outside] = linked(boxes);
   if (level.region >= 0) [boxes, links] = ghosts(boxes, links, inside, outside);
-  for (const r of shown) { // one column a region
+  for (const r of shown) { // one column a region; on a narrow page one below another
     const own = boxes.filter((b) => b.region === r || level.region >= 0), index = new Map(own.map((b, k) => [boxes.indexOf(b), k]));
     const its = links.filter((l) => index.has(l[0]) && index.has(l[1])), local = its.map((l) => [index.get(l[0]), index.get(l[1])]);
     const [width, height] = own.length ? lay(own, local) : [0, 0], name = regions[r].name + (regions[r].times > 1 ? " \u00d7 " + regions[r].times : "");
-    const frame = level.region < 0 ? 16 : 0, least = frame ? widthOf(name, "600 12px") + 2 * frame : 0, left = w + Math.max(frame, (least - width) / 2);
-    local.forEach((l, k) => { its[k].lane = l.lane && l.lane + left; });
-    for (const b of own) { b.x += left; b.y += frame ? 46 : 10; }
-    columns.push({ region: r, name, x: w, w: Math.max(width + 2 * frame, least), h: height + 62, nodes: regions[r].nodes });
-    w += columns[columns.length - 1].w + (frame ? 44 : 0);
-    h = Math.max(h, height + (frame ? 64 : 20));
+    const frame = level.region < 0 ? 16 : 0, w = Math.max(width + 2 * frame, frame ? widthOf(name, "600 12px") + 2 * frame : 0);
+    columns.push({ region: r, name, own, its, local, width, w, h: height + (frame ? 62 : 20), nodes: regions[r].nodes });
   }
-  w -= level.region < 0 ? 44 : 0;
-  const room = panel.clientWidth - 26, scale = zoom || Math.max(0.62, Math.min(1, room / w));
-  const svg = make("svg", { viewBox: `-12 -6 ${w + 24} ${h + 12}`, width: (w + 24) * scale, height: (h + 12) * scale }, panel);
-  if ((w + 24) * scale < room) svg.style.margin = "0 auto";
+  const room = panel.clientWidth - 2, stacked = level.region < 0 && room < 640, widest = Math.max(...columns.map((c) => c.w));
+  for (const c of columns) {
+    c.x = stacked ? (widest - c.w) / 2 : w;
+    c.y = stacked ? h : 0;
+    const left = c.x + (c.w - c.width) / 2, above = c.y + (level.region < 0 ? 46 : 10);
+    c.local.forEach((l, k) => { c.its[k].lane = l.lane && l.lane + left; });
+    for (const b of c.own) { b.x += left; b.y += above; }
+    w = stacked ? widest : w + c.w + (level.region < 0 ? 44 : 0);
+    h = stacked ? h + c.h + 30 : Math.max(h, c.h + 2);
+  }
+  w -= level.region < 0 && !stacked ? 44 : 0;
+  const margin = stacked ? 40 : 12, full = w + margin + 12, scale = zoom || Math.max(0.62, Math.min(1, room / full));
+  const svg = make("svg", { viewBox: `${-margin} -6 ${full} ${h + 12}`, width: Math.floor(full * scale), height: (h + 12) * scale }, panel);
+  if (full * scale < room) svg.style.margin = "0 auto";
   const marker = make("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, make("defs", {}, svg));
-  make("path", { d: "M0 0L8 4L0 8z", fill: "#7f8b96" }, marker);
+  make("path", { d: "M0 0L8 4L0 8z", class: "head" }, marker);
   if (level.region < 0) for (const c of columns) {
-    const rect = make("rect", { x: c.x, y: 0, width: c.w, height: c.h, rx: 8, class: "frame whole" }, svg);
-    make("text", { x: c.x + c.w / 2, y: 21, "text-anchor": "middle", class: "name" }, svg, c.name);
-    rect.addEventListener("mouseenter", () => about({ label: c.name, nodes: c.nodes }));
-    rect.addEventListener("click", () => go({ region: c.region, module: null }));
+    const rect = make("rect", { x: c.x, y: c.y, width: c.w, height: c.h, rx: 8, class: "frame whole" }, svg);
+    make("text", { x: c.x + c.w / 2, y: c.y + 21, "text-anchor": "middle", class: "name" }, svg, c.name);
+    rect.addEventListener("mouseenter", () => about({ label: c.name, nodes: c.nodes, region: c.region }));
+    button(rect, `look into ${c.name}`, () => go({ region: c.region, module: null }));
   }
   let crossing = 0;
   for (const link of links) {
     const p = boxes[link[0]], q = boxes[link[1]], y1 = p.y + p.h, middle = p.y + 0.7 * p.h, end = q.y + 0.3 * q.h;
     let d = `M${p.x} ${y1}C${p.x} ${y1 + 13} ${q.x} ${q.y - 13} ${q.x} ${q.y}`;
-    if (p.region !== q.region && !p.ghost && !q.ghost) { // in the gaps between columns, and above those that it passes
+    if (p.region !== q.region && !p.ghost && !q.ghost && stacked) d = `M${p.x - p.w / 2} ${middle}H${-8 - 5 * (crossing % 5)}V${end}H${q.x - q.w / 2}`, crossing++;
+    else if (p.region !== q.region && !p.ghost && !q.ghost) { // in the gaps between columns, and above those that it passes
       const from = columns[p.region], to = columns[q.region], side = 10 + 5 * (crossing++ % 5), a = from.x + from.w + side, b = to.x - 44 + side;
       d = `M${p.x + p.w / 2} ${middle}H${a}` + (q.region > p.region + 1 ? `V-${2 + side / 5}H${b}` : "") + `V${end}H${q.x - q.w / 2}`;
     } else if (link.lane) d = `M${p.x + p.w / 2} ${middle}H${link.lane - 8}Q${link.lane} ${middle} ${link.lane} ${middle + 8}V${end - 8}Q${link.lane} ${end} ${link.lane - 8} ${end}H${q.x + q.w / 2}`;
     make("path", { d, class: "edge" }, svg);
   }
+  shownBoxes = boxes.filter((b) => !b.ghost).sort((a, b) => a.region - b.region || a.y - b.y || a.x - b.x);
   for (const b of boxes) drawBox(svg, b);
+  if (shownBoxes.length) shownBoxes[0].element.setAttribute("tabindex", 0);
   drawPath(scale);
+}
+
+function button(element, name, run) { // a shape that can be clicked on, and reached by the Tab key
+  for (const [key, value] of Object.entries({ role: "button", tabindex: 0, "aria-label": name })) element.setAttribute(key, value);
+  element.addEventListener("click", run);
 }
 
 function drawBox(svg, b) {
@@ -212,11 +229,39 @@ function drawBox(svg, b) {
   make("text", { x: b.x, y: b.y + (b.ghost ? 16 : 18), "text-anchor": "middle", class: b.ghost ? "small" : "name" }, svg, title(b));
   b.text.forEach((text, k) => make("text", { x: b.x, y: b.y + 33 + 14 * k, "text-anchor": "middle", class: "in" }, svg, text));
   if (b.ghost) return;
+  b.element = rect;
   rect.addEventListener("mouseenter", () => about(b));
-  rect.addEventListener("click", () => { if (b.module !== undefined) go({ region: b.region, module: b.module }); else about(b); });
+  button(rect, [b.op || b.move ? nameOf(nodes[b.nodes[0]]) : b.label, ...b.text].join(", "), () => { if (b.module === undefined) select(b); else enter(b); });
+  rect.setAttribute("tabindex", -1); // one box of a level is reached by Tab, the others by keys (tools.js)
 }
 
-function go(to) { level = to; zoom = 0; drawGraph(); }
+const enter = (b) => go({ region: b.region, module: b.module });
+
+function go(to) { level = to; zoom = 0; selected = null; drawGraph(); showSelected(); keepLink(); }
+
+function select(b) { // or null
+  for (const other of shownBoxes) {
+    other.element.classList.toggle("on", other === b);
+    other.element.setAttribute("tabindex", other === b || (!b && other === shownBoxes[0]) ? 0 : -1);
+  }
+  selected = b;
+  showSelected();
+  keepLink();
+}
+
+function showSelected() {
+  if (selected) about(selected);
+  else if (level.region < 0) help();
+  else about({ label: level.module ?? regions[level.region].name, region: level.region, nodes: regions[level.region].nodes.filter((i) => level.module === null || (nodes[i].module + ".").startsWith(level.module + ".")) });
+}
+
+function reveal(i) { // go to where a node is drawn, and select it
+  if (isView(nodes[i])) views = true;
+  const region = nodes[i].region, box = grouped(region, null).find((b) => b.nodes.includes(i));
+  go({ region, module: box.module ?? null });
+  select(shownBoxes.find((b) => b.nodes.includes(i)));
+  selected.element.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
 
 function drawPath(scale) {
   const place = $("path"), region = level.region;
@@ -229,16 +274,23 @@ function drawPath(scale) {
   }
   if (level.module !== null) make("span", {}, place, "\u203a " + level.module);
   const bar = make("span", { class: "zoom" }, place);
-  const button = (text, run, on) => make("button", on ? { class: "on" } : {}, bar, text).addEventListener("click", () => { run(); drawGraph(); });
-  button(views ? "hide reshapes" : "show reshapes", () => { views = !views; }, views);
-  button("\u2212", () => { zoom = scale / 1.25; });
-  button("+", () => { zoom = scale * 1.25; });
-  button("fit", () => { zoom = 0; });
+  const again = (text, name, run, on) => make("button", { "aria-label": name, ...(on ? { class: "on" } : {}) }, bar, text).addEventListener("click", () => { run(); redraw(); });
+  again(views ? "hide reshapes" : "show reshapes", views ? "hide reshapes" : "show reshapes", () => { views = !views; }, views);
+  again("\u2212", "smaller", () => { zoom = scale / 1.25; });
+  again("+", "larger", () => { zoom = scale * 1.25; });
+  again("fit", "as large as the panel", () => { zoom = 0; });
+}
+
+function redraw() { // the same level, and the same box selected
+  const kept = selected && selected.nodes[0];
+  drawGraph();
+  select(shownBoxes.find((b) => b.nodes.includes(kept)) || null);
 }
 
 function about(b) {
   const place = $("about"), n = nodes[b.nodes[0]];
   place.textContent = "";
+  if (b === selected) make("button", { class: "copy", type: "button" }, place, "copy link").addEventListener("click", copyLink);
   make("h3", {}, place, b.op || b.move ? nameOf(n) : b.label);
   const list = make("dl", {}, place), say = (name, value) => { if (value) { make("dt", {}, list, name); make("dd", {}, list, value); } };
   if (!b.op && !b.move) {
@@ -251,8 +303,9 @@ function about(b) {
     for (const [key, [count, size, us]] of Object.entries(total)) say(key, `${count} \u00d7, ${bytes(size)} sent by a rank, ${time(us)}`);
     const kept = sum(b.nodes, (i) => nodes[i].kept);
     say("kept for backward, at most", kept && bytes(kept));
+    for (const m of measuredOf(b)) say(...m);
     for (const i of b.nodes) if (nodes[i].weight) say(nodes[i].style, nodes[i].weight);
-    make("p", { class: "told" }, place, "Click to look inside.");
+    if (b.module !== undefined || level.region < 0) make("p", { class: "told" }, place, "Click to look inside.");
     return;
   }
   say("style", n.style && n.style + (STYLES[n.style] ? ": " + STYLES[n.style] : ""));
@@ -262,6 +315,7 @@ function about(b) {
   for (const m of [n.move, n.inner]) for (const s of m ? sent(m) : []) say(s[0] + " " + s[1], `${bytes(s[2])} sent by a rank, ${time(s[3])}`);
   if (!b.move) say("forward pass, on a rank", time(n.us) + (n.flops ? `, ${(n.flops / 1e9).toFixed(1)} GFLOP` : ""));
   if (n.kept) say("kept for backward, at most", bytes(n.kept));
+  for (const m of measuredOf(b)) say(...m);
   if (n.source) { make("dt", {}, list, "source"); make("dd", { class: "code" }, list, line(n.source)); }
   for (const [name, texts] of [["why so", n.why], ["what else it could be", n.alternatives]]) if (texts.length) {
     make("dt", {}, place, name);
@@ -281,154 +335,7 @@ function help() {
     "Yellow pills are collectives of forward: the bytes that a rank sends, and the time by the cost model. Most have one in backward too.",
     "Dashed pills without colour are collectives of backward alone: forward passes them without a step.",
     "Hover over a box: its weights, cost, line of code, why it is so, and what else it could be.",
-    "Click on a box or on a frame to look inside.",
+    "Click on a box or on a frame to look inside; on an op to keep it here, with a link to it.",
+    "Press / to search, and ? for all keys.",
   ]) make("li", {}, items, text);
 }
-
-// -- a step: all of it to scale, and below it one part in detail
-
-const partName = (p) => p.region < 0 ? "optimizer" : `${p.direction}, ${regions[p.region].name}` + (p.times > 1 ? " \u00d7 " + p.times : "");
-const W = 1400, WHITE = { style: "fill: #fff" };
-let shownPart = -1;
-
-function drawStep() {
-  const place = $("step"), parts = data.step.parts.filter((p) => p.us > 0), total = sum(parts, (p) => p.us * p.times) || 1;
-  place.textContent = "";
-  if (shownPart < 0) shownPart = Math.max(0, parts.findIndex((p) => p.times > 1));
-  const svg = make("svg", { width: "100%", viewBox: `0 0 ${W} 248` }, place);
-  let x = 0, begun = 0;
-  parts.forEach((p, k) => {
-    const width = W * p.us * p.times / total, wait = sum(p.segments.filter((s) => s[0] === "wait"), (s) => s[3]) / p.us;
-    make("rect", { x, y: 20, width: Math.max(0.5, width - 1), height: 34 * (1 - wait), fill: "#b9c9d6", "pointer-events": "none" }, svg);
-    make("rect", { x, y: 20 + 34 * (1 - wait), width: Math.max(0.5, width - 1), height: 34 * wait, fill: "var(--wait)", "pointer-events": "none" }, svg);
-    const rect = make("rect", { x, y: 20, width: Math.max(1, width - 1), height: 34, fill: "transparent", class: "whole" + (k === shownPart ? " on" : "") }, svg);
-    rect.addEventListener("click", () => { shownPart = k; drawStep(); });
-    tip(rect, `${p.region < 0 ? "gradients of parameters that ranks hold whole, and the optimizer" : partName(p)}: ${time(p.us * p.times)}, of which ${time(wait * p.us * p.times)} waiting. Click for detail.`);
-    const all = time(p.us * p.times), told = `${all}: ${partName(p)}`;
-    make("text", { x: x + 3, y: 14, class: "small" }, svg, fit(told, width - 6) || fit(all, width - 6));
-    x += width;
-  });
-  const p = parts[shownPart], L = 70, scale = (W - L) / p.us, from = sum(parts.slice(0, shownPart), (q) => q.us * q.times) / total * W;
-  const width = W * p.us * p.times / total;
-  make("polygon", { points: `${from},56 ${from + width},56 ${W},92 ${L},92`, fill: "#eef2f5" }, svg);
-  const waits = sum(p.segments.filter((s) => s[0] === "wait"), (s) => s[3]);
-  make("text", { x: L, y: 112, class: "name" }, svg, (p.times > 1 ? `One of ${p.times}: ` : "") + `${partName({ ...p, times: 1 })}, ${time(p.us)}, of which ${time(waits)} waiting`);
-  for (const [text, y] of [["computes", 146], ["sends", 196]]) make("text", { x: 0, y, class: "small" }, svg, text);
-  make("rect", { x: L, y: 122, width: W - L, height: 100, fill: "#f6f8fa" }, svg);
-  for (const [lane, node, start, us] of p.segments) {
-    const n = nodes[node], left = L + Math.max(0, start - p.start) * scale, wide = Math.max(0.4, us * scale), y = lane === "send" ? 174 : 126;
-    const fill = lane === "compute" ? `var(--${n ? n.out : "I"})` : `var(--${lane})`;
-    const name = n ? nameOf(n) : node === -2 ? "optimizer" : "gradients of parameters that ranks hold whole";
-    const move = n && (n.move || n.inner), which = move ? (p.direction === "forward" ? move.forward : move.backward) : "all_reduce";
-    const told = lane === "compute" ? (n && n.has_weight ? n.module.split(".").pop() : n ? n.label : name) : lane === "wait" ? "waits" : which;
-    const rect = make("rect", { x: left, y, width: wide, height: 42, fill, stroke: "#fff", "stroke-width": wide > 2 ? 0.8 : 0 }, svg);
-    tip(rect, (lane === "wait" ? "waits for " : "") + (lane === "compute" || !n ? name : (n.module ? n.module + ": " : "") + which) + ", " + time(us));
-    make("text", { x: left + 4, y: y + 18, class: "in", ...(lane === "wait" ? WHITE : {}) }, svg, fit(told, wide - 8));
-    make("text", { x: left + 4, y: y + 33, class: "in", ...(lane === "wait" ? WHITE : {}) }, svg, fit(time(us), wide - 8));
-  }
-  for (let k = 0; k <= 5; k++) {
-    const at = L + (W - L) * k / 5;
-    make("line", { x1: at, x2: at, y1: 222, y2: 228, stroke: "#7f8b96" }, svg);
-    make("text", { x: at, y: 242, class: "small", "text-anchor": k === 0 ? "start" : k === 5 ? "end" : "middle" }, svg, k ? time(p.us * k / 5) : "0");
-  }
-}
-
-// -- memory over the step: what is held throughout, and what backward will read
-
-function drawMemory() {
-  const H = 250, L = 70, R = 330, svg = make("svg", { width: "100%", viewBox: `0 0 ${W} ${H + 46}` }, $("memory"));
-  const held = Object.entries(data.memory), base = sum(held, (m) => m[1]), points = [[0, 0]], ends = [];
-  const keeps = regions.map((r) => sum(r.nodes, (i) => nodes[i].kept));
-  let t = 0, kept = 0, way = "forward";
-  for (const p of data.step.parts) {
-    const now = p.region < 0 ? "optimizer" : p.direction;
-    if (now !== way) { ends.push([way, t]); way = now; }
-    for (let i = 0, n = Math.max(1, Math.floor(p.times / 200)); i < p.times; i += n) {
-      const some = Math.min(n, p.times - i);
-      t += p.us * some;
-      if (p.region >= 0) kept += (p.direction === "forward" ? 1 : -1) * keeps[p.region] * some;
-      points.push([t, kept]);
-    }
-  }
-  ends.push([way, t]);
-  const most = Math.max(...points.map((p) => p[1])), top = Math.max(base + most, data.peak_bytes || 0) || 1;
-  const X = (v) => L + (W - L - R) * v / (t || 1), Y = (v) => H - (H - 22) * v / top, labels = [];
-  for (let k = 0; k <= 4; k++) {
-    make("line", { x1: X(0), x2: X(t), y1: Y(top * k / 4), y2: Y(top * k / 4), stroke: "#e5eaee" }, svg);
-    make("text", { x: L - 8, y: Y(top * k / 4) + 4, "text-anchor": "end", class: "small" }, svg, k ? bytes(top * k / 4) : "0");
-  }
-  let low = 0;
-  const colours = ["#6f8fb3", "#94b0cc", "#bccfe0"];
-  held.forEach(([name, size], k) => {
-    tip(make("rect", { x: X(0), y: Y(low + size), width: X(t) - X(0), height: Math.max(0, Y(low) - Y(low + size)), fill: colours[k % 3] }, svg), name + ", " + bytes(size));
-    labels.push([Y(low + size / 2), `${name} ${bytes(size)}`]);
-    low += size;
-  });
-  if (most > 0) {
-    const upper = points.map((p) => X(p[0]) + "," + Y(base + p[1])).join(" ");
-    tip(make("polygon", { points: `${X(0)},${Y(base)} ${upper} ${X(t)},${Y(base)}`, fill: "#e9bd77" }, svg), "kept for backward, at most " + bytes(most));
-    labels.push([Y(base + most / 2), "kept for backward, at most " + bytes(most)]);
-  }
-  if (data.peak_bytes) {
-    make("line", { x1: X(0), x2: X(t), y1: Y(data.peak_bytes), y2: Y(data.peak_bytes), stroke: "#d6453d", "stroke-dasharray": "6 4" }, svg);
-    labels.push([Y(data.peak_bytes), "predicted peak " + bytes(data.peak_bytes)]);
-  }
-  let below = H + 18; // labels from bottom to top, none over another
-  for (const [y, text] of labels.sort((a, b) => b[0] - a[0])) {
-    below = Math.min(y + 4, below - 16);
-    make("text", { x: X(t) + 12, y: below, class: "small" }, svg, text);
-  }
-  let begun = 0;
-  for (const [name, end] of ends) {
-    if (begun) make("line", { x1: X(begun), x2: X(begun), y1: 10, y2: H, stroke: "#7f8b96", "stroke-dasharray": "2 4" }, svg);
-    make("text", { x: (X(begun) + X(end)) / 2, y: H + 18, "text-anchor": "middle", class: "small" }, svg, fit(`${name}, ${time(end - begun)}`, X(end) - X(begun)) || fit(name, X(end) - X(begun)));
-    begun = end;
-  }
-}
-
-// -- texts
-
-function drawTexts() {
-  const step = data.step, card = (big, ...small) => {
-    const box = make("div", {}, $("headline"));
-    make("b", {}, box, big);
-    for (const text of small) make("span", {}, box, text);
-    return box;
-  };
-  if (nodes.length) {
-    const share = 100 * step.compute_us / step.total_us, kept = sum(regions, (r) => r.times * sum(r.nodes, (i) => nodes[i].kept));
-    const box = card(time(step.total_us) + " a step", `${time(step.compute_us)} computing, ${time(step.exposed_us)} waiting for collectives`);
-    make("i", { style: `background: linear-gradient(to right, #b9c9d6 ${share}%, var(--wait) ${share}%)` }, box);
-    card((data.peak_bytes ? bytes(data.peak_bytes) : bytes(sum(Object.values(data.memory), (v) => v) + kept)) + " a rank",
-      data.peak_bytes ? "predicted peak of memory" : "of memory, at most: parameters, gradients, AdamW, and what is kept for backward");
-    const [count, size] = data.sent;
-    card(bytes(size) + " sent", count ? `by a rank in ${plural(count, "collective")} a step, which take ${time(step.send_us)}` : "by a rank: no collectives");
-    card((step.flops / step.total_us / 1e6).toFixed(0) + " TFLOP/s a rank", "in products and attention, over the whole step");
-  }
-  for (const [name, value] of Object.entries(data.header)) if (name !== "axis" && name !== "modelled step") { // both are told above
-    const d = make("div", {}, $("facts"));
-    make("dt", {}, d, name), make("dd", {}, d, { true: "on", false: "off" }[value] || String(value));
-  }
-  for (const [kind, text] of Object.entries(PLACEMENTS)) {
-    const span = make("span", {}, $("legend"));
-    make("i", { style: `background: var(--${kind})` }, span);
-    span.appendChild(document.createTextNode(text));
-  }
-  for (const [kind, text] of [["round", "a collective of forward: ranks exchange values"], ["round back", "a collective of backward alone"]]) {
-    const span = make("span", {}, $("legend"));
-    make("i", { class: kind }, span);
-    span.appendChild(document.createTextNode(text));
-  }
-  for (const [name, columns, rows] of data.tables) if (rows.length) {
-    make("h2", {}, $("texts"), name);
-    const table = make("table", {}, $("texts")), head = make("tr", {}, table);
-    if (columns.some((c) => c)) for (const column of columns) make("th", {}, head, column);
-    for (const row of rows) { const tr = make("tr", {}, table); for (const value of row) make("td", {}, tr, line(String(value))); }
-  }
-}
-
-drawTexts();
-if (nodes.length) {
-  drawGraph(), help(), drawStep(), drawMemory();
-  addEventListener("resize", drawGraph);
-} else for (const part of document.querySelectorAll(".drawn")) part.style.display = "none";

@@ -1,4 +1,7 @@
-"""The report as one page: HTML with its data, style and script inside, so that it opens offline. The script is page.js."""
+"""The report as one page: HTML with its data, style and script inside, so that it opens offline.
+
+page.html is its frame and page.css its style; the script is page.js and the files after it in SCRIPTS, as one.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-BODY = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head><body>
-<h1>{title}</h1>
-<p>{about}</p>
-<div id="headline"></div>
-<dl id="facts"></dl>
-<div class="drawn">
-<h2>The model</h2>
-<div class="legend" id="legend"></div>
-<div id="path"></div>
-<div id="graph"><div id="drawing"></div><div id="about"></div></div>
-<h2>A training step of one rank</h2>
-<p class="told">By the cost model. Above, the whole step to scale: computing (grey), and waiting for collectives (red). Click on
-a part of it to see it below: what is computed, in the colours of the graph; which collectives run beside it; and where the rank
-waits for them. Backward takes twice the time of forward.</p>
-<div id="step"></div>
-<h2>Memory of one rank over the step</h2>
-<p class="told">Parameters and gradients follow from the plan; moments are those of AdamW in the parameters' dtype. What is kept
-for backward is at most this, since fused ops compute some of it again.</p>
-<div id="memory"></div>
-</div>
-<div id="texts"></div>
-<div id="tip"></div>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body></html>
-"""
+from megafx.report.steps import runs
+
 SIDES = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head><body style="max-width: none">
 <h1>{title}</h1>
@@ -44,6 +22,7 @@ SIDES = """<!doctype html>
 <div class="sides"><iframe srcdoc="{before}"></iframe><iframe srcdoc="{after}"></iframe></div>
 </body></html>
 """
+SCRIPTS = ("page.js", "charts.js", "texts.js", "tools.js")
 OPENS, CLOSES = '<script type="application/json" id="data">', "</script>"
 
 
@@ -58,7 +37,8 @@ def page(data: dict[str, Any]) -> str:
         "<", "\\u003c"
     )  # so that no text of the model ends the script
     title, about = (html.escape(data[key]) for key in ("title", "about"))
-    return BODY.format(title=title, about=about, style=_asset("page.css"), data=text, script=_asset("page.js"))
+    script = "\n".join(map(_asset, SCRIPTS))
+    return _asset("page.html").format(title=title, about=about, style=_asset("page.css"), data=text, script=script)
 
 
 def data_of(text: str) -> dict[str, Any]:
@@ -99,11 +79,19 @@ def picture_data(picture: Any, step: Any) -> dict[str, Any]:
     data = asdict(picture)
     for node in data["nodes"]:
         node["flops"] = round(node["flops"])
-    parts = [{**asdict(p), "segments": [[s.lane, s.node, s.start, s.us] for s in p.segments]} for p in step.parts]
+    parts = []
+    for p in step.parts:
+        segments = [[s.lane, s.node, s.start, s.us, s.collective, s.sent] for s in p.segments]
+        parts.append({**asdict(p), "segments": segments})
+    order = [
+        [r.name, r.part.direction if r.part.region >= 0 else "optimizer", round(r.start, 3)]
+        for r in runs(picture, step)
+    ]
     return {
         "regions": data["regions"],
         "nodes": data["nodes"],
         "edges": data["edges"],
         "memory": data["memory"],
+        "runs": order,
         "step": {**{k: v for k, v in asdict(step).items() if k != "parts"}, "parts": parts},
     }

@@ -19,7 +19,9 @@ from megafx.ir.program import Fusion, Note
 from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
 from megafx.planner.plan import INDEX, folded_name
+from megafx.report.curve import Curve, curve
 from megafx.report.page import data_of, page, picture_data
+from megafx.report.trace import trace_events
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,20 +74,23 @@ class Fused:
 
 @dataclass(frozen=True)
 class Measured:
-    """Microseconds of a step under one module (like layers together), as measured and by the cost model."""
+    """Microseconds of a step under one module (like layers together), as measured and by the cost model: of what it computes,
+    and of its collectives, which run beside that."""
 
     direction: str
     module: str
     us: float
     modelled_us: float
+    collectives_us: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.direction} {self.module}: {self.us:.1f} us (modelled {self.modelled_us:.1f} us)"
+        beside = f", collectives {self.collectives_us:.1f} us" if self.collectives_us else ""
+        return f"{self.direction} {self.module}: {self.us:.1f} us (modelled {self.modelled_us:.1f} us{beside})"
 
 
 @dataclass
 class Report:
-    """str(report), .table(), .html(path), .to_json()."""
+    """str(report), .table(), .html(path), .trace(path), .to_json()."""
 
     header: dict[str, Any]
     rows: list[Line]
@@ -97,7 +102,7 @@ class Report:
     picture: Any = None  # picture.Picture: ops and collectives of each kind of layer
     step: Any = None  # steps.Step: when they run in a training step
     measured: list[Measured] = field(default_factory=list)  # by megafx.profile
-    predict: Callable[[str], Memory] | None = None  # memory of a rank over a step of the compiled call
+    predict: Callable[..., Memory] | None = None  # memory of a rank over a step of the compiled call
     model: str = ""  # name of its class
 
     def memory(self, optimizer: str = "adamw") -> Memory:
@@ -106,12 +111,7 @@ class Report:
         if self.predict is None:
             found = "a plan alone has no graphs whose memory could be predicted"
             raise UsageError(found, fix="megafx.predict_memory(model, config), or explain() of a parallelized model")
-        return self.predict(optimizer)
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Predicted memory of a rank at its peak; None for a plan alone."""
-        return None if self.predict is None else self.memory().peak
+        return self.predict(optimizer=optimizer)
 
     def __str__(self) -> str:
         from rich.console import Console  # 0.1 s, and most starts print no report
@@ -178,6 +178,18 @@ class Report:
         """Write the report as one page, which opens offline: the graph of each kind of layer, a step, memory, tables."""
         Path(path).write_text(page(self.page_data()))
 
+    def trace(self, path: str | Path) -> None:
+        """Write the modelled step as a Chrome trace (JSON), which Perfetto shows: every op, wait and collective of every layer,
+        and the memory. Raises UsageError for a report without a graph."""
+        if self.picture is None:
+            raise UsageError("this report has no graph", fix="plan the model: megafx.explain(megafx.plan(...))")
+        about = {"model": self.model, "modelled by": "megafx", **self.header}
+        Path(path).write_text(json.dumps(trace_events(self.picture, self.step, self.curve(), about)))
+
+    def curve(self) -> Curve:
+        """Memory of a rank over the modelled step: of the compiled call, else at most what the plan keeps."""
+        return curve(self.picture, self.step, None if self.predict is None else self.memory())
+
     def page_data(self) -> dict[str, Any]:
         """What the page holds: its tables are of folded layers."""
         columns = ["module", "op", "style", "placements", "weight", "collectives (bytes a rank sends)", "times"]
@@ -190,7 +202,7 @@ class Report:
             if title == "Fused":
                 fusions = [[f.count, f.pattern, f.modules, f.source] for f in self.fusions]
                 tables.append([title, ["times", "pattern", "modules", "source"], fusions])
-            elif title not in ("A step by the cost model", "Memory of a rank"):  # which are drawn
+            elif title not in ("A step by the cost model", "Memory of a rank", "Measured, one step"):  # which are drawn
                 tables.append([title, [""], [[line] for line in lines]])
         elements = sum(math.prod(map(int, shape.split("x"))) for shape, _, _ in self.params.values() if shape)
         sent, ranks = list(self.collectives().values()), str(self.header.get("axis", "")).partition("=")[2]
@@ -200,15 +212,15 @@ class Report:
             "header": self.header,
             "tables": tables,
             "sent": [sum(count for count, _ in sent), sum(size for _, size in sent)],
-            "peak_bytes": self.peak_bytes,
+            "measured": [asdict(m) for m in self.measured],
         }
         return data | self._drawn()
 
     def _drawn(self) -> dict[str, Any]:
         empty = {"parts": [], "total_us": 0.0, "exposed_us": 0.0, "send_us": 0.0}
         if self.picture is None:
-            return {"regions": [], "nodes": [], "edges": [], "memory": {}, "step": empty}
-        return picture_data(self.picture, self.step)
+            return {"regions": [], "nodes": [], "edges": [], "memory": {}, "step": empty, "curve": None}
+        return picture_data(self.picture, self.step) | {"curve": asdict(self.curve())}
 
     def _lists(self) -> Iterable[tuple[str, list[str]]]:
         sent = [f"{k}: {n} x, {bytes_text(b)} sent by a rank" for k, (n, b) in self.collectives().items()]
@@ -224,6 +236,8 @@ class Report:
                 time_text, (step.total_us, step.compute_us, step.exposed_us, step.send_us)
             )
             waits = f"{waiting} waiting for collectives, of {sending} in which they run"
+            if step.host_us > 0.005 * step.total_us:
+                waits += f", {time_text(step.host_us)} waiting for launches of kernels"
             yield "A step by the cost model", [f"{total}: {computing} computing, {waits}"]
             kept = sum(self.picture.regions[n.region].times * n.kept for n in self.picture.nodes)
             held = self.picture.memory | ({"kept for backward, at most": kept} if kept else {})

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
 from megafx.planner.cost import memory_seconds
 from megafx.planner.hardware import Hardware
 from megafx.planner.times import library_seconds, sum_seconds
-from megafx.report.picture import Drawn, Picture
+
+if TYPE_CHECKING:
+    from megafx.report.picture import Drawn, Picture
 
 COMPUTE, WAIT, SEND = "compute", "wait", "send"
 LEAST_BYTES = 2**20  # of the whole tensor, as in passes/lower/overlap_products.py
@@ -32,12 +35,14 @@ LEAST_GAIN = 0.02
 @dataclass(frozen=True)
 class Segment:
     """What runs from `start` on for `us` microseconds. node: index of the picture's nodes; -1: gradients of parameters, -2: the
-    optimizer."""
+    optimizer. collective: that is sent or waited for; sent: bytes that a rank sends in it."""
 
     lane: str
     node: int
     start: float
     us: float
+    collective: str = ""
+    sent: int = 0
 
 
 @dataclass
@@ -69,15 +74,42 @@ class Step:
     flops: float = 0.0  # of one rank: products and attention, forward and backward
 
 
+@dataclass(frozen=True)
+class Run:
+    """One layer, or what is before, between or after them, in one direction. start: within the step, every layer counted."""
+
+    name: str
+    part: Part
+    start: float
+
+
+def runs(picture: Picture, step: Step) -> list[Run]:
+    """The whole step in its order: what `Part.times` folds, and where kinds of layers alternate, one by one."""
+    parts = {(part.region, part.direction): part for part in step.parts}
+    forward = [
+        (modules[0] if (region := picture.regions[number]).layer else region.name, parts[number, "forward"])
+        for modules, number in picture.order
+    ]
+    found, start = [], 0.0
+    backward = [(name, parts[part.region, "backward"]) for name, part in forward[::-1]] if picture.training else []
+    last = [("gradients of whole parameters, optimizer", part) for part in step.parts if part.region < 0]
+    for name, part in (*forward, *backward, *last):
+        found.append(Run(name, part, start))
+        start += part.us
+    return found
+
+
 @dataclass
 class _Sent:
-    """A collective under way. copies: in pieces; sums: what the device computes once it is there."""
+    """A collective under way. copies: in pieces; sums: what the device computes once it is there; sent: bytes."""
 
     node: int
     start: float
     us: float
     copies: bool = False
     sums: float = 0.0
+    collective: str = ""
+    sent: int = 0
 
 
 def schedule(picture: Picture) -> Step:
@@ -185,7 +217,8 @@ class _Schedule:
         if self.picture.gradients is not None:
             found = self.picture.gradients
             us = 1e6 * library_seconds(found.backward, found.backward_bytes, self.hardware, self.t)
-            self._until(part, self._under_way(part, _Sent(-1, self.device, us)))
+            gradients = _Sent(-1, self.device, us, collective=found.backward, sent=found.backward_bytes)
+            self._until(part, self._under_way(part, gradients))
         self._compute(part, -2, self.picture.optimizer_us)
         return [*parts, self._end(part)]
 
@@ -223,11 +256,13 @@ class _Schedule:
         found = self._in_pieces(i, at, collective, sent, by_product)
         if found is None or (collective == ALL_REDUCE and found.start + found.us + found.sums > at + us):
             found = _Sent(i, at, us)
+        found.collective, found.sent = collective, sent
         return self._under_way(part, found)
 
     def _under_way(self, part: Part, found: _Sent) -> _Sent:
         found.start = max(found.start, self.link)
-        part.segments.append(Segment(SEND, found.node, round(found.start, 3), round(found.us, 3)))
+        times = round(found.start, 3), round(found.us, 3)
+        part.segments.append(Segment(SEND, found.node, *times, found.collective, found.sent))
         self.link = found.start + found.us
         self.slower = self.hardware.beside.get("copies" if found.copies else "library", 1.0) - 1.0
         return found
@@ -309,7 +344,8 @@ class _Schedule:
         else:
             until = max(self.device, sent.start) + max(sent.us - self.hardware.hidden * beside, 0.0)
         if until > self.device + 1e-3:
-            part.segments.append(Segment(WAIT, sent.node, round(self.device, 3), round(until - self.device, 3)))
+            times = round(self.device, 3), round(until - self.device, 3)
+            part.segments.append(Segment(WAIT, sent.node, *times, sent.collective, sent.sent))
             self.device = until
         if not sent.copies:
             self.link = max(self.link, until)

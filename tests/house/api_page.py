@@ -37,7 +37,7 @@ GROUPS = {
     "Extend": ["register_rule", "Pattern", "register_pattern"],
 }  # fmt: skip
 OBJECTS: dict[type, tuple[str, ...]] = {
-    Report: ("table", "html", "to_json", "collectives", "memory"),
+    Report: ("table", "html", "trace", "to_json", "collectives", "memory"),
     Plan: ("placement_of", "diff", "save", "load"),
     Memory: (),
 }

@@ -210,8 +210,12 @@ def test_progress_tells_the_stages():
 def test_explain_a_hugging_face_config(llama, capsys):
     page, data = llama / "plan.html", llama / "plan.json"
     command = ["explain", str(llama / "config.json"), "--tp", "2", "--sequence-parallel", "off", "--seq-length", "64"]
-    assert main([*command, "--html", str(page), "--json", str(data)]) == 0
+    trace = llama / "step.json"
+    files = ["--html", str(page), "--json", str(data), "--trace", str(trace)]
+    assert main([*command, *files, "--predict-memory"]) == 0
     shown = capsys.readouterr().out
+    assert "peak of backward" in shown and json.loads(data.read_text())["curve"]["predicted"]
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == {"M", "X", "C"}
     assert "tp=2" in shown and "seq=64" in shown
     assert "column-parallel" in shown and "row-parallel" in shown
     assert "row-parallel" in page.read_text()

@@ -1,12 +1,15 @@
-"""Covers: report/ (picture.py, steps.py, alternatives.py, page.py, page.js), and planner/problem.py (`Neighbourhood`)."""
+"""Covers: report/ (picture.py, steps.py, trace.py, curve.py, alternatives.py, page.py and its scripts), and planner/problem.py
+(`Neighbourhood`)."""
 
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,10 @@ from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.planner.problem import Neighbourhood
 from megafx.planner.solver import Table, solve
+from megafx.report.curve import curve
 from megafx.report.page import data_of, page
 from megafx.report.picture import Picture, graph_collection
-from megafx.report.report import Report, bytes_text
+from megafx.report.report import Measured, Report, bytes_text
 from megafx.report.steps import SEND
 from megafx.runtime.compile_call import Settled, settle
 from megafx.runtime.keys import Call
@@ -126,9 +130,61 @@ def test_what_backward_keeps_is_at_most_what_is_said(sequence_parallel: bool) ->
     parts = compiled.for_rank(None)
     assert parts.partition is not None
     saved = sum(parts.partition.saved_bytes(parts.sizes).values())
-    picture = megafx.explain(plan).picture
+    report = megafx.explain(plan)
+    picture = report.picture
     told = sum(picture.regions[n.region].times * n.kept for n in picture.nodes)
     assert saved <= told <= 2 * saved, (saved, told)
+    planned = curve(picture, report.step, None)
+    assert planned.peak == sum(planned.held.values()) + told and planned.points[-1][1] == 0, "all of it is read"
+    memory = compiled.memory()
+    found = curve(picture, report.step, memory)
+    assert found.peak == memory.peak and all(size >= 0 for point in found.points for size in point)
+    assert found.points[-1][1:] == (0, memory.gradients, memory.step)
+    most = {kind: max(point[1 + k] for point in found.points) for k, kind in enumerate(found.kinds)}
+    assert saved <= most["kept for backward"] <= 1.1 * saved and most["gradients"] >= memory.gradients
+    times = [point[0] for point in found.points]
+    assert times == sorted(times) and times[-1] == report.step.total_us
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "gpt2"])
+def test_a_trace_is_the_modelled_step(name: str, tmp_path: Path) -> None:
+    """As Perfetto reads it: events in order, none over another on its track, and times that add up to the step's."""
+    report = made(name)[1]
+    report.trace(tmp_path / "step.json")
+    trace = json.loads((tmp_path / "step.json").read_text())
+    assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"} and trace["otherData"]["axis"] == "tp=8"
+    events = [e for e in trace["traceEvents"] if e["ph"] != "M"]
+    assert [e["ts"] for e in events] == sorted(e["ts"] for e in events)
+    tracks: dict[str, list[Any]] = {e["args"]["name"]: [] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    for event in events:
+        if event["ph"] == "X":
+            assert set(event) == {"ph", "pid", "tid", "name", "cat", "ts", "dur", "args"} and event["name"]
+            tracks[names[event["tid"]]].append(event)
+        else:
+            assert event["ph"] == "C" and all(size >= 0 for size in event["args"].values())
+    step = report.step
+    total = lambda kind: sum(e["dur"] for e in events if e.get("cat") == kind)  # noqa: E731
+    assert total("part") == pytest.approx(step.total_us, rel=1e-6)
+    assert total("compute") == pytest.approx(step.compute_us, rel=1e-6)
+    assert total("wait") == pytest.approx(step.exposed_us, rel=1e-6)
+    assert total("send") == pytest.approx(step.send_us, rel=1e-6)
+    for track, own in tracks.items():
+        for before, after in itertools.pairwise(own):
+            assert before["ts"] + before["dur"] <= after["ts"] + 2e-2, (track, before, after)
+    layer = report.picture.order[2][0][0]
+    (third,) = [e for e in tracks["parts of the step"] if e["name"] == f"forward {layer}"]
+    own = [e for e in events if e["ph"] == "X" and third["ts"] <= e["ts"] < third["ts"] + third["dur"] - 2e-2]
+    assert all(layer in e["name"] for e in own) and len(own) > 10
+    sent = [e["args"]["bytes sent"] for e in events if e.get("cat") == "send"]
+    assert sum(sent) >= sum(size for _, size in report.collectives().values()), (
+        "what backward gathers again is sent too"
+    )
+
+
+def test_a_report_without_a_graph_has_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="this report has no graph"):
+        Report({}, [], {}, {}).trace(tmp_path / "step.json")
 
 
 # -- a step
@@ -232,7 +288,7 @@ LISTEN = """<script>window.errors = []; addEventListener("error", (e) => errors.
 console.error = (...told) => errors.push(told.join(" "));</script>"""
 
 
-def in_a_browser(path: Path, folder: Path) -> dict[str, Any]:
+def in_a_browser(path: Path, folder: Path, width: int = 1500) -> dict[str, Any]:
     """What headless Chromium finds in a page (page_driver.js). Skips where it is not installed."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
@@ -240,7 +296,7 @@ def in_a_browser(path: Path, folder: Path) -> dict[str, Any]:
     text = path.read_text().replace("<body>", "<body>" + LISTEN)
     driven = folder / path.name
     driven.write_text(text.replace("</body></html>", f"<script>{DRIVER.read_text()}</script></body></html>"))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1500,1000", "--enable-logging=stderr"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1000", "--enable-logging=stderr"]
     command = [browser, *options, f"--user-data-dir={folder / 'browser'}", "--dump-dom", f"file://{driven}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     lines = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -271,8 +327,38 @@ def test_a_browser_draws_every_level(name: str, pages: dict[str, Path], tmp_path
         assert not move.forward_bytes or f"forward {move.forward}" in told
     assert len(found["steps"]) == len([p for p in made(name)[1].step.parts if p.us > 0])
     assert any("waits for" in tip for tip in found["tips"]) and any("optimizer" in tip for tip in found["tips"])
-    assert "kept for backward" in found["memory"] and found["polygons"] == 1
+    assert any("start: " in tip and "duration: " in tip and "sent by a rank" in tip for tip in found["tips"])
+    assert "kept for backward" in found["memory"] and found["bands"] == 4
+    first, middle, last = found["held"]
+    assert ": forward, " in first and "in all " in middle and "optimizer" in last
+    assert found["measured"].strip().startswith("Measured") and found["dark"][0] != found["dark"][1], "dark mode"
+    assert found["dark"][2] in ("dark", "light"), "remembered"
+    keys = found["keys"]
+    assert keys["walked"] == keys["boxes"] and keys["back"] and keys["down"] == 1 and keys["none"] == 0
+    assert keys["field"] == "search" and keys["help"] and keys["up"].strip().startswith("whole model")
+    assert (found["results"] > 0) == any("attn" in n.module for n in picture.nodes)
+    assert found["nothing"] == ["nothing is called that"] and len(found["links"]) == -(-len(picture.nodes) // 5)
+    assert name == "t5" or any(".mlp" in text for text in found["layer"]), "a layer by its number"
     assert "by a rank in" in found["headline"] and "sequence_parallel" in found["facts"]
+
+
+def test_a_narrow_page_is_readable(tmp_path: Path) -> None:
+    """At 500 pixels nothing is wider than the window, and letters are as large as on a wide page. Measured times are shown."""
+    report = made("gpt2")[1]
+    times = [
+        Measured("forward", "transformer.h.[0-2].mlp.c_fc", 30.0, 20.0),
+        Measured("backward", "lm_head", 60.0, 30.0),
+    ]
+    measured = replace(report, measured=times)
+    measured.html(tmp_path / "narrow.html")
+    found = in_a_browser(tmp_path / "narrow.html", tmp_path, 500)
+    assert not found["errors"] and not found["wrong"], (found["errors"], found["wrong"])
+    assert found["width"] == 500 and found["scale"] >= 0.95, "not shrunk"
+    assert "transformer.h.[0-2].mlp.c_fc30.0 us20.0 us" in found["measured"]
+    assert any(
+        "measured forward, its module of all 3" in told and "30.0 us (modelled 20.0 us)" in told
+        for told in found["details"]
+    )
 
 
 def test_a_browser_tells_what_is_wrong(pages: dict[str, Path], tmp_path: Path) -> None:
@@ -281,7 +367,7 @@ def test_a_browser_tells_what_is_wrong(pages: dict[str, Path], tmp_path: Path) -
     text = pages["gpt2"].read_text()
     assert "GAP = 26" in text
     broken.write_text(
-        text.replace("GAP = 26", "GAP = -30").replace("drawTexts();\n", 'drawTexts(); console.error("x");\n')
+        text.replace("GAP = 26", "GAP = -30").replace("\ndrawTexts();\n", '\ndrawTexts(); console.error("x");\n')
     )
     (tmp_path / "driven").mkdir()
     found = in_a_browser(broken, tmp_path / "driven")

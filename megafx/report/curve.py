@@ -1,0 +1,158 @@
+"""The memory of a rank over the modelled step: what `analysis/memory.py` says that graphs hold, at the times of `steps.py`.
+
+A compiled call's nodes have their modules; each gets the time at which the schedule computes its module in that layer. Where
+there is only a plan, values are counted that backward reads, from the op that makes them be kept to its backward: at most
+this, since fused ops compute some of them again, and without what ops take while they run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megafx.analysis.memory import Memory, Timeline
+from megafx.report.steps import COMPUTE, Run, Step, runs
+
+if TYPE_CHECKING:
+    from megafx.report.picture import Picture
+
+LEAST, KEPT, GRADIENTS, WORKING = "kept for backward, at most", "kept for backward", "gradients", "working memory"
+SHOWN = 400  # spans of time of which a curve keeps the highest point
+
+
+@dataclass
+class Curve:
+    """held: bytes by kind, over all of the step. points: (microseconds, bytes of each of `kinds` from then on).
+
+    predicted: of a compiled call; else at most what a plan keeps.
+    """
+
+    held: dict[str, int]
+    kinds: list[str]
+    points: list[tuple[float, ...]]
+    predicted: bool
+
+    @property
+    def peak(self) -> int:
+        return sum(self.held.values()) + int(max(sum(point[1:]) for point in self.points))
+
+
+def curve(picture: Picture, step: Step, memory: Memory | None) -> Curve:
+    """memory: of the compiled call; None where there is only a plan."""
+    order = runs(picture, step)
+    if memory is None:
+        points = _kept(picture, order)
+        return Curve(dict(picture.memory), [LEAST], _thinned([*points, (step.total_us, 0)], step.total_us), False)
+    held = {
+        "parameters": memory.parameters,
+        "optimizer state": memory.optimizer,
+        "parameters of other ranks": memory.gathered,
+        "inputs, workspace of cuBLAS": memory.inputs + memory.workspace,
+    }
+    points = []
+    for direction, timeline in (("forward", memory.forward), ("backward", memory.backward)):
+        own = [run for run in order if run.part.direction == direction and run.part.region >= 0]
+        for t, point in zip(_times(timeline, own, picture), timeline.points, strict=True) if timeline else ():
+            kept, made = (point.results, 0) if direction == "forward" else (point.given, point.results)
+            points.append((t, kept, made, point.bytes - kept - made))
+    if memory.backward is not None:
+        points.append((order[-1].start, 0, memory.gradients, memory.step))
+    points.append((step.total_us, *points[-1][1:]))
+    kinds = [KEPT, GRADIENTS, WORKING]
+    return Curve({k: v for k, v in held.items() if v}, kinds, _thinned(points, step.total_us), True)
+
+
+def _kept(picture: Picture, order: Sequence[Run]) -> list[tuple[float, int]]:
+    changes: dict[float, int] = defaultdict(int)
+    changes[0.0] = 0
+    for run in order if picture.training else ():
+        ends: dict[int, float] = {}
+        for segment in run.part.segments:
+            if segment.lane == COMPUTE:
+                ends[segment.node] = segment.start - run.part.start + segment.us
+        for i in picture.regions[run.part.region].nodes if run.part.region >= 0 else ():
+            kept = picture.nodes[i].kept
+            changes[run.start + ends.get(i, 0.0)] += kept if run.part.direction == "forward" else -kept
+    found, now = [], 0
+    for t in sorted(changes):
+        now += changes[t]
+        found.append((round(t, 3), now))
+    return found
+
+
+def _times(timeline: Timeline, order: Sequence[Run], picture: Picture) -> list[float]:
+    """When each point of a graph is, by the schedule: these runs. Times never fall from one point to the next."""
+    starts: dict[tuple[int, str], list[float]] = defaultdict(list)  # of the ops of a module in a run
+    layers: dict[str, int] = {}
+    others: dict[str, int] = {}
+    for number, run in enumerate(order):
+        region = picture.regions[run.part.region]
+        for segment in run.part.segments:
+            if segment.lane == COMPUTE and segment.node >= 0:
+                module = picture.nodes[segment.node].module
+                starts[number, module].append(run.start + segment.start - run.part.start)
+                if not region.layer:
+                    others.setdefault(module, number)
+        if region.layer:
+            layers[run.name] = number
+    where = [_place(point.module, layers, others) for point in timeline.points]
+    count: dict[tuple[int, str], int] = defaultdict(int)
+    for place in where:
+        if place is not None:
+            count[place] += 1
+    seen: dict[tuple[int, str], int] = defaultdict(int)
+    known: list[tuple[int, float]] = []
+    for i, place in enumerate(where):
+        if place is not None and (ops := starts.get(place)):
+            known.append((i, ops[seen[place] * len(ops) // count[place]]))
+            seen[place] += 1
+    known = _rising(known)
+    end = order[-1].start + order[-1].part.us
+    at = [-1, *(i for i, _ in known), len(where)]
+    return [*np.interp(range(len(where)), at, [order[0].start, *(t for _, t in known), end]).round(3).tolist()]
+
+
+def _place(fqn: str, layers: dict[str, int], others: dict[str, int]) -> tuple[int, str] | None:
+    """(run, module within it) of a node of this module."""
+    steps = fqn.split(".")
+    for end in range(len(steps), 0, -1):
+        path = ".".join(steps[:end])
+        if path in layers:
+            return layers[path], ".".join(steps[end:])
+        if path in others:
+            return others[path], path
+    return None
+
+
+def _rising(known: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """As many of them as can be kept so that times do not fall: a node that passes moved far is not followed."""
+    ends: list[float] = []  # ends[k]: the earliest end of k + 1 that rise
+    which: list[int] = []
+    before: list[int] = []
+    for number, (_, t) in enumerate(known):
+        length = bisect_right(ends, t)
+        before.append(which[length - 1] if length else -1)
+        ends[length : length + 1] = [t]
+        which[length : length + 1] = [number]
+    found, number = [], which[-1] if which else -1
+    while number >= 0:
+        found.append(known[number])
+        number = before[number]
+    return found[::-1]
+
+
+def _thinned(points: Sequence[tuple[float, ...]], total: float) -> list[tuple[float, ...]]:
+    """Of each span of time the highest point and the last, so that a page of many layers stays small."""
+    spans: dict[int, list[tuple[float, ...]]] = defaultdict(list)
+    for point in points:
+        spans[int(SHOWN * point[0] / (total or 1.0))].append(point)
+    found = []
+    for span in spans.values():
+        highest = max(range(len(span)), key=lambda i: sum(span[i][1:]))
+        found += [span[i] for i in sorted({highest, len(span) - 1})]
+    return found

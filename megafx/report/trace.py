@@ -1,0 +1,76 @@
+"""The modelled step as a Chrome trace (JSON), which Perfetto and chrome://tracing show: every layer by itself.
+
+The format: "Trace Event Format" of Chromium. Times are microseconds. Tracks: parts of the step, what the device computes and
+waits for, what is on the link, and the memory of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megafx.report.curve import Curve
+from megafx.report.steps import COMPUTE, SEND, WAIT, Run, Segment, Step, runs
+
+if TYPE_CHECKING:
+    from megafx.report.picture import Picture
+
+PARTS, DEVICE, LINK = 1, 2, 3
+TRACKS = {PARTS: "parts of the step", DEVICE: "device: computes, waits", LINK: "link: collectives"}
+
+
+def trace_events(picture: Picture, step: Step, memory: Curve, about: Mapping[str, Any]) -> dict[str, Any]:
+    """about: what the trace says of itself."""
+    events = [
+        _complete(PARTS, f"{r.part.direction} {r.name}", "part", r.start, r.part.us, {}) for r in runs(picture, step)
+    ]
+    for run in runs(picture, step):
+        for s in run.part.segments:
+            track = LINK if s.lane == SEND else DEVICE
+            start = run.start + s.start - run.part.start
+            events.append(_complete(track, _name(picture, run, s), s.lane, start, s.us, _arguments(picture, s)))
+    held = memory.held.items()
+    for point in memory.points:
+        sizes = {**dict(held), **dict(zip(memory.kinds, point[1:], strict=True))}
+        events.append({"ph": "C", "pid": 1, "name": "memory (bytes)", "ts": point[0], "args": sizes})
+    events.sort(key=lambda event: (event["ts"], event.get("tid", 0)))
+    names = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "one rank, by megafx's cost model"}}]
+    for track, name in TRACKS.items():
+        names.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": name}})
+        names.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}})  # type: ignore[dict-item]  # as the format has it
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {k: str(v) for k, v in about.items()},
+        "traceEvents": [*names, *events],
+    }
+
+
+def _complete(
+    track: int, name: str, kind: str, start: float, us: float, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    times = {"ts": round(start, 3), "dur": round(us, 3)}
+    return {"ph": "X", "pid": 1, "tid": track, "name": name, "cat": kind, **times, "args": dict(arguments)}
+
+
+def _name(picture: Picture, run: Run, segment: Segment) -> str:
+    if segment.node < 0:
+        what = "optimizer" if segment.node == -2 else "gradients of whole parameters"
+    else:
+        node = picture.nodes[segment.node]
+        inside = picture.regions[node.region].layer
+        module = ".".join(filter(None, [run.name if inside else "", node.module]))
+        what = ": ".join(filter(None, [module, "" if segment.collective else node.label]))
+    if segment.collective:
+        what = f"{segment.collective} {what}"
+    return f"wait for {what}" if segment.lane == WAIT else what
+
+
+def _arguments(picture: Picture, segment: Segment) -> dict[str, Any]:
+    found: dict[str, Any] = {"bytes sent": segment.sent} if segment.sent else {}
+    if segment.node < 0:
+        return found
+    node = picture.nodes[segment.node]
+    found |= {"placements": node.placements, "value": node.value, "source": node.source}
+    if segment.lane == COMPUTE:
+        found |= {"style": node.style, "weight": node.weight}
+    return {key: value for key, value in found.items() if value}
