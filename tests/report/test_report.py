@@ -336,7 +336,7 @@ def test_a_browser_draws_every_level(name: str, pages: dict[str, Path], tmp_path
     keys = found["keys"]
     assert keys["walked"] == keys["boxes"] and keys["back"] and keys["down"] == 1 and keys["none"] == 0
     assert keys["field"] == "search" and keys["help"] and keys["up"].strip().startswith("whole model")
-    assert (found["results"] > 0) == any("attn" in n.module for n in picture.nodes)
+    assert found["results"] > 3, "modules and ops of attention"
     assert found["nothing"] == ["nothing is called that"] and len(found["links"]) == -(-len(picture.nodes) // 5)
     assert name == "t5" or any(".mlp" in text for text in found["layer"]), "a layer by its number"
     assert "by a rank in" in found["headline"] and "sequence_parallel" in found["facts"]

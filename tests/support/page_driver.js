@@ -84,7 +84,7 @@ key("k"), key("k"), found.keys.back = shownBoxes.indexOf(selected) === walked[bo
 key("ArrowDown"), found.keys.down = on().length;
 key("Escape"), found.keys.none = on().length;
 key("/"), found.keys.field = document.activeElement.id;
-found.results = type("attn").length;
+found.results = type("att").length;
 key("Enter"), found.keys.searched = texts("path");
 key("Escape"), key("Escape"), found.keys.up = texts("path");
 key("/");
