@@ -10,7 +10,7 @@ import torch
 
 from megafx.errors import UsageError
 from megafx.ops.ranges import PREFIX
-from megafx.report.picture import Picture
+from megafx.report.drawn import Picture
 from megafx.report.report import Measured, Report
 from megafx.report.steps import COMPUTE, WAIT, Step
 

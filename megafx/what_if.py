@@ -31,8 +31,8 @@ from megafx.ir.program import Input, Program
 from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.progress import stage
-from megafx.report.picture import Picture, draw
-from megafx.report.report import bytes_text, time_text
+from megafx.report.drawn import Picture, bytes_text, time_text
+from megafx.report.picture import draw
 from megafx.report.steps import Step, schedule
 
 FRACTIONS = (None, 0.5, 0.25, 0.1)  # budgets, as Config.activation_memory_budget has them

@@ -226,7 +226,7 @@ def walk(
     for base, user in last.items():
         dying[user].append(base)
     held = {n: given[n.name] for n in nodes if n.op == "placeholder" and n.name in given}
-    results = {base for n in gm.graph.output_node().all_input_nodes if (base := root[n]) is not None} - {*held}
+    results = {returned for n in gm.graph.output_node().all_input_nodes if (returned := root[n]) is not None} - {*held}
     now = start = of_given = sum(held.values()) + also
     of_results = 0
     points, best, alive = [], -1, dict(held)

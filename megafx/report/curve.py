@@ -11,15 +11,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megafx.analysis.memory import Memory, Timeline
+from megafx.report.drawn import Picture
 from megafx.report.steps import COMPUTE, Run, Step, runs
-
-if TYPE_CHECKING:
-    from megafx.report.picture import Picture
 
 LEAST, KEPT, GRADIENTS, WORKING = "kept for backward, at most", "kept for backward", "gradients", "working memory"
 SHOWN = 400  # spans of time of which a curve keeps the highest point
@@ -46,15 +43,15 @@ def curve(picture: Picture, step: Step, memory: Memory | None) -> Curve:
     """memory: of the compiled call; None where there is only a plan."""
     order = runs(picture, step)
     if memory is None:
-        points = _kept(picture, order)
-        return Curve(dict(picture.memory), [LEAST], _thinned([*points, (step.total_us, 0)], step.total_us), False)
+        planned = [*_kept(picture, order), (step.total_us, 0)]
+        return Curve(dict(picture.memory), [LEAST], _thinned(planned, step.total_us), False)
     held = {
         "parameters": memory.parameters,
         "optimizer state": memory.optimizer,
         "parameters of other ranks": memory.gathered,
         "inputs, workspace of cuBLAS": memory.inputs + memory.workspace,
     }
-    points = []
+    points: list[tuple[float, ...]] = []
     for direction, timeline in (("forward", memory.forward), ("backward", memory.backward)):
         own = [run for run in order if run.part.direction == direction and run.part.region >= 0]
         for t, point in zip(_times(timeline, own, picture), timeline.points, strict=True) if timeline else ():

@@ -19,7 +19,8 @@ from megafx.placements.types import ALL_GATHER, LOCAL, I, Owned, Placement, coll
 from megafx.planner.context import Planner
 from megafx.planner.cost import collective_seconds, cost_kind, in_pieces, transition_cost
 from megafx.planner.plan import INDEX
-from megafx.report.report import Line, PricedTransition, Report, fused
+from megafx.report.drawn import PricedTransition
+from megafx.report.report import Line, Report, fused
 
 
 def describe(program: Program, planner: Planner) -> Report:

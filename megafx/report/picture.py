@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,71 +30,12 @@ from megafx.planner.cost import (
     optimizer_seconds,
     share,
 )
-from megafx.planner.hardware import Hardware
 from megafx.planner.plan import INDEX, OpChoice, folded_name
 from megafx.planner.problem import contraction, share_of_op
 from megafx.planner.times import attention_seconds, product_seconds
 from megafx.report.describe import priced, statistics, style_of, text_of
-from megafx.report.report import PricedTransition, bytes_text
+from megafx.report.drawn import Drawn, Picture, PricedTransition, Region, bytes_text
 from megafx.rules.strategies import OpRule
-
-
-@dataclass
-class Drawn:
-    """A node: an op, or a transition that communicates (`move`). region: its index; module: path inside of the region.
-
-    out: kind of the placement of its value (I, R, S, P); us: of one forward pass; back_us, weight_us: of its gradients, of
-    operands and of a weight; kept: bytes held for backward at most.
-    """
-
-    name: str
-    region: int
-    module: str
-    out: str
-    label: str
-    placements: str = ""
-    style: str = ""
-    weight: str = ""
-    value: str = ""
-    us: float = 0.0
-    back_us: float = 0.0
-    weight_us: float = 0.0
-    flops: float = 0.0
-    has_weight: bool = False
-    kept: int = 0
-    move: PricedTransition | None = None
-    inner: PricedTransition | None = None  # a collective that the op does itself
-    source: str = ""
-    why: list[str] = field(default_factory=list)
-    alternatives: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Region:
-    """times: layers that it stands for; layer: whether it is one, and no part of the model before, between or after them."""
-
-    name: str
-    times: int
-    layer: bool
-    nodes: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Picture:
-    """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. order: (paths of its modules, index of the region
-    that it is drawn as) of every layer, and of every part before, between and after them."""
-
-    regions: list[Region]
-    nodes: list[Drawn]
-    edges: list[tuple[int, int]]
-    memory: dict[str, int]
-    gradients: PricedTransition | None  # all-reduces of gradients of parameters that ranks hold whole, together
-    optimizer_us: float
-    training: bool
-    order: list[tuple[tuple[str, ...], int]]
-    hardware: Hardware
-    ranks: int
-    overlap: bool  # collectives run in pieces beside their products (tp_comm_overlap)
 
 
 def draw(program: Program, planner: Planner) -> Picture:

@@ -20,33 +20,12 @@ from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import LOCAL
 from megafx.planner.plan import INDEX, folded_name
 from megafx.report.curve import Curve, curve
+from megafx.report.drawn import PricedTransition, bytes_text, time_text
 from megafx.report.page import data_of, page, picture_data
 from megafx.report.trace import trace_events
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-@dataclass(frozen=True)
-class PricedTransition:
-    """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward."""
-
-    src: str
-    dst: str
-    forward: str
-    backward: str
-    forward_bytes: int
-    backward_bytes: int
-    cost_us: float
-    forward_us: float = 0.0
-
-    def __str__(self) -> str:
-        parts = [f"{self.src}->{self.dst}"]
-        if self.forward != LOCAL:
-            parts.append(f"fwd {self.forward} {bytes_text(self.forward_bytes)}")
-        if self.backward != LOCAL:
-            parts.append(f"bwd {self.backward} {bytes_text(self.backward_bytes)}")
-        return " ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -263,17 +242,6 @@ def fused(fusions: Iterable[Fusion]) -> list[Fused]:
         Fused(pattern, folded_name(folded, [f.fqn for f in same]) or "<root>", len(same), str(same[0].source or ""))
         for (pattern, folded), same in groups.items()
     ]
-
-
-def time_text(us: float) -> str:
-    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
-
-
-def bytes_text(n: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} B"
 
 
 # -- two reports, of pages or JSON files that `explain` wrote, compared line by line

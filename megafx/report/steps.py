@@ -16,15 +16,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
 from megafx.planner.cost import memory_seconds
 from megafx.planner.hardware import Hardware
 from megafx.planner.times import library_seconds, sum_seconds
-
-if TYPE_CHECKING:
-    from megafx.report.picture import Drawn, Picture
+from megafx.report.drawn import Drawn, Picture
 
 COMPUTE, WAIT, SEND = "compute", "wait", "send"
 LEAST_BYTES = 2**20  # of the whole tensor, as in passes/lower/overlap_products.py

@@ -7,13 +7,11 @@ waits for, what is on the link, and the memory of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megafx.report.curve import Curve
+from megafx.report.drawn import Picture
 from megafx.report.steps import COMPUTE, SEND, WAIT, Run, Segment, Step, runs
-
-if TYPE_CHECKING:
-    from megafx.report.picture import Picture
 
 PARTS, DEVICE, LINK = 1, 2, 3
 TRACKS = {PARTS: "parts of the step", DEVICE: "device: computes, waits", LINK: "link: collectives"}

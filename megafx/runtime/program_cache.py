@@ -41,8 +41,8 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.progress import stage
-from megafx.report.picture import Drawn, Picture, Region
-from megafx.report.report import Fused, Line, PricedTransition, Report
+from megafx.report.drawn import Drawn, Picture, PricedTransition, Region
+from megafx.report.report import Fused, Line, Report
 from megafx.report.steps import Part, Segment, Step
 from megafx.runtime.cache_files import TRIED, changed_at, folder, packed, unpacked, write_entry
 from megafx.runtime.cache_key import loss_text, of_model, of_process

@@ -54,7 +54,8 @@ from megafx.planner.context import Planner
 from megafx.planner.hardware import Hardware
 from megafx.planner.plan import Plan
 from megafx.progress import stage
-from megafx.report.report import Report, bytes_text, fused, refresh_notes
+from megafx.report.drawn import bytes_text
+from megafx.report.report import Report, fused, refresh_notes
 from megafx.runtime.bound_graph import Boards, BoundGraph, CompiledCall, ModelState
 from megafx.runtime.compile_call import Settled, compile_call, settle
 from megafx.runtime.guards import Hooked, remove_guards

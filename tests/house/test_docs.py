@@ -226,7 +226,7 @@ def test_links_and_paths_exist(page):
 
 @named
 def test_commands_exist(page):
-    for line in [line for _, text in blocks(page, "sh") for line in text.splitlines()]:
+    for line in [line for _, text in blocks(page, "sh") for line in text.replace("\\\n", "").splitlines()]:
         words = [w for w in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=\S+", w)]
         if words and words[:2] != ["python", "train.py"]:  # the reader's own script
             _check_command(line, *words)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megafx.report.page import SCRIPTS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,7 +46,8 @@ def test_wheel_holds_every_module_under_megafx(wheel):
     files |= {
         f"megafx/{p.relative_to(ROOT / 'megafx')}" for p in (ROOT / "megafx" / "planner" / "hardware").rglob("*.yaml")
     }
-    assert held == files | {"megafx/py.typed", "megafx/report/page.css", "megafx/report/page.js"}
+    pages = {f"megafx/report/{name}" for name in ("page.html", "page.css", *SCRIPTS)}
+    assert held == files | pages | {"megafx/py.typed"}
 
 
 def test_installed_copy_imports(wheel, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megafx.analysis.memory import Memory, Point, Timeline
 from megafx.planner.hardware import Hardware
 from megafx.report.curve import SHOWN, curve
-from megafx.report.picture import Drawn, Picture, Region
+from megafx.report.drawn import Drawn, Picture, Region
 from megafx.report.steps import runs, schedule
 
 HW = Hardware("made", {"bfloat16": 1e12}, 1e12, 1e9, 0.0, "made")

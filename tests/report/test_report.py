@@ -30,9 +30,10 @@ from megafx.planner.plan import Plan
 from megafx.planner.problem import Neighbourhood
 from megafx.planner.solver import Table, solve
 from megafx.report.curve import curve
+from megafx.report.drawn import Picture, bytes_text
 from megafx.report.page import data_of, page
-from megafx.report.picture import Picture, graph_collection
-from megafx.report.report import Measured, Report, bytes_text
+from megafx.report.picture import graph_collection
+from megafx.report.report import Measured, Report
 from megafx.report.steps import SEND
 from megafx.runtime.compile_call import Settled, settle
 from megafx.runtime.keys import Call

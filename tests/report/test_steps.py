@@ -13,8 +13,7 @@ import megafx
 from megafx.compiler import pipeline
 from megafx.placements.types import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER
 from megafx.planner.hardware import Hardware
-from megafx.report.picture import Drawn, Picture, Region
-from megafx.report.report import PricedTransition
+from megafx.report.drawn import Drawn, Picture, PricedTransition, Region
 from megafx.report.steps import Step, graphs_pay, schedule
 
 MiB = 2**20

@@ -1,0 +1,99 @@
+"""The picture of a plan as plain data: ops, collectives and layers with their times and bytes; `picture.py` makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megafx.placements.types import LOCAL
+from megafx.planner.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class PricedTransition:
+    """One transition: what it sends per rank (bytes) and its modelled time (microseconds), forward and backward."""
+
+    src: str
+    dst: str
+    forward: str
+    backward: str
+    forward_bytes: int
+    backward_bytes: int
+    cost_us: float
+    forward_us: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{self.src}->{self.dst}"]
+        if self.forward != LOCAL:
+            parts.append(f"fwd {self.forward} {bytes_text(self.forward_bytes)}")
+        if self.backward != LOCAL:
+            parts.append(f"bwd {self.backward} {bytes_text(self.backward_bytes)}")
+        return " ".join(parts)
+
+
+@dataclass
+class Drawn:
+    """A node: an op, or a transition that communicates (`move`). region: its index; module: path inside of the region.
+
+    out: kind of the placement of its value (I, R, S, P); us: of one forward pass; back_us, weight_us: of its gradients, of
+    operands and of a weight; kept: bytes held for backward at most.
+    """
+
+    name: str
+    region: int
+    module: str
+    out: str
+    label: str
+    placements: str = ""
+    style: str = ""
+    weight: str = ""
+    value: str = ""
+    us: float = 0.0
+    back_us: float = 0.0
+    weight_us: float = 0.0
+    flops: float = 0.0
+    has_weight: bool = False
+    kept: int = 0
+    move: PricedTransition | None = None
+    inner: PricedTransition | None = None  # a collective that the op does itself
+    source: str = ""
+    why: list[str] = field(default_factory=list)
+    alternatives: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Region:
+    """times: layers that it stands for; layer: whether it is one, and no part of the model before, between or after them."""
+
+    name: str
+    times: int
+    layer: bool
+    nodes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Picture:
+    """memory: bytes of one rank by kind. edges: pairs of indices of `nodes`. order: (paths of its modules, index of the region
+    that it is drawn as) of every layer, and of every part before, between and after them."""
+
+    regions: list[Region]
+    nodes: list[Drawn]
+    edges: list[tuple[int, int]]
+    memory: dict[str, int]
+    gradients: PricedTransition | None  # all-reduces of gradients of parameters that ranks hold whole, together
+    optimizer_us: float
+    training: bool
+    order: list[tuple[tuple[str, ...], int]]
+    hardware: Hardware
+    ranks: int
+    overlap: bool  # collectives run in pieces beside their products (tp_comm_overlap)
+
+
+def time_text(us: float) -> str:
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
+
+
+def bytes_text(n: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"
