@@ -240,7 +240,7 @@ class Writes:
             elif isinstance(leaf, torch.SymFloat):  # `loss.item()`
                 numbers[i] = lambda tensor: float(tensor)
                 kept.append(None)
-                tensors.append(torch.scalar_tensor(leaf, dtype=torch.float64))
+                tensors.append(torch.scalar_tensor(leaf, dtype=torch.float64))  # type: ignore[arg-type]  # a number of the trace
             elif compute is not None:
                 kept.append((compute,))
             elif isinstance(leaf, PLAIN) or leaf is ABSENT or id(leaf) in self.reads.names or callable(leaf):

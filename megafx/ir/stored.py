@@ -313,7 +313,7 @@ class Reader:
         _, module, name, context, *children = form
         kind = _allowed(module, name)
         if kind not in pytree.SUPPORTED_NODES and is_dataclass(kind):
-            register_dataclass(kind)
+            register_dataclass(kind)  # type: ignore[arg-type]  # of a class, is_dataclass makes an instance
         return pytree.TreeSpec(kind, self(context), [*map(self, children)])
 
     # -- graphs
