@@ -281,3 +281,18 @@ def test_code_that_stays_eager() -> None:
     works(lambda m, x: m.lin(x).view(x.shape) * 2, config)
     with refused("a module that is left eager returns another structure"):
         call(lambda m, x: (x, x) if x.shape[0] % 29 == 0 else (x,), config)
+
+
+def test_an_argument_that_forward_changes():
+    def changes(block: Block, x: Tensor, seen: dict[str, Tensor]) -> Any:
+        seen["h"] = block.lin(x)
+        return seen
+
+    def copies(block: Block, x: Tensor, seen: dict[str, Tensor]) -> Any:
+        seen = dict(seen)
+        seen["h"] = block.lin(x)
+        return seen["h"]
+
+    with refused("forward changes its argument <name>, a <kind>"):
+        call(changes, seen={})
+    works(copies, seen={})
