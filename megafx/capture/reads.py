@@ -46,6 +46,28 @@ IGNORED = frozenset(
     ]
 )
 LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy", "megafx", "sympy", "triton"])
+_PROTOCOL = frozenset(  # methods that code calls without naming them
+    f"__{name}__"
+    for name in [
+        "call",
+        "getattr",
+        "getitem",
+        "setitem",
+        "contains",
+        "iter",
+        "next",
+        "len",
+        "bool",
+        "enter",
+        "exit",
+        "mul",
+        "rmul",
+        "add",
+        "radd",
+        "sub",
+        "truediv",
+    ]
+)
 _MEMO = type(lru_cache(lambda: None))
 _CLOCK = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 
@@ -229,7 +251,7 @@ class Reads:
                 self.met(value, place.name)
                 for base in type(value).__mro__:
                     if not _of_library(base):  # Python finds these past __getattribute__
-                        for name in [name for name in vars(base) if name.startswith("__")]:
+                        for name in _PROTOCOL & vars(base).keys():
                             self._look_through(vars(base)[name], type(value))
 
     def _know(self, value: Any, name: str) -> None:

@@ -190,10 +190,9 @@ class Readable(Protocol):
 
 
 class Writable(Protocol):
-    """Something that forward leaves behind (capture/writes.py). grows: items that it appends to a list."""
+    """Something that forward leaves behind (capture/writes.py)."""
 
     place: Place
-    grows: bool
 
     def values(self, tensors: list[torch.Tensor]) -> Any: ...
 

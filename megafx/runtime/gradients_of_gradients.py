@@ -8,6 +8,7 @@ alias, so that the user's hooks on them run once, in the user's own backward.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,18 +127,15 @@ def _state(state: PythonState, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Within, the Python state that is an input is as given; what is written goes again."""
     places = [p for p in state.inputs.values() if isinstance(p, Place)]
     before = [(place, place.get()) for place in (*places, *(write.place for write in state.writes.values()))]
-    lengths = [
-        (grown, len(grown))
-        for write in state.writes.values()
-        if write.grows and (grown := write.place.get()) is not None
-    ]
+    lists = [(held, [*held]) for w in state.writes.values() if isinstance(held := w.place.get(), (list, deque))]
     try:
         for place in places:
             place.set(inputs[place.name])
         yield
     finally:
-        for grown, length in lengths:
-            del grown[length:]
+        for held, items in lists:
+            held.clear()
+            held.extend(items)
         for place, value in reversed(before):
             place.set(value)
 

@@ -100,8 +100,8 @@ class _Paths:
         holder = place.holder
         if isinstance(holder, SizesOf) and id(holder.table) in self.known:
             return ["sizes", self.known[id(holder.table)], holder.name]
-        if isinstance(holder, OwnAttributes) and id(holder.cls) in self.known:
-            return ["own", self.known[id(holder.cls)]]
+        if isinstance(holder, OwnAttributes):
+            return ["own", self._path(Place(holder.cls, place.key, place.name))]
         if holder is ENVIRONMENT:
             return ["environment"]
         if id(holder) in self.known:

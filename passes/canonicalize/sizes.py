@@ -303,7 +303,7 @@ def _price(editor: Editor, env: DataShapeEnv) -> None:
         s: (total, len(each)) for each, total in map(_parts, env.relied_on) for s in each if not env.of_data(total)
     }
     masks = {symbol: node for symbol, (node, _) in sources.items() if node.target is rows}
-    choices = {symbol: _choice(node.args[0]) for symbol, node in masks.items()}  # type: ignore[arg-type]
+    choices = {symbol: _choice(node.args[0]) for symbol, node in masks.items()}  # type: ignore[arg-type]  # a mask is a node
     for symbol, (node, _) in sources.items():
         if symbol in choices:
             among = math.prod(sizes.shape(choices[symbol].meta[VAL]))

@@ -8,6 +8,7 @@ way, routers), passes/canonicalize/random.py (recurrent layers).
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -130,12 +131,20 @@ class SpanOfData(nn.Module):
         return torch.matmul(x, near.transpose(1, 2)).sum()
 
 
-def test_slice_by_a_tensor_is_refused_with_its_line() -> None:
-    with pytest.raises(CaptureError) as caught:
-        canonicalize_program(capture_call(SpanOfData(), (floats(2, 5, 6),)))
-    assert "depends on the data of a tensor" in caught.value.found
-    source: Any = caught.value.source
-    assert "self.positions[4 - span" in source.code
+def test_slice_by_a_tensor() -> None:
+    """A number that is read from a tensor is a size of the graph: one graph serves all spans."""
+    model = SpanOfData().double()
+    found = megafx.verify(model, TWO, example_inputs=(floats(2, 5, 6),))
+    assert found.ok, str(found)
+    parallel = megafx.parallelize(copy.deepcopy(model), megafx.Config(tensor_model_parallel_size=1))
+    for length in (5, 3, 7, 1):
+        x = floats(2, length, 6)
+        wanted, got = model(x), parallel(x)
+        assert torch.allclose(got, wanted, rtol=1e-10, atol=0)
+        (expected,) = torch.autograd.grad(wanted, [model.positions])
+        (gradient,) = torch.autograd.grad(got, [parallel.positions])
+        assert torch.allclose(gradient, expected, rtol=1e-10, atol=1e-14)
+    assert parallel.megafx.captures == 1
 
 
 class ReshapesInPlace(nn.Module):

@@ -283,7 +283,7 @@ def test_code_that_stays_eager() -> None:
         call(lambda m, x: (x, x) if x.shape[0] % 29 == 0 else (x,), config)
 
 
-def test_an_argument_that_forward_changes():
+def test_an_argument_that_forward_changes() -> None:
     def changes(block: Block, x: Tensor, seen: dict[str, Tensor]) -> Any:
         seen["h"] = block.lin(x)
         return seen

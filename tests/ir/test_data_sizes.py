@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -19,12 +21,12 @@ def test_hints_meet_all_relations() -> None:
     assert hints_that_meet([sympy.Eq(2 * a, 7)], {}) == {}
 
 
-def _named(relation: object) -> tuple[DataShapeEnv, list[sympy.Symbol]]:
+def _named(relation: Callable[..., sympy.Basic]) -> tuple[DataShapeEnv, list[sympy.Symbol]]:
     env = DataShapeEnv()
     unbacked = [env.create_unbacked_symint().node.expr for _ in range(3)]
     u, v, w = unbacked
     whole = env.row_count("whole").node.expr
-    env.demand([relation(u, v, w, whole)], {})  # type: ignore[operator]
+    env.demand([relation(u, v, w, whole)], {})
     env.rely([])
     for symbol in unbacked:
         env.row_count(str(symbol))

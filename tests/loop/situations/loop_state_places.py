@@ -175,13 +175,13 @@ def functions_closures_and_globals_count(loop: Loop) -> None:
             self.calls = getattr(self, "calls", 0) + 1
             return _helper(self.scaled(super().forward(x))) / self.calls
 
-    _helper.calls = 0  # type: ignore[attr-defined]
+    _helper.calls = 0  # type: ignore[attr-defined]  # of a function
     (_helper.__defaults__ or ())[0].clear()
     NORMS.clear()
     model = loop.model(Model())
     for _ in range(3):
         _step(loop, model)
-    loop.see(calls=(model.calls, _helper.calls), norms=torch.stack(NORMS))  # type: ignore[attr-defined]
+    loop.see(calls=(model.calls, _helper.calls), norms=torch.stack(NORMS))  # type: ignore[attr-defined]  # of a function
     loop.see_gradients(model)
 
 
