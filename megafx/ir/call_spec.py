@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megafx.errors import UsageError
-from megafx.ir.python_state import PythonState, names
+from megafx.ir.python_state import PythonState, names, same
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,7 @@ def _leaf_mismatch(leaf: Leaf, value: Any, bound: dict[sympy.Symbol, int]) -> st
     if leaf.scalar:
         return None if isinstance(value, (int, float)) else f"{leaf.name} is no longer a number"
     if not leaf.tensor:
-        same = type(value) is type(leaf.value) and value == leaf.value
-        return None if same else f"{leaf.name} is {value!r}, captured as {leaf.value!r}"
+        return None if same(value, leaf.value) else f"{leaf.name} is {value!r}, captured as {leaf.value!r}"
     if not isinstance(value, torch.Tensor):
         return f"{leaf.name} is not a tensor"
     if value.dtype != leaf.dtype:

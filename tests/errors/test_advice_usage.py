@@ -202,7 +202,7 @@ def test_rules_and_dumps(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_nets.py").write_text(
+    (tmp_path / "command_nets.py").write_text(
         "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self): super().__init__(4, 4)\n"
     )
 
@@ -210,7 +210,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
         assert cli.main([*words]) == 2, words
         return str(capsys.readouterr().err)
 
-    one = ["plan", "own_nets:Net", "--tp", "2", "--hardware", "h100-nvlink"]
+    one = ["plan", "command_nets:Net", "--tp", "2", "--hardware", "h100-nvlink"]
     for wrong, text in (
         (["--gpus", "8"], "--gpus and --memory go together"),
         (["--json", "x.json"], "--json without --gpus"),
