@@ -92,7 +92,8 @@ def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) ->
     if not program.batch.whole:
         return dict(values)
     outputs = zip(program.outputs, program.batch.outputs, strict=False)
-    dims = {spec.name: p.dim for spec, p in outputs if p.is_shard}
+    placements = {spec.name: p for spec, p in outputs}
+    dims = {name: p.dim for name, p in placements.items() if p.is_shard}
     mine = dict(values)
     for node, spec in program.input_nodes():
         dim = dims.get(spec.name) if spec.kind == "tangent" else None
@@ -100,6 +101,8 @@ def _part(program: Program, values: Mapping[str, Any], part: int, parts: int) ->
             dim = _rows_dim(program, node.meta[VAL])
         if dim is not None and spec.name in mine:
             mine[spec.name] = mine[spec.name].chunk(parts, dim)[part].contiguous()
+        elif spec.kind == "tangent" and spec.name in mine and placements[spec.name].kind == "R":
+            mine[spec.name] = mine[spec.name] / parts
     return mine
 
 

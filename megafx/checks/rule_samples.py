@@ -72,6 +72,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("_log_softmax _softmax", _M, 1, False),
     ("_log_softmax_backward_data _softmax_backward_data", _M, _M, 1, torch.float64),
     ("movedim.int moveaxis.int", real(4, 6, 2), 2, 0),
+    ("one_hot", ids(5, 4, 6), 5),
     ("reshape_as view_as", _M, fixed(24)),
     ("rsub.Scalar sub.Scalar", _M, 1.0),
     ("select.int select_copy.int", _M3, 1, 2),

@@ -122,10 +122,11 @@ class Fusion:
 class Batch:
     """How the batch is cut over the data-parallel ranks (`place_batch`).
 
-    outputs: placement of each forward result on that axis. summed: the loss is the mean over the batch of all ranks, so that
-    gradients are to be added; else each rank's loss is of its own rows, and gradients are averaged. equal: the graph relies on
-    batches of equal shapes. whole: values were typed, and draws are parts of one mask. reduced: outputs and gradients are
-    those of all ranks (`data_parallel` has run).
+    outputs: placement of each forward result on that axis; what has a gradient is R or S. Users' losses, of which each rank
+    has one, are averaged. summed: gradients of the ranks are to be added, since those of the outputs are divided by the number
+    of ranks (there is a loss in the graph); else they are averaged. equal: the graph relies on batches of equal shapes. whole:
+    values were typed, and draws are parts of one mask. reduced: outputs and gradients are those of all ranks (`data_parallel`
+    has run).
     """
 
     ranks: int

@@ -230,6 +230,13 @@ def _log_sigmoid(call: OpCall) -> str:
     return f"nl: ... -> ...; {kept}" if "forward" in call.op else f"nl[0]: ..., ..., {kept} -> ..."
 
 
+@family("aten.one_hot")
+def _one_hot(call: OpCall) -> RuleText:
+    """Classes are a dim of the result alone. (Of their number left open, the largest index decides.)"""
+    whole = tuple(range(len(call.first.shape))) if call.get("num_classes", -1) == -1 else ()
+    return RuleText(f"nl: {dims(call.first.shape, whole)} -> {dims(call.first.shape, whole)} c!")
+
+
 # -- reductions
 
 _SUMS = "sum.dim_IntList sum.default mean.dim mean.default"

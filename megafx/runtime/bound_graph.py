@@ -196,7 +196,6 @@ class BoundGraph:
         self.executable = compiled.executable
         program = compiled.program
         batch = program.batch
-        self.batch_ranks = 1 if batch is None else batch.ranks
         self.equal_batches = batch is not None and batch.equal
         self.one_mask = batch is not None and batch.whole
         lines = [f"{what}: {', '.join(names)}" for what, names in schedule(program, DATA_AXES)] if batch else []
@@ -226,10 +225,8 @@ class BoundGraph:
         self.tapes = any(n.target is torch.ops.megafx.eager_call.default for n in program.graph.nodes)
         self.lazy = [i for i, o in enumerate(self.outputs) if o.lazy]
         self.connected = [*compiled.differentiated, *compiled.beside]  # outputs that autograd knows of
-        # Outputs of which each data-parallel rank has its own rows, where gradients of the ranks are added: what users compute
-        # of them is averaged over ranks, as without a loss in the graph.
-        rows = batch.outputs if batch is not None and batch.summed and self.losses else ()
-        self.own_rows = {i for i, p in enumerate(rows) if p.is_shard and not self.outputs[i].loss}
+        # What data-parallel ranks compute of outputs is averaged. Where gradients are added, it is so from the start.
+        self.parts_of_mean = batch.ranks if batch is not None and batch.summed else 1
         self.make_differentiable: Callable[[], BoundGraph] | None = None
         self._differentiable: BoundGraph | None = None
         self.eager: Callable[[Call], Any] = lambda call: None  # the call as the user's own code computes it
@@ -417,9 +414,8 @@ class BoundGraph:
     def local_tangents(self, tangents: Sequence[Any], layouts: Sequence[TPTensor | None]) -> list[Any]:
         """The gradients of the differentiated outputs as the graph wants them."""
         found = [_local_tangent(x, o) for x, o in zip(tangents, layouts, strict=True)]
-        for k, index in enumerate(self.compiled.differentiated):
-            if index in self.own_rows and found[k] is not None:
-                found[k] = found[k] / self.batch_ranks
+        if self.parts_of_mean > 1:
+            found = [None if x is None else x / self.parts_of_mean for x in found]
         return found
 
     def gradients_with_graph(self, kept: Kept, call: Call, again: _Again | None, tangents: Sequence[Any]) -> list[Any]:

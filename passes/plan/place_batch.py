@@ -3,22 +3,26 @@
 Before:  %c = cross_entropy(%logits, %labels, -100, 0.0, False); %n = sum(ne(%labels, -100)); %l = div(sum(%c), %n)
          %y = dropout(%x, %seed, 0.1, 3, -1, [], 'tp');   %a = mean(%y)
 After:   %c = cross_entropy(%logits, %labels, -100, 0.0, False); %n = sum(ne(%labels, -100)); %t = batch_sum(%n, 'dp', 2)
-         %l = div(sum(%c), %t)                            # P on dp, as `Program.batch` says
+         %l = div(sum(%c), %t); %w = batch_sum(%l, 'dp', 2)      # R on dp, as `Program.batch` says
          %y = dropout(%x, %seed, 0.1, 3, -1, [], 'dp+tp'); %m = mean(%y); %a = div(%m, 2)
 Legal because: a rank's graph computes its slice of what one process computes on the batch of all ranks. Inputs are cut on
 their batch dim, parameters whole; the sharding rules that serve the tensor-parallel axis say what follows for each value.
 A value that depends on no input and has a batch dim (an expanded position table) is the same for every row: a slice too.
 
 The types are R, S(d) and P as in placements/types.py, on the sizes of the whole batch: one rank's batch times the ranks. A mean
-over the batch becomes a summand by dividing by their number; a sum that an op needs whole (a count of labels) gets its
-`batch_sum`. A draw says that its rows are one rank's of many. An op that needs rows of other ranks is an error that names it.
-Batch norms and variances over the batch are spelled out as means first, which then are those of all rows.
+over the batch becomes a summand by dividing by their number, and so does a whole value that is added to summands (a penalty on
+parameters beside a loss of rows). A sum that an op needs whole (a count of labels), or that leaves the graph with a gradient,
+gets its `batch_sum`, whose backward sums the gradients that the ranks have for it: outputs are R or S, so that what users
+compute of them may differ from rank to rank. A draw says that its rows are one rank's of many. An op that needs rows of other
+ranks is an error that names it. Batch norms, and variances, deviations and norms over the batch, are spelled out as means and
+sums first, which then are those of all rows.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +33,7 @@ from torch import fx
 from megafx.analysis.batch_rows import FILLS, LIKE, REPEATS, Row, WholeSizes, cut, has_tensor, rows
 from megafx.errors import PlanError
 from megafx.ir.nodes import argument, draw_of, is_draw, set_arguments
-from megafx.ir.program import VAL, Batch, Builder, Phase, Program, located
+from megafx.ir.program import VAL, Batch, Builder, Phase, Program, ancestors, differentiable_outputs, located
 from megafx.ir.sizes import SizeEmitter
 from megafx.ops.axes import with_batch
 from megafx.placements.data_axis import BATCH_AXIS
@@ -61,8 +65,8 @@ def place_batch(program: Program, planner: Planner) -> int:
             "the batch of this call is no size that may vary, so it cannot be cut over data-parallel ranks",
             fix="give example inputs of at least two rows, all with the batch as their first dim",
         )
-    spelled_out = _spell_out_batch_statistics(program)
-    return spelled_out + _Typer(program, ranks, symbol).run()
+    typer = _Typer(program, ranks, symbol)
+    return _spell_out_batch_statistics(program, typer.over_rows) + typer.run()
 
 
 class _Typer:
@@ -73,6 +77,9 @@ class _Typer:
         self.view = replace(program, sizes=self.sizes)
         self.facts: dict[fx.Node, Any] = {}
         self.wholes: dict[fx.Node, fx.Node] = {}
+        self.parts: dict[fx.Node, fx.Node] = {}
+        pairs = zip(program.results(), program.outputs, strict=True)
+        self.for_buffers = ancestors([n for n, o in pairs if o.kind == "mutation" and isinstance(n, fx.Node)])
         self.changes = 0
         self.equal_batches = False
 
@@ -86,11 +93,15 @@ class _Typer:
                 self.facts[node] = self._typed(node)
         losses = [spec.loss for spec in self.program.outputs]
         kinds = []
-        for node, spec in zip(self.program.results(), self.program.outputs, strict=True):
+        results, differentiable = list(self.program.results()), {*differentiable_outputs(self.program)}
+        for i, (node, spec) in enumerate(zip(results, self.program.outputs, strict=True)):
             fact = self.facts.get(node) if isinstance(node, fx.Node) else None
+            if fact == P and (i in differentiable or spec.kind == "mutation"):
+                results[i], fact = self._whole(node), R
             if spec.kind == "mutation" and fact is not None and fact != R:
                 raise self._error(node, f"what becomes of buffer '{spec.name}' is {_say(fact)}")
             kinds.append(fact if isinstance(fact, Placement) else R)
+        self.program.output_node().args = (tuple(results),)
         self.program.batch = Batch(self.ranks, tuple(kinds), any(losses), self.equal_batches)
         return self.changes
 
@@ -101,6 +112,12 @@ class _Typer:
             what = f"has the batch in its shape {tuple(node.meta[VAL].shape)} in a way that cannot be cut"
             raise self._error(node, what)
         return found
+
+    def over_rows(self, node: fx.Node, dims: Any) -> bool:
+        """Whether the dim of the batch is among these dims of a value; None and [] are all."""
+        found = cut(self.sizes, node.meta[VAL], self.batch, self.ranks)
+        count = max(node.meta[VAL].dim(), 1)
+        return found is not None and found.is_shard and (not dims or found.dim in [d % count for d in dims])
 
     # -- ops
 
@@ -124,6 +141,8 @@ class _Typer:
         for operand, have, want in zip(rule.operands, held, chosen.ins, strict=True):
             if have == P and want != P:
                 node.replace_input_with(operand.node, self._whole(operand.node))
+            elif have == R and want == P:
+                node.replace_input_with(operand.node, self._part(operand.node))
         if chosen.outs[0] == P and node.target in MEANS:
             self._divide(node)
         if chosen.outs[0].is_shard and is_draw(node) and draw_of(node).p and draw_of(node).seed is not None:
@@ -148,9 +167,12 @@ class _Typer:
             for operand, have, want in zip(rule.operands, held, made.ins, strict=True):
                 if have == want or (have == R and want == I):
                     continue
-                # summed over the ranks: only what has no dim of the data, so that next to nothing is moved
-                if have == P and want in (R, I) and all(isinstance(n, int) for n in operand.node.meta[VAL].shape):
-                    price += 1
+                value = operand.node.meta[VAL]
+                if have == P and want in (R, I):  # moves next to nothing where there is no dim of the data
+                    static = all(isinstance(n, int) for n in value.shape)
+                    price += 0 if operand.node in self.wholes else 10 if static else 100
+                elif have == R and want == P and value.dtype.is_floating_point:
+                    price += 1000 if node in self.for_buffers else 1
                 else:
                     break
             else:
@@ -189,6 +211,14 @@ class _Typer:
             self.changes += 1
         return self.wholes[node]
 
+    def _part(self, node: fx.Node) -> fx.Node:
+        """A summand of a value that every rank has."""
+        if node not in self.parts:
+            made = Builder(self.program, node.next, node, NAME)(aten.div.Scalar, node, self.ranks)
+            self.parts[node], self.facts[made] = made, P
+            self.changes += 1
+        return self.parts[node]
+
     def _divide(self, node: fx.Node) -> None:
         """A mean over this rank's rows -> its part of the mean over all."""
         build = Builder(self.program, node.next, node, NAME)
@@ -220,21 +250,55 @@ class _Typer:
         )
 
 
-def _spell_out_batch_statistics(program: Program) -> int:
-    """Write batch norms, and variances over dim 0, as means and elementwise ops; returns their number."""
+def _spell_out_batch_statistics(program: Program, over_rows: Callable[[fx.Node, Any], bool]) -> int:
+    """Write batch norms, and variances, deviations and norms over the batch, as means, sums and elementwise ops; returns their
+    number. over_rows(value, dims): whether the batch's dim is among these."""
     sizes = SizeEmitter(program.graph, program.sizes)
-    norms = list(program.graph.find_nodes(op="call_function", target=aten.batch_norm.default))
-    variances = [
-        n
-        for n in program.graph.find_nodes(op="call_function", target=aten.var.correction)
-        if 0 in [d % n.args[0].meta[VAL].dim() for d in argument(n, "dim") or [0]]
-    ]
-    for node in [*norms, *variances]:
+    changes = 0
+    for node in [n for n in program.graph.nodes if n.op == "call_function"]:
         build = Builder(program, node, node, NAME)
-        made = _batch_norm(build, node) if node in norms else _variance(build, node, sizes)
+        if node.target is aten.batch_norm.default:
+            made = _batch_norm(build, node)
+        elif node.target not in _SPELLED_OUT or not over_rows(node.args[0], argument(node, "dim")):
+            continue
+        elif node.target is aten.linalg_vector_norm.default:
+            if argument(node, "ord") != 2:
+                continue
+            made = _norm(build, node)
+        else:
+            made = _variance(build, node, sizes)
+            if node.target in _DEVIATIONS:
+                made = _root(build, made)
         node.replace_all_uses_with(made)
         program.graph.erase_node(node)
-    return len(norms) + len(variances)
+        changes += 1
+    return changes
+
+
+_DEVIATIONS = (aten.std.correction, aten.std.dim, aten.std.default)
+_SPELLED_OUT = (
+    *(aten.var.correction, aten.var.dim, aten.var.default, aten.linalg_vector_norm.default),
+    *_DEVIATIONS,
+)
+
+
+def _root(build: Builder, square: fx.Node) -> fx.Node:
+    """sqrt, whose gradient is 0 at 0, as that of a norm or a deviation is."""
+    positive = build(aten.gt.Scalar, square, 0)
+    root = build(aten.sqrt.default, build(aten.where.ScalarOther, positive, square, 1))
+    return build(aten.where.ScalarOther, positive, root, 0)
+
+
+def _norm(build: Builder, node: fx.Node) -> fx.Node:
+    x, dims, keep, dtype = (argument(node, name) for name in ("self", "dim", "keepdim", "dtype"))
+    x = x if dtype is None else build(aten.to.dtype, x, dtype)
+    value = x.meta[VAL]
+    short = value.dtype in (torch.bfloat16, torch.float16)
+    y = build(aten.to.dtype, x, torch.float32) if short else x
+    every = [*range(value.dim())]
+    total = build(aten.sum.dim_IntList, build(aten.mul.Tensor, y, y), dims or every, keep)
+    root = _root(build, total)
+    return build(aten.to.dtype, root, value.dtype) if short else root
 
 
 def _batch_norm(build: Builder, node: fx.Node) -> fx.Node:
@@ -259,7 +323,8 @@ def _batch_norm(build: Builder, node: fx.Node) -> fx.Node:
 
 def _variance(build: Builder, node: fx.Node, sizes: SizeEmitter) -> fx.Node:
     x, dims, keep = (argument(node, name) for name in ("self", "dim", "keepdim"))
-    shape, correction = x.meta[VAL].shape, argument(node, "correction")
+    shape, correction, unbiased = x.meta[VAL].shape, argument(node, "correction"), argument(node, "unbiased")
+    correction = correction if unbiased is None else int(unbiased)
     dims = [d % len(shape) for d in dims] if dims else [*range(len(shape))]
     off = build(aten.sub.Tensor, x, build(aten.mean.dim, x, dims, True))
     biased = build(aten.mean.dim, build(aten.mul.Tensor, off, off), dims, keep)

@@ -43,7 +43,8 @@ def sums(graph: fx.Graph) -> list[fx.Node]:
 
 
 def of_gradients(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in sums(graph) if n.meta.get(PHASE) == "backward"]
+    """Of parameters: the loss has one of its own, a single number."""
+    return [n for n in sums(graph) if n.meta.get(PHASE) == "backward" and n.args[0].meta[VAL].dim()]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_each_gradient_collective_is_needed():
 
 @pytest.mark.parametrize("t", [1, 2, 3])
 def test_a_step_sends_each_gradient_once(t):
-    """2 n (d - 1) / d bytes a rank for the n bytes of its gradients, besides two numbers: the loss and its labels."""
+    """2 n (d - 1) / d bytes a rank for the n bytes of its gradients, besides three numbers: the loss, its labels, its gradient."""
     data = DataAxis(4)
     compiled = compile_on(GPT2, data, t)
     program = compiled.program

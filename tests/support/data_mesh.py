@@ -54,6 +54,8 @@ def inputs_on(case: Case, compiled: Compiled, data: DataAxis, inputs: Mapping[st
         for rank, mine in enumerate(local_inputs(program, values, {}, t)):
             member = part % data.shard_ranks * t + rank
             for i, spec in enumerate(program.inputs):
+                if spec.kind == "tangent" and program.batch is not None and program.batch.summed:
+                    mine[i] = mine[i] / data.ranks  # as the runtime divides them
                 if spec.kind == "param":
                     n = data.shard_ranks * t
                     mine[i] = shard_tensor(values[spec.name], stored[spec.name], member, n).clone()

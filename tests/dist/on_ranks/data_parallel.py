@@ -442,7 +442,7 @@ def the_report_lists_bytes_by_axis() -> None:
     model(mine(ids, 2, 2), mine(labels, 2, 2)).backward()
     report = megafx.explain(model)
     local = sum(p.to_local().numel() for p in model.parameters())
-    assert report.collectives()["backward all_reduce on dp"] == (1, local * 8)
+    assert report.collectives()["backward all_reduce on dp"] == (2, local * 8 + 8)  # the loss's
     assert "2 (gradients summed" in str(report) and "backward all_reduce on dp" in str(report)
 
 
@@ -593,12 +593,13 @@ class LossAndPrediction(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         out = self.down(self.up(x).tanh())
-        return F.cross_entropy(out, y), out
+        return F.cross_entropy(out, y) + self.up.weight.norm(), out, out.mean(0)
 
 
 @check(2)
 def terms_of_outputs_beside_the_loss_are_averaged() -> None:
-    """A term that each rank computes of its own rows counts as in DistributedDataParallel, though gradients are added."""
+    """A term that each rank computes of its own rows counts as in DistributedDataParallel, though gradients are added; a
+    penalty counts once, and what is computed of statistics has the gradients of all rows."""
     torch.manual_seed(0)
     start, x, y = LossAndPrediction().double(), torch.randn(4, 8, dtype=torch.float64), torch.arange(4)
     for options in ({}, {"differentiable_outputs": True}):
@@ -606,9 +607,9 @@ def terms_of_outputs_beside_the_loss_are_averaged() -> None:
         model = parallel(model, tensor_model_parallel_size=1, data_parallel_size=2, **options)
         for _ in range(2):
             model.zero_grad(), plain.zero_grad()
-            for k, rows in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-                for m, share in ((plain, 0.5), *([(model, 1.0)] if k == dist.get_rank() else [])):
-                    loss, out = m(*rows)
-                    (share * (loss + out.sin().mean())).backward()
+            loss, out, mean = plain(x, y)
+            (loss + out.sin().mean() + mean.square().sum()).backward()
+            loss, out, mean = model(*(z.chunk(2)[dist.get_rank()] for z in (x, y)))
+            (loss + out.sin().mean() + mean.square().sum()).backward()
             wanted = {n: p.grad for n, p in plain.named_parameters()}
             same_tensors(megafx.full_gradients(model), wanted, "gradient")

