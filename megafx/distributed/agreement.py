@@ -246,6 +246,15 @@ def check_finite(what: str, named: Sequence[tuple[str, torch.Tensor]], group: di
         )
 
 
+def on_any_rank(flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None) -> list[bool]:
+    """Which of these hold on at least one rank. Waits for the device."""
+    if group is None:
+        return [*flags]
+    found = torch.tensor([*flags], dtype=torch.int32, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return [bool(x) for x in found.tolist()]
+
+
 def draw_seed(device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
     """0-d int64 on `device` from torch's default generator there: rank 0's, on every rank; no host synchronisation. Every rank
     draws, so that generators advance alike."""

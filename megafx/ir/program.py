@@ -184,6 +184,21 @@ class Recomputed:
         return text if self.promise is None else f"{text} (budget {mib(self.promise)})"
 
 
+Source = str | tuple[str, int]  # an output, or a tensor that a call of an eager module gets: (its key, which)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where gradients of a graph can come from (analysis/reached.py).
+
+    inputs: name of a parameter or user input -> all that its gradient can come from. results: key of a call of an eager
+    module -> the same for each of its results.
+    """
+
+    inputs: Mapping[str, tuple[Source, ...]]
+    results: Mapping[str, tuple[tuple[Source, ...], ...]]
+
+
 @dataclass(frozen=True)
 class Partition:
     """The graphs that a program is cut into.
@@ -251,6 +266,7 @@ class Program:
         None  # with gradients as each rank computes them: where further backward graphs start
     )
     recomputed: Recomputed | None = None  # set by choose_kept, where there was a choice
+    reached: Reached | None = None  # set by canonicalize, where gradients of a call can be absent
     partition: Partition | None = None  # set by the pass of this name
     call: CallSpec | None = None  # how a call maps to the user inputs and outputs (set by capture)
 

@@ -51,6 +51,7 @@ from megafx.ir.program import (
     Output,
     Phase,
     Program,
+    Reached,
     Recomputed,
 )
 from megafx.ir.sizes import RowCount, Sizes
@@ -62,7 +63,7 @@ class Unstorable(Exception):
 
 
 RECORDS: tuple[type, ...] = (
-    *(SourceLine, Leaf, OutputLeaf, Batch, Fusion, Input, Note, Output, Recomputed, RowCount),
+    *(SourceLine, Leaf, OutputLeaf, Batch, Fusion, Input, Note, Output, Reached, Recomputed, RowCount),
     *(Block, Layout, Nested, Owned, Placement),
 )
 _KEPT = (VAL, SOURCE, FQN, MADE_BY, PLACEMENT, PHASE, TOKENS, RECOMPUTE, HALVED, ROWS, REGION, LAYER)
@@ -234,7 +235,7 @@ class Writer:
 
     def _parts(self, program: Program) -> Any:
         lists = [self(x) for x in (program.inputs, program.outputs, program.out_spec, program.notes, program.fusions)]
-        rest = [self(program.assumed), self(program.batch), self(program.recomputed)]
+        rest = [self(x) for x in (program.assumed, program.batch, program.recomputed, program.reached)]
         return [int(program.phase), self.graph(program), *lists, *rest]
 
 
@@ -360,9 +361,9 @@ class Reader:
     def _parts(self, form: Any, sizes: Sizes, call: CallSpec) -> Program:
         phase, rows, *rest = form
         gm = self.graph(rows)
-        inputs, outputs, out_spec, notes, fusions, assumed, batch, recomputed = map(self, rest)
+        inputs, outputs, out_spec, notes, fusions, assumed, batch, recomputed, reached = map(self, rest)
         program = Program(gm, inputs, outputs, sizes, self.fake_mode, out_spec, {}, Phase(phase), notes, fusions)
-        return replace(program, assumed=assumed, batch=batch, recomputed=recomputed, call=call)
+        return replace(program, assumed=assumed, batch=batch, recomputed=recomputed, reached=reached, call=call)
 
 
 def named_classes(classes: Iterable[type]) -> dict[str, type]:

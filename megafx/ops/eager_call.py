@@ -341,7 +341,10 @@ def _same(a: Any, b: Any) -> bool:
 def _backward(
     grads: list[Tensor], of: list[int], wanted: list[int], tensors: list[Tensor], handle: Tensor, key: str
 ) -> list[Tensor]:
-    found = tapes.gradients(handle, grads, of, wanted)
+    run = tapes.current()
+    given_to = [(i, g) for i, g in zip(of, grads, strict=True) if run.comes_to(key, i)]
+    found = tapes.gradients(handle, [g for _, g in given_to], [i for i, _ in given_to], wanted)
+    run.used[key] = {i for i, g in zip(wanted, found, strict=True) if g is not None}
     given = {x.untyped_storage().data_ptr() for x in grads}
     made = [torch.zeros_like(tensors[i]) if g is None else g.detach() for i, g in zip(wanted, found, strict=True)]
     return [x.contiguous().clone() if x.untyped_storage().data_ptr() in given else x.contiguous() for x in made]

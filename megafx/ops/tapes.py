@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,12 +56,28 @@ class Tape:
 
 @dataclass
 class Running:
-    """One run of a forward graph. anchor: None where nothing is differentiated. waiting: what a node leaves for a later one."""
+    """One run of a forward graph, and its backward. anchor: None where nothing is differentiated. waiting: what a node leaves
+    for a later one.
+
+    tangents: names of the outputs that bring a gradient. results: as `Reached.results`. used: key of a call -> which of its
+    tensors have got a gradient.
+    """
 
     anchor: Tensor | None = None
     ranks: int = 1
     returned: list[Returned] = field(default_factory=list)
     waiting: dict[Any, list[Any]] = field(default_factory=dict)
+    tangents: set[str] = field(default_factory=set)
+    results: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
+    used: dict[str, set[int]] = field(default_factory=dict)
+
+    def any_of(self, sources: Sequence[Any]) -> bool:
+        """Whether a gradient comes from one of these (ir/program.py: Source)."""
+        return any(s in self.tangents if isinstance(s, str) else s[1] in self.used.get(s[0], ()) for s in sources)
+
+    def comes_to(self, key: str, result: int) -> bool:
+        """Whether a gradient comes to that result of a call, or zeros that stand for none."""
+        return key not in self.results or self.any_of(self.results[key][result])
 
 
 _tapes: dict[int, Tape] = {}

@@ -35,7 +35,7 @@ from megafx.distributed.tensor import TPTensor, wrap
 from megafx.distributed.tensor_layout import spec_of
 from megafx.errors import LostRankError, UsageError
 from megafx.ir.call_spec import CallSpec
-from megafx.ir.program import VAL, Program, Saved
+from megafx.ir.program import VAL, Program, Reached, Saved
 from megafx.ir.python_state import Place
 from megafx.ops.tapes import Running, check_all_taken, running
 from megafx.placements.data_axis import DATA_AXES
@@ -231,6 +231,10 @@ class BoundGraph:
         self._differentiable: BoundGraph | None = None
         self.eager: Callable[[Call], Any] = lambda call: None  # the call as the user's own code computes it
         self.sharded = {i for i, s in enumerate(compiled.shards or ()) if s is not None}
+        self.tangents = [self.outputs[i].name for i in compiled.differentiated]
+        self.reached = program.reached or Reached({}, {})
+        sources = [self.reached.inputs.get(program.inputs[i].name) for i in compiled.wrt]
+        self.conditional = {k: s for k, s in enumerate(sources) if s is not None and not {*self.tangents} <= {*s}}
 
     def fits(self, call: Call) -> bool:
         """Whether sizes and values are those of the graph, buffers that it relies on hold what they held, and what it keeps for
@@ -388,28 +392,47 @@ class BoundGraph:
             make = CacheShard if self.outputs[index].cache else make
             outputs[index] = make(outputs[index], shard.bind(sizes), mesh)
 
-    def backward(self, kept: Any, tangents: list[Any], retain: bool, edges: Sequence[Any]) -> list[Any]:
-        """Gradients, one for each of `wrt`; None where they have been put aside, or added to `.grad`. edges: where autograd
-        sends each."""
+    def backward(self, kept: Any, tangents: list[Any], retain: bool, edges: Sequence[Any], run: Running) -> list[Any]:
+        """Gradients, one for each of `wrt`; None where eager mode has none, and where they have been put aside, or added to
+        `.grad`. edges: where autograd sends each; run: of the forward."""
+        run.tangents = {name for name, x in zip(self.tangents, tangents, strict=True) if x is not None}
+        run.results, run.used = self.reached.results, {}
+        with running(run) if self.tapes else contextlib.nullcontext():
+            return self._backward(kept, tangents, retain, edges, run)
+
+    def _backward(self, kept: Any, tangents: list[Any], retain: bool, edges: Sequence[Any], run: Running) -> list[Any]:
         holding, held, found = self.compiled.holding, self.state.held, None
+        there = lambda i: i not in self.conditional or run.any_of(self.conditional[i])  # noqa: E731
+        before: set[str] = set()  # of whom earlier calls hold a gradient
         if holding is not None and (held.now or held.sums or holding.fused):
             parameters = {n: p for n, slot in self.state.slots.items() if (p := slot.get()) is not None}
             if held.now or held.sums:
-                found = holding.backward(held, parameters, self.wrt_names, kept, tangents, retain)
+                held.settle(parameters)
+                before = {*held.sums}
+                found = holding.backward(held, parameters, self.wrt_names, kept, tangents, retain, there)
             elif self.state.meshes.data is None:
                 found = holding.accumulate(
                     parameters, self.wrt_names, edges, kept, tangents, retain, self.check_gradients
                 )
-        return self.executable.backward(kept, tangents, retain) if found is None else found
+        found = self.executable.backward(kept, tangents, retain) if found is None else found
+        if self.conditional:
+            flags = [there(i) or self.wrt_names[i] in before for i in self.conditional]
+            if self.schedule and not held.now:
+                flags = agreement.on_any_rank(flags, self.state.device, self.state.everyone)
+            absent = {i for i, flag in zip(self.conditional, flags, strict=True) if not flag}
+            found = [None if i in absent else g for i, g in enumerate(found)]
+        return found
 
     def recompute(self, again: _Again, call: Call, tangents: Mapping[int, Any], edges: Sequence[Any]) -> list[Any]:
         """`backward` of a call that another form of this graph has run. tangents: of outputs, as autograd gives them."""
         inputs, _ = self._inputs(call, again.values)
-        outputs, kept = self.executable.forward(inputs)
+        run = Running(ranks=self.ranks)
+        with running(run) if self.tapes else contextlib.nullcontext():
+            outputs, kept = self.executable.forward(inputs)
         outputs = self._as_the_user_gets(outputs, call)
         layouts = [outputs[i] if isinstance(outputs[i], TPTensor) else None for i in self.compiled.differentiated]
         given = self.local_tangents([tangents.get(i) for i in self.compiled.differentiated], layouts)
-        return self.backward(kept, given, False, edges)
+        return self.backward(kept, given, False, edges, run)
 
     def local_tangents(self, tangents: Sequence[Any], layouts: Sequence[TPTensor | None]) -> list[Any]:
         """The gradients of the differentiated outputs as the graph wants them."""
@@ -563,7 +586,7 @@ class _Step:
                     gradients = graph.differentiable.recompute(again, call, by_output, edges)
                 else:
                     given = graph.local_tangents(tangents[:own], self.layouts[:own])
-                    gradients = graph.backward(self.kept, given, retain, edges)
+                    gradients = graph.backward(self.kept, given, retain, edges, self.run)
                 graph.check_gradients(gradients)
         except LostRankError:
             if boards is not None:

@@ -167,8 +167,11 @@ class HeldBack:
         kept: Any,
         tangents: list[Any],
         retain: bool,
+        there: Callable[[int], bool],
     ) -> list[Any] | None:
-        """Gradients for `names` (of `parameters`; None: other inputs), or None where the call's own backward is to run."""
+        """Gradients for `names` (of `parameters`; None: other inputs), or None where the call's own backward is to run.
+
+        there: whether the i-th is a gradient, once backward has run, or zeros that stand for none."""
         held.settle(parameters)
         own = {name for name in names if name is not None}
         if held.now:
@@ -176,8 +179,8 @@ class HeldBack:
             run, wanted = self.of("accumulate" if summed else "hold")
             pending = [held.sums[w.name] if w.name in held.sums else _zeros(w, parameters[w.name]) for w in wanted]
             gradients = run.backward(kept, tangents, retain, pending)
-            for name, gradient in zip(names, gradients, strict=True):
-                if name is not None and gradient is not None:
+            for i, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+                if name is not None and gradient is not None and (name in held.sums or there(i)):
                     held.add(name, parameters[name], gradient, summed)
             return [g if name is None else None for name, g in zip(names, gradients, strict=True)]
         if not held.sums.keys() & own:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.analysis.reached import find_reached
 from megafx.ir.program import Phase, Program, active_nodes
 from megafx.passes.canonicalize import bodies, inplace, linear, loss, names, random, sizes, views
 from megafx.passes.canonicalize.editor import Editor, is_tensor, replace
@@ -65,7 +66,9 @@ VALUES: tuple[Step, ...] = (
 
 def canonicalize(program: Program, planner: Planner) -> int:
     """Rewrite the program in place; return the number of rewrites."""
-    return canonicalize_program(program)
+    changes = canonicalize_program(program)
+    program.reached = find_reached(program)
+    return changes
 
 
 def canonicalize_program(program: Program) -> int:

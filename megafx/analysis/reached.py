@@ -1,0 +1,57 @@
+"""What each input of a graph reaches, that a gradient can come from: so that a call knows which gradients there are.
+
+Autograd leaves `.grad` at None where a loss does not depend on a parameter, and optimizers skip those: AdamW does not decay
+them. The backward graph makes all gradients in each call, zeros too. Two things decide in a call which there are: which
+outputs the user differentiates, and which of their inputs modules that stay eager have used (ops/eager_call.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from megafx.ir.program import VAL, Program, Reached, Source, differentiable_outputs, is_floating
+
+aten = torch.ops.aten
+
+
+def find_reached(program: Program) -> Reached | None:
+    """None where all inputs reach one output alone, and no module stays eager. program: CANONICAL.
+
+    A gradient ends at detach, and at values that are no floating numbers.
+    """
+    outputs, results = differentiable_outputs(program), program.results()
+    eager = program.graph.find_nodes(op="call_function", target=torch.ops.megafx.eager_call.default)
+    if len(outputs) < 2 and not eager:
+        return None
+    bits: dict[Source, int] = {}
+    found: dict[Any, int] = {}
+    for i in outputs:
+        found[results[i]] = found.get(results[i], 0) | bits.setdefault(program.outputs[i].name, 1 << len(bits))
+    of_results: dict[str, list[int]] = {}
+    for node in reversed(list(program.graph.nodes)):
+        if node.op == "output":
+            continue
+        if node.target is torch.ops.megafx.eager_call.default:
+            tensors: Any = node.args[0]
+            key: Any = node.args[4]
+            of_results[key] = [0] * (len(node.meta[VAL]) - 2)
+            for user in node.users:
+                place: Any = user.args[1]
+                if user.target is operator.getitem and place >= 2:
+                    of_results[key][place - 2] |= found.get(user, 0)
+            for i, x in enumerate(tensors):
+                found[x] = found.get(x, 0) | bits.setdefault((key, i), 1 << len(bits))
+        elif node.op == "call_function" and node.target is not aten.detach.default and is_floating(node):
+            for operand in node.all_input_nodes:
+                if operand.target is not torch.ops.megafx.eager_call.default:
+                    found[operand] = found.get(operand, 0) | found.get(node, 0)
+    sources = {bit: source for source, bit in bits.items()}
+
+    def named(mask: int) -> tuple[Source, ...]:
+        return tuple(source for bit, source in sources.items() if mask & bit)
+
+    inputs = {spec.name: named(found.get(n, 0)) for n, spec in program.input_nodes() if spec.kind in ("param", "user")}
+    return Reached(inputs, {key: tuple(map(named, masks)) for key, masks in of_results.items()})

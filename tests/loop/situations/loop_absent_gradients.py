@@ -1,0 +1,114 @@
+"""Parameters that a loss does not depend on: no gradient, and no step of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from loop import Loop, situation
+from torch import Tensor, nn
+
+UNUSED = "https://github.com/pytorch/pytorch/issues/22049"  # parameters that a forward does not use, and DDP
+DECAYED = "https://discuss.pytorch.org/t/weight-decay-in-optimizer-for-not-used-parameters/66393"
+FORMS = ("ddp", "zero1", "fsdp")
+
+
+class Branches(nn.Module):
+    """One of two experts, and with the second one the gate, by what the first token says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, gate: Tensor, choice: Tensor) -> Tensor:
+        if choice[0] > 0:
+            return self.experts[1](x) * torch.sigmoid(self.gate(gate))
+        return self.experts[0](x)
+
+
+class Net(nn.Module):
+    """`before` is captured, and feeds the gate alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.inner, self.again = Branches(), Branches()
+
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
+        gate = self.again(x, self.before(x), choice)
+        x = self.inner(self.down(torch.relu(self.up(x))), gate, choice)
+        return x.square().mean()
+
+
+def _train(loop: Loop, choices: tuple[tuple[int, ...], ...], held: Callable[[Any, int, int], Any]) -> None:
+    """One step for each tuple; a micro-batch for each choice in it. held(model, place, number): around a micro-batch."""
+    model = loop.model(Net(), eager_modules=["inner", "again"], data_parallel_loss="average")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    for group in choices:
+        for place, choice in enumerate(group):
+            x = torch.randn(4, 3, 8)
+            with held(model, place, len(group)):
+                loss = model(loop.rows(x), loop.rows(torch.full((4,), choice)))
+                loss.backward()
+            loop.see(loss=loop.mean(loss))
+        loop.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.see_state(model)
+
+
+@situation(DECAYED, data=FORMS)
+def a_branch_of_an_eager_module_is_not_taken(loop: Loop) -> None:
+    _train(loop, ((0,), (1,), (0,), (0, 0), (0, 1), (1, 0)), lambda model, place, count: nullcontext())
+
+
+@situation(UNUSED, ranks=(), slow=("ddp", "zero1"), data=FORMS)
+def branches_that_differ_between_held_micro_batches(loop: Loop) -> None:
+    def held(model: Any, place: int, count: int) -> Any:
+        return nullcontext() if loop.eager or place == count - 1 else model.no_sync()
+
+    _train(loop, ((0, 0), (1, 0), (0, 1), (0,)), held)
+
+
+@situation(UNUSED, ranks=(), slow=("zero1", "fsdp"), data=FORMS)
+def ranks_take_different_branches(loop: Loop) -> None:
+    """The first half of the batch takes one, the second half the other."""
+    model = loop.model(Net(), eager_modules=["inner", "again"], data_parallel_loss="average")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    for choices in ((0, 1), (0, 0), (1, 1)):
+        x = torch.randn(2, 4, 3, 8)
+        halves = [(x[i], torch.full((4,), c)) for i, c in enumerate(choices)]
+        if loop.eager:
+            (sum(model(*half) for half in halves) / 2).backward()
+        else:
+            model(*halves[torch.distributed.get_rank()]).backward()
+        loop.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.see_state(model)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.relu(self.body(x))
+        return self.first(x), self.second(x)
+
+
+@situation(DECAYED, slow=("zero1", "fsdp"), data=FORMS)
+def a_head_is_not_in_the_loss(loop: Loop) -> None:
+    model = loop.model(Heads())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    for chosen in ((0,), (1,), (0, 1), (0,)):
+        outputs = model(loop.rows(torch.randn(4, 8)))
+        sum(outputs[i].square().mean() for i in chosen).backward()
+        loop.see_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.see_state(model)
