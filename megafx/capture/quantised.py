@@ -1,8 +1,10 @@
 """Quantised weights are refused, in words: a graph has no rule for their packed bytes.
 
 bitsandbytes (nf4, int8), torchao's tensor subclasses and the layers of GPTQ, AWQ and HQQ keep a weight in a form of which a
-rank cannot take rows or columns, and compute with kernels that look at the packed tensor itself. torchao's float8 training
-keeps its weights plain but scales a whole tensor by its largest element, which a shard does not know.
+rank cannot take rows or columns, and compute with kernels that look at the packed tensor itself. torchao's own
+`unwrap_tensor_subclass` turns its weights into plain integers and scales that the module multiplies in forward, which a graph
+holds as it is. torchao's float8 training keeps its weights plain but scales a whole tensor by its largest element, which a
+shard does not know.
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ FIX = (
     "ranks, 2 bytes a weight divided by their number; or train it in this form without megafx"
 )
 
+FIX_TORCHAO = (
+    "call torchao.utils.unwrap_tensor_subclass(model) first: integers and scales become plain frozen parameters, which are "
+    "split over the ranks like other weights"
+)
+
 
 def refuse_quantised(model: nn.Module, ranks: int = 1) -> None:
     """Raise CaptureError where a module holds a quantised weight; the first is named, and how many there are.
@@ -48,7 +55,8 @@ def refuse_quantised(model: nn.Module, ranks: int = 1) -> None:
     if found:
         path, what = found[0]
         more = f" (and {len(found) - 1} more modules)" if len(found) > 1 else ""
-        raise CaptureError(f"{what}{more}: quantised layers cannot enter a graph", fix=FIX, module=path)
+        fix = FIX_TORCHAO if "a torchao " in what else FIX
+        raise CaptureError(f"{what}{more}: quantised layers cannot enter a graph", fix=fix, module=path)
 
 
 def _quantised(module: nn.Module) -> str | None:
