@@ -81,7 +81,7 @@ def rows(rule: OpRule, held: list[Placement], ranks: int) -> Iterator[Row]:
             if template.written_out(factor):
                 continue
             operands = [place(template, k, factor, layout, ranks) for k in range(len(held))]
-            results = [place(template, -1, factor, layout, ranks, k) for k in range(count)]
+            results = [place(template, -1 - k, factor, layout, ranks) for k in range(count)]
             if None not in operands and None not in results:
                 yield Row(tuple(p for p in operands if p), tuple(p for p in results if p))
 

@@ -129,7 +129,7 @@ class Trial:
                     yield made.ins, (made.out,)
                 continue
             ins_or_none = [place(template, i, f, layout, self.t) for i in range(len(active))]
-            outs_or_none = [place(template, -1, f, layout, self.t, k) for k in range(n)]
+            outs_or_none = [place(template, -1 - k, f, layout, self.t) for k in range(n)]
             if None not in ins_or_none and None not in outs_or_none:
                 yield tuple(p for p in ins_or_none if p is not None), tuple(outs_or_none)
 

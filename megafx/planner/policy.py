@@ -33,6 +33,7 @@ from megafx.ir.program import TOKENS, VAL, Program, fqn_of, source_of
 from megafx.placements.types import P, Placement
 from megafx.placements.views import dim_groups
 from megafx.planner.cost import cost_kind
+from megafx.rules.candidates import results_of
 from megafx.rules.strategies import OpRule, Strategy
 
 BATCH = "the batch is not sharded on the tensor-parallel axis"
@@ -83,7 +84,8 @@ def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Pr
                     classes.union((source, kept_in[0]), (node, kept_out[0]))
             continue
         places: dict[str, list[Place]] = defaultdict(list)
-        for owner, factors in [*((o.node, o.factors) for o in rule.operands), (node, rule.result)]:
+        results = [(n, rule.template.results[k]) for k, n in enumerate(results_of(node, rule)) if n is not None]
+        for owner, factors in [*((o.node, o.factors) for o in rule.operands), *results]:
             for dim, factor in enumerate(factors if owner not in weights else ()):
                 if isinstance(factor, str):
                     places[factor].append((owner, dim))
@@ -237,7 +239,8 @@ class Policy:
         if self.free:
             return ""
         values = [(o.node, p) for o, p in zip(rule.operands, strategy.ins, strict=True)]
-        for value, placement in (*values, (node, strategy.out)):
+        values += [(n, strategy.result(k)) for k, n in enumerate(results_of(node, rule)) if n is not None]
+        for value, placement in values:
             if not placement.is_shard or value in self.weights:
                 continue
             axis = self.axis_of(value, placement)

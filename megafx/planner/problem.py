@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import fx
 
 from megafx.ir.facts import ATTENTION, facts_of
@@ -39,6 +40,7 @@ from megafx.planner.cost import (
 from megafx.planner.plan import OpChoice, Plan, Removal, Transition
 from megafx.planner.policy import Policy
 from megafx.planner.solver import InfeasibleError, Solution, Table, solve
+from megafx.rules.candidates import results_of
 from megafx.rules.strategies import OpRule, Strategy
 
 MAX_EXTRA_PLACEMENTS = 2  # measured on 6 instances: the optimum with 2 equals that with 3 (planner experiment)
@@ -162,20 +164,19 @@ class Problem:
             return self._cached(key, lambda: price * np.array(shares))
         rule = self.planner.rules[node]
         operands = tuple((self.numel(o.node), o.node.meta[VAL].dtype) for o in rule.operands)
-        value = node.meta[VAL]
-        size = self.numel(node) if hasattr(value, "shape") else 0
+        size = sum(map(self.numel, self._made(node, rule)))
         key = ("op", str(node.target), self._domain_id(node), operands, size, contraction(self.program, rule))
         return self._cached(key, lambda: self._op_costs(node, rule))
 
     def _op_costs(self, node: fx.Node, rule: OpRule) -> np.ndarray:
-        value = node.meta[VAL]
-        if not hasattr(value, "shape"):
+        made = self._made(node, rule)
+        if not made:
             return np.zeros(len(self.domains[node]))
         operand_bytes = [self.numel(o.node) * o.node.meta[VAL].dtype.itemsize for o in rule.operands]
         seconds = op_seconds(
             op_name(node),
-            out_numel=self.numel(node),
-            out_itemsize=value.dtype.itemsize,
+            out_numel=sum(map(self.numel, made)),
+            out_itemsize=made[0].meta[VAL].dtype.itemsize,
             operand_bytes=operand_bytes,
             contraction=contraction(self.program, rule),
             hardware=self.planner.hardware,
@@ -184,6 +185,12 @@ class Problem:
         shares = np.array([share_of_op(s, op_name(node), self.planner.t) for s in self.domains[node]])
         ties = {P: PARTIAL_TIE_SECONDS, R: PARTIAL_GRADIENT_TIE_SECONDS}
         return seconds * shares + np.array([ties.get(s.out, 0.0) for s in self.domains[node]])
+
+    def _made(self, node: fx.Node, rule: OpRule) -> list[fx.Node]:
+        """The values that an op makes, as far as its rule places them."""
+        if node.target is operator.getitem:
+            return []
+        return [n for n in results_of(node, rule) if n is not None and isinstance(n.meta[VAL], torch.Tensor)]
 
     def _add_uses(self, node: fx.Node) -> None:
         uses, leaves = self.uses.get(node, []), self.planner.accepts.get(node)
@@ -201,8 +208,10 @@ class Problem:
         """An element has the placement its op made it at: tuples have no transitions."""
         source = node.args[0]
         if isinstance(source, fx.Node) and source in self.domains:
-            same = [[0.0 if a.out == b.out else math.inf for b in self.domains[node]] for a in self.domains[source]]
-            key = ("element", self._domain_id(source), self._domain_id(node))
+            index = node.args[1]
+            made = [a.result(index) for a in self.domains[source]]  # type: ignore[arg-type]  # a number
+            same = [[0.0 if p == b.out else math.inf for b in self.domains[node]] for p in made]
+            key = ("element", self._domain_id(source), self._domain_id(node), index)
             self._add((("op", source), ("op", node)), self._cached(key, lambda: np.array(same)))
 
     def _leaving_seconds(self, node: fx.Node, src: Placement, others: tuple[Placement, ...]) -> float:

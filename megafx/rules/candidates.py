@@ -11,6 +11,7 @@ layers cost dictionary lookups only. Nothing is pruned but duplicates: pruning l
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -54,11 +55,14 @@ def find_candidates(
         value = node.meta[VAL]
         assert isinstance(value, torch.Tensor)
         shapes[node], adjacent[node] = sizes.shape(value), []
+    made: dict[fx.Node, list[fx.Node | None]] = {}  # op -> its results
     for node, rule in rules.items():
-        adjacent[node] = []
-        if not rule.template.several:
-            shapes[node] = rule.template.shapes[0]
-            adjacent[node].append((rule, -1))
+        adjacent.setdefault(node, [])
+        made[node] = results_of(node, rule)
+        for k, value in enumerate(made[node]):
+            if value is not None:
+                shapes[value] = rule.template.shapes[k]
+                adjacent.setdefault(value, []).append((rule, -1 - k))
         for i, operand in enumerate(rule.operands):
             if operand.active and rule.kind != "none":
                 adjacent[operand.node].append((rule, i))
@@ -79,9 +83,14 @@ def find_candidates(
         for dim, n in enumerate(shape):
             if n >= 2:
                 add(node, dim, Layout.contiguous(n, t))
+
+    def side(rule: OpRule, i: int) -> fx.Node | None:
+        return rule.operands[i].node if i >= 0 else made[rule.node][-1 - i]
+
     for rule in rules.values():
         for j, dim, layout in _inside_merged(rule.template, t):
-            add(rule.node if j == -1 else rule.operands[j].node, dim, layout)
+            if (value := side(rule, j)) is not None:
+                add(value, dim, layout)
     while work:
         node, dim, layout = work.popleft()
         for rule, i in adjacent[node]:
@@ -91,7 +100,19 @@ def find_candidates(
             if layouts:
                 found._layouts.setdefault(rule.node, {}).update(layouts)
             for j, other, cut in implied:
-                add(rule.node if j == -1 else rule.operands[j].node, other, cut)
+                if (value := side(rule, j)) is not None:
+                    add(value, other, cut)
+    return found
+
+
+def results_of(node: fx.Node, rule: OpRule) -> list[fx.Node | None]:
+    """The values that the rule places: the node, or the elements of its tuple (None: unused, or no tensor of interest)."""
+    if not rule.template.several:
+        return [node]
+    found: list[fx.Node | None] = [None] * rule.template.placed
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] < len(found) and rule.template.shapes[user.args[1]]:
+            found[user.args[1]] = user
     return found
 
 
@@ -118,12 +139,16 @@ def _bounds(rules: Mapping[fx.Node, OpRule]) -> dict[tuple[fx.Node, int], tuple[
     return {k: tuple(sorted(v)) for k, v in found.items()}
 
 
+def _results(template: Template) -> list[int]:
+    return [-1 - k for k in range(template.placed)][::-1]
+
+
 @lru_cache(maxsize=65536)
 def _inside_merged(template: Template, t: int) -> tuple[tuple[int, int, Layout], ...]:
     """Contiguous cuts of the factors of merged dims, such as the query heads inside each group: no dim starts as one."""
-    if template.kind != "factors" or template.several:
+    if template.kind != "factors" or not template.placed:
         return ()
-    sides = [-1, *(i for i, s in enumerate(template.operands) if s.active)]
+    sides = [*_results(template), *(i for i, s in enumerate(template.operands) if s.active)]
     merged = {f for i in sides for e in template.entries(i) if len(names(e)) > 1 for f in names(e)}
     found: dict[tuple[int, int, Layout], None] = {}
     for f in sorted(merged - set(template.forbidden)):
@@ -138,7 +163,7 @@ def _inside_merged(template: Template, t: int) -> tuple[tuple[int, int, Layout],
 def _transfer(
     template: Template, i: int, dim: int, layout: Layout, bounds: tuple[int, ...], t: int
 ) -> tuple[dict[tuple[str, Layout], None], tuple[tuple[int, int, Layout], ...]]:
-    """What a shard of one dim of operand i (or the result, -1) implies: the op's factor layouts, and shards elsewhere."""
+    """What a shard of one dim of operand i (or a result, < 0) implies: the op's factor layouts, and shards elsewhere."""
     if template.kind == "view":
         source, made = template.operands[0].shape, template.shapes[0]
         if i == 0:
@@ -157,8 +182,8 @@ def _transfer(
     for f, cut in options:
         if row(template, f, cut, t) is not None:
             layouts[f, cut] = None
-        for j in range(-1, len(template.operands)):
-            placed = place(template, j, f, cut, t) if j == -1 or template.operands[j].active else None
+        for j in (*_results(template), *range(len(template.operands))):
+            placed = place(template, j, f, cut, t) if j < 0 or template.operands[j].active else None
             if placed is not None and placed.is_shard and (j, placed.dim, placed.cut) != (i, dim, layout):
                 implied[j, placed.dim, placed.cut] = None
     return layouts, tuple(implied)

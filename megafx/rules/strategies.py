@@ -13,6 +13,7 @@ A row is one of
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -73,14 +74,20 @@ class Template:
     reason: str = ""
     roles: tuple[str, ...] = ()  # of results: 'x', '~' never partial by linearity, '*' no tensor of interest
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results made of some operands alone
+    registered: bool = False  # the user's rule
 
-    def entries(self, i: int, result: int = 0) -> Entries:
-        """Factors by dim of operand i, or of a result for i = -1."""
-        return self.results[result] if i == -1 else self.operands[i].factors
+    @property
+    def placed(self) -> int:
+        """Of how many results the planner chooses placements. Those of megafx's own ops with several are not sharded."""
+        return len(self.results) if self.registered or not self.several else 0
+
+    def entries(self, i: int) -> Entries:
+        """Factors by dim of operand i, or of a result: -1 for the first, -2 for the second."""
+        return self.results[-1 - i] if i < 0 else self.operands[i].factors
 
     def summed(self, f: str, result: int = 0) -> bool:
         """Whether sharding f leaves the result partial: f is not in it, and the op is linear in an operand that has f."""
-        return not self.carries(-1, f, result) and any(
+        return not self.carries(-1 - result, f) and any(
             self.carries(i, f) for g, outs in self.groups if outs[result] == "P" for i in g
         )
 
@@ -96,8 +103,8 @@ class Template:
         """Whether ranks that shard f compute the op by other ops (`Localized`)."""
         return self.localized is not None and f == self.localized.factor
 
-    def carries(self, i: int, f: str, result: int = 0) -> bool:
-        return any(f in names(e) for e in self.entries(i, result))
+    def carries(self, i: int, f: str) -> bool:
+        return any(f in names(e) for e in self.entries(i))
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,8 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpRule:
-    """The rule of one node. kind: 'factors', 'view' (dims map by views.py) or 'none' (only I and R rows; see reason).
+    """The rule of one node. kind: 'factors', 'view' (dims map by views.py), 'element' (placed as the user's op with several
+    results makes it) or 'none' (only I and R rows; see reason).
 
     result: entries of the result's dims; a tuple of them for an op with several results.
     linear: groups of operands that may be partial together. sizes: structural length of each factor.
@@ -137,16 +145,22 @@ class OpRule:
 class Strategy:
     """One legal row. ins: a placement for each operand of the rule (inactive operands: I whole, S sliced for free).
 
-    factor: the sharded factor; 'dim<d>' of the operand for views; '' for all-I, all-R and partial rows.
+    factor: the sharded factor; 'dim<d>' of the operand for views; '' for all-I, all-R and partial rows. more: placements of
+    results after the first.
     """
 
     ins: tuple[Placement, ...]
     out: Placement
     factor: str = ""
     note: str = ""
+    more: tuple[Placement, ...] = ()
 
     def __str__(self) -> str:
-        return f"{' '.join(map(str, self.ins))} -> {self.out}"
+        return f"{' '.join(map(str, self.ins))} -> {'; '.join(map(str, (self.out, *self.more)))}"
+
+    def result(self, index: int) -> Placement:
+        """Of one result. Where `more` is empty all have one placement."""
+        return (self.out, *self.more)[index] if self.more else self.out
 
 
 # -- nodes -> calls
@@ -228,8 +242,16 @@ def rule_of(node: fx.Node, sizes: Sizes, active: Container[fx.Node], own: str | 
         operands.append(Operand(source, path, spec.factors, spec.role, spec.active))
     result = template.results if template.several else template.results[0]
     linear, reason = tuple(g for g, _ in template.groups), template.reason
-    return OpRule(
-        node, template.kind, tuple(operands), result, template.forbidden, linear, reason, template.sizes, template
+    kind = "element" if _is_element(node) else template.kind
+    return OpRule(node, kind, tuple(operands), result, template.forbidden, linear, reason, template.sizes, template)
+
+
+def _is_element(node: fx.Node) -> bool:
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return (
+        isinstance(source, fx.Node)
+        and source.op == "call_function"
+        and registered_rule(op_key(source.target)) is not None
     )
 
 
@@ -256,7 +278,7 @@ def template_of(call: OpCall, present: tuple[bool, ...], own: str | None) -> Tem
         element = call.op == "getitem"
         return _none(call, args, "an element of an op with several results" if element else f"no rule for {call.op}")
     try:
-        return _bound(call, args, row)
+        return _bound(call, args, row, own)
     except RuleError as e:
         return _none(call, args, str(e))
 
@@ -272,7 +294,7 @@ def _row(call: OpCall, own: str | None) -> RuleText | None:
     return RuleText(made) if isinstance(made, str) else made
 
 
-def _bound(call: OpCall, args: list[Arg | None], row: RuleText) -> Template:
+def _bound(call: OpCall, args: list[Arg | None], row: RuleText, own: str | None) -> Template:
     rule = parse(row.text)
     while len(args) > len(rule.operands) and args[-1] is None:
         args = args[:-1]
@@ -302,6 +324,7 @@ def _bound(call: OpCall, args: list[Arg | None], row: RuleText) -> Template:
         facts_of(call.op).localize,
         roles=tuple(p.role for p in rule.results[: len(call.results)]),
         reads={k: tuple(order[i] for i in read if i in order) for k, read in row.reads.items()},
+        registered=own is not None,
     )
 
 
@@ -323,12 +346,12 @@ def _none(call: OpCall, args: list[Arg | None], reason: str) -> Template:
 # -- templates -> rows
 
 
-def place(template: Template, i: int, f: str, layout: Layout, t: int, result: int = 0) -> Placement | None:
-    """Placement of operand i (or a result, i = -1) when factor f is sharded by `layout`; None where there is none.
+def place(template: Template, i: int, f: str, layout: Layout, t: int) -> Placement | None:
+    """Placement of operand i (or a result, i < 0) when factor f is sharded by `layout`; None where there is none.
 
     layout cuts the factor's whole length; a merged dim or a part of the factor is cut accordingly.
     """
-    for d, entry in enumerate(template.entries(i, result)):
+    for d, entry in enumerate(template.entries(i)):
         if f != entry and f not in names(entry):
             continue
         cut: Layout | None = layout if entry == f else flatten(layout, *around(template, entry, f), t)
@@ -336,10 +359,10 @@ def place(template: Template, i: int, f: str, layout: Layout, t: int, result: in
         if part is not None and part.factor == f:
             cut = slice_layout(layout, part.start, part.end, t)
         return None if cut is None else S(d, cut)
-    if i == -1:
-        return P if template.summed(f, result) else R if template.untouched(f, result) else None
+    if i < 0:
+        return P if template.summed(f, -1 - i) else R if template.untouched(f, -1 - i) else None
     spec = template.operands[i]
-    if spec.role == "+" and template.summed(f, result):
+    if spec.role == "+" and template.summed(f):
         return P if spec.active else I if spec.zero else None
     return R if spec.active else I
 
@@ -376,11 +399,12 @@ def row(template: Template, f: str, layout: Layout, t: int) -> Strategy | None:
         ins = [S(s.factors.index(f), layout) if f in s.factors else (R if s.active else I) for s in template.operands]
         out = S(template.entries(-1).index(f), layout) if localized.gives == "S" else Placement(localized.gives)
         return Strategy(tuple(ins), out, f, "vocab-parallel" if f == "v" else "")
-    result = place(template, -1, f, layout, t)
-    placed = [place(template, i, f, layout, t) for i in range(len(template.operands))]
-    if result is None or None in placed:
+    sides = (*range(len(template.operands)), *(-1 - k for k in range(max(template.placed, 1))))
+    placed = [p for i in sides if (p := place(template, i, f, layout, t)) is not None]
+    if len(placed) < len(sides):
         return None
-    return Strategy(tuple(p for p in placed if p is not None), result, f)
+    n = len(template.operands)
+    return Strategy(tuple(placed[:n]), placed[n], f, more=tuple(placed[n + 1 :]))
 
 
 # Ops whose backward is the user's code, which may compute anything of the whole gradient (clip it, print it): at R, each rank
@@ -394,12 +418,13 @@ def rows(template: Template, layouts: tuple[tuple[str, Layout], ...], t: int) ->
     if template.op in _ANY_BACKWARD:
         return (Strategy(tuple(I for _ in specs), I),)
     rows = [Strategy(tuple(I for _ in specs), I), Strategy(tuple(R if s.active else I for s in specs), R)]
-    if template.kind == "none" or template.several:
+    if template.kind == "none" or not template.placed:
         return tuple(rows)
-    for group, _ in template.groups:
+    for group, results in template.groups:
         added = [i for i in group if specs[i].active]
         if added and all(specs[i].active or specs[i].zero for i in group):
             ins = tuple(P if i in added else R if s.active else I for i, s in enumerate(specs))
-            rows.append(Strategy(ins, P, note="linear"))
+            out, *more = (P if kind == "P" else R for kind in results)
+            rows.append(Strategy(ins, out, note="linear", more=tuple(more)))
     rows += [made for f, layout in layouts if (made := row(template, f, layout, t)) is not None]
     return tuple({(s.ins, s.out): s for s in reversed(rows)}.values())[::-1]

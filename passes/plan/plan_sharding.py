@@ -150,6 +150,8 @@ def make_problem(
             domains[node], gone = overrides.filter_parameter(spec, domains[node])
         elif node in planner.owners:
             domains[node], gone = _strategies(planner.rules[node], candidates, program, planner), {}
+        elif planner.rules[node].kind == "element":
+            domains[node], gone = _element(node, domains[node.all_input_nodes[0]]), {}
         else:
             rule = planner.rules[node]
             every = _strategies(rule, candidates, program, planner)
@@ -173,10 +175,17 @@ def _check_given(program: Program, planner: Planner, plan: Plan, order: list[fx.
         more = f" and {len(wanted) - 1} more" if len(wanted) > 1 else ""
         raise PlanError(f"the plan is for another graph: it does not place '{wanted[0]}'{more}", fix="plan again")
     candidates = find_candidates(planner.rules, [n for n in order if n.op == "placeholder"], program.sizes, plan.t)
+    chosen: dict[fx.Node, list[Strategy]] = {}
     for node, rule in planner.rules.items():
         choice = plan.ops[node.name]
-        rows = _strategies(rule, candidates, program, planner)
-        if not any((choice.ins, choice.out) == (s.ins, s.out) for s in rows):
+        element = rule.kind == "element"
+        rows = (
+            _element(node, chosen[node.all_input_nodes[0]])
+            if element
+            else _strategies(rule, candidates, program, planner)
+        )
+        chosen[node] = [s for s in rows if (choice.ins, choice.out) == (s.ins, s.out)]
+        if not chosen[node]:
             ins = ", ".join(map(plan.text_of, choice.ins))
             raise PlanError(
                 f"the plan places %{node.name} ({node.target}) as {ins} -> {plan.text_of(choice.out)}, "
@@ -184,6 +193,12 @@ def _check_given(program: Program, planner: Planner, plan: Plan, order: list[fx.
                 fix="choose a row of the rule, or plan again",
                 **located(node),
             )
+
+
+def _element(node: fx.Node, of_op: list[Strategy]) -> list[Strategy]:
+    """The placements at which the strategies of a user's op leave one of its results."""
+    index: Any = node.args[1]
+    return storage([*dict.fromkeys(s.result(index) for s in of_op)])
 
 
 def _strategies(rule: OpRule, candidates: Any, program: Program, planner: Planner) -> list[Strategy]:
