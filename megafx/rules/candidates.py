@@ -15,6 +15,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -111,8 +112,9 @@ def results_of(node: fx.Node, rule: OpRule) -> list[fx.Node | None]:
         return [node]
     found: list[fx.Node | None] = [None] * rule.template.placed
     for user in node.users:
-        if user.target is operator.getitem and user.args[1] < len(found) and rule.template.shapes[user.args[1]]:
-            found[user.args[1]] = user
+        index: Any = user.args[1] if user.target is operator.getitem else len(found)
+        if index < len(found) and rule.template.shapes[index]:
+            found[index] = user
     return found
 
 

@@ -1,4 +1,4 @@
-"""Covers: rules that users register for operators with several results (`megafx.register_rule`), from the rule to the gradients."""
+"""Covers: users' rules for operators with several results (`megafx.register_rule`), from the rule to the gradients."""
 
 from dataclasses import replace
 
