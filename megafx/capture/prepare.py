@@ -13,6 +13,7 @@ parameters work (distributed/tensor_dispatch.py).
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import copy
 import functools
@@ -23,6 +24,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +55,7 @@ from megafx.capture.quick_fakes import QuickFakeTensorMode
 from megafx.capture.reads import Reads, unrepeatable
 from megafx.errors import CaptureError
 from megafx.ir.data_sizes import DataShapeEnv
-from megafx.ir.source_lines import current_user_line, is_user_file
+from megafx.ir.source_lines import current_user_line, is_user_file, line_of
 from megafx.ops.eager_call import LeftEager, Order, matching
 from megafx.ops.hook_call import Around
 
@@ -118,13 +120,23 @@ def replacements(
     """The table. A later line may replace what an earlier one has put in place."""
     from torch._export import non_strict_utils  # importing megafx need not import it
 
+    table: list[Replacement] = []
+
     def asked() -> None:
         source = current_user_line()
         text = "whether there are any rows is taken for granted; where there are none, the graph computes on none"
         note(f"{source}: {text}" if source else text)
 
+    def unheard(*_: Any, **__: Any) -> None:
+        frame: FrameType | None = sys._getframe(2)  # past what makes it this thread's
+        while frame is not None and frame.f_code.co_filename == logging.__file__:
+            frame = frame.f_back
+        source = line_of(frame, walk=False)
+        if source is not None and "site-packages" not in source.file:
+            note(f"{source}: calls of a graph print and log nothing; return the value, or print it in a forward hook")
+
     why = "checks of data that only raise or warn are taken to pass"
-    table = [Replacement(SymNode, "guard_bool", lambda old: passing_checks(old, note), why)]
+    table += [Replacement(SymNode, "guard_bool", lambda old: passing_checks(old, note), why)]
 
     why = "a Function whose backward is not the derivative of its forward becomes one node"
     regions = Regions()
@@ -166,7 +178,10 @@ def replacements(
         table += [Replacement(transformer, "_detect_is_causal_mask", told, why)]
 
     why = "partial graphs that export prints and logs stay off the terminal; warnings that the user needs become notes"
-    table += [Replacement(logging.Logger, "handle", lambda old: lambda *record: None, why)]
+    table += [
+        Replacement(owner, name, lambda old: unheard, why)
+        for owner, name in ((logging.Logger, "handle"), (builtins, "print"))
+    ]
     table += [Replacement(warnings, "warn", lambda old: functools.partial(_warning_as_note, note), why)]
     table += [Replacement(sys, name, _Muted, why) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
 

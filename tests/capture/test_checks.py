@@ -62,3 +62,23 @@ def test_other_decisions_are_errors_with_their_line(check: Callable[[torch.Tenso
         megafx.plan(Checked(check), TWO, example_inputs=(torch.arange(5),))
     assert caught.value.source is not None and caught.value.source.file.endswith("checks_of_data.py")
     assert "data" in caught.value.found
+
+
+class Talkative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        print("mean", x.mean().item())
+        return x.square().mean()
+
+
+def test_what_forward_prints_is_noted_and_a_hook_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = Talkative(), torch.randn(2, 4)
+    note = next(text for text in map(str, capture_call(model, (x,)).notes) if "print" in text)
+    assert "test_checks.py" in note and "`print(" in note and "forward hook" in note
+    model.up.register_forward_hook(lambda module, args, output: print("hooked", output.mean().item()))
+    megafx.parallelize(model)(x)
+    assert capsys.readouterr().out == f"hooked {model.up(x).mean().item()}\n"
