@@ -81,7 +81,7 @@ def test_each_gradient_collective_is_needed():
 
 @pytest.mark.parametrize("t", [1, 2, 3])
 def test_a_step_sends_each_gradient_once(t):
-    """2 n (d - 1) / d bytes a rank for the n bytes of its gradients, besides three numbers: the loss, its labels, its gradient."""
+    """2 n (d - 1) / d bytes a rank for the n bytes of its gradients, and three numbers: loss, labels, gradient."""
     data = DataAxis(4)
     compiled = compile_on(GPT2, data, t)
     program = compiled.program
