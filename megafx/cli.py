@@ -28,7 +28,7 @@ import yaml
 
 from megafx.config import STYLES, Config, choices_of, device_memory, grouped_fields, is_whole
 from megafx.errors import ConfigError, MegafxError, UsageError
-from megafx.named_model import did_you_mean, example_inputs, input_spec, load_model
+from megafx.named_model import check_name, did_you_mean, example_inputs, input_spec, load_model
 from megafx.progress import progress, stage
 
 
@@ -230,17 +230,20 @@ def _config(args: argparse.Namespace) -> Config:
     if config.hardware is not None:
         from megafx.planner.hardware import Hardware
 
-        Hardware.load(config.hardware)  # a wrong name is told before the model is built
+        Hardware.load(config.hardware)  # a wrong name is an error before the model is built
+    if config.fusion_profile is not None:
+        from megafx.planner.fusion_profile import FusionProfile
+
+        FusionProfile.choose(config.fusion_profile, "")
     return config
 
 
 def _model(args: argparse.Namespace, device: str = "meta") -> tuple[Any, Any]:
     """(model, example inputs or None) that the arguments name."""
-    from megafx.capture.huggingface import is_hf_model
-
     settings = {name: _value(value) for name, value in _pairs(args.settings, "--set").items()}
+    check_name(args.model, settings)
     with stage("import torch"):
-        import torch  # noqa: F401  the model is made with it
+        from megafx.capture.huggingface import is_hf_model
     with stage("build the model"):
         model, inputs = load_model(args.model, settings, device=device)
     given = getattr(args, "inputs", [])
@@ -316,11 +319,12 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     """In float64, unless --params-dtype says otherwise: rounding then explains nothing."""
-    import torch
-
     import megafx
 
     config = _config(args)
+    check_name(args.model)
+    import torch
+
     torch.manual_seed(0)
     model, inputs = _model(args, device="meta" if args.types else "cpu")
     dtype = torch.float64 if config.params_dtype is None else getattr(torch, config.params_dtype)
@@ -405,6 +409,7 @@ def _profile_hardware(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    check_name(args.model)
     import megafx
     from megafx.replaying import read_about
 

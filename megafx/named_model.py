@@ -7,8 +7,10 @@ load_model("my_package.models:GPT", {"layers": 2})   a class or a function of yo
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import json
@@ -43,6 +45,7 @@ def load_model(
     annotated with a class (`def __init__(self, config: GPTConfig)`) gets such an object, made of the settings. A function may
     return a pair (model, example_inputs). Raises UsageError where there is no such model, file or setting.
     """
+    check_name(name, settings or ())
     import torch
     from torch import nn
 
@@ -72,16 +75,121 @@ def _maker(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     if path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json":
-        if not path.is_file():
-            raise _no_file(path)
         try:
             fields = json.loads(path.read_text())
         except ValueError as error:
             raise UsageError(f"'{path}' is not JSON: {error}", fix=WAYS) from error
         return _hugging_face(name, fields, settings)
-    if not name.isidentifier():
-        raise UsageError(f"'{name}' names no model", fix=WAYS)
     return _hugging_face(name, {}, settings)
+
+
+# -- what can be known of a name without importing torch
+
+
+def check_name(name: str, settings: Iterable[str] = ()) -> None:
+    """Raise UsageError where files show that no model has this name, or that transformers has no field of a name in settings.
+    Neither torch nor the user's module is imported."""
+    path, (module, _, attribute) = Path(name), name.rpartition(":")
+    if module and attribute.isidentifier():
+        file = Path(module) if module.endswith(".py") else _file_of(name, module)
+        if file is not None and not file.is_file():
+            raise _no_file(file)
+        known = None if file is None else _names_in(file)
+        if known is not None and attribute not in known:
+            raise _no_attribute(name, str(file), attribute, known)
+    elif path.is_dir() or path.suffix == ".json":
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise _no_file(file)
+    elif not name.isidentifier():
+        raise UsageError(f"'{name}' names no model", fix=WAYS)
+    elif (models := _transformers_models()) is not None:
+        names = _auto_names(models)
+        home = _home(models, names.get(name, name))
+        if names and name not in names and home is None:
+            raise _no_architecture(name, names)
+        texts = [] if home is None else _texts(models, home)
+        for key in settings if texts else ():
+            if not any(re.search(rf"\b{re.escape(key)}\b", text) for text in texts):
+                configs = [text for text in texts if "PreTrainedConfig" in text]
+                fields = {f for text in configs for f in re.findall(r"^    (\w+): ", text, re.MULTILINE)}
+                raise _no_field(name, key, fields | {f for text in texts for f in re.findall(r"\bconfig\.(\w+)", text)})
+
+
+def _no_attribute(name: str, home: str, attribute: str, known: Iterable[str]) -> UsageError:
+    found = f"'{name}' cannot be imported: '{home}' has no attribute '{attribute}'"
+    return UsageError(found, fix=did_you_mean(attribute, known) + WAYS)
+
+
+def _file_of(name: str, module: str) -> Path | None:
+    """The file of 'package.module', None where it cannot be found without importing the package. Raises UsageError where there
+    is no such package."""
+    _look_here()
+    package, *rest = module.split(".")
+    if (spec := importlib.util.find_spec(package)) is None:
+        raise UsageError(f"'{name}' cannot be imported: No module named '{package}'", fix=WAYS)
+    for part in rest:
+        spec = importlib.machinery.PathFinder.find_spec(part, [*(spec.submodule_search_locations or ())])
+        if spec is None:
+            return None
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def _names_in(file: Path) -> set[str] | None:
+    """The names that stand in a module's file, at least those that it gives; None where it may give others (`import *`)."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return None  # importing it says what is wrong
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+            case ast.Name(id=name):
+                names.add(name)
+    return None if names & {"*", "__getattr__", "globals", "vars", "setattr", "exec"} else names
+
+
+def _transformers_models() -> Path | None:
+    spec = importlib.util.find_spec("transformers")
+    return None if spec is None or not spec.origin else Path(spec.origin).parent / "models"
+
+
+def _auto_names(models: Path) -> dict[str, str]:
+    """Model types and architectures that transformers' Auto classes know -> the class that has the name, or the config."""
+    files = [models / "auto" / f"{name}.py" for name in ("auto_mappings", "configuration_auto", "modeling_auto")]
+    pairs = [pair for f in files if f.is_file() for pair in re.findall(r'\("([\w-]+)", \(?"(\w+)"', f.read_text())]
+    return {name: name for _, name in pairs if not name.endswith("Config")} | {
+        kind: name for kind, name in pairs if name.endswith("Config")
+    }
+
+
+def _home(models: Path, name: str) -> Path | None:
+    """The folder of transformers' models that has a class of this name."""
+    wanted = f"class {name}(".encode()
+    files = models.glob("*/configuration_*.py" if name.endswith("Config") else "*/modeling_*.py")
+    return next((file.parent for file in files if wanted in file.read_bytes()), None)
+
+
+def _texts(models: Path, home: Path) -> list[str]:
+    """The code of a model and of the configs that it builds on: every field of its config is a word of it."""
+    texts = [file.read_text() for file in home.glob("*.py")]
+    homes = {name for text in texts for name in re.findall(r"from \.\.(\w+)\.", text)}
+    texts += [file.read_text() for name in homes for file in (models / name).glob("configuration_*.py")]
+    return texts + [file.read_text() for file in models.parent.glob("configuration_utils.py")]
+
+
+def _no_field(name: str, key: str, known: Iterable[str]) -> UsageError:
+    fix = did_you_mean(key, known).strip() or f"fields: {', '.join(sorted(known))}"
+    return UsageError(f"the config of '{name}' has no field '{key}'", fix=fix)
+
+
+def _no_architecture(name: str, known: Iterable[str]) -> UsageError:
+    found = f"'{name}' is no architecture and no model type of transformers"
+    return UsageError(found, fix=did_you_mean(name, known) + WAYS)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -118,19 +226,23 @@ def _hugging_face(name: str, fields: dict[str, Any], settings: dict[str, Any]) -
     elif name in known:
         kind = known[name]
     else:
-        names = [*known, *(n for n in dir(transformers) if n.endswith(("LM", "Model", "Generation", "Classification")))]
-        found = f"'{name}' is no architecture and no model type of transformers"
-        raise UsageError(found, fix=did_you_mean(name, names) + WAYS)
+        raise _no_architecture(name, known)
     fields = {k: v for k, v in fields.items() if k != "model_type"}
     made = _config_of(name, kind, fields)
     for key in settings:
-        if not hasattr(made, key):
-            fix = did_you_mean(key, made.to_dict()).strip() or f"fields: {', '.join(sorted(made.to_dict()))}"
-            raise UsageError(f"the config of '{name}' ({kind.__name__}) has no field '{key}'", fix=fix)
+        if not hasattr(made, key) and not _reads(cls, key):
+            raise _no_field(name, key, made.to_dict())
     config = _config_of(name, kind, fields | settings)
     build = cls or transformers.AutoModelForCausalLM.from_config
     dtype = getattr(config, "dtype", None)  # as from_pretrained does it; without one, torch's default
     return lambda: build(config) if dtype is None else build(config).to(dtype)
+
+
+def _reads(cls: type | None, key: str) -> bool:
+    """Whether the code of an architecture reads a field that its config has not unless it is given
+    (decoder_start_token_id of T5)."""
+    module = sys.modules.get(getattr(cls, "__module__", ""))
+    return module is not None and re.search(rf"\bconfig\.{re.escape(key)}\b", inspect.getsource(module)) is not None
 
 
 def _config_of(name: str, kind: Callable[..., Any], fields: dict[str, Any]) -> Any:
@@ -147,13 +259,14 @@ def _config_of(name: str, kind: Callable[..., Any], fields: dict[str, Any]) -> A
 def _own(module: str, attribute: str, settings: dict[str, Any]) -> Callable[[], Any]:
     name = f"{module}:{attribute}"
     try:
-        made = getattr(_imported(module), attribute)
-    except FileNotFoundError as error:
-        raise _no_file(Path(module)) from error
-    except (ImportError, AttributeError) as error:
-        known = vars(error.obj) if isinstance(error, AttributeError) and inspect.ismodule(error.obj) else {}
-        near = did_you_mean(attribute, [n for n, value in known.items() if callable(value)])
-        raise UsageError(f"'{name}' cannot be imported: {error}", fix=near + WAYS) from error
+        home = _imported(module)
+    except ImportError as error:
+        raise UsageError(f"'{name}' cannot be imported: {error}", fix=WAYS) from error
+    except Exception as error:  # of the module's own code
+        raise UsageError(f"'{name}' cannot be imported: {_told(error)}", fix="correct this line") from error
+    if not hasattr(home, attribute):
+        raise _no_attribute(name, module, attribute, vars(home))
+    made = getattr(home, attribute)
     if not callable(made):
         raise UsageError(f"'{name}' is a {type(made).__name__}, not a class or a function", fix=WAYS)
     try:
@@ -169,10 +282,14 @@ def _own(module: str, attribute: str, settings: dict[str, Any]) -> Callable[[], 
     return lambda: made(*arguments[0], **arguments[1])
 
 
+def _look_here() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as for `python -m`
+
+
 def _imported(module: str) -> Any:
     if not module.endswith(".py"):
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as for `python -m`
+        _look_here()
         return importlib.import_module(module)
     path = Path(module)
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -211,7 +211,11 @@ def test_models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with refused("'<name>' cannot be made"):
         load_model("nets:Net", {"n": 0})
     assert load_model("nets:Net", {"n": 4})[0].in_features == 1
-    with refused("the config of '<name>' (<__name__>) has no field") as field:
+    (tmp_path / "broken.py").write_text("import torch\nNet = torch.nn.Linears\n")
+    with refused("'<name>' cannot be imported") as broken:
+        load_model("broken.py:Net")
+    assert "broken.py:2 `Net = torch.nn.Linears`" in broken[0].found and broken[0].fix == "correct this line"
+    with refused("the config of '<name>' has no field") as field:
         load_model("llama", {"hiden_size": 8})
     assert "hidden_size" in field[0].fix
     with refused("the config of '<name>' (<__name__>) cannot be made"):

@@ -38,6 +38,14 @@ def build():
 """
 
 
+@pytest.fixture(autouse=True)
+def nets_of_this_test():
+    """Tests write a nets.py of their own."""
+    sys.modules.pop("nets", None)
+    yield
+    sys.modules.pop("nets", None)
+
+
 @pytest.fixture
 def llama(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -88,6 +96,17 @@ def test_models_are_built_without_memory(llama):
     assert str(named) == str(model)
     smaller, _ = megafx.load_model(str(llama), {"num_hidden_layers": 1})
     assert len(smaller.model.layers) == 1
+
+
+def test_a_field_that_only_the_code_of_the_model_reads():
+    """T5's config has no decoder_start_token_id until it is given one."""
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    model, _ = megafx.load_model("T5ForConditionalGeneration", sizes | {"decoder_start_token_id": 3})
+    assert model.config.decoder_start_token_id == 3
+    with pytest.raises(
+        UsageError, match="has no field 'decoder_start_token'\n  fix: did you mean decoder_start_token_id"
+    ):
+        megafx.load_model("T5ForConditionalGeneration", sizes | {"decoder_start_token": 3})
 
 
 OWN = """
@@ -315,7 +334,6 @@ def test_version(capsys):
 def test_arguments_that_do_not_fit(command, found, tmp_path, monkeypatch, capsys):
     (tmp_path / "nets.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    sys.modules.pop("nets", None)
     assert main(command.split()) == 2
     assert found in capsys.readouterr().err
 
@@ -330,7 +348,6 @@ def test_options_are_checked_before_the_work(option):
 def test_a_call_that_does_not_fit_the_model(tmp_path, monkeypatch, capsys):
     (tmp_path / "nets.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    sys.modules.pop("nets", None)
     assert main(["plan", "--quiet", "nets:Net", "--input", "idz=int64[3,5]"]) == 1
     assert "the call does not fit the model: Net.forward() got an unexpected keyword" in capsys.readouterr().err
 
@@ -350,16 +367,31 @@ def test_a_call_that_does_not_fit_the_model(tmp_path, monkeypatch, capsys):
         ),
         ("plan llama --gpus 8 --memory much", "memory='much' is no size"),
         ("plan nets.py:Net --input 'int63[2,64]'", "did you mean int64"),
+        (
+            "plan LlamaForCausaLM",
+            "no architecture and no model type of transformers\n  fix: did you mean LlamaForCausalLM",
+        ),
+        ("verify lama", "did you mean llama"),
+        ("plan T5EncoderModl", "did you mean T5EncoderModel"),
+        ("explain llama --set hiden_size=3", "has no field 'hiden_size'\n  fix: did you mean hidden_size"),
+        ("plan nets.py:Nett", "'nets.py' has no attribute 'Nett'\n  fix: did you mean Net"),
+        ("replay dumped nets:Nett", "did you mean Net"),
+        ("verify no_such_module:Net", "No module named 'no_such_module'"),
+        ("plan nets2.py:Net", "there is no file 'nets2.py'\n  fix: did you mean nets.py"),
+        ("plan llama --hardware h200-nvlnk", "did you mean 'h200-nvlink'"),
+        ("plan llama --fusion-profile h20", "did you mean 'h200'"),
     ],
 )
-def test_misspelt_arguments_are_told_before_torch_is_imported(command, meant):
+def test_misspelt_arguments_are_errors_before_torch_is_imported(command, meant, tmp_path):
+    (tmp_path / "nets.py").write_text(OWN)
     code = (
         "import contextlib, shlex, sys; from megafx.cli import main\n"
         "try: status = main(shlex.split(sys.argv[1]))\n"
         "except SystemExit as stop: status = stop.code\n"
         "assert status == 2 and 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", code, command]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and meant in done.stderr, done.stderr
 
 
