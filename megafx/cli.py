@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megafx.config import STYLES, Config, choices_of, device_memory, grouped_fields, is_whole
+from megafx.config import STYLES, Config, bytes_of, choices_of, device_memory, grouped_fields, is_whole
 from megafx.errors import ConfigError, MegafxError, UsageError
 from megafx.named_model import check_name, did_you_mean, example_inputs, input_spec, load_model
 from megafx.progress import progress, stage
@@ -120,11 +120,13 @@ def _parser() -> argparse.ArgumentParser:
     argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=where)
     both_ways = "turn a checkpoint folder into safetensors files, or such files into one"
     argument, _ = add(_convert, "megafx.checkpoint.convert.convert", both_ways)
-    argument("source", type=Path, help="folder of megafx, of torch.distributed.checkpoint, or with safetensors")
+    argument("source", type=_source, help="folder of megafx, of torch.distributed.checkpoint, or with safetensors")
     argument("target", type=Path, help="folder to write")
     argument("--model", help="as for plan; default: in SOURCE")
     _add_settings(argument)
-    argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
+    argument(
+        "--max-shard-size", type=_shard_size, default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)"
+    )
     argument, _ = add(_diff, "megafx.diff", "compare two saved plans, two reports, or two dump folders graph by graph")
     argument("before", type=Path)
     argument("after", type=Path)
@@ -147,6 +149,16 @@ def _output(text: str) -> Path:
         found = f"'{path}' is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
         raise argparse.ArgumentTypeError(f"{found}; give a file to write")
     return path
+
+
+def _source(text: str) -> Path:
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no file or folder '{text}'")
+    return Path(text)
+
+
+def _shard_size(text: str) -> int:
+    return bytes_of(text, "max_shard_size")
 
 
 def _input(text: str) -> str:

@@ -36,15 +36,15 @@ def convert(source: Path, target: Path, model: nn.Module | None = None, *, max_s
     files become a checkpoint of step 0 under `target`, which `load_checkpoint` loads into a model (without an optimizer).
 
     model: on the meta device; says the names that `from_pretrained` reads, and which tensors have to be there. Without one,
-    names are kept; dtypes always are. Raises CheckpointError that lists what does not fit, UsageError where `target` is
-    `source`.
+    names are kept; dtypes always are. Raises CheckpointError that lists what does not fit, UsageError where there is no `source`
+    or `target` is the same.
     """
     if source.resolve() == target.resolve():
         raise UsageError(f"'{source}' is to be converted in place", fix="give another target folder")
     if checkpoint_folder.is_checkpoint(target):
         raise UsageError(f"'{target}' is a checkpoint itself", fix="give another target folder")
     if not source.exists():
-        raise CheckpointError(f"there is no file or folder '{source}'", fix="give a checkpoint or safetensors files")
+        raise UsageError(f"there is no file or folder '{source}'", fix="give a checkpoint or safetensors files")
     try:
         if source.is_dir() and (checkpoint_folder.is_checkpoint(source) or checkpoint_folder.checkpoints(source)):
             return _to_files(source, target, model, bytes_of(max_shard_size, "max_shard_size"))

@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_written(tmp_path: Path) -> N
         convert(tmp_path / "files", tmp_path / "hf", other)
     with pytest.raises(UsageError, match="in place"):
         convert(tmp_path / "runs", tmp_path / "runs")
-    with pytest.raises(CheckpointError, match="there is no file or folder"):
+    with pytest.raises(UsageError, match="there is no file or folder"):
         convert(tmp_path / "nowhere", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 

@@ -380,6 +380,8 @@ def test_a_call_that_does_not_fit_the_model(tmp_path, monkeypatch, capsys):
         ("plan nets2.py:Net", "there is no file 'nets2.py'\n  fix: did you mean nets.py"),
         ("plan llama --hardware h200-nvlnk", "did you mean 'h200-nvlink'"),
         ("plan llama --fusion-profile h20", "did you mean 'h200'"),
+        ("convert nothing files", "there is no file or folder 'nothing'"),
+        ("convert nets.py files --max-shard-size much", "max_shard_size='much' is no size"),
     ],
 )
 def test_misspelt_arguments_are_errors_before_torch_is_imported(command, meant, tmp_path):
