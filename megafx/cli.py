@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=where)
     both_ways = "turn a checkpoint folder into safetensors files, or such files into one"
     argument, _ = add(_convert, "megafx.checkpoint.convert.convert", both_ways)
-    argument("source", type=_source, help="folder of megafx, of torch.distributed.checkpoint, or with safetensors")
+    argument("source", type=Path, help="folder of megafx, of torch.distributed.checkpoint, or with safetensors")
     argument("target", type=Path, help="folder to write")
     argument("--model", help="as for plan; default: in SOURCE")
     _add_settings(argument)
@@ -149,12 +149,6 @@ def _output(text: str) -> Path:
         found = f"'{path}' is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
         raise argparse.ArgumentTypeError(f"{found}; give a file to write")
     return path
-
-
-def _source(text: str) -> Path:
-    if not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"there is no file or folder '{text}'")
-    return Path(text)
 
 
 def _shard_size(text: str) -> int:
@@ -395,6 +389,8 @@ def _check_rules(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    if not args.source.exists():  # as `convert` says it, before torch is imported
+        raise UsageError(f"there is no file or folder '{args.source}'", fix="give a checkpoint or safetensors files")
     from megafx.checkpoint.convert import convert
 
     args.model = args.model or (str(args.source) if (args.source / "config.json").is_file() else None)

@@ -36,8 +36,8 @@ def convert(source: Path, target: Path, model: nn.Module | None = None, *, max_s
     files become a checkpoint of step 0 under `target`, which `load_checkpoint` loads into a model (without an optimizer).
 
     model: on the meta device; says the names that `from_pretrained` reads, and which tensors have to be there. Without one,
-    names are kept; dtypes always are. Raises CheckpointError that lists what does not fit, UsageError where there is no `source`
-    or `target` is the same.
+    names are kept; dtypes always are. Raises CheckpointError that lists what does not fit, and UsageError where there is no
+    `source` or `target` is the same.
     """
     if source.resolve() == target.resolve():
         raise UsageError(f"'{source}' is to be converted in place", fix="give another target folder")
