@@ -29,7 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
     for page, file in MADE.items():
         text = (ROOT / file).read_text()
         if file.endswith(".py"):
-            text = f"# {file}\n\n````python\n{text}````\n"
+            text = f"---\nhide: [toc]\n---\n\n# {file}\n\n````python\n{text}````\n"  # room for lines of 128 characters
         elif file.endswith(".ipynb"):
             text = "\n\n".join(_cell(cell) for cell in json.loads(text)["cells"])
         files.append(File.generated(config, page, content=text))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megafx.analysis.memory import OPTIMIZERS, Memory
 from megafx.capture.dims import max_length
-from megafx.capture.export import capture_call
+from megafx.capture.export import capture_call, sizes_of_call
 from megafx.capture.huggingface import is_hf_model, synthesize_inputs
 from megafx.capture.quantised import refuse_quantised
 from megafx.compiler.pipeline import compile_program, plan_only
@@ -69,10 +69,10 @@ def parallelize(
     config = config or Config()
     if config.params_dtype is not None:
         model.to(getattr(torch, str(config.params_dtype)))
-    config = resolve(config, model)
+    example = example_call(model, example_inputs) if example_inputs is not None or is_hf_model(model) else None
+    config = resolve(config, model, None if example_inputs is None else example)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     meshes = make_meshes(config, mesh, device)
-    example = example_call(model, example_inputs) if example_inputs is not None or is_hf_model(model) else None
     runtime = Runtime(model, config, meshes, hardware_of(config, device), loss_fn)
     return make_parallel(runtime, example, compile=example_inputs is not None)
 
@@ -91,8 +91,8 @@ def plan(
     example input has a gradient where it requires one (requires_grad=True); the others are data. The Plan can be printed,
     saved, loaded and compared; `megafx.explain(plan)` is its report. Raises CaptureError, PlanError, ConfigError.
     """
-    config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
+    config = resolve(config or Config(), model, None if example_inputs is None else (args, kwargs))
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
     refuse_quantised(model, config.tensor_model_parallel_size or 1)
     if config.params_dtype is not None:
@@ -121,10 +121,10 @@ def predict_memory(
     Arguments as in `plan`; sizes are those of example_inputs, else micro_batch_size and seq_length. optimizer: a key of
     `megafx.analysis.memory.OPTIMIZERS`. Raises what `plan` raises, and PlanError for a budget that cannot be met.
     """
-    config = resolve(config or Config(), model)
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"no optimizer '{optimizer}' is known", fix=f"one of {', '.join(OPTIMIZERS)}")
     args, kwargs = example_call(model, example_inputs)
+    config = resolve(config or Config(), model, None if example_inputs is None else (args, kwargs))
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
     refuse_quantised(model, config.tensor_model_parallel_size or 1)
     if config.params_dtype is not None:
@@ -167,8 +167,8 @@ def search(
     if gpus < 1 or not batches or min(batches) < 1:
         found = f"gpus={gpus}, batches={tuple(batches)} leave nothing to search"
         raise UsageError(found, fix="give at least one GPU, and micro-batch sizes of at least 1")
-    config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
+    config = resolve(config or Config(), model, None if example_inputs is None else (args, kwargs))
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
     refuse_quantised(model, config.tensor_model_parallel_size or 1)
     if config.params_dtype is not None:
@@ -274,8 +274,8 @@ def sabotage(
 def _verified(
     model: nn.Module, config: Config | None, example_inputs: Any, loss_fn: Any, draw: bool = True
 ) -> VerifiedCall:
-    config = resolve(config or Config(), model)
     args, kwargs = example_call(model, example_inputs)
+    config = resolve(config or Config(), model, None if example_inputs is None else (args, kwargs))
     if example_inputs is None and draw:
         kwargs = draw_inputs(model, kwargs)
     loss_inputs = kwargs.pop("loss_inputs", None) if loss_fn is not None else None
@@ -347,13 +347,14 @@ def example_call(model: nn.Module, example_inputs: Any) -> Call:
     return items, {}
 
 
-def resolve(config: Config, model: nn.Module) -> Config:
-    """Fill in the workload: the model's maximum sequence length where the user gives none."""
-    if config.seq_length is None:
-        longest = max_length(model)
-        if longest is not None:
-            return config.replace(seq_length=longest)
-    return config
+def resolve(config: Config, model: nn.Module, example: Call | None) -> Config:
+    """Fill in the sizes that are priced, where the config has none: those of the user's example, else the model's maximum
+    sequence length."""
+    sizes = {} if example is None else sizes_of_call(model, *example)
+    if config.micro_batch_size is None and "batch" in sizes:
+        config = config.replace(micro_batch_size=max(sizes["batch"], 1))
+    length = sizes.get("seq") if example is not None else max_length(model)
+    return config.replace(seq_length=max(length, 1)) if config.seq_length is None and length is not None else config
 
 
 def hardware_of(config: Config, device: torch.device | None) -> Hardware:

@@ -75,10 +75,16 @@ class Config:
         "ranks hold slices of the sequence where no weight is cut; 'auto': the planner decides by cost",
         short="sp",
     )
-    micro_batch_size: int = _option(1, "batch size that the planner prices; calls may have any", least=1, short="batch")
+    micro_batch_size: int | None = _option(
+        None,
+        "batch size that the planner prices; None: that of the example inputs, else 1; calls may have any",
+        least=1,
+        short="batch",
+    )
     seq_length: int | None = _option(
         None,
-        "sequence length that the planner prices; None: the model's maximum, else that of the inputs",
+        "sequence length that the planner prices; None: that of the example inputs, else the model's maximum; "
+        "calls may have any",
         least=1,
         short="seq",
     )

@@ -356,6 +356,6 @@ def _with_data(picture: Picture, step: Step, config: Config, hardware: Hardware,
             sent = moved + (0 if d == 1 else int(grads * (d - 1) / d * {"ddp": 2, "zero1": 2, "fsdp": 3}[form]))
             dtype, products = max(hardware.flops_per_second.items(), key=lambda item: item[1])
             peak = hardware.peak_flops_per_second.get(dtype, 0.0)
-            yield Candidate(changed, parts, used, config.micro_batch_size * d, step.flops, sent, products, peak)
+            yield Candidate(changed, parts, used, (config.micro_batch_size or 1) * d, step.flops, sent, products, peak)
             if sum(used.values()) <= memory:
                 break

@@ -127,14 +127,19 @@ def accepted_outputs(
 
 
 def price_workload(program: Program, config: Config) -> None:
-    """Set the sizes that the planner prices: micro_batch_size and seq_length, where the graph has such symbols."""
+    """Set the sizes that the planner prices, where the graph has such symbols: micro_batch_size (else 1) and seq_length.
+
+    A target sequence is as long as in the call where seq_length is that of the call.
+    """
     sizes = program.sizes
     if "batch" in sizes.symbols:
-        sizes.workload_of[sizes.symbols["batch"]] = config.micro_batch_size
+        sizes.workload_of[sizes.symbols["batch"]] = config.micro_batch_size or 1
     if config.seq_length is not None:
+        of_call = sizes.of_call.get(sizes.symbols["seq"]) if "seq" in sizes.symbols else None
         for name, symbol in sizes.symbols.items():
             if name == "seq" or name.startswith("target"):
-                sizes.workload_of[symbol] = config.seq_length
+                known = sizes.of_call.get(symbol) if of_call == config.seq_length else None
+                sizes.workload_of[symbol] = known or config.seq_length
 
 
 def declines(program: Program, planner: Planner) -> Declines | None:

@@ -128,7 +128,9 @@ class Plan:
         return "\n".join(lines + (["notes", *(f"  {note}" for note in notes)] if notes else []))
 
     def _head(self) -> str:
-        return f"plan on {self.axis}={self.t}, sequence_parallel={self.sequence_parallel}, hardware {self.hardware}"
+        sizes = "".join(f", {name}={size}" for name, size in self.workload.items())
+        what = f"sequence_parallel={self.sequence_parallel}, hardware {self.hardware}"
+        return f"plan on {self.axis}={self.t}{sizes}, {what}"
 
     def _choice(self, name: str, op: OpChoice) -> str:
         ins = ", ".join(map(self.text_of, op.ins))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megafx.config import Config
 from megafx.ir.facts import ATTENTION, MATMUL, facts_of
 from megafx.ir.nodes import op_name
 from megafx.ir.program import PLACEMENT, VAL, Note, Program, fqn_of, source_of
@@ -53,7 +54,7 @@ def describe(program: Program, planner: Planner) -> Report:
     header = {
         "axis": f"{plan.axis}={plan.t}",
         "sequence_parallel": plan.sequence_parallel,
-        "workload": ", ".join(f"{k}={v}" for k, v in plan.workload.items()) or "static",
+        "workload": _workload(plan.workload, planner.config),
         "hardware": plan.hardware,
         "fusions": fusions,
         "modelled step": f"{plan.cost_us:.0f} us",
@@ -88,6 +89,12 @@ def _tokens(program: Program, planner: Planner, calls: Iterable[fx.Node]) -> str
             first,
         )
     return "in several dims" if copied else "in one dim, so that gathers and scatters copy nothing"
+
+
+def _workload(sizes: dict[str, int], config: Config) -> str:
+    """The sizes that are priced, and which of them nobody has given."""
+    default = {"batch"} if config.micro_batch_size is None else set()
+    return ", ".join(f"{k}={v}{' (default)' * (k in default)}" for k, v in sizes.items()) or "static"
 
 
 def _note_idle_ranks(program: Program, params: Mapping[str, Placement], t: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +43,59 @@ def test_the_quick_start_of_the_readme_trains_one_model(tmp_path: Path) -> None:
 def test_separate_models_are_a_warning(tmp_path: Path) -> None:
     text = torchrun(tmp_path, MODEL.format(config="megafx.Config(tensor_model_parallel_size=1), "))
     assert text.count("ranks 1 of 1") == 2 and "makes each train a model of its own" in text
+
+
+TWO_HOSTS = """
+import os, socket
+socket.gethostname = lambda: "host" + os.environ["GROUP_RANK"]  # what megafx knows of hosts
+import torch, torch.nn.functional as F, megafx
+rank, t = int(os.environ["RANK"]), int(os.environ["TP"])
+def made():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.GELU(), torch.nn.Linear(24, 4)).double()
+x, y = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).double(), torch.arange(8) % 4
+config = megafx.Config(tensor_model_parallel_size=t, data_parallel_size=4 // t, data_parallel="fsdp")
+eager, model = made(), megafx.parallelize(made(), config)
+rows = slice(8 // (4 // t) * (rank // t), 8 // (4 // t) * (rank // t + 1))
+for net, part in ((eager, slice(0, 8)), (model, rows)):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(2):
+        F.cross_entropy(net(x[part]), y[part]).backward()
+        optimizer.step(), optimizer.zero_grad()
+found = megafx.full_state_dict(model)
+assert all(torch.allclose(found[n], p, rtol=1e-10, atol=1e-12) for n, p in eager.state_dict().items())
+megafx.save_checkpoint("saved", model, optimizer, step=2)
+print(f"rank {rank} on {socket.gethostname()}: equal", flush=True)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("t", [2, 4])
+def test_two_hosts(tmp_path: Path, t: int) -> None:
+    """docs/clusters.md: an agent for each host. t=2: tensor-parallel ranks on one host; t=4: on both."""
+    (tmp_path / "script.py").write_text(TWO_HOSTS)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--rdzv-id", "job", "script.py"]
+    plain = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TP": str(t)}
+    agents = [
+        subprocess.Popen(command, cwd=tmp_path, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    texts = [agent.communicate(timeout=280)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "".join(texts)
+    for host in (0, 1):
+        assert "".join(texts).count(f"on host{host}: equal") == 2
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_loop_of_the_docs_resumes_exactly_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "loop.md").read_text()
+    script = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    torchrun(tmp_path, script)
+    assert (tmp_path / "runs" / "net" / "step_00000008").is_dir()

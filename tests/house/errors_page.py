@@ -22,9 +22,42 @@ HEAD = """# Errors
 Every error of megafx is a `MegafxError`. Its text says what was found, where (the module of your model, and `file:line` with
 the code), and after `fix:` what to do. `error.found`, `error.module`, `error.source` and `error.fix` give the same to programs.
 
-This page is generated from the sources (`python tests/house/errors_page.py`), and a test compares it with them. `<...>` stands
-for what an error fills in.
+Errors are listed by topic; `<...>` is replaced by what was found. The page is generated from the sources
+(`python tests/house/errors_page.py`), and a test compares it with them.
 """
+# title -> (what its errors are about, the files that raise them); a file belongs to the first topic that names it
+TOPICS: dict[str, tuple[str, str]] = {
+    "Options": (
+        "A field of `Config`, an environment variable or a hardware profile.",
+        "megafx/config.py megafx/debugging.py megafx/planner/hardware megafx/planner/fusion_profile.py",
+    ),
+    "The command, models by name, reports": (
+        "What a command or one of the functions that plan, search and report was given.",
+        "megafx/cli.py megafx/named_model.py megafx/measure.py megafx/what_if.py megafx/profiling.py megafx/replaying.py "
+        "megafx/report megafx/api.py",
+    ),
+    "The code of your model": (
+        "Code that a graph cannot hold, or operations that are given what they do not take. `Config(eager_modules=[...])` "
+        "leaves a module out of the graph.",
+        "megafx/capture megafx/ops/eager_call.py megafx/ops/hook_call.py megafx/ops/tapes.py megafx/analysis megafx/kernels "
+        "megafx/ir/call_spec.py megafx/ir/sizes.py passes/canonicalize passes/experts passes/backward",
+    ),
+    "Plans and memory": (
+        "Overrides that cannot be met, files of plans, memory budgets, recompute and offload.",
+        "megafx/planner megafx/placements passes/plan passes/recompute megafx/compiler/pipeline.py",
+    ),
+    "Calls of a parallelized model": (
+        "What is done with the model, its parameters and its outputs after `megafx.parallelize`.",
+        "megafx/runtime megafx/compiler megafx/integrations megafx/ops",
+    ),
+    "Ranks": ("Process groups, meshes, data, and ranks that do different things.", "megafx/distributed"),
+    "Weights": ("Safetensors files, constructors, weights of a whole model.", "megafx/weights"),
+    "Checkpoints": ("Saving, loading and converting.", "megafx/checkpoint"),
+    "Rules, patterns, passes and tests of your own": (
+        "What extends megafx, and what checks it ([extending](extending.md)).",
+        "megafx passes patterns",
+    ),
+}
 CLASSES = {c.__name__: c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.MegafxError)}
 
 
@@ -32,6 +65,7 @@ CLASSES = {c.__name__: c for c in vars(errors).values() if isinstance(c, type) a
 class Source:
     """A file: its functions, and the values that it names at its top."""
 
+    path: Path
     tree: ast.Module
     functions: list[ast.FunctionDef] = field(init=False)
     calls: list[ast.Call] = field(init=False)
@@ -72,7 +106,7 @@ class Place:
 @cache
 def sources() -> list[Source]:
     files = [f for folder in ("megafx", "passes", "patterns") for f in sorted((ROOT / folder).rglob("*.py"))]
-    return [Source(ast.parse(file.read_text())) for file in files]
+    return [Source(file, ast.parse(file.read_text())) for file in files]
 
 
 @cache
@@ -177,33 +211,41 @@ def _pairs(value: ast.expr, place: Place) -> Iterator[tuple[str, str]]:
                         yield from _pairs(node.value, Place(place.source, node.lineno))
 
 
-def raised() -> Iterator[tuple[str, str, str]]:
-    """(class, what was found, what to do) of each error that is made in the sources."""
+def raised() -> Iterator[tuple[str, str, str, str]]:
+    """(topic, what was found, what to do, class) of each error that is made in the sources."""
     for source in sources():
         for call in source.calls:
             match call:
                 case ast.Call(func=ast.Name(id=name), args=[found, *_]) if name in CLASSES:
                     fix = next((k.value for k in call.keywords if k.arg == "fix"), None)
-                    yield from ((name, *row) for row in rows(found, fix, Place(source, call.lineno)))
+                    topic = topic_of(source.path)
+                    yield from ((topic, *row, name) for row in rows(found, fix, Place(source, call.lineno)))
 
 
-def table() -> dict[str, list[tuple[str, str]]]:
-    """Class -> (what was found, what to do) of its errors, as the page has them."""
-    entries: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for name, found, fix in raised():
-        entries[name].add((_cell(found), _cell(fix)))
-    return {name: sorted(entries[name]) for name in CLASSES}
+def topic_of(file: Path) -> str:
+    path = str(file.relative_to(ROOT))
+    fits = lambda name: path == name or path.startswith(name + "/")  # noqa: E731
+    return next(topic for topic, (_, names) in TOPICS.items() if any(map(fits, names.split())))
+
+
+def table() -> dict[str, list[tuple[str, str, str]]]:
+    """Topic -> (what was found, what to do, class) of its errors, as the page has them."""
+    entries: dict[str, set[tuple[str, str, str]]] = defaultdict(set)
+    for topic, found, fix, name in raised():
+        entries[topic].add((_cell(found), _cell(fix), f"`{name}`"))
+    return {topic: sorted(entries[topic]) for topic in TOPICS}
 
 
 def page() -> str:
-    parts = [HEAD]
-    for name, rows_ in table().items():
-        cls = CLASSES[name]
+    parts = [HEAD, "| class | when | what to do |\n|---|---|---|"]
+    for name, cls in CLASSES.items():
         cause = " ".join((cls.__doc__ or "").split())
         cause = "Anything else, of a pass of your own for instance." if cls is errors.MegafxError else cause
-        parts.append(f"## {name}\n\n{cause} {cls.what_to_do}\n\n| found | fix |\n|---|---|")
-        parts.append("\n".join(f"| {found} | {fix} |" for found, fix in rows_) + "\n")
-    return "\n".join(parts)
+        parts.append(f"| `{name}` | {cause} | {cls.what_to_do} |")
+    for topic, rows_ in table().items():
+        parts.append(f"\n## {topic}\n\n{TOPICS[topic][0]}\n\n| found | fix | class |\n|---|---|---|")
+        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows_))
+    return "\n".join(parts) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -22,7 +22,11 @@ def test_help_lists_every_field():
 
 def test_defaults_are_valid_and_survive_a_round_trip():
     config = Config()
-    assert (config.tensor_model_parallel_size, config.sequence_parallel, config.micro_batch_size) == (None, "auto", 1)
+    assert (config.tensor_model_parallel_size, config.sequence_parallel, config.micro_batch_size) == (
+        None,
+        "auto",
+        None,
+    )
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -59,7 +63,7 @@ def test_dtype_spellings(spelling):
         ("tensor_model_parallel_size", 0, "a whole number of at least 1, or None"),
         ("tensor_model_parallel_size", True, "a whole number of at least 1, or None"),
         ("tensor_model_parallel_size", 2.0, "a whole number of at least 1, or None"),
-        ("micro_batch_size", None, "a whole number of at least 1"),
+        ("micro_batch_size", 0, "a whole number of at least 1, or None"),
         ("seq_length", -1, "a whole number of at least 1, or None"),
         ("check_inputs_every", -1, "a whole number of at least 0"),
         ("sequence_parallel", "yes", "True or False or 'auto'"),

@@ -250,6 +250,9 @@ def _check_command(line: str, program: str, *words: str) -> None:
         assert all((ROOT / file).is_file() for file in files), line
         options = [w for w in words[words.index(files[0]) :] if w.startswith("--")] if files else []
         assert all(f'"{option}"' in (ROOT / files[0]).read_text() for option in options), line
+    elif program in ("srun", "docker"):  # what they run
+        if "torchrun" in words:
+            _check_command(line, *words[words.index("torchrun") :])
     else:
         assert program in ("pip", "export"), line
 

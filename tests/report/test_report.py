@@ -429,7 +429,7 @@ def _backward_all_reduces(picture: Picture) -> int:
 def test_inputs_without_gradient_are_data(wanted: tuple[bool, bool], device: str) -> None:
     """The plan, its table and its step have the backward collectives of inputs that require a gradient, as the graph that
     runs has; so has the plan that `parallelize` makes of its first call."""
-    model, config = Scaled(), megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink")
+    model, config = Scaled(), megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink", micro_batch_size=8)
     inputs = tuple(torch.ones(8, 64, device=device, requires_grad=grad) for grad in wanted)
     plan = megafx.plan(model, config, example_inputs=inputs)
     report, program = megafx.explain(plan), capture_call(model, inputs)
@@ -450,6 +450,25 @@ def test_inputs_without_gradient_are_data(wanted: tuple[bool, bool], device: str
     assert settled.plan is not None and settled.plan.report is not None
     assert _backward_all_reduces(settled.plan.report.picture) == sum(wanted)
     assert settled.plan.cost_us == plan.cost_us
+
+
+def test_what_is_priced_is_what_was_given() -> None:
+    """The sizes of the example inputs, those of the config before them, and a default that is marked as one."""
+
+    def workload(model: torch.nn.Module, example: Any = None, **options: Any) -> str:
+        config = megafx.Config(tensor_model_parallel_size=2, hardware="h100-nvlink", **options)
+        return str(megafx.explain(megafx.plan(model, config, example_inputs=example)).header["workload"])
+
+    net, inputs = zoo.build("nanogpt", layers=1)
+    assert workload(net, inputs(8, 16)) == "batch=8, seq=16"
+    assert workload(net, inputs(8, 16), micro_batch_size=2) == "batch=2, seq=16"
+    small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    small["decoder_start_token_id"] = 0
+    t5, _ = megafx.load_model("T5ForConditionalGeneration", small)
+    call = {"input_ids": torch.zeros(3, 20, dtype=torch.int64), "labels": torch.zeros(3, 7, dtype=torch.int64)}
+    assert workload(t5, call) == "batch=3, seq=20, target=7"
+    assert workload(t5, call, seq_length=32) == "batch=3, seq=32, target=32"
+    assert workload(t5, seq_length=32) == "batch=1 (default), seq=32, target=32"
 
 
 def test_what_is_data_is_free_to_be_sliced() -> None:

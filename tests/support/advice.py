@@ -24,12 +24,11 @@ LEAVE_EAGER, CLOSE = "; or leave the module eager", "did you mean <close>? "
 @cache
 def rows() -> list[tuple[str, str, str]]:
     """(class, what was found, what to do) of every row of the page."""
-    found, name = [], ""
-    for line in PAGE.read_text().splitlines():
-        name = line.removeprefix("## ") if line.startswith("## ") else name
+    found = []
+    for line in PAGE.read_text().partition("\n## ")[2].splitlines():
         if line.startswith("| ") and not line.startswith("| found "):
-            row, fix = re.split(r"(?<!\\)\|", line)[1:3]
-            found.append((name, plain(row.strip()), plain(fix.strip())))
+            row, fix, name = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:4])
+            found.append((plain(name), plain(row), plain(fix)))
     return found
 
 
