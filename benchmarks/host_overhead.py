@@ -229,7 +229,7 @@ def _exchange(boards: list[SharedBoard], entry: Entry) -> None:
 
 def measure_calls() -> dict[str, float]:
     """Microseconds in which a rank tells the others of a call, and compares it with theirs (distributed/board.py)."""
-    entry = Entry(0, 7, "what ranks agree on besides sizes" * 20, [4, 512, 4, 512])
+    entry = Entry(0, 7, "what ranks agree on beyond sizes" * 20, [4, 512, 4, 512])
     call, result = Call.of((), {name: torch.ones(4, 512, dtype=torch.int64) for name in ("ids", "labels")}), {}
 
     def fastest(step: Callable[[], Any], count: int) -> float:

@@ -6,7 +6,7 @@ Floor: the fewest bytes that must move (each input read once, each output writte
 copy in this run; for ops with matrix products, whichever is longer of that and operations over the rate of an 8192^3 bf16
 matmul. 'of floor' is floor / time: 1 is perfect. Times are medians of CUDA-graph replays over rotating buffers, second-stage
 reductions included; '(events)' marks what cannot be captured: launch gaps then count. 'host us' is host time a call.
-'saved MB': kept for backward besides inputs and outputs. Errors: relative, against the plain formula in fp32.
+'saved MB': kept for backward in addition to inputs and outputs. Errors: relative, against the plain formula in fp32.
 
 Cases: kernel_cases/<family>.py. Cases called headline run first and against all peers, the others against eager.
 """
@@ -33,7 +33,7 @@ NOT_RUN = "not run: the budget is spent"
 
 
 def implementations(case: Case, peers: list[str] | None) -> list[tuple[str, Callable[[], Callable[..., Any]]]]:
-    """(name, loader) in the order of the table. peers: the names wanted besides ours; None: all."""
+    """(name, loader) in the order of the table. peers: the names wanted in addition to ours; None: all."""
     found: list[tuple[str, Callable[[], Callable[..., Any]]]] = [("megafx", lambda: case.ours)]
     others: dict[str, Callable[[], Callable[..., Any]]] = {}
     if case.eager is not None:

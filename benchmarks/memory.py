@@ -8,9 +8,9 @@
     python benchmarks/memory.py --tiny                 # small shapes, also without CUDA: does it run?
 
 predicted: the highest bytes of forward and backward beside parameters and AdamW's moments, by `Compiled.memory()` and by
-torch.cuda.max_memory_allocated(). traded: activations (what a step takes above what stands), and the median time of forward and
-backward. bf16; a model is captured and compiled once, and each budget is chosen on a copy. Megatron Core, if it is installed,
-runs a model of the same shape (untied; attention is torch's, as its own kernels need Transformer Engine).
+torch.cuda.max_memory_allocated(). traded: activations (what a step takes above what is held throughout), and the median time
+of forward and backward. bf16; a model is captured and compiled once, and each budget is chosen on a copy. Megatron Core, if
+it is installed, runs a model of the same shape (untied; attention is torch's, as its own kernels need Transformer Engine).
 
 A row is printed as soon as it is measured. One that fails prints its error, and the others go on; then the exit status is 1.
 
@@ -295,7 +295,7 @@ class Traded:
         return not self.rows or any(word.lower() in mode.lower() for word in self.rows)
 
     def show(self, mode: str, make: Callable[[], Callable[[], Any]]) -> None:
-        """One row; an error is told in its place."""
+        """One row; an error is shown in its place."""
         if not self.wants(mode):
             return
         with goes_on(f"{self.name}, {mode}"):
@@ -347,8 +347,8 @@ def fits(names: list[str], tiny: bool, hardware: str) -> None:
     for name in names:
         model, call = build(name, tiny, torch.device("meta"))
         found = compiled(model, call, hardware).memory()
-        stands = found.standing + found.gradients
-        limit = min((stands + 0.7 * (found.peak - stands)) / (1 - MARGIN), 0.97 * found.peak)
+        held = found.standing + found.gradients
+        limit = min((held + 0.7 * (found.peak - held)) / (1 - MARGIN), 0.97 * found.peak)
         print(
             f"{name}: a step takes {found.peak / MIB:.0f} MiB (predicted), the process may have {limit / MIB:.0f}",
             flush=True,

@@ -1,4 +1,4 @@
-"""What mkdocs does besides: pages of the site that are made of other files of the repository, and links to them.
+"""Hooks of mkdocs: pages of the site that are made of other files of the repository, and links to them.
 
 The README is the front page; benchmarks/RESULTS.md and the scripts of examples/ are pages too, so that every link of every page
 leads to a page of the site.

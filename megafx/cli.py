@@ -94,14 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     argument("--memory", type=device_memory, metavar="SIZE", help="of each, for example 80GiB")
     argument("--json", type=_output, metavar="FILE", help="with --gpus: write what was found as JSON")
-    told = "cut the model into N balanced stages (megafx.report.stages.pipeline_stages)"
-    argument("--pipeline-stages", type=_count, metavar="N", help=told)
+    about = "cut the model into N balanced stages (megafx.report.stages.pipeline_stages)"
+    argument("--pipeline-stages", type=_count, metavar="N", help=about)
     argument = add_for_model(_explain, "megafx.explain(megafx.plan(...))", "plan a model and print the report")
     argument("--html", type=_output, metavar="FILE", help="write the report as a page")
     argument("--json", type=_output, metavar="FILE", help="write the report as JSON")
     argument("--trace", type=_output, metavar="FILE", help="write the modelled step as a Chrome trace, for Perfetto")
-    told = "compile the call, and show what its graphs hold over the step (megafx.predict_memory)"
-    argument("--predict-memory", action="store_true", help=told)
+    about = "compile the call, and show what its graphs hold over the step (megafx.predict_memory)"
+    argument("--predict-memory", action="store_true", help=about)
     argument("--model-explorer", type=_output, metavar="FILE", help="write the graph as JSON of Model Explorer")
     argument = add_for_model(
         _verify,
@@ -109,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         "run all ranks of one call (here, or under torchrun on real ranks), and compare with eager",
     )
     argument("--types", action="store_true", help="check the types of the graph alone; nothing is computed")
-    told = "megafx.sabotage: leave out each collective, and replace it by another; is every one noticed?"
-    argument("--sabotage", action="store_true", help=told)
+    about = "megafx.sabotage: leave out each collective, and replace it by another; is every change noticed?"
+    argument("--sabotage", action="store_true", help=about)
 
     argument, _ = add(_passes, "megafx.compiler.pipeline.pipeline", "print the pipeline: every pass in its order")
     argument("--config", type=Path, help="YAML file of Config fields: with the passes that it adds")
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _output(text: str) -> Path:
-    """A file that can be written: told before the work, not after it."""
+    """A file that can be written. A wrong path is an error before the work, not after it."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         found = f"'{path}' is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
@@ -185,8 +185,8 @@ def _add_model(argument: Callable[..., Any]) -> None:
 
 
 def _add_settings(argument: Callable[..., Any]) -> None:
-    told = "a field of the Hugging Face config, or an argument of the class or function; once for each"
-    argument("--set", action="append", default=[], dest="settings", metavar="NAME=VALUE", help=told)
+    about = "a field of the Hugging Face config, or an argument of the class or function; once for each"
+    argument("--set", action="append", default=[], dest="settings", metavar="NAME=VALUE", help=about)
 
 
 def _add_fields(add_group: Callable[[str], argparse._ArgumentGroup]) -> None:
@@ -421,7 +421,7 @@ def _replay(args: argparse.Namespace) -> int:
     import megafx
     from megafx.replaying import read_about
 
-    read_about(args.folder)  # a wrong folder is told before the model is built
+    read_about(args.folder)  # a wrong folder is an error before the model is built
     model, inputs = _model(args)
     found = megafx.replay(args.folder, model, example_inputs=inputs)
     print(found)

@@ -93,7 +93,7 @@ class Verdict:
         if wrong := self.repeated.wrong(self.tolerance):
             lines += [f"  after a change {what}: {error:.1e}, {where}" for what, (error, where) in wrong.items()]
         elif self.divergence is not None:
-            lines.append(f"  they first part at {self.divergence}")
+            lines.append(f"  they first differ at {self.divergence}")
         elif not self.ok:
             where = "ranks that are simulated in one process agree: look at the backend, the device and its kernels"
             if not self.backend:
@@ -114,8 +114,8 @@ class Tried:
 
     def __str__(self) -> str:
         where = f" in '{self.fqn}'" if self.fqn else ""
-        told = "noticed" if self.noticed else "NOT NOTICED"
-        return f"{told} by {self.by}: {self.change}{where}" + (f" ({self.source})" if self.source else "")
+        found = "noticed" if self.noticed else "NOT NOTICED"
+        return f"{found} by {self.by}: {self.change}{where}" + (f" ({self.source})" if self.source else "")
 
 
 @dataclass

@@ -96,7 +96,7 @@ class NumericError(MegafxError, ArithmeticError):
 
 
 def or_leave_eager(fix: str, module: str | None) -> str:
-    """`fix`, and the other way out for code that depends on data."""
+    """`fix`, and the alternative for code that depends on data: to leave its module eager."""
     if not module:
         return fix
     return (

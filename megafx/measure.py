@@ -87,11 +87,11 @@ def profile_hardware(
         if started:
             dist.destroy_process_group()
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    told = f"measured on {ranks}x {what}, {datetime.date.today()}, torch {torch.__version__}"
-    told += "" if ranks > 1 else f"; the link is that of {link}"
+    source = f"measured on {ranks}x {what}, {datetime.date.today()}, torch {torch.__version__}"
+    source += "" if ranks > 1 else f"; the link is that of {link}"
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     found = Hardware(
-        name or (Path(path).stem if path else what), flops, memory, rate, alpha, told, total, host,
+        name or (Path(path).stem if path else what), flops, memory, rate, alpha, source, total, host,
         collectives={kind: {n: list(pair) for n, pair in by.items()} for kind, by in collectives.items()}, **schedule,
     )  # fmt: skip
     if path is not None and os.environ.get("RANK", "0") == "0":

@@ -54,14 +54,14 @@ def load_model(
         with torch.device(device):
             made = make()
     except Exception as error:  # of the model's own code
-        raise UsageError(f"'{name}' cannot be made: {_told(error)}", fix=SETTINGS) from error
+        raise UsageError(f"'{name}' cannot be made: {_said(error)}", fix=SETTINGS) from error
     model, inputs = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"'{name}' makes a {type(model).__name__}, not a torch.nn.Module", fix=WAYS)
     return model, inputs
 
 
-def _told(error: Exception) -> str:
+def _said(error: Exception) -> str:
     """What an error of somebody else's code says, and where it was raised."""
     said = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -263,7 +263,7 @@ def _own(module: str, attribute: str, settings: dict[str, Any]) -> Callable[[], 
     except ImportError as error:
         raise UsageError(f"'{name}' cannot be imported: {error}", fix=WAYS) from error
     except Exception as error:  # of the module's own code
-        raise UsageError(f"'{name}' cannot be imported: {_told(error)}", fix="correct this line") from error
+        raise UsageError(f"'{name}' cannot be imported: {_said(error)}", fix="correct this line") from error
     if not hasattr(home, attribute):
         raise _no_attribute(name, module, attribute, vars(home))
     made = getattr(home, attribute)

@@ -65,7 +65,7 @@ def _displayed(name: str) -> Iterator[None]:
         return
     try:
         display = _Display(name)
-        with progress(display.told):
+        with progress(display.update):
             display.thread.start()
             try:
                 yield
@@ -103,7 +103,7 @@ class _Display:
                 transient=True, redirect_stdout=False, redirect_stderr=False,
             )  # fmt: skip
 
-    def told(self, name: str, seconds: float | None) -> None:
+    def update(self, name: str, seconds: float | None) -> None:
         if seconds is None:
             self.inside.append((name, perf_counter()))
             return

@@ -46,14 +46,14 @@ def replay_call(model: nn.Module, args: Any, kwargs: Mapping[str, Any], by_name:
     """Compile the call as the dump's about.json says, as rank 0 would, and compare each graph. Nothing is computed.
 
     by_name: the same call as the runtime has it, (args, kwargs). Of a data-parallel dump the graphs of all ranks are compared,
-    not those of one. Raises UsageError where the folder has no about.json, or says that passes of somebody's own were in the
+    not those of one. Raises UsageError where the folder has no about.json, or says that passes of the user's own were in the
     pipeline.
     """
     folder = Path(folder)
     about = read_about(folder)
     if about["config"]["passes"]:
         named = ", ".join(name for _, name in about["config"]["passes"])
-        found = f"the dump was made with passes of somebody's own ({named}), which a replay does not import"
+        found = f"the dump was made with passes of your own ({named}), which a replay does not import"
         raise UsageError(found, fix="make the dump without Config.passes")
     files = {file.stem.partition("_")[2]: file for file in sorted(folder.glob("[0-9]*_*.txt"))}
     if "= args[" not in files["capture"].read_text():

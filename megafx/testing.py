@@ -208,7 +208,7 @@ def with_backward(program: Program) -> Program:
 def make_planner(
     t: int = 1, config: Config | None = None, *, hardware: str = "h100-nvlink", training: bool = True, **fields: Any
 ) -> Planner:
-    """What a pass is told. training: gradients of all inputs are wanted. fields: further ones of Planner."""
+    """The record that a pass gets. training: gradients of all inputs are wanted. fields: further ones of Planner."""
     if training:
         fields.setdefault("wants_grad", lambda spec: True)
     return Planner(config or Config(), t, Hardware.load(hardware), **fields)

@@ -185,10 +185,10 @@ class Found:
         for layout, why in self.refused.items():
             console.print(f"not planned: {layout}: {why}", highlight=False, markup=False)
         if any(c.twins for c in self.best):
-            told = (
+            note = (
                 f"'or': the same with another form of data parallelism, at most {100 * TWINS:.0f}% slower than its row"
             )
-            console.print(told, highlight=False)
+            console.print(note, highlight=False)
         best = self.best[0]
         peak = f"of the datasheet's {best.peak / 1e12:.0f} TFLOP/s" if best.peak else "unknown: the profile has no peak"
         large = f"{100 * best.of_products:.0f}% of large products, {best.rate / 1e12:.0f} TFLOP/s"

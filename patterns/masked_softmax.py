@@ -5,7 +5,7 @@
     softmax(where(visible, scores * scale, fill))          GPT-2 of old
 
 with the softmax in fp32 and cast back or not, the scores cast before or not, and dropout or not; scores [b, n, s, t], or
-[b*n, s, t] as in torch.nn.MultiheadAttention. What still stands before the op then goes into it as well:
+[b*n, s, t] as in torch.nn.MultiheadAttention. What remains before the op then goes into it as well:
 
     scores * c                              into the scale (query-key layer scaling)
     scores + bias                           into the mask: relative positions, ALiBi, with gradient
@@ -129,7 +129,7 @@ class ScaleSoftmax(Pattern):
         return ops.scale_mask_softmax(scores, None, _factor(scaled, scale), False, 0, -math.inf, *drop.args)
 
 
-# -- what stands before the op
+# -- what comes before the op
 
 
 def _mask_spec(mask_is: str) -> dict[str, str]:

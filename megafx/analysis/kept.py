@@ -224,10 +224,10 @@ def copies(node: fx.Node) -> bool:
 def _terms(program: Program, node: fx.Node, name: str, operands: list[torch.Tensor]) -> int:
     """Terms summed for an element of a product; keys of attention."""
     work = lambda size: program.sizes.workload(program.sizes.of(size))  # noqa: E731
-    told = facts_of(node.target).terms
-    if told is not None:
+    terms = facts_of(node.target).terms
+    if terms is not None:
         shapes = fx.map_arg(node.args, lambda n: tuple(map(work, n.meta[VAL].shape)))
-        return int(told(*shapes))
+        return int(terms(*shapes))
     if cost_kind(name) == ATTENTION:
         return work(operands[1].shape[-2])
     left: Any = node.args[_LEFT.get(name, 0)]

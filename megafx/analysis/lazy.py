@@ -63,7 +63,7 @@ def read_outside(chain: Sequence[fx.Node], inside: set[fx.Node]) -> bool:
 def copy_for_outputs(program: Program, chain: Sequence[fx.Node]) -> int:
     """Copy the chain, in graph order, as far as user outputs read it, and make these outputs lazy; return how many.
 
-    The copy stands before the output: everything that the chain reads comes before the chain.
+    The copy is placed before the output: everything that the chain reads comes before the chain.
     """
     graph, output = program.graph, program.output_node()
     results = list(program.results())

@@ -1,4 +1,4 @@
-"""The memory of one rank over a step, predicted: what graphs allocate in the order in which they run, and what stands beside.
+"""The memory of one rank over a step, predicted: what graphs allocate, in their order, and what is held throughout.
 
     memory(program, ...) -> Memory      of a LOWERED program, at the workload; nothing is executed
 
@@ -27,7 +27,7 @@ from megafx.ops.offload import is_on_host
 BLOCK = 512  # bytes to which the CUDA caching allocator rounds (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 # What cuBLAS holds on a stream: 4096 KiB x 8 on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB).
 CUBLAS_WORKSPACE = 32 * 2**20
-# Copies of the parameters' elements that an optimizer holds, and that its step makes besides (foreach forms, torch 2.13).
+# Copies of the parameters' elements that an optimizer holds, and that its step makes in addition (foreach forms, torch 2.13).
 OPTIMIZERS = {
     "adamw": (2, 1),
     "adam": (2, 1),
@@ -81,9 +81,9 @@ class Timeline:
 class Memory:
     """One rank's memory in bytes, at the workload. print(memory) is a table.
 
-    parameters, gradients, optimizer: what stands; gathered: parameters of other data-parallel ranks that are kept whole;
+    parameters, gradients, optimizer: held throughout; gathered: parameters of other data-parallel ranks that are kept whole;
     inputs: of the call; saved: kept from forward to backward; workspace: of cuBLAS. forward, backward: what the graphs
-    allocate, as time goes; step: what the optimizer's step makes besides.
+    allocate, as time goes; step: what the optimizer's step makes in addition.
     """
 
     parameters: int
@@ -210,7 +210,7 @@ def walk(
 ) -> Timeline:  # fmt: skip
     """given: names of placeholders whose memory the graph may free -> bytes. Other placeholders stand elsewhere.
 
-    also: bytes held besides; pinned: names of placeholders that somebody else holds too.
+    also: bytes held in addition; pinned: names of placeholders that somebody else holds too.
     """
     nodes = [n for n in gm.graph.nodes]
     root: dict[fx.Node, fx.Node | None] = {}

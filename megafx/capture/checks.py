@@ -63,7 +63,7 @@ def _check_asking() -> tuple[bool, SourceLine] | None:
 
 
 def _asked(frame: FrameType) -> Place | None:
-    """Where the expression stands whose truth the frame's current instruction asks for; None if it asks for none."""
+    """The position of the expression whose truth the frame's current instruction asks for; None if it asks for none."""
     code, at = frame.f_code.co_code, frame.f_lasti
     name = dis.opname[code[at]]
     positions = list(frame.f_code.co_positions())

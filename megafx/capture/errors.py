@@ -18,12 +18,12 @@ _BRANCH = (
 )
 _COUNT = (
     "a Python decision (`if`, `while`, `assert`, `len()`) depends on how many rows the data of a tensor selects",
-    "ask nothing, for work on no rows gives nothing; or only whether there are any, by `rows.numel() == 0`",
+    "do not ask: code on zero rows contributes nothing; or ask only whether there are any, by `rows.numel() == 0`",
 )
 _COUNTS = ("len(", ".any()", ".numel()", ".shape[", ".size(")  # what asks for a number of rows
 _LOOP = (
     "a Python loop runs over a tensor whose length the data decides",
-    "loop over all that there may be (`for e, expert in enumerate(self.experts)`): work on no rows gives nothing",
+    "loop over all that there may be (`for e, expert in enumerate(self.experts)`): code on zero rows contributes nothing",
 )
 _ITEM = (
     "a tensor's data becomes a Python number (`.item()`, `.tolist()`, `int(tensor)`)",

@@ -35,8 +35,8 @@ _INDEXES = (Tensor.__getitem__, Tensor.__setitem__)
 _ADDS = (torch.index_add, Tensor.index_add, torch.index_put, Tensor.index_put)
 _ADDS_IN_PLACE = (Tensor.index_add_, Tensor.index_put_, Tensor.__setitem__)
 FIX = (
-    "loop over all that there may be (`for e, expert in enumerate(self.experts)`): work on no rows gives nothing; or let each "
-    "iteration add rows to one tensor and do nothing else (`out.index_add_(0, rows, ...)`)"
+    "loop over all that there may be (`for e, expert in enumerate(self.experts)`): code on zero rows contributes nothing; "
+    "or let each iteration add rows to one tensor and do nothing else (`out.index_add_(0, rows, ...)`)"
 )
 
 

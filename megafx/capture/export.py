@@ -216,7 +216,9 @@ class _Call(nn.Module):
         self.calls_forward = forward is not None  # and not the hooks around it
         self.autocast = ambient_autocast()
         self.note: Callable[[str], None] = lambda text: None
-        self.returned: Callable[[list[bool]], None] = lambda requires_grad: None  # told which leaves of the result do
+        self.returned: Callable[[list[bool]], None] = lambda requires_grad: (
+            None
+        )  # called with which leaves of the result do
         self.trace: Trace | None = None
         self.order = Order()
 
@@ -416,7 +418,7 @@ class _Capture:
         self.root.note = notes.append
         self.root.returned = functools.partial(setattr, self, "requires_grad")
         fake_mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
-        told = lambda topic, text, fqn: self.eager_notes.update({(topic, fqn): text})  # noqa: E731
+        note = lambda topic, text, fqn: self.eager_notes.update({(topic, fqn): text})  # noqa: E731
         self.trace = self.root.trace = Trace(self.root.model, self.followed, self.eager)
         model = self.root.model
         unhooked = [model.get_submodule(self.part)] if self.root.calls_forward or self.part else []
@@ -429,7 +431,7 @@ class _Capture:
                 self.stand_ins,
                 notes.append,
                 self.eager,
-                told,
+                note,
                 self.trace.reads,
                 self.root.order,
                 unhooked,

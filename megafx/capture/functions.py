@@ -78,19 +78,19 @@ class Applied:
     """Calls of Functions in a trace: those whose gradient is not that of their forward are nodes of what is traced.
 
     A call is seen at `Function.apply`. From torch 2.15 on that is a built-in: one that a model has bound before the capture
-    (`relu = MyRelu.apply`) is not looked up again, so such a call is seen where it comes to the class's `forward`.
+    (`relu = MyRelu.apply`) is not looked up again, so such a call is seen where it reaches the class's `forward`.
     """
 
     def __init__(self, note: Callable[[str], None], regions: Regions) -> None:
         self.note, self.regions, self.busy = note, regions, False
 
     def apply(self, cls: type[Function], *args: Any) -> Any:
-        """What stands at `APPLY_OF`."""
+        """What replaces `APPLY_OF`."""
         plain = super(APPLY_OF, cls).apply  # type: ignore[misc,arg-type]  # as if defined in its class
         return self._call(cls, args, lambda: plain(*args), torch.is_grad_enabled())
 
     def forward(self, cls: type[Function]) -> Callable[[Any], Any]:
-        """What stands at `cls.forward`, which built-in code calls without gradients."""
+        """What replaces `cls.forward`, which built-in code calls without gradients."""
 
         def of(old: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any) -> Any:
@@ -148,7 +148,7 @@ GENERATOR = next(name for name in (f"{GENERATOR}_impl", GENERATOR) if hasattr(ch
 
 
 def checkpointing_of_capture(note: Callable[[str], None], regions: Regions) -> Callable[..., Iterator[None]]:
-    """What stands at `GENERATOR`: it marks a region."""
+    """What replaces `GENERATOR`: it marks a region."""
 
     def generator(function: Any, *given: Any, **options: Any) -> Iterator[None]:
         if options.get("context_fn", (*given, None, None)[1]) is not checkpoint.noop_context_fn:

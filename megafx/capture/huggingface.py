@@ -66,7 +66,7 @@ def _tagging(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shape_of(made: Tensor, kwargs: dict[str, Any]) -> Shape | None:
-    """What a mask is, by the arguments of the function that made it; None where that cannot be told."""
+    """What a mask is, by the arguments of the function that made it; None where that is not known."""
     seen, padding = _seen_by(kwargs.get("mask_function")), kwargs.get("attention_mask")
     at_zero = all(isinstance(kwargs.get(k, 0), int) and kwargs.get(k, 0) == 0 for k in ("q_offset", "kv_offset"))
     if seen is None or not at_zero or made.dim() != 4:
@@ -108,7 +108,7 @@ def _cell(function: Any, maker: str, variable: str) -> Any:
 class CachesLeftOut:
     """Tells calls for which eager mode would make a key-value cache that nobody asked for, and a graph makes none.
 
-    transformers takes positions 0 1 2 0 1 for packed sequences, but only where there is no cache. note: told where positions
+    transformers takes positions 0 1 2 0 1 for packed sequences, but only where there is no cache. note: called where positions
     that may be packed are not taken so.
     """
 

@@ -97,7 +97,7 @@ def released() -> Iterator[None]:
 
 
 class Replacement(NamedTuple):
-    """An attribute of `owner` (an item, where that is a dict). new: what stands there before -> what stands there meanwhile."""
+    """An attribute of `owner` (an item, where that is a dict). new: the value there before -> the value there meanwhile."""
 
     owner: Any
     name: str
@@ -105,7 +105,7 @@ class Replacement(NamedTuple):
     why: str
 
     def now(self) -> Any:
-        """What stands there: the very object, not what the class's protocol makes of it."""
+        """The value there: the very object, not what the class's protocol makes of it."""
         return (self.owner if isinstance(self.owner, dict) else vars(self.owner)).get(self.name, _ABSENT)
 
 
@@ -174,8 +174,8 @@ def replacements(
 
     if any(isinstance(m, (nn.TransformerEncoder, nn.TransformerDecoder)) for m in model.modules()):
         why = "whether a mask is causal is asked of its values: attention takes the mask, and describe_masks reads what it is"
-        told: Callable[[Any], Any] = lambda old: lambda mask, is_causal=None, size=None: is_causal is True  # noqa: E731
-        table += [Replacement(transformer, "_detect_is_causal_mask", told, why)]
+        known: Callable[[Any], Any] = lambda old: lambda mask, is_causal=None, size=None: is_causal is True  # noqa: E731
+        table += [Replacement(transformer, "_detect_is_causal_mask", known, why)]
 
     why = "partial graphs that export prints and logs stay off the terminal; warnings that the user needs become notes"
     table += [
@@ -186,7 +186,7 @@ def replacements(
     table += [Replacement(sys, name, _Muted, why) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
 
     if is_hf_model(model):
-        why = "masks that are causal, windows or padding are told to attention, not made"
+        why = "masks that are causal, windows or padding are described to attention, not made"
         table += [Replacement(*found, why) for found in attention_replacements()]
 
     why = "only without a cache do transformers' masks separate packed sequences; a graph has none where eager mode has one"
@@ -342,9 +342,9 @@ def prepared(
 ) -> Iterator[None]:
     """Within: parameters and buffers are fakes on `device`, and the table of `replacements` holds. After: all as before.
 
-    eager: globs of submodules that are one node each. note_eager(topic, text, fqn): told what they are, and which modules have
-    hooks, once the trace is done. reads: notes what forward reads and writes. order: of the hooks. unhooked: modules whose own
-    hooks the caller runs.
+    eager: globs of submodules that are one node each. note_eager(topic, text, fqn): called with what they are, and which
+    modules have hooks, once the trace is done. reads: notes what forward reads and writes. order: of the hooks. unhooked:
+    modules whose own hooks the caller runs.
     """
     with _LOCK:
         configs = configs_of(model)

@@ -58,7 +58,7 @@ def refuse_nodes(gm: fx.GraphModule) -> None:
             if len(set(given)) > 1:
                 names = ", ".join(str(dtype).removeprefix("torch.") for dtype in given)
                 raise CaptureError(
-                    f"{node.target} of different dtypes ({names}), at which eager mode ends too",
+                    f"{node.target} of different dtypes ({names}), which is an error in eager mode too",
                     fix="give the inputs in the dtype of the parameters (`x.to(dtype)`), or call under torch.autocast",
                     **where,
                 )

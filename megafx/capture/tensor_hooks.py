@@ -66,7 +66,7 @@ _hooks: list[_Hook] = []  # graphs hold weak references
 
 
 def register_hook(note: Callable[[str], None], old: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands at `Tensor.register_hook` while a model is traced."""
+    """What replaces `Tensor.register_hook` while a model is traced."""
 
     def register(value: Tensor, function: Callable[[Tensor], Any]) -> Any:
         if not isinstance(value, FakeTensor) or not value.requires_grad:
@@ -88,7 +88,7 @@ def register_hook(note: Callable[[str], None], old: Callable[..., Any]) -> Calla
 
 
 def retain_grad(old: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands at `Tensor.retain_grad` while a model is traced."""
+    """What replaces `Tensor.retain_grad` while a model is traced."""
 
     def retain(value: Tensor) -> None:
         if isinstance(value, FakeTensor) and value.requires_grad and not value.is_leaf:
@@ -103,7 +103,7 @@ def retain_grad(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_gradients(old: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands at `torch.autograd.grad`, `torch.autograd.backward` and `Tensor.backward` while a model is traced."""
+    """What replaces `torch.autograd.grad`, `torch.autograd.backward` and `Tensor.backward` while a model is traced."""
 
     def differentiate(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves((args, kwargs))):
@@ -123,7 +123,7 @@ def gradient_in_forward(source: SourceLine | None) -> CaptureError:
 
 
 def _held(function: Callable[..., Any]) -> list[Any]:
-    """What a function, a bound method or a partial holds besides globals: tensors in tuples, lists and dicts too."""
+    """What a function, a bound method or a partial holds other than globals: tensors in tuples, lists and dicts too."""
     found: list[Any] = []
     todo: list[Any] = [function]
     while todo:

@@ -28,7 +28,7 @@ from megafx.ir.python_state import ABSENT, NAMESPACES, NUMBERS, PLAIN, Place, pa
 
 @dataclass(eq=False)
 class Write:
-    """Something that forward left at a place. leaves: of its value; None stands for a tensor, a function for a host number.
+    """Something that forward left at a place. leaves: of its value; None represents a tensor, a function a host number.
 
     numbers: position -> what makes a number of the tensor that it left the graph as.
     grows: the value is a list of items that forward appended. refills: the list was cleared before.
@@ -293,7 +293,7 @@ def _constant(value: Any) -> Callable[[], Any]:
 
 
 class GrowingList(list[Any]):
-    """Stands for a list that forward extends, in a trace that finds out whether it reads it, too."""
+    """Replaces a list that forward extends, in a trace that finds out whether it reads it, too."""
 
     def __init__(self, items: list[Any], place: Place) -> None:
         super().__init__(items)
@@ -306,7 +306,7 @@ class GrowingList(list[Any]):
 
 
 class WatchedDict(dict[Any, Any]):
-    """Stands for a dict that forward changes: knows which items it reads before it writes them."""
+    """Replaces a dict that forward changes: knows which items it reads before it writes them."""
 
     def __init__(self, items: dict[Any, Any]) -> None:
         super().__init__(items)

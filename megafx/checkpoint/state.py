@@ -272,7 +272,7 @@ def encode(value: Any, path: str, tensors: State, depth: int = 0) -> Any:
 
 
 def decode(data: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
-    """Inverse of `encode`; tensor: name -> the tensor, or what stands for it."""
+    """Inverse of `encode`; tensor: name -> the tensor, or what replaces it."""
     if depth > DEEPEST + 2:  # 'extra' and the list of optimizers hold what was encoded
         raise CheckpointError(f"a checkpoint holds data that are more than {DEEPEST} lists and dicts deep")
     inner = lambda v: decode(v, tensor, depth + 1)  # noqa: E731

@@ -157,7 +157,7 @@ class FolderWriter(_Storage, StorageWriter):
         for name, file in files.items():
             if not (folder / name).exists() or (folder / name).stat().st_size != file.bytes:
                 checkpoint_folder.check_owner(self.root)
-                found = f"{folder / name}, which another rank wrote, is not to be seen by rank 0"
+                found = f"{folder / name}, which another rank wrote, is not visible to rank 0"
                 raise CheckpointError(found, fix="save to a file system that all ranks share")
         tensors = {}
         for name, about in metadata.state_dict_metadata.items():

@@ -257,7 +257,7 @@ class Trial:
         return results
 
     def _call(self, tensors: list[Tensor], outs: Outs) -> Any:
-        """The op itself. One that draws is told how its result is cut, the gradient of a part how long the whole is."""
+        """The op itself. One that draws gets the cut of its result, the gradient of a part gets the length of the whole."""
         if is_draw(self.target):
             out, template = outs[0], self.rule.template
             assert out is not None
@@ -300,7 +300,7 @@ class Trial:
             weights=set(),
         )
         fake_errors = logging.getLogger("torch._subclasses.fake_tensor")
-        fake_errors.disabled = True  # what does not run is no row, and is told as that
+        fake_errors.disabled = True  # what does not run is no row, and is reported as that
         try:
             localize_shapes(program, planner)
         finally:

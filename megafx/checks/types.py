@@ -271,18 +271,18 @@ def _remember_slice(checker: _Checker, node: fx.Node) -> None:
 
 
 def _drawn_readings(checker: _Checker, node: fx.Node) -> Facts:
-    """Bits are drawn by global index, so the op must be told how its operand is cut; the result is cut so, and only so."""
-    x, told = node.args[0], _told(checker, node)
+    """Bits are drawn by global index, so the op must know how its operand is cut; its result is cut in the same way."""
+    x, declared = node.args[0], _declared(checker, node)
     assert isinstance(x, fx.Node)
-    if checker._is(x, told):
-        return (told,)
-    if told == R and checker._is(x, P):
+    if checker._is(x, declared):
+        return (declared,)
+    if declared == R and checker._is(x, P):
         return (P,)
-    raise fail(node, f"draws the mask of a value that is {_say(told)}; %{x.name} is {checker._show(x)}")
+    raise fail(node, f"draws the mask of a value that is {_say(declared)}; %{x.name} is {checker._show(x)}")
 
 
-def _told(checker: _Checker, node: fx.Node) -> Placement:
-    """How an op that draws was told that its result is cut."""
+def _declared(checker: _Checker, node: fx.Node) -> Placement:
+    """How the result of an op that draws is cut, by the op's arguments."""
     given = draw_of(node)
     dim, flat = int(given.shard_dim), given.cut
     return R if dim == -1 else S(dim, Layout.from_flat(layout_of(checker.program, flat)))
@@ -290,15 +290,15 @@ def _told(checker: _Checker, node: fx.Node) -> Placement:
 
 def _check_draw(checker: _Checker, node: fx.Node, found: list[Any]) -> None:
     """An op draws for its result; its backward for the gradient of that, the first operand."""
-    given, told = draw_of(node), _told(checker, node)
+    given, declared = draw_of(node), _declared(checker, node)
     if given.seed is None or not given.p:
         return
     first = node.all_input_nodes[0]
     results = {r[0] if isinstance(r, tuple) else r for r in found}
-    if told in results or (told == R and P in results) or checker._is(first, told):
+    if declared in results or (declared == R and P in results) or checker._is(first, declared):
         return
     held = " or ".join(map(_say, sorted(results, key=str)))
-    raise fail(node, f"draws for a value that is {_say(told)}; it is {held}")
+    raise fail(node, f"draws for a value that is {_say(declared)}; it is {held}")
 
 
 def _bounds(start: Any, end: Any, n: int) -> tuple[int, int]:

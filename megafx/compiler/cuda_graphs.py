@@ -74,7 +74,7 @@ class CudaGraphs:
     """Runs forward(*inputs) -> results and backward([*kept, *tangents]) -> gradients, by replay where it can.
 
     outputs: how many of forward's results are the user's; the others are kept. stored: indices of inputs that are parameters
-    or buffers. always: also where the host is not the limit. note: told once for each reason why something is not recorded.
+    or buffers. always: also where the host is not the limit. note: called once for each reason why something is not recorded.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class LazyOutputs:
                 if _version(value) != version:
                     raise UsageError(
                         f"logits of a training call are read after '{name}' was changed in place (by an optimizer's step?): "
-                        f"they are computed at the first use, from the weights of then",
+                        f"they are computed at the first use, from the weights at that time",
                         fix="read them before the weights change, or pass Config(lazy_outputs=False)",
                     )
             self.made = self.run(self.values)
@@ -73,7 +73,7 @@ class LazyOutputs:
 
 
 class LazyOutput(NamedTuple):
-    """Stands for a lazy output among the results of forward: `make()` is its local value."""
+    """Represents a lazy output among the results of forward: `make()` is its local value."""
 
     outputs: LazyOutputs
     place: int

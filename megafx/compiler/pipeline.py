@@ -87,9 +87,9 @@ def describe_plan(program: Program, planner: Planner) -> int:
     report.step = schedule(report.picture)
     report.header["modelled step"] = f"{report.step.total_us:.0f} us"
     if planner.config.cuda_graphs == "auto":
-        pays, told = graphs_pay(report.step, planner.hardware)
+        pays, why = graphs_pay(report.step, planner.hardware)
         expected = "expects CUDA graphs to pay" if pays else "expects no gain of CUDA graphs"
-        program.note("cuda graphs", f"'auto' {expected} at the sizes that are priced ({told}); calls are measured")
+        program.note("cuda graphs", f"'auto' {expected} at the sizes that are priced ({why}); calls are measured")
         refresh_notes(report, program.notes)
     if planner.problem is not None:
         price_alternatives(report.picture, planner.problem, planner.solved)
@@ -228,13 +228,13 @@ class Compiled:
         wanted = self.planner.config.cuda_graphs
         if wanted is False:
             return made
-        told = partial(self.program.note, "cuda graphs")
+        note = partial(self.program.note, "cuda graphs")
         if not torch.cuda.is_available():
-            told("calls run op by op: there is no CUDA device")
+            note("calls run op by op: there is no CUDA device")
         elif self.planner.config.cpu_offloading:
-            told("calls run kernel by kernel: copies of cpu_offloading are on streams of their own")
+            note("calls run kernel by kernel: copies of cpu_offloading are on streams of their own")
         else:
-            made = made.recorded(wanted is True, told)
+            made = made.recorded(wanted is True, note)
         return made
 
     def for_rank(self, axes: Mapping[str, AxisContext] | None) -> Program:
@@ -246,7 +246,7 @@ class Compiled:
 
     def held_back(self, gradients: Gradients) -> tuple[Executable, list[Pending]]:
         """The same with another backward, which takes what this one's forward keeps (`add_pending`, `data_parallel`), and the
-        gradients that it takes besides."""
+        gradients that it takes in addition."""
         assert self.program.before_reduction is not None
         program, planner = self.program.before_reduction.copy(), replace(self.planner, gradients=gradients)
         runner, passes = _runner(planner, "before_reduction"), passes_of(planner, "communication")
@@ -266,7 +266,7 @@ class Compiled:
             return memory(program, optimizer, held)
 
     def communication(self, sizes: Mapping[str, int]) -> list[Communication]:
-        """Every collective of one step, those that backward repeats included. sizes: of the axes besides the plan's."""
+        """Every collective of one step, those that backward repeats included. sizes: of the axes other than the plan's."""
         if not any(n.meta.get(RECOMPUTE) for n in collective_nodes(self.program.graph)):
             return communication(self.program, self.plan.t, sizes)
         program = self.program.copy()
@@ -348,8 +348,8 @@ def _sequence_parallel(program: Program, planner: Planner, passes: list[Pass]) -
     other = None if chosen is None else _tried(program, planner, passes, not chosen[1])
     if chosen is None or other is None or chosen[1] == other[1] or other[0] > (1 - LEAST_GAIN) * chosen[0]:
         return wanted
-    told = f"{other[0]:.0f} us by its schedule, against {chosen[0]:.0f} us"
-    program.note("plan", f"sequence parallelism is {'on' if other[1] else 'off'}: a step takes {told}")
+    times = f"{other[0]:.0f} us by its schedule, against {chosen[0]:.0f} us"
+    program.note("plan", f"sequence parallelism is {'on' if other[1] else 'off'}: a step takes {times}")
     return other[1]
 
 

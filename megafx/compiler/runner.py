@@ -150,7 +150,7 @@ def insert_user_passes(stages: Sequence[list[Pass]], config: Config) -> None:
 class Runner:
     """Runs lists of passes over one program, one after another; the numbering of records and dumps goes on.
 
-    known: names that flags may name, besides those of a list that runs. start: what the first dump is called.
+    known: names that flags may name, in addition to those of a list that runs. start: what the first dump is called.
     """
 
     def __init__(

@@ -82,20 +82,20 @@ def raising_together(group: dist.ProcessGroup | None, become: type[MegafxError] 
     it such an error stays as it is on its own rank and is an AgreementError on the others.
     """
     error: Exception | None = None
-    told: tuple[type[MegafxError], str, str] | None = None
+    sent: tuple[type[MegafxError], str, str] | None = None
     try:
         yield
     except LostRankError:
         raise
     except MegafxError as found:
-        error, told = found, (type(found), found.found, found.fix)
+        error, sent = found, (type(found), found.found, found.fix)
     except Exception as found:
         text = f"{type(found).__name__}: {found}"
-        error, told = found, (become or AgreementError, text, "")
+        error, sent = found, (become or AgreementError, text, "")
         if become is not None:
             error = become(text)
             error.__cause__ = found
-    errors = gather_objects(told, group)
+    errors = gather_objects(sent, group)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):

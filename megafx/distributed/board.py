@@ -269,7 +269,7 @@ def _steps_differ(difference: Difference, kind: str, stepped: str) -> AgreementE
     if not a.numbers or not b.numbers or a.numbers[0] == b.numbers[0]:
         return None
     return AgreementError(
-        f"call {a.step}: {kind} ranks have not made the same optimizer steps, so that their parameters have parted: "
+        f"call {a.step}: {kind} ranks have not made the same optimizer steps, so that their parameters have diverged: "
         f"{a.numbers[0]} on rank {i}, {b.numbers[0]} on rank {j} (each group of parameters counts){stepped}",
         fix="call optimizer.step() on every rank, outside of `if rank == 0:` and of conditions that ranks decide alone, and go "
         "on from a checkpoint",
@@ -283,7 +283,7 @@ def calls_differ(difference: Difference, labels: Sequence[str], stepped: str = "
     if (a.phase, a.step) != (b.phase, b.step):
         where = [f"the {('forward', 'backward')[e.phase]} of call {e.step}" for e in (a, b)]
         return AgreementError(
-            f"tensor-parallel ranks make different calls: rank {i} comes to {where[0]}, rank {j} to {where[1]}",
+            f"tensor-parallel ranks make different calls: rank {i} is at {where[0]}, rank {j} at {where[1]}",
             fix="make the same calls on every rank: none may leave out a batch or a backward, or call the model alone "
             "(evaluation or generation under `if rank == 0:`)",
         )

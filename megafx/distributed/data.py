@@ -23,7 +23,7 @@ _FIX = "give the ranks of a tensor-parallel group one batch (broadcast_data), an
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Stands for a tensor of the batch, whose bytes are sent apart."""
+    """Replaces a tensor of the batch, whose bytes are sent apart."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -84,7 +84,7 @@ def check_data(batch: Any, mesh: DeviceMesh | None = None, step: int = 0) -> Non
         try:
             check_inputs(named, f"batch with {values}", step, group)
         except AgreementError as error:
-            problem = error  # the other groups are told before it is raised
+            problem = error  # the other groups get it before it is raised
     mine = [(tuple(x.shape), str(x.dtype), int(tensor_hash(x))) for _, x in named]
     for name in (mesh.mesh_dim_names or ()) if mesh is not None else ():
         if name == TENSOR_AXIS or mesh is None:

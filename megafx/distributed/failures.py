@@ -1,4 +1,4 @@
-"""Ranks that end, hang or go apart: every other rank stops with a text that says so, within the process group's timeout.
+"""Ranks that end, hang or diverge: every other rank stops with a text that says so, within the process group's timeout.
 
 A rank that ends closes its connections, which gloo reports at once; a rank that never comes is reported after the timeout of
 `init_process_group(timeout=)` (with NCCL by its watchdog, which ends the process). Calls of all ranks outside of steps

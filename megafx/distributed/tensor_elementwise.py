@@ -125,7 +125,7 @@ def _like(row: Sequence[Any], targets: set[int]) -> Any:
 
 
 def _operand(x: Any, like: Any, wholes: Wholes) -> Any:
-    """What stands for an operand where the result has the form of `like`."""
+    """What replaces an operand where the result has the form of `like`."""
     if not isinstance(x, torch.Tensor):
         return x
     if like is None:

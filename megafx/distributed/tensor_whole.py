@@ -111,7 +111,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, call: Call = lambda func, args, 
 
 
 def _find(x: Any, given: Any, plain: Any) -> Any:
-    """The plain operand that stands for x."""
+    """The plain operand that replaces x."""
     pairs = zip(pytree.tree_leaves(given), pytree.tree_leaves(plain), strict=True)
     return next(p for g, p in pairs if g is x)
 

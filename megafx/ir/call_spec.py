@@ -155,7 +155,7 @@ class CallSpec:
     def _bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_inputs: Mapping[str, Any] | None
     ) -> tuple[str | None, dict[sympy.Symbol, int]]:
-        """(what differs besides sizes, the size of each symbol)."""
+        """(what differs other than sizes, the size of each symbol)."""
         leaves, spec = pytree.tree_flatten(self._tree(args, kwargs, loss_inputs))
         if spec != self.in_spec:
             return "the structure of the call differs", {}

@@ -63,7 +63,7 @@ class OpFacts:
     experts     the factor of the rule that counts experts: sharding it gives each rank some of them
     inplace     (operand, op): with the arguments of this op, writes the result into that operand
     recompute   name of the op whose result this one, its backward, can recompute as its last result
-    workspace   (arguments, with shapes for tensors; bytes of an element) -> bytes that it allocates besides its results
+    workspace   (arguments, with shapes for tensors; bytes of an element) -> bytes that it allocates in addition to its results
     """
 
     rule: str | Callable[[Any], Any] | None = None

@@ -9,7 +9,7 @@ Meta keys of a node (the only ones that passes may rely on):
     placement  Placement of the value, from `insert_transitions` on (absent: a replicated value that needs no gradient)
     phase      'backward' on backward nodes of a joint graph
     recompute  True on forward nodes whose value backward computes again (`partition`) instead of keeping it
-    tokens     dims (structural) that the value's first dim stands for, where `flatten_tokens` made one of several
+    tokens     dims (structural) that the value's first dim represents, where `flatten_tokens` made one of several
     halved     True on nodes that may run on two halves of the batch (`choose_halves`)
     rows       the dim of a value that has a row for each of the batch's, where halves of the batch run
     region     number of the call of torch.utils.checkpoint, the outermost one, in which the node was traced

@@ -1,4 +1,4 @@
-"""The Python state that a graph depends on: what forward reads while it is captured, besides its arguments and parameters.
+"""The Python state that a graph depends on: what forward reads while it is captured, other than its arguments and parameters.
 
 Attributes of modules and of objects that they hold, globals, entries of dicts and lists: a capture bakes in what it finds
 there. A `Place` says where a value is. A `PythonState` belongs to a graph: it tells whether all places still hold what they

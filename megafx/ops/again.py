@@ -3,7 +3,7 @@
     again(made, other) -> made      both hold the same bits; forward computes `made` alone, backward `other` alone
 
 The kernel that adds and normalises gives the sum and its norm at once. Backward has the sum, so it makes the norm of that,
-and need not add again. The op stands in a joint graph of any phase up to PARTITIONED: the cut leaves one operand on each side.
+and need not add again. The op is in a joint graph of any phase up to PARTITIONED: the cut leaves one operand on each side.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ def with_batch(axis: str) -> str:
     return f"{BATCH_AXIS}+{axis}"
 
 
-def with_axis(told: str, axis: str) -> str:
+def with_axis(given: str, axis: str) -> str:
     """The axis of a draw on another tensor-parallel axis, for the same rows."""
-    return with_batch(axis) if told.startswith(f"{BATCH_AXIS}+") else axis
+    return with_batch(axis) if given.startswith(f"{BATCH_AXIS}+") else axis
 
 
 def batch_rank(axis: str) -> int:

@@ -133,7 +133,7 @@ class Around:
         self.kwargs, self.random, self.traced = kwargs, random, traced
 
     def call_for(self, original: Any) -> Any:
-        """What stands at the module's `_call_impl`."""
+        """What replaces the module's `_call_impl`."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             pair = next(_pairs)

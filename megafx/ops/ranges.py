@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.autograd.profiler import record_function
 
-PREFIX = "megafx "  # of the names, so that they can be told from other ranges
+PREFIX = "megafx "  # of the names, which distinguishes them from other ranges
 
 
 def enter_range(name: str) -> record_function:

@@ -132,7 +132,7 @@ def transition_cost(
 ) -> Cost:
     """src -> dst of one value, by the transition table. is_param: its gradient all-reduce is coalesced with others.
     in_pieces: a shard is not one range of the whole value's memory (`in_pieces`), so that what is gathered or scattered is
-    copied besides."""
+    copied in addition."""
     row = collectives(src, dst)
     numel = round(numel * padding(src, t) * padding(dst, t))
     backward = row.backward if needs_grad else LOCAL

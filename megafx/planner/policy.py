@@ -65,7 +65,7 @@ VIEWS_OF_WEIGHTS = _aten(
 def dim_classes(rules: dict[fx.Node, OpRule], weights: set[fx.Node], program: Program) -> UnionFind:
     """Union-find over (node, dim) of activations: dims joined by a shared factor or by a view that keeps them.
 
-    Where the first dim of a value stands for several (`flatten_tokens`), (node, -1), (node, -2), ... are these.
+    Where the first dim of a value represents several (`flatten_tokens`), (node, -1), (node, -2), ... are these.
     """
     classes = UnionFind()
     for node in program.graph.nodes:

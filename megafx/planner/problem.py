@@ -345,9 +345,9 @@ def contraction(program: Program, rule: OpRule) -> int:
     sizes = program.sizes
     if cost_kind(op_name(rule.node)) == ATTENTION:
         return sizes.workload(sizes.of(rule.operands[1].node.meta[VAL].shape[-2]))
-    told = told_terms(rule.node)
-    if told is not None:
-        return told
+    terms = known_terms(rule.node)
+    if terms is not None:
+        return terms
     multiplied = [o for o in rule.operands if o.role == "x"]
     found: dict[str, int] = {}
     for operand in multiplied:
@@ -367,7 +367,7 @@ def share_of_op(chosen: Strategy | OpChoice, name: str, t: int) -> float:
     return (1 + part) / 2 if weights_whole else part
 
 
-def told_terms(node: fx.Node) -> int | None:
+def known_terms(node: fx.Node) -> int | None:
     """Terms summed for each element of an op's result, if its file says it (`OpFacts.terms`)."""
     terms = facts_of(node.target).terms
     return None if terms is None else int(terms(*fx.map_arg(node.args, lambda n: tuple(n.meta[VAL].shape))))

@@ -21,7 +21,7 @@ Sent = Counter[tuple[str, int]]  # (collective, bytes that a rank sends) -> how 
 def price_alternatives(picture: Picture, problem: Problem, plan: Plan) -> None:
     """Fill `alternatives` of each op with a weight: the cheapest strategy of each other style, and the collectives that differ.
 
-    problem: without policies, whose strategies have a price too; why they were taken away stands in `why`.
+    problem: without policies, whose strategies have a price too; `why` has the reasons why they were taken away.
     """
     nodes, around = {n.name: n for n in problem.planner.rules}, Neighbourhood(problem, plan)
     for drawn in picture.nodes:
@@ -41,9 +41,9 @@ def price_alternatives(picture: Picture, problem: Problem, plan: Plan) -> None:
             added_us = 1e6 * (seconds - now)
             if style == drawn.style or added_us == float("inf") or added_us >= found.get(style, (float("inf"), ""))[0]:
                 continue
-            told = ", ".join(_difference(before, _sent(problem, moves)))
+            sent = ", ".join(_difference(before, _sent(problem, moves)))
             row = f"{', '.join(map(plan.text_of, ins))} -> {plan.text_of(out)}"
-            text = f"{style} ({row}) here would cost {added_us:+.1f} us" + (f": {told}" if told else "")
+            text = f"{style} ({row}) here would cost {added_us:+.1f} us" + (f": {sent}" if sent else "")
             if added_us < 0:  # the plan is the optimum of what policies leave
                 text += "; a policy rules it out"
             found[style] = (added_us, text)

@@ -15,9 +15,9 @@ function drawStep() {
     make("rect", { x, y: 20, width: Math.max(0.5, width - 1), height: 34 * (1 - wait), fill: "var(--busy)", "pointer-events": "none" }, strip);
     make("rect", { x, y: 20 + 34 * (1 - wait), width: Math.max(0.5, width - 1), height: 34 * wait, fill: "var(--wait)", "pointer-events": "none" }, strip);
     const rect = make("rect", { x, y: 20, width: Math.max(1, width - 1), height: 34, fill: "transparent", class: "whole" + (k === shownPart ? " on" : "") }, strip);
-    const all = time(p.us * p.times), told = `${p.region < 0 ? "gradients of parameters that ranks hold whole, and the optimizer" : partName(p)}: ${all}, of which ${time(wait * p.us * p.times)} waiting`;
-    button(rect, told, () => turn(k));
-    tip(rect, told + ". Click for detail.");
+    const all = time(p.us * p.times), label = `${p.region < 0 ? "gradients of parameters that ranks hold whole, and the optimizer" : partName(p)}: ${all}, of which ${time(wait * p.us * p.times)} waiting`;
+    button(rect, label, () => turn(k));
+    tip(rect, label + ". Click for detail.");
     make("text", { x: x + 3, y: 14, class: "small" }, strip, [`${all}: ${partName(p)}`, `${all}: ${p.direction}`, all].find((text) => widthOf(text, "11px") < width - 4) || "");
     x += width;
   });
@@ -38,7 +38,7 @@ function drawStep() {
     const fill = lane === "compute" ? `var(--${n ? n.out : "I"})` : `var(--${lane})`, inside = Math.max(0, start - p.start);
     const where = n ? n.module : node === -2 ? "" : "gradients of parameters that ranks hold whole";
     const name = collective ? (where ? where + ": " : "") + collective : n ? nameOf(n) : node === -2 ? "optimizer" : where;
-    const told = lane === "compute" ? (n && n.has_weight ? n.module.split(".").pop() : n ? n.label : name) : lane === "wait" ? "waits" : collective;
+    const label = lane === "compute" ? (n && n.has_weight ? n.module.split(".").pop() : n ? n.label : name) : lane === "wait" ? "waits" : collective;
     const rect = make("rect", { x: left, y, width: wide, height: 42, fill, stroke: "var(--paper)", "stroke-width": wide > 2 ? 0.8 : 0, class: n ? "runs" : "" }, svg);
     tip(rect, [(lane === "wait" ? "waits for " : "") + name,
       `start: ${time(before + inside)} into the step` + (p.times > 1 ? `, in the first of ${p.times}` : "") + ` (${time(inside)} into this part)`,
@@ -46,7 +46,7 @@ function drawStep() {
       size ? `bytes: ${bytes(size)} sent by a rank` : n && n.value ? `result: ${n.value}` : "",
       `stream: ${lane === "send" ? "the link, beside what is computed" : "the device"}`].filter(Boolean).join("\n"));
     if (n) rect.addEventListener("click", () => { reveal(node); $("graph").scrollIntoView({ block: "nearest" }); });
-    for (const [text, at] of [[told, y + 18], [time(us), y + 33]]) make("text", { x: left + 4, y: at, class: "in" + (lane === "wait" ? " white" : "") }, svg, fit(text, wide - 8));
+    for (const [text, at] of [[label, y + 18], [time(us), y + 33]]) make("text", { x: left + 4, y: at, class: "in" + (lane === "wait" ? " white" : "") }, svg, fit(text, wide - 8));
   }
   const ticks = W < 600 ? 3 : 5;
   for (let k = 0; k <= ticks; k++) {

@@ -62,7 +62,7 @@ class Drawn:
 
 @dataclass
 class Region:
-    """times: layers that it stands for; layer: whether it is one, and no part of the model before, between or after them."""
+    """times: layers that it represents; layer: whether it is one, and no part of the model before, between or after them."""
 
     name: str
     times: int

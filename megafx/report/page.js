@@ -54,7 +54,7 @@ function tip(element, text) { // text: what is said, or a function that says it 
   element.addEventListener("mouseleave", () => { $("tip").style.display = "none"; });
 }
 
-// -- the graph: boxes of one level, each with the nodes that it stands for
+// -- the graph: boxes of one level, each with the nodes that it represents
 
 let level = { region: -1, module: null }, views = false, zoom = 0; // zoom 0: as large as the panel
 const isView = (n) => !n.move && !n.us && !n.has_weight;
@@ -64,7 +64,7 @@ function grouped(region, module) { // boxes in graph order: a collective, an op,
   for (const i of regions[region].nodes) {
     const n = nodes[i], steps = n.module.split("."), last = found[found.length - 1];
     if (module !== null && n.module !== module && !n.module.startsWith(module + ".")) continue;
-    let end = 1; // a child of a layer; of a list in it, what stands in the list: layer.0.SelfAttention
+    let end = 1; // a child of a layer; of a list in it, the item of the list: layer.0.SelfAttention
     while (/^\d+$/.test(steps[end])) end += 2;
     const child = regions[region].layer ? steps.slice(0, end).join(".") : n.module;
     if (n.move) found.push({ label: n.label, nodes: [i], move: n.move, region });
@@ -114,8 +114,8 @@ function lines(b) { // the text of a box below its name
     const leaf = nodes[i].module === b.module ? "" : nodes[i].module.split(".").pop();
     (styles[nodes[i].style] ||= []).push(leaf);
   }
-  const told = Object.entries(styles).map(([style, names]) => style + (names[0] ? ": " + [...new Set(names)].join(", ") : ""));
-  return [...told.map((text) => cut(text, 48)), `${plural(own.length, "op")}, ${time(sum(own, (i) => nodes[i].us))}`];
+  const lines = Object.entries(styles).map(([style, names]) => style + (names[0] ? ": " + [...new Set(names)].join(", ") : ""));
+  return [...lines.map((text) => cut(text, 48)), `${plural(own.length, "op")}, ${time(sum(own, (i) => nodes[i].us))}`];
 }
 const title = (b) => { const s = b.move && sent(b.move)[0]; return s ? `${b.label} ${bytes(s[2])}, ${time(s[3])}` : cut(b.label, 48); };
 
@@ -125,7 +125,7 @@ function lay(boxes, links) { // positions from (0, 0): rows by the longest way f
     changed = false;
     for (const [a, b] of links) if (rank[b] <= rank[a]) { rank[b] = rank[a] + 1; changed = true; }
   }
-  boxes.forEach((b, k) => { // what comes in stands right above those that read it
+  boxes.forEach((b, k) => { // what comes in is right above those that read it
     const readers = links.filter((l) => l[0] === k);
     if (b.ghost && readers.length && !links.some((l) => l[1] === k)) rank[k] = Math.min(...readers.map((l) => rank[l[1]])) - 1;
   });
@@ -305,7 +305,7 @@ function about(b) {
     say("kept for backward, at most", kept && bytes(kept));
     for (const m of measuredOf(b)) say(...m);
     for (const i of b.nodes) if (nodes[i].weight) say(nodes[i].style, nodes[i].weight);
-    if (b.module !== undefined || level.region < 0) make("p", { class: "told" }, place, "Click to look inside.");
+    if (b.module !== undefined || level.region < 0) make("p", { class: "note" }, place, "Click to look inside.");
     return;
   }
   say("style", n.style && n.style + (STYLES[n.style] ? ": " + STYLES[n.style] : ""));

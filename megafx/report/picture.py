@@ -1,6 +1,6 @@
 """The picture of a plan as plain data: what the page draws, and part of `Report.to_json`. Layers that are alike are one region.
 
-A region is a part of the model in its order: what stands before the layers, one kind of layer, what stands after them. Its
+A region is a part of the model in its order: what comes before the layers, one kind of layer, or what comes after them. Its
 nodes are ops, and between them the transitions that communicate, as in the PLACED graph. Edges join nodes of all regions.
 Times are microseconds and sizes bytes, of one rank at the workload that the planner prices.
 """

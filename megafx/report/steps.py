@@ -245,8 +245,8 @@ class _Schedule:
     def _send(
         self, part: Part, i: int, at: float, collective: str, sent: int, copied: float, by_product: bool
     ) -> _Sent | None:
-        """Put a collective on the link. sent: bytes; copied: microseconds of copies besides; by_product: the op that ended last
-        is a product, which makes its operand."""
+        """Put a collective on the link. sent: bytes; copied: microseconds of additional copies; by_product: the op that ended
+        last is a product, which makes its operand."""
         if collective == LOCAL:
             return None
         us = 1e6 * library_seconds(collective, sent, self.hardware, self.t) + copied

@@ -17,7 +17,7 @@ function drawTexts() {
     card(bytes(size) + " sent", count ? `by a rank in ${plural(count, "collective")} a step, which take ${time(step.send_us)}` : "by a rank: no collectives");
     card((step.flops / step.total_us / 1e6).toFixed(0) + " TFLOP/s a rank", "in products and attention, over the whole step");
   }
-  for (const [name, value] of Object.entries(data.header)) if (name !== "axis" && name !== "modelled step") { // both are told above
+  for (const [name, value] of Object.entries(data.header)) if (name !== "axis" && name !== "modelled step") { // both are shown above
     const d = make("div", {}, $("facts"));
     make("dt", {}, d, name), make("dd", {}, d, { true: "on", false: "off" }[value] || String(value));
   }

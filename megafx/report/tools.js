@@ -112,7 +112,7 @@ function drawHelp() {
     for (const one of key.split("  ")) make("kbd", {}, term, one), term.appendChild(document.createTextNode(" "));
     make("dd", {}, list, text);
   }
-  make("p", { class: "told" }, box, "The address of the page follows what is shown, so it can be kept or sent.");
+  make("p", { class: "note" }, box, "The address of the page follows what is shown, so it can be kept or sent.");
   make("button", { type: "button" }, box, "close").addEventListener("click", () => box.close());
   $("ask").addEventListener("click", () => box.showModal());
 }

@@ -29,7 +29,7 @@ class Refusal(NamedTuple):
 
 
 class Match:
-    """A place in the graph where a pattern is found. `m["x"]` is what the pattern's name stands for there.
+    """A place in the graph where a pattern is found. `m["x"]` is what the pattern's name is bound to there.
 
     A tensor's name gives its fake value (shape, dtype, device), or None where it is left out; a declared number's the number; a
     variant's its choice; a letter's the size; "drop" and "drops" what is known of dropout.
@@ -219,14 +219,14 @@ class _Attempt:
                 same = self.match.nodes[pattern] is found
                 return todo if same else self._fail(found, lambda: f"two uses of one value are two values: %{found}")
             if not isinstance(found, fx.Node):
-                return self._fail(found, lambda: f"{value_text(found)} stands where the pattern has a tensor")
+                return self._fail(found, lambda: f"{value_text(found)} is where the pattern has a tensor")
             if pattern.op == "placeholder":
                 return todo if self._operand(pattern, found) else False
             return self._call(pattern, found, todo)
         if isinstance(pattern, TraceSize):
             size = self._structural(found)
             if size is None:
-                return self._fail(found, lambda: f"{value_text(found)} stands where the pattern has a size")
+                return self._fail(found, lambda: f"{value_text(found)} is where the pattern has a size")
             self.equations.append((pattern, size))
             return todo
         if isinstance(pattern, TraceNumber):
@@ -240,14 +240,12 @@ class _Attempt:
             same = _same(pattern, literal) and (literal is not None or found is None)
         if same:
             return todo
-        return self._fail(found, lambda: f"{value_text(found)} stands where the pattern has {value_text(pattern)}")
+        return self._fail(found, lambda: f"{value_text(found)} is where the pattern has {value_text(pattern)}")
 
     def _call(self, pattern: fx.Node, found: fx.Node, todo: Todo) -> Any:
         call = self.trace.calls[pattern]
         if found.target != call.target or found.op != "call_function":
-            return self._fail(
-                found, lambda: f"{op_text(found)} stands where the pattern has {target_text(call.target)}"
-            )
+            return self._fail(found, lambda: f"{op_text(found)} is where the pattern has {target_text(call.target)}")
         arguments = self.matcher.arguments(found)
         if len(arguments) != len(call.arguments):
             return self._fail(found, lambda: f"{op_text(found)} has other arguments than in the pattern")
@@ -266,7 +264,7 @@ class _Attempt:
     # -- leaves
 
     def _operand(self, pattern: fx.Node, found: fx.Node) -> bool:
-        """A tensor of the graph stands for a parameter of match: dtype and shape must be as declared."""
+        """A tensor of the graph is bound to a parameter of match: dtype and shape must be as declared."""
         name = self.trace.inputs.get(pattern)
         if name is None or name == "drop":
             self._bind(self.match.nodes, pattern, found)
@@ -303,7 +301,7 @@ class _Attempt:
 
     def _number(self, name: str, found: Any) -> bool:
         if found is not None and (isinstance(found, bool) or not isinstance(found, (int, float))):
-            return self._fail(found, lambda: f"{value_text(found)} stands where the pattern has the number '{name}'")
+            return self._fail(found, lambda: f"{value_text(found)} is where the pattern has the number '{name}'")
         numbers = self.match.numbers
         if name not in numbers:
             self._bind(numbers, name, found)

@@ -203,7 +203,7 @@ class Replacer:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: made[n])
             with self.program.graph.inserting_before(where):
                 new = self.program.graph.call_function(node.target, args, kwargs)
-            # The node that it stands for: the same op, on the same operand if there is one.
+            # The node that it corresponds to: the same op, on the same operand if there is one.
             alike, operands = [n for n in free if n.target == new.target], set(new.all_input_nodes)
             nearest = (n for n in alike if operands & set(n.all_input_nodes))
             origin = next(nearest, alike[0] if alike else match.roots[0])

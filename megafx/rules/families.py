@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 class Arg(NamedTuple):
     """A tensor argument. cut: the dim known to be sharded (type checking on local shapes), or -1. zero: 0 by construction.
-    mask: as an index it stands for as many dims as it has."""
+    mask: as an index it replaces as many dims as it has."""
 
     shape: Shape
     active: bool = True

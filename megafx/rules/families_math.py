@@ -192,7 +192,7 @@ def _constant(call: OpCall) -> str:
 def _attention(call: OpCall) -> RuleText:
     """t (queries) stays whole under is_causal, whose mask counts rows from 0; grouped K/V heads are a merged dim."""
     text, why = RULES[call.op], {}
-    if call.get("enable_gqa") or "._scaled" in call.op:  # the kernels take fewer KV heads without being told
+    if call.get("enable_gqa") or "._scaled" in call.op:  # the kernels take fewer KV heads without that argument
         text = re.sub(r"\bh (?=[tl])", "(n g) ", text).replace(" h s!", " n s!")
     mask = call.get("attn_mask")
     if isinstance(mask, Arg) and len(mask.shape) < 3:

@@ -203,7 +203,7 @@ def bind(
     for ds in dims:
         seen = [f for d in ds or () for f in d.factors]
         for f in {f for f in seen if seen.count(f) > 1}:
-            forbidden[f] = f"'{f}' stands twice in one operand"
+            forbidden[f] = f"'{f}' appears twice in one operand"
 
     def entries(i: int, ds: tuple[Dim, ...], shape: tuple[int, ...] | None) -> tuple[str | None, ...]:
         found: list[str | None] = []

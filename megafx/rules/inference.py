@@ -266,11 +266,11 @@ def _by_types(at: _Inference, types: str) -> Placement:
     if "S" in types:
         return _cut(at, wanted, made)
     owner = owned(int(at.node.meta[VAL].shape[0]), _arguments(at.node)[1]) if "O" in types else R
-    told = {"R": (R, "the same on every rank"), "P": (P, "summands"), "V": (VARYING, "")}
-    told["O"] = (owner, f"held by {owner} alone")
-    if wanted and at.given[0] != told[wanted][0] and not (wanted == "P" and is_zero(at.node.args[0])):
-        raise at.error(f"it takes a value that is {told[wanted][1]}")
-    return told[made][0]
+    forms = {"R": (R, "the same on every rank"), "P": (P, "summands"), "V": (VARYING, "")}
+    forms["O"] = (owner, f"held by {owner} alone")
+    if wanted and at.given[0] != forms[wanted][0] and not (wanted == "P" and is_zero(at.node.args[0])):
+        raise at.error(f"it takes a value that is {forms[wanted][1]}")
+    return forms[made][0]
 
 
 def _cut(at: _Inference, wanted: str, made: str) -> Placement:

@@ -1,7 +1,7 @@
 """Gradients that can be differentiated again (create_graph=True): a call is computed once more in eager mode.
 
 Of parameters that ranks hold in parts each rank gathers all values, and computes all of the call; its gradients of them are cut
-again. Both steps are differentiable, so that autograd goes on through them. In place of each parameter and input stands an
+again. Both steps are differentiable, so that autograd goes on through them. Each parameter and input is replaced by an
 alias, so that the user's hooks on them run once, in the user's own backward.
 """
 
@@ -76,7 +76,7 @@ class EagerCall:
 
     @contextlib.contextmanager
     def _parameters(self) -> Iterator[dict[int, Tensor]]:
-        """Within, parameters are whole and plain: id of a parameter -> what stands for it. Collective."""
+        """Within, parameters are whole and plain: id of a parameter -> what replaces it. Collective."""
         wanted = {id(x) for x in self.wrt}
         slots = [(slot, p) for slot in self.slots.values() if (p := slot.get()) is not None]
         wrt = {id(p) for slot, p in slots if id(slot) in wanted}

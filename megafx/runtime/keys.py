@@ -61,7 +61,7 @@ class Call:
         return [leaf_name(path) for path, _ in paths]
 
     def numbers(self) -> list[int]:
-        """What ranks compare of each call besides its text: sizes, Python numbers, and values where they are on the CPU."""
+        """What ranks compare of each call apart from its text: sizes, Python numbers, and values where they are on the CPU."""
         return numbers_of(self.leaves)
 
     def labels(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Outputs of a graph as the user's structure: whole tensors, the loss, and lazy ones beside it.
 
-`LazyTensor` stands for a large output (logits beside a loss) that nobody may want: it knows shape and dtype, and is made at the
+`LazyTensor` represents a large output (logits beside a loss) that nobody may want: it knows shape and dtype, and is made at the
 first use of it: put together of the ranks' shards, collectively, and computed where the graph left it out (`Output.lazy`). To
 autograd it is an output of the graph like any other: gradients of what is computed with it arrive there.
 """

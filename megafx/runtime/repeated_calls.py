@@ -28,7 +28,7 @@ from megafx.runtime.bound_graph import BoundGraph
 from megafx.runtime.keys import Call
 from megafx.runtime.runtime import Runtime
 
-OWN = (RUNTIME, "tp_size", "_tp_size")  # what a parallelized model has besides
+OWN = (RUNTIME, "tp_size", "_tp_size")  # attributes that only a parallelized model has
 FIRST = "of nothing"
 FACTOR = 0.75  # of numbers and tensors that change: probabilities stay probabilities
 

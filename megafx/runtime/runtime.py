@@ -302,7 +302,7 @@ class Runtime:
         return step < agreement.CHECKED_FIRST or (every > 0 and step % every == 0)
 
     def _describe(self, call: Call) -> str:
-        """What ranks have to agree on besides values of tensors."""
+        """What ranks have to agree on, other than values of tensors."""
         params = {n: p for n, slot in self.state.slots.items() if (p := slot.get()) is not None}
         return describe(call, self.modules, self.configs, params, torch.is_grad_enabled())
 

@@ -5,7 +5,7 @@ Before:  %a = mm(%dq, %wq), %b = mm(%dk, %wk)              # one input, several 
 After:   %dx = view(addmm(%a, %dk, %wk))
 Legal because: addmm is the sum; both products are used nowhere else.
 
-`reuse_buffers` lets the product add to %a's memory where it stands: one more read in place of two reads and a write.
+`reuse_buffers` lets the product add to %a's memory in place: one more read in place of two reads and a write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The MLPs of a mixture's experts in a graph: products with one weight for each row's expert, and what stands between them.
+"""The MLPs of a mixture's experts in a graph: products with one weight for each row's expert, and the ops between them.
 
 PRODUCTS of rows that are sorted by expert, or with weights that are looked up for each row:
 
@@ -6,7 +6,7 @@ PRODUCTS of rows that are sorted by expert, or with weights that are looked up f
     %g = index(%w, [%ids]); %b = bmm(unsqueeze(%x, 1), %g); %y = reshape(%b, ..)   # looked up: `by` is %ids
     %b = bmm(%g, unsqueeze(%x, -1)), with the weights [E, N, K], is the same: `turned`
 
-UNITS. What stands between products becomes the text of a row-wise unit (kernels/experts/row_units.py):
+UNITS. The ops between products become the text of a row-wise unit (kernels/experts/row_units.py):
 
     %h = grouped_mm(%x, %up, %ends)
     %b = index(%up_bias, [%ids]); %s = add(%h, %b); %a = relu(%s)      # ids: the expert of each row
@@ -148,7 +148,7 @@ class RowValue(NamedTuple):
 
 @dataclass
 class Found:
-    """What grouped_mlp takes. firsts: the products before; nodes: what stands between, in order; unit: the same as text."""
+    """What grouped_mlp takes. firsts: the products before; nodes: the ops between, in order; unit: the same as text."""
 
     firsts: list[Product]
     nodes: list[fx.Node]
@@ -159,7 +159,7 @@ class Found:
 
 
 def find_unit(program: Program, products: Sequence[Product], last: Product) -> Found | None:
-    """What stands between earlier products and this one; None where there is no earlier product. Raises NotByRow."""
+    """The ops between earlier products and this one; None where there is no earlier product. Raises NotByRow."""
     firsts, nodes = _between(products, last)
     if not firsts:
         return None

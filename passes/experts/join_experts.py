@@ -11,7 +11,7 @@ for each row become the same, on sorted rows.
 
 Where: the user's override says 'expert' of the weights, or no weight has an override and splitting experts gives the busiest
 rank less to do than splitting every expert's ffn does: ceil(E/t)/E of the products against ceil(F/t)/F, or against all of
-them where what stands between cannot be cut in the ffn (gate and up that alternate). Both ways communicate the same. The op's
+them where the ops between cannot be cut in the ffn (gate and up that alternate). Both ways communicate the same. The op's
 price has its first products once more, for the gradient. Weights that an earlier graph has settled stay as they are.
 """
 
@@ -101,7 +101,7 @@ class _Joining:
         for product in (*before, last):
             self.reasons.setdefault(product.node, reason)
         if self._wanted([*before, last], cut=True) and self._style(last) != "expert":
-            what = f"whole experts on each rank would be less work, but between their products stands {reason.found}"
+            what = f"whole experts on each rank would be less work, but between their products there is {reason.found}"
             self.program.note("experts", what, reason.node)
 
     def refuse(self, product: Product) -> None:
@@ -114,7 +114,7 @@ class _Joining:
         missing = ", ".join(self._names(p)[0] for p in others) or "another weight of the mixture"
         what = f"the override does not hold for {missing}, which goes with it"
         if reason is not None:
-            what = f"between their products stands {reason.found}"
+            what = f"between their products there is {reason.found}"
         raise PlanError(
             f"override: {name} is split over experts, but {what}",
             fix="experts are split where each computes its rows by itself between its products, and all of their weights have "

@@ -7,7 +7,7 @@ Before:  %s = ce_stats(%y, %target); %a = transition(unsqueeze(%s), S0 -> I); %c
 After:   %s = linear_ce_stats(%h, %w, None, %target); %a = transition(...); %c = linear_ce_loss(%h, %w, None, %target, %a)
 
 The first where a rank has all classes, the second where they are sharded: its collectives are those of the plan.
-Legal because: what stands between the two (views and slices of rows, casts to fp32, in which the loss computes anyway) does
+Legal because: what is between the two (views and slices of rows, casts to fp32, in which the loss computes anyway) does
 to the rows of the hidden states what it does to the rows of the logits, and nothing else reads the logits. Where the user's
 output does, it becomes a lazy one (megafx/analysis/lazy.py).
 
@@ -88,7 +88,7 @@ def fuse_linear_loss(program: Program, planner: Planner) -> int:
 
 
 def head_of(program: Program, logits: fx.Node) -> Head:
-    """Walk from the loss's operand up to the linear layer; Refused where something else stands in between."""
+    """Walk from the loss's operand up to the linear layer; Refused where something else is between them."""
     links: list[fx.Node] = []
     node = logits
     while node.target is not aten.linear.default:

@@ -2,7 +2,7 @@
 
 Before:  %h = megafx.bias_dropout_add(...); %y = megafx.layer_norm(%h, ...)        # %h is used further on
 After:   %n = megafx.bias_dropout_add_layer_norm(...); %h = %n[0]; %y = %n[1]
-Legal because: where two ops differ in placement a transition stands between them, which no pattern matches; so every op of a
+Legal because: where two ops differ in placement there is a transition between them, which no pattern matches; so every op of a
 match is local, and the fused op on shards gives the shards of its results. An op's rule places its operands together, which
 what it replaces need not be (rotary embedding of a shard of q and of a partial k): such a match is refused.
 """

@@ -101,7 +101,7 @@ class _Grouping:
         self.sizes, self.masks = sizes, self._masks(sizes)
         try:
             if len({*sizes}) < len(sizes) or None in self.masks:
-                raise _Refused("their rows are not told apart by a mask each")
+                raise _Refused("their rows are not selected by a mask each")
             for products in linears:
                 self._check(products)
             whole = self.batch(added)

@@ -57,7 +57,7 @@ class _Merger:
         self.program, self.planner, self.trains = program, planner, planner.wants_grad
         self.params = stored_parameters(program)
         self.changes = 0
-        self.told: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)  # (folded module, what) -> linears
+        self.reported: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)  # (folded module, what) -> linears
         price_workload(program, planner.config)
 
     def groups(self) -> Iterator[tuple[list[fx.Node], fx.Node | None]]:
@@ -172,16 +172,16 @@ class _Merger:
             new.meta[PLACEMENT] = old.meta[PLACEMENT]
         old.replace_all_uses_with(new)
 
-    # -- what is told
+    # -- what is reported
 
     def tell(self, group: list[fx.Node], what: str) -> None:
         names = [self.name(n) for n in group]
         module = names[0].rpartition(".")[0]
         short = ", ".join(n.rpartition(".")[2] for n in names)
-        self.told[fold(module), f"{short} {fold(what)}"].append(group[0])
+        self.reported[fold(module), f"{short} {fold(what)}"].append(group[0])
 
     def say(self) -> None:
-        for (_, what), nodes in self.told.items():
+        for (_, what), nodes in self.reported.items():
             more = f"; {len(nodes)} places alike" if len(nodes) > 1 else ""
             self.program.note("merge", what + more, nodes[0])
 

@@ -6,7 +6,7 @@ After:   %e1, %e2 = split_with_sizes(%e, [(b-b//2)*s, b//2*s])
          %x1 = transition(%e1, P, S0, ..); %x2 = transition(%e2, P, S0, ..); %y1 = rms_norm(%x1, %w); %z1 = transition(%y1, ..)
          %y2 = rms_norm(%x2, %w); .. %z = cat([%z1, %z2]); %l = linear(%z, %head)
 Legal because: one rank's graph is right for a batch of any size, so also for each half; and the rows of a marked value are
-computed from the same rows of the inputs (`choose_halves`). A draw is told which rows of the batch it is for.
+computed from the same rows of the inputs (`choose_halves`). A draw gets the rows of the batch that it is for.
 
 Gradients of weights come out as sums of the halves', which `accumulate_products` makes in one product.
 

@@ -113,7 +113,7 @@ def localize_mean(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
 def localize_draw(local: Localizer, node: fx.Node, choice: OpChoice) -> None:
     """dropout(x, seed, p, op_id, -1, [], tp) -> dropout(x, seed, p, op_id, dim, layout, tp); so any op that draws.
 
-    On a shard it draws its slice of the bits that one process would draw: the op is told how its result is cut.
+    On a shard it draws its slice of the bits that one process would draw: the op gets the cut of its result.
     """
     if choice.out.is_shard:
         axis = with_axis(argument(node, "axis"), local.axis)

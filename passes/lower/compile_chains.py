@@ -31,7 +31,7 @@ from megafx.planner.cost import memory_seconds
 REQUIRES, ENSURES = Phase.PARTITIONED, Phase.PARTITIONED
 NAME = "compile_chains"
 aten = torch.ops.aten
-# Besides ops that torch tags as pointwise.
+# In addition to ops that torch tags as pointwise.
 OTHERS = COPIES | aten_ops(
     "sum sum.dim_IntList mean mean.dim amax amin prod any any.dim all all.dim argmax argmin var.correction var_mean.correction "
     "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data native_layer_norm _to_copy to.dtype cat stack "
@@ -55,11 +55,11 @@ def compile_chains(program: Program, planner: Planner) -> int:
         gain = sum(_saved(program, planner, chain) for gm in once for chain in found[gm])
         report = planner.solved.report
         step = 1e-6 * (planner.solved.cost_us if report is None else report.step.total_us)
-        told = f"ops beside its kernels and products would take {gain * 1e6:.0f} us less of the modelled {step * 1e6:.0f} us"
+        saved = f"ops beside its kernels and products would take {gain * 1e6:.0f} us less of the modelled {step * 1e6:.0f} us"
         if gain < LEAST_GAIN * step:
-            program.note("compile", f"the graphs run without Inductor: {told}")
+            program.note("compile", f"the graphs run without Inductor: {saved}")
             return 0
-        program.note("compile", f"Inductor compiles chains of ops: {told}")
+        program.note("compile", f"Inductor compiles chains of ops: {saved}")
     made = {gm: with_chains(program, gm) for gm, chains in found.items() if chains}
     new: Callable[[Any], Any] = lambda gm: made.get(gm, gm)  # noqa: E731
     program.partition = replace(
@@ -251,7 +251,7 @@ def _chain(program: Program, nodes: list[fx.Node], given: list[fx.Node], results
 
 
 class _Place(int):
-    """Stands for a value in the text of an op's arguments."""
+    """Represents a value in the text of an op's arguments."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"

@@ -19,7 +19,7 @@ def test_a_graph_and_its_copy_get_the_same_names() -> None:
     for p in programs:
         canonicalize_program(p)
     fresh, other = ([n.name for n in p.graph.nodes] for p in programs)
-    assert fresh != other, "this test needs two graphs whose names have parted"
+    assert fresh != other, "this test needs two graphs whose names have diverged"
     for p in programs:
         number_nodes(p.graph)
         p.graph.lint()

@@ -30,7 +30,7 @@ from megafx.ir.nodes import op_name
 from megafx.ir.program import VAL, Program
 from megafx.planner.context import Planner
 from megafx.planner.cost import cost_kind, op_flops
-from megafx.planner.problem import told_terms
+from megafx.planner.problem import known_terms
 from megafx.rewrite.pattern import registered_patterns
 
 
@@ -157,7 +157,7 @@ def node_flops(planner: Planner, rule: Any) -> int:
         return op_flops(op_name(rule.node), math.prod(shape(value)), shape(rule.operands[1].node.meta[VAL])[-2])
     if name.startswith("conv"):
         return 2 * math.prod(shape(value)) * math.prod(shape(rule.operands[1].node.meta[VAL])[1:])
-    told = told_terms(rule.node)
+    told = known_terms(rule.node)
     if told is not None:
         return op_flops(name, math.prod(shape(value)), told)
     if "grouped_mm" in name:

@@ -359,7 +359,7 @@ def test_nothing_left_to_do_the_second_time():
 
 def test_partial_matches_say_what_is_different():
     fused = fuse_with(Rms, lambda x, w: w * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 0.1)), **ROWS)
-    assert fused.near_misses == ["3 stands where the pattern has 2"]
+    assert fused.near_misses == ["3 is where the pattern has 2"]
     assert fused.program.notes == []
 
 

@@ -91,7 +91,7 @@ def test_what_is_not_sharded_and_why():
         "a": "'a' is marked '!' in the rule 'nl: a! b, b -> a! b'",
         "b": "'b' has two lengths, 5 and 6",
     }
-    assert bind(parse("lin: a a -> "), [(4, 4)], [()]).forbidden == {"a": "'a' stands twice in one operand"}
+    assert bind(parse("lin: a a -> "), [(4, 4)], [()]).forbidden == {"a": "'a' appears twice in one operand"}
 
 
 @pytest.mark.parametrize(

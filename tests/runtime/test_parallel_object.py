@@ -260,7 +260,7 @@ def test_verify_names_the_op_of_a_wrong_rule(rule: str, right: bool, clean_rules
         assert verdict.divergence is not None
         assert (verdict.divergence.node, verdict.divergence.fqn) == ("centre", "1")
         assert str(verdict).startswith("DIFFERENT: 2 ranks against eager")
-        assert "they first part at %centre in '1' at S2: differs from one process by" in str(verdict)
+        assert "they first differ at %centre in '1' at S2: differs from one process by" in str(verdict)
         assert "`return centre(x)`" in str(verdict)
 
 

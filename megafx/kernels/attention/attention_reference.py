@@ -234,7 +234,7 @@ WORKSPACE = 2**29  # bytes that the Triton backward has for ds, or else for the 
 
 
 class Scratch(NamedTuple):
-    """What the Triton backward holds besides its results. attention_backward_triton.py says what it is for.
+    """What the Triton backward holds in addition to its results. attention_backward_triton.py says what it is for.
 
     apart: whether ds lies in memory; step: heads of k and v at a time; weights: of these heads, in whole tiles;
     bytes: of ds, the dropout's bits and the statistics.

@@ -2,7 +2,7 @@
 
 Compiled once for all that are alike: in like layers, in forward and backward, in all graphs of a process. Sizes that a graph
 has as symbols are symbols to Inductor too, at least 2 as they are in a trace: a kernel's loops go over any number of elements,
-so that a size of 1 runs as well. What Inductor concludes besides (guards) is compared with each new set of sizes; where it does
+so that a size of 1 runs as well. What else Inductor concludes (guards) is compared with each new set of sizes; where it does
 not hold, the chain is compiled for those sizes too.
 
 Inductor sees no collective, no product and no kernel of ours. So it can move none of them, and overlap is as without it.
@@ -51,7 +51,7 @@ _LOCK = threading.Lock()
 
 
 class Chain:
-    """operands: of the placeholders of `gm`; a name stands for a size that is an argument. hints: typical sizes, 2 or more."""
+    """operands: of the placeholders of `gm`; a name represents a size that is an argument. hints: typical sizes, 2 or more."""
 
     def __init__(self, gm: fx.GraphModule, operands: Sequence[Operand | str], hints: Mapping[str, int]) -> None:
         self.gm, self.operands, self.hints = gm, operands, dict(hints)

@@ -1,4 +1,4 @@
-"""Random draws of an op: what the op is told, and where the elements of a local shard lie in the whole tensor.
+"""Random draws of an op: its arguments, and where the elements of a local shard lie in the whole tensor.
 
 An op that draws takes the fields of `Draw` as its last arguments (`DRAW` in its schema). Its bits are those of philox.py at the
 index of the element in the whole tensor, so a shard draws its slice of the one-process mask.

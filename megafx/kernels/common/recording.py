@@ -99,7 +99,7 @@ class Call:
 
 @dataclass(slots=True)
 class Address:
-    """Stands in for a tensor where Triton asks for its address alone."""
+    """Replaces a tensor where Triton asks for its address alone."""
 
     start: int
 

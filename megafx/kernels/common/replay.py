@@ -82,7 +82,7 @@ class Replay:
 
 
 def _unhooked() -> bool:
-    """Whether nobody waits to be told of launches (profilers do)."""
+    """True if nothing observes launches (profilers do)."""
     runtime = triton_runtime()[1]
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return (enter is None or not getattr(enter, "calls", True)) and (leave is None or not getattr(leave, "calls", True))

@@ -8,9 +8,9 @@
     unit    what is computed of each row between the products (row_units.py): h0, h1, .. are x_s ups_e, e0, e1, .. the stacks
             of the row's expert (biases), r0, r1, .. the row's own values. Its result is a row [F]
 
-passes/experts/join_experts.py puts the op in place of two grouped_mm and what stands between them, where experts are to be
+passes/experts/join_experts.py puts the op in place of two grouped_mm and the ops between them, where experts are to be
 split over ranks. Each rank then has the weights, the biases and the ranges of rows of its own experts, and the results are
-summands. Apart, the ops could not be split so: what stands between the products is not linear (expert parallelism: Lepikhin et
+summands. Apart, the ops could not be split so: the ops between the products are not linear (expert parallelism: Lepikhin et
 al. 2020, 2006.16668).
 
 The gradient computes the first products and the unit again: nothing of size [S, F] is kept. CUDA: the library's grouped

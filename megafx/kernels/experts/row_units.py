@@ -1,4 +1,4 @@
-"""Row-wise units as text: what stands between the two products of a mixture's experts, for an op to compute row by row.
+"""Row-wise units as text: the ops between the two products of a mixture's experts, for an op to compute row by row.
 
     "v0 = add.Tensor(h0, e0); v1 = slice.Tensor(v0, 1, 0, None, 2); v2 = silu(v1); v3 = megafx.glu(v2, h1, 'gelu'); v3"
 

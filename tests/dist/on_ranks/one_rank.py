@@ -231,7 +231,7 @@ def calls_that_go_apart_late() -> None:
         "requires_grad of an input, 'kwargs.x.': False on rank 0, True on": lambda: model(x().requires_grad_(rank == 1)),
         "autocast: autocast off on rank 0, autocast cpu as torch.bfloat16 on rank 1": lambda: autocast(rank == 1),
         "kwargs.task.*'a'.* on rank 0, .*'b'.* on rank 1": lambda: model(x(), task="ab"[rank]),
-        "rank 0 comes to the forward of call 5, rank 1 to the backward of call 4": lambda: alone(rank == 0),
+        "rank 0 is at the forward of call 5, rank 1 at the backward of call 4": lambda: alone(rank == 0),
     }.items():
         with at_once():
             raises(AgreementError, text, call)
