@@ -25,7 +25,7 @@ from megafx.ir.stored import Unstorable
 from megafx.rewrite.pattern import registered_patterns
 from megafx.rules.grammar import registered
 from megafx.runtime.dependencies import STARTED, STDLIB, TORCH, is_installed
-from megafx.runtime.fingerprint import Fingerprint, code_digest
+from megafx.runtime.fingerprint import Fingerprint, class_code, code_digest, digest
 
 
 @cache
@@ -109,6 +109,13 @@ def of_model(model: nn.Module) -> Any:
                     (name, number, *what, x.requires_grad, x.device.type, name in module._non_persistent_buffers_set)
                 )
     return rows
+
+
+def code_of_classes(model: nn.Module) -> dict[str, str]:
+    """Class of a module -> digest of the functions that it has now."""
+    classes = dict.fromkeys(c for module in model.modules() for c in type(module).__mro__)
+    users = [c for c in classes if c.__module__.partition(".")[0] not in LIBRARIES]
+    return {f"{c.__module__}.{c.__qualname__}": digest(class_code(c)) for c in users}
 
 
 def loss_text(loss_fn: Any, own: Fingerprint) -> Any:

@@ -44,6 +44,34 @@ def code_digest(code: types.CodeType) -> str:
     return digest((*parts, code.co_argcount, code.co_kwonlyargcount, code.co_flags, [*map(constant, code.co_consts)]))
 
 
+def class_code(cls: type) -> Any:
+    """The functions that a class has now: (name, file, digest of the code) of each, also of those that decorators hold.
+
+    Functions can be put into a class after its definition, and two classes may have one name: no file tells. Raises Unstorable
+    for a function whose variables are not those of the module that has its name: guards on them would look there.
+    """
+    rows: list[tuple[str, str, str]] = []
+    seen: set[int] = set()
+
+    def add(name: str, value: Any) -> None:
+        for field in ("__func__", "fget", "fset", "func", "__wrapped__"):
+            if (inner := getattr(value, field, None)) is not None and not isinstance(value, type):
+                add(name, inner)
+        if not isinstance(value, types.FunctionType) or id(value) in seen:
+            return
+        seen.add(id(value))
+        module = value.__globals__.get("__name__")
+        if not isinstance(module, str) or vars(sys.modules.get(module, types)) is not value.__globals__:
+            raise Unstorable(f"{cls.__qualname__}.{name}, code of another module '{module}' than the loaded one")
+        rows.append((name, value.__code__.co_filename, code_digest(value.__code__)))
+        for held in _variables(value):
+            add(name, held)
+
+    for name, value in [*vars(cls).items()]:
+        add(name, value)
+    return rows
+
+
 class Fingerprint:
     """Texts of values that belong to one model. files: where the code that was met is."""
 

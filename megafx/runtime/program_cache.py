@@ -45,7 +45,7 @@ from megafx.report.drawn import Drawn, Picture, PricedTransition, Region
 from megafx.report.report import Fused, Line, Report
 from megafx.report.steps import Part, Segment, Step
 from megafx.runtime.cache_files import TRIED, changed_at, folder, packed, unpacked, write_entry
-from megafx.runtime.cache_key import loss_text, of_model, of_process
+from megafx.runtime.cache_key import code_of_classes, loss_text, of_model, of_process
 from megafx.runtime.dependencies import code_files, file_digest, hidden, packages, stat_of
 from megafx.runtime.fingerprint import Fingerprint, digest
 from megafx.runtime.keys import Call
@@ -97,11 +97,13 @@ class Situation:
 
     def __post_init__(self) -> None:
         self.key = self.variant = ""
+        self.classes: dict[str, str] = {}
         self._differences: list[str] = []  # between this process and each entry of the call, the newest first
         try:
             sizes = [[*x.shape] for x in self.call.leaves if isinstance(x, torch.Tensor)]
             self.key = digest([self.what, self.about, of_process(), of_model(self.model), self._of_planner()])[:40]
             self.variant = digest(sizes)[:12]
+            self.classes = code_of_classes(self.model)
         except Unstorable as error:
             self.refused = str(error)
         except Exception as error:  # whatever a user's class does when it is looked at
@@ -181,6 +183,9 @@ class Situation:
         for path, was in form["files"]:
             if file_digest(path) != was:
                 return f"'{path}'"
+        if form["classes"] != self.classes:
+            others = {k for k, _ in self.classes.items() ^ form["classes"].items()}
+            return f"the code of the class '{min(others)}'"
         for path, *was in form["packages"]:
             if stat_of(path) != was:
                 return f"'{path}'"
@@ -259,6 +264,7 @@ class Situation:
             "state": state_form(state, self.model, own),
             "captured": captured,
             "variant": self.variant,
+            "classes": self.classes,
         }
         files = code_files(own, self.model, form["state"], program if compiled is None else compiled.program)
         form |= {"files": files, "packages": packages(), "environment": self.environment}

@@ -311,7 +311,8 @@ class Runtime:
         present: list[torch.Tensor] = self._parameters()
         grad = torch.is_grad_enabled()
         hooks = self.hooked.state()
-        modes = (self.replacements, module_state(self.modules, self.configs), parameter_state(present), hooks)
+        forward = next(vars(c)["forward"] for c in self.original.__mro__ if "forward" in vars(c))  # it may be replaced
+        modes = (self.replacements, forward, module_state(self.modules, self.configs), parameter_state(present), hooks)
         skeleton = self.keys.skeleton(call, modes, grad)
         compared = False
         while True:

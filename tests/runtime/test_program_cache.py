@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,17 @@ class Project:
         self.write(SOURCE)
 
     def write(self, source: str) -> None:
-        self.file.write_text(source)
-        os.utime(self.file, (1.6e9, 1.6e9))  # before this process started
-        spec = importlib.util.spec_from_file_location("users_net", self.file)
+        self.module = self.load("users_net", self.file, source)
+
+    @staticmethod
+    def load(name: str, file: Path, source: str) -> types.ModuleType:
+        file.write_text(source)
+        os.utime(file, (1.6e9, 1.6e9))  # before this process started
+        spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
-        self.module = sys.modules["users_net"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.module)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
 
     def run(self, change=lambda model: None, rows=4, loss_fn=None, **config):
         """(what the cache did, loss, gradients, notes)."""
@@ -87,7 +93,7 @@ class Project:
 def project(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGAFX_CACHE", str(tmp_path / "cache"))
     yield Project(tmp_path)
-    sys.modules.pop("users_net", None)
+    sys.modules.pop("users_net", None), sys.modules.pop("users_net_patches", None)
 
 
 def test_a_second_start_computes_the_same_bits(project):
@@ -146,6 +152,68 @@ def test_what_forward_reads_makes_an_entry_of_its_own(project, change):
     assert torch.equal(loss, eager[1])
     assert [g is None for g in gradients] == [g is None for g in eager[2]]
     assert project.run()[0] == "read"  # the first one is still there
+
+
+PATCHES = """
+import functools
+
+def tanh(self, x, y):
+    out = self.down(self.up(x).tanh())
+    return {"loss": (out - y).square().mean(), "out": out}
+
+def sigmoid(self, x, y):
+    out = self.down(self.up(x).sigmoid())
+    return {"loss": (out - y).square().mean(), "out": out}
+
+def decorated(forward):
+    def inner(self, x, y):
+        return forward(self, x, y)
+    return inner
+"""
+
+
+def test_functions_that_are_put_into_a_class(project, monkeypatch, tmp_path):
+    """`Net.forward = f`: the file of the class is as it was."""
+    patches = project.load("users_net_patches", tmp_path / "patches_of_users_net.py", PATCHES)
+    forwards = [patches.tanh, *map(patches.decorated, (patches.tanh, patches.sigmoid))]
+    project.run()
+    for kept in (False, True):
+        for forward in forwards:
+            monkeypatch.setattr(project.module.Net, "forward", forward)
+            did, loss, _, notes = project.run()
+            assert did == ("read" if kept else "written") and (
+                kept or "the code of the class 'users_net.Net'" in notes[0]
+            )
+            assert torch.equal(loss, project.run(cache=False)[1])
+
+
+def test_a_forward_that_is_replaced_between_two_calls(project, monkeypatch, tmp_path):
+    patches = project.load("users_net_patches", tmp_path / "patches_of_users_net.py", PATCHES)
+    plain = project.module.Net()
+    model = megafx.parallelize(project.module.Net(), megafx.Config())
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    for forward in (project.module.Net.forward, patches.tanh, patches.sigmoid, patches.tanh):
+        monkeypatch.setattr(project.module.Net, "forward", forward)
+        torch.testing.assert_close(model(x, y)["loss"], plain(x, y)["loss"])
+    assert model.megafx.captures == 3
+
+
+def test_two_classes_of_one_name(project, tmp_path):
+    """A notebook's or a script's `__main__`, a module that is loaded from another file."""
+    first, code = project.module, SOURCE.replace("self.act(self.up(x))", "self.up(x).tanh()")
+    assert project.run()[0] == "written"
+    project.file = tmp_path / "other_users_net.py"
+    for source in (
+        code,
+        SOURCE,
+        SOURCE.replace("FACTOR = 2.0", "FACTOR = 3.0"),
+    ):  # another program, and the same one elsewhere
+        project.write(source)
+        did, loss, _, _ = project.run()
+        assert did == "written" and torch.equal(loss, project.run(cache=False)[1])
+    project.module = first  # its globals are no longer those of the module of this name
+    did, loss, _, _ = project.run()
+    assert "Net" in did and "another module" in did and torch.equal(loss, project.run(cache=False)[1])
 
 
 def test_a_changed_line_of_the_model(project):
