@@ -54,7 +54,7 @@ from megafx.ir.data_sizes import DataShapeEnv
 from megafx.ir.program import VAL, Note, Phase, Program
 from megafx.ir.python_state import Place
 from megafx.ir.sizes import Sizes
-from megafx.ops.eager_call import Order
+from megafx.ops.eager_call import Order, matching
 from megafx.progress import stage
 
 _GREATEST = 2**31 - 1  # a dim without an upper bound
@@ -230,7 +230,7 @@ class _Call(nn.Module):
                 stack.enter_context(torch.autocast(**context))
             loops = stack.enter_context(ExpertLoops(self.note))
             buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
-            caches, self.order.last = Revived(), None
+            caches, self.order.last, self.order.count = Revived(), None, 0
             args, kwargs = caches.revive((args, kwargs))
             given = [*_containers((args, kwargs))]
             assert self.trace is not None
@@ -291,6 +291,10 @@ def _part_forward(module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
+class _HooksStore(Exception):
+    """A trace has shown that hooks store what forward reads: the next one traces these."""
+
+
 @dataclass
 class _Capture:
     """One capture: the call's leaves by name, the attempts at exporting it, and the making of the Program."""
@@ -321,10 +325,10 @@ class _Capture:
         if sizes:
             listed = " and ".join(f"{size} of {name}" for name, size in sizes.items())
             self.notes.append(f"a graph for the size {listed} alone: at it the model's code computes something else")
-        exported, sizes = self._export()
+        exported, sizes = self._traced()
         while self.followed.learn(self.trace):  # some state has to enter the graph in another form
             self.notes.clear()
-            exported, sizes = self._export()
+            exported, sizes = self._traced()
         program = self._program(exported, sizes, fixed)
         program.table = functools.cache(lambda name: read_table(self.root.model.get_buffer(name)))
         for message in dict.fromkeys(self.notes):
@@ -336,6 +340,14 @@ class _Capture:
         return program
 
     # -- exporting
+
+    def _traced(self) -> tuple[ExportedProgram, dict[str, int]]:
+        """An export in which hooks that store what forward reads are traced."""
+        while True:
+            try:
+                return self._export()
+            except _HooksStore:
+                self.notes.clear()
 
     def _export(self) -> tuple[ExportedProgram, dict[str, int]]:
         """The first attempt that works and that serves the call at hand.
@@ -360,7 +372,7 @@ class _Capture:
             tried.append((sizes, mode))
             try:
                 exported, sizes = self._attempt_with_fixes(sizes, mode)
-            except MegafxError:
+            except (MegafxError, _HooksStore):
                 raise
             except Exception as error:
                 failures.append(error)
@@ -422,7 +434,10 @@ class _Capture:
         self.trace = self.root.trace = Trace(self.root.model, self.followed, self.eager)
         model = self.root.model
         unhooked = [model.get_submodule(self.part)] if self.root.calls_forward or self.part else []
+        outside = {*unhooked, *(m for left in matching(model, self.eager).values() for m in left.modules())}
+        self.trace.reads.clock = lambda: self.root.order.count
         with (
+            self._learning_hooks(outside),
             _without_ambient_modes(),
             prepared(
                 model,
@@ -435,6 +450,7 @@ class _Capture:
                 self.trace.reads,
                 self.root.order,
                 unhooked,
+                self.followed.storing,
             ),
         ):
             call, shapes = self._fake_call(fake_mode, sizes, mode)
@@ -451,6 +467,18 @@ class _Capture:
                 DataShapeEnv.end_trace()
         self.notes += notes
         return exported
+
+    @contextlib.contextmanager
+    def _learning_hooks(self, outside: Collection[nn.Module]) -> Iterator[None]:
+        """Around a trace; raises where it has read what hooks store, and these were not traced."""
+        try:
+            yield
+        except Exception:
+            if self.followed.learn_hooks(self.trace, outside):
+                raise _HooksStore from None
+            raise
+        if self.followed.learn_hooks(self.trace, outside):
+            raise _HooksStore
 
     def _enters(self, name: str, value: Any) -> bool:
         """Whether a leaf is an input of the graph: a tensor, or a number that varies."""

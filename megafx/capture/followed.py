@@ -7,17 +7,21 @@ only grows, or that a tensor outside of the parameters needs a gradient, the mod
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import types
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megafx.capture.hooks import storing
 from megafx.capture.host_numbers import Computed, HostNumbers
 from megafx.capture.reads import Reads
 from megafx.capture.writes import GrowingList, WatchedDict, Writes
 from megafx.ir.python_state import NUMBERS, Place, PythonState, leaf_places, parts_of, snapshot
+from megafx.ir.source_lines import is_user_file
 from megafx.ops.eager_call import matching
 
 
@@ -25,7 +29,9 @@ from megafx.ops.eager_call import matching
 class Followed:
     """inputs: state that enters the graph. counters: numbers that forward reads and writes. growing: lists that it extends.
 
-    dicts: those whose items it changes. computed: numbers made of counters that meet tensors.
+    dicts: those whose items it changes. computed: numbers made of counters that meet tensors. storing: identities of hooks that
+    store what forward reads: they are traced. replaced: globals, variables and items of lists that forward assigns to before it
+    reads them; read_first: after it has.
     """
 
     inputs: dict[str, Place] = field(default_factory=dict)
@@ -33,6 +39,9 @@ class Followed:
     growing: dict[str, Place] = field(default_factory=dict)
     dicts: dict[str, Place] = field(default_factory=dict)
     computed: list[Computed] = field(default_factory=list)
+    storing: set[Hashable] = field(default_factory=set)
+    replaced: dict[str, Place] = field(default_factory=dict)
+    read_first: set[str] = field(default_factory=set)
 
     def all_inputs(self) -> dict[str, Any]:
         """Name -> what is read for it at each call, in the order of the graph's inputs."""
@@ -40,6 +49,16 @@ class Followed:
 
     def values(self) -> dict[str, Any]:
         return {name: each.get() for name, each in self.all_inputs().items()}
+
+    def learn_hooks(self, trace: Trace, outside: Collection[nn.Module]) -> bool:
+        """As `learn`, of hooks: also after a trace that has failed. outside: modules whose hooks are no matter of the graph."""
+        if not trace.finished and self.replaced:
+            self.read_first |= self.replaced.keys()
+            self.replaced = {}
+            return True
+        new = storing(trace.reads.model, outside, trace.reads) - self.storing
+        self.storing |= new
+        return bool(new)
 
     def learn(self, trace: Trace) -> bool:
         """Take over what a trace has shown; True if the model has to be traced again."""
@@ -54,12 +73,48 @@ class Followed:
             if not new[1]:  # whether a dict's numbers are read at all shows in the next trace
                 self.counters |= counters
             return True
+        unseen = {n: w.place for n, w in trace.writes.found.items() if _is_unseen(w.place) and not w.grows}
+        if added := unseen.keys() - self.replaced.keys() - self.read_first - self.inputs.keys():
+            self.replaced |= {n: unseen[n] for n in added}
+            return True
         if needed := {p.name: p for p in trace.need_gradients()}:
             self.inputs |= needed
             return True
         known = len(self.computed)
         self.computed = list(trace.numbers.inputs)
         return len(self.computed) != known
+
+
+def _is_unseen(place: Place) -> bool:
+    """Whether nothing notes when a place is read: a variable, a global, an item of a list."""
+    holder = place.container()
+    return isinstance(holder, (types.CellType, list)) or (isinstance(holder, dict) and "__name__" in holder)
+
+
+class _Unread:
+    """Stands for what forward replaces before it reads it. All that it could be used for fails."""
+
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_name", name)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__" and not is_user_file(sys._getframe(1).f_code.co_filename):
+            return _Unread
+        raise TypeError(f"'{object.__getattribute__(self, '_name')}' is read before it is replaced")
+
+
+def _fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError("what is here is read before it is replaced")
+
+
+_USES = (
+    "bool len iter next getitem setitem contains call eq ne lt le gt ge hash int float index str repr format enter exit"
+)
+_USES += (
+    " add sub mul truediv floordiv mod pow matmul neg abs radd rsub rmul rtruediv rmatmul iadd isub imul torch_function"
+)
+for _use in _USES.split():
+    setattr(_Unread, f"__{_use}__", _fails)
 
 
 class Trace:
@@ -71,6 +126,7 @@ class Trace:
         self.writes, self.numbers = Writes(self.reads), HostNumbers()
         self.reads.met, self.reads.taken, self.reads.assigned = self.writes.also, self.writes.watch, self.writes.compare
         self.tensors: dict[str, list[Tensor]] = {}
+        self.finished = False
         self.watched: dict[str, WatchedDict] = {}
 
     @contextlib.contextmanager
@@ -98,8 +154,11 @@ class Trace:
             for name, place in followed.dicts.items():
                 self.watched[name] = WatchedDict(place.get())
                 put(place, self.watched[name])
+            for name, place in followed.replaced.items():
+                put(place, _Unread(name))
             with self.reads.recording(self.writes.start):
                 yield
+            self.finished = True
             for one in self.watched.values():
                 one.on = False
             self.tensors = self.writes.finish()
@@ -124,7 +183,7 @@ class Trace:
     def guards(self) -> list[tuple[Place, Any]]:
         """Of a dict that forward changes only the items that it reads."""
         followed = self.followed
-        varies = frozenset([*followed.inputs, *followed.counters, *followed.growing])
+        varies = frozenset([*followed.inputs, *followed.counters, *followed.growing, *followed.replaced])
         watched = {name: w for name, w in self.watched.items() if not w.read_whole}
         found = self.reads.guards(varies | watched.keys())
         for name, one in watched.items():
@@ -134,4 +193,5 @@ class Trace:
 
     def state(self) -> PythonState:
         """Of the graph; to be asked after the trace, when all is as before."""
-        return PythonState(self.guards(), self.followed.all_inputs(), self.writes.found, self.numbers.decisions)
+        inputs, decisions = self.followed.all_inputs(), self.numbers.decisions
+        return PythonState(self.guards(), inputs, self.writes.found, decisions, self.reads.latest)

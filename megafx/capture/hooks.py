@@ -5,7 +5,8 @@ Traced, as if it were written in the model, are
 
 - hooks that only compute: a function that reads nothing but its arguments, decides nothing, and calls methods of tensors and
   functions of torch alone (`lambda module, args, output: output * 2`). So they may change sizes and dtypes, and are sharded;
-- pre-hooks that set what the module's forward then reads (`weight_norm`, `spectral_norm`, pruning);
+- pre-hooks that set what the module's forward then reads (`weight_norm`, `spectral_norm`, pruning), and hooks that store what
+  forward reads later in the call (a U-Net's: hook_stores.py). A trace shows what it reads, and is then made once more;
 - transformers' own that collect `output_hidden_states` and the like, which are outputs of the call.
 """
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
+import inspect
 import itertools
 import types
 from collections import OrderedDict
@@ -24,10 +27,12 @@ import torch.nn.functional
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
+from megafx.capture.hook_stores import stores_of
 from megafx.capture.layerdrop import names_of
+from megafx.capture.reads import Reads
 from megafx.errors import CaptureError
 from megafx.ops.eager_call import Order
-from megafx.ops.hook_call import Around
+from megafx.ops.hook_call import Around, Side, identity
 
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BEFORE, _BEHIND = "_forward_pre_hooks", "_forward_hooks"
@@ -49,24 +54,32 @@ _DRAWS = frozenset([
 
 
 class Hooks(NamedTuple):
-    """What a graph has to know of the hooks of one module. kwargs: before and behind; traced: ids; codes: of those."""
+    """What a graph has to know of the hooks of one module: those before it and those behind it. Equal for tables of hooks that
+    one graph serves.
 
-    before: bool
-    behind: bool
-    reads: bool
-    kwargs: tuple[bool, bool]
+    traced: identities. always: some run after exceptions, too.
+    """
+
+    before: Side
+    behind: Side
     random: bool
-    traced: frozenset[int]
-    codes: tuple[Hashable, ...]
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for tables of hooks that one graph serves."""
-        return self.before, self.behind, self.reads, self.kwargs, self.random, self.codes
+    traced: frozenset[Hashable]
+    always: bool
 
 
-def hooks_of(module: nn.Module, fqn: str, *, of_everything: bool = True) -> Hooks | None:
-    """The hooks on a module, those on all modules included (of_everything); None where there are none."""
+def hooks_of(
+    module: nn.Module,
+    fqn: str,
+    *,
+    of_everything: bool = True,
+    storing: Collection[Hashable] = (),
+    read: Collection[str] = (),
+) -> Hooks | None:
+    """The hooks on a module, those on all modules included (of_everything); None where there are none.
+
+    storing: identities of those that store what forward reads. read: names in the code of the model: hooks that may store
+    something of such a name count as traced, for comparing sets of hooks.
+    """
     tables: dict[str, dict[int, Any]] = {}
     for name in HOOK_TABLES:
         tables[name] = dict(vars(module).get(name, {}))
@@ -81,38 +94,79 @@ def hooks_of(module: nn.Module, fqn: str, *, of_everything: bool = True) -> Hook
             module=fqn,
             fix="register it with register_full_backward_hook",
         )
-    traced, codes = set(), []
+    always = {*vars(module).get("_forward_hooks_always_called", ()), *of_all._global_forward_hooks_always_called}
+    traced, run = set(), dict[str, dict[int, Any]]()
     for name in (_BEFORE, _BEHIND):
+        run[name] = {}
         for number, hook in tables[name].items():
-            if (name == _BEFORE and _sets_what_forward_reads(hook, module)) or _is_traced(hook):
-                traced.add(number)
-                codes.append(_identity(hook))
-    run = {name: {n: h for n, h in table.items() if n not in traced} for name, table in tables.items()}
-    backward = bool(run["_backward_hooks"] or run["_backward_pre_hooks"])
+            kind = identity(hook)
+            sets = name == _BEFORE and _sets_what_forward_reads(hook, module)
+            computes = _is_traced(hook) and number not in always
+            if kind in storing or sets or computes or (read and not stores_of(hook, module).names.isdisjoint(read)):
+                traced.add(kind)
+            else:
+                run[name][number] = hook
+    backward = bool(tables["_backward_hooks"] or tables["_backward_pre_hooks"])
     named = {*vars(module).get("_forward_hooks_with_kwargs", ()), *of_all._global_forward_hooks_with_kwargs}
-    kwargs = (
-        any(n in vars(module).get("_forward_pre_hooks_with_kwargs", ()) for n in run[_BEFORE]),
-        any(n in named for n in run[_BEHIND]),
-    )
+    with_kwargs = {_BEFORE: vars(module).get("_forward_pre_hooks_with_kwargs", ()), _BEHIND: named}
+    needed = any(n in always for n in run[_BEHIND])
+    kwargs = [any(n in with_kwargs[name] for n in run[name]) for name in (_BEFORE, _BEHIND)]
+    sides = []
+    for name, takes in ((_BEFORE, kwargs[0] or (needed and kwargs[1])), (_BEHIND, kwargs[1])):
+        order = [None if n in run[name] else identity(hook) for n, hook in tables[name].items()]
+        sides.append(Side.of(order, takes, backward, needed))
     return Hooks(
-        before=bool(run[_BEFORE]) or backward,
-        behind=bool(run[_BEHIND]) or backward,
-        reads=bool(run[_BEHIND]),
-        kwargs=kwargs,
-        random=any(_draws(h) for name in (_BEFORE, _BEHIND) for h in run[name].values()),
+        before=sides[0],
+        behind=sides[1],
+        random=any(_draws(h) for hooks in run.values() for h in hooks.values()),
         traced=frozenset(traced),
-        codes=tuple(codes),
+        always=needed,
     )
 
 
-def hooked_modules(model: nn.Module, outside: Collection[nn.Module]) -> dict[str, Hooks]:
-    """FQN -> hooks, of the modules that have any. outside: modules whose hooks are no matter of the graph."""
+def hooked_modules(
+    model: nn.Module, outside: Collection[nn.Module], storing: Collection[Hashable] = (), read: Collection[str] = ()
+) -> dict[str, Hooks]:
+    """FQN -> hooks, of the modules that have any. outside: modules whose hooks are no matter of the graph; storing, read: as of
+    hooks_of."""
     found = {}
     for fqn, module in model.named_modules():
         refuse_dispatch(module, fqn)
-        if module not in outside and (hooks := hooks_of(module, fqn)) is not None:
+        if module not in outside and (hooks := hooks_of(module, fqn, storing=storing, read=read)) is not None:
             found[fqn] = hooks
     return found
+
+
+def storing(model: nn.Module, outside: Collection[nn.Module], reads: Reads) -> set[Hashable]:
+    """Identities of hooks that may store what a trace has read."""
+    every = [hook for name in (_BEFORE, _BEHIND) for hook in getattr(of_all, f"_global{name}").values()]
+    found = set()
+    for module in model.modules():
+        if module not in outside:
+            own = [hook for name in (_BEFORE, _BEHIND) for hook in vars(module).get(name, {}).values()]
+            found |= {identity(hook) for hook in (*every, *own) if stores_of(hook, module).read_by(reads)}
+    return found
+
+
+def names_in(model: nn.Module) -> frozenset[str]:
+    """Names in the code of a model: of attributes, globals and variables of enclosing functions."""
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    own = (_names_in_code(f.__code__) for m in model.modules() for f in vars(m).values() if hasattr(f, "__code__"))
+    return frozenset().union(*map(_names_in_class, kinds), *own)
+
+
+@functools.cache
+def _names_in_class(kind: type) -> frozenset[str]:
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith("torch.") and base is not object]
+    functions = (
+        inspect.unwrap(getattr(f, "__func__", f)) for base in bases for f in vars(base).values() if callable(f)
+    )
+    return frozenset().union(*(_names_in_code(f.__code__) for f in functions if hasattr(f, "__code__")))
+
+
+def _names_in_code(code: types.CodeType) -> frozenset[str]:
+    inner = (_names_in_code(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset([*code.co_names, *code.co_freevars]).union(*inner)
 
 
 def refuse_dispatch(module: nn.Module, fqn: str) -> None:
@@ -128,21 +182,20 @@ def refuse_dispatch(module: nn.Module, fqn: str) -> None:
 
 
 def around(model: nn.Module, found: dict[str, Hooks], order: Order) -> list[Around]:
-    """What replaces the calls of modules with hooks that are not traced. All tables then hold hooks that are traced alone: the
-    caller puts the others back."""
-    made, traced = [], frozenset[int]().union(*(hooks.traced for hooks in found.values()))
+    """What replaces the calls of modules with hooks that are not traced: it calls those that are, too. The tables of other
+    modules then hold hooks that are traced, and that of all modules is empty. The caller puts all back."""
+    made = []
+    every = {name: list(getattr(of_all, f"_global{name}").items()) for name in HOOK_TABLES}
     for name in HOOK_TABLES:
-        table = getattr(of_all, f"_global{name}")
-        for number in [n for n in table if n not in traced]:
-            del table[number]
+        getattr(of_all, f"_global{name}").clear()
     for fqn, hooks in found.items():
         module = model.get_submodule(fqn)
-        for name in HOOK_TABLES:
-            table = vars(module).get(name, {})
-            vars(module)[name] = OrderedDict((n, h) for n, h in table.items() if n in hooks.traced)
-        if hooks.before or hooks.behind:
-            options = {k: v for k, v in hooks._asdict().items() if k != "codes"}
-            made.append(Around(module, fqn, order, **options))
+        if hooks.before.runs or hooks.behind.runs or any(every.values()):
+            tables = [[*every[name], *vars(module).get(name, {}).items()] for name in (_BEFORE, _BEHIND)]
+            sides = hooks.before, hooks.behind
+            made.append(Around(module, fqn, order, *sides, hooks.random, hooks.traced, tables, hooks.always))
+            for name in HOOK_TABLES:
+                vars(module)[name] = OrderedDict()
     return made
 
 
@@ -160,14 +213,6 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
 def _function(hook: Any) -> types.FunctionType | None:
     found = getattr(hook, "__func__", hook)
     return found if isinstance(found, types.FunctionType) else None
-
-
-def _identity(hook: Any) -> Hashable:
-    """Equal for hooks that trace alike."""
-    function = _function(hook)
-    if function is None or function.__closure__ or hook is not function or function.__defaults__:
-        return id(hook)
-    return function.__code__
 
 
 def _is_traced(hook: Any) -> bool:

@@ -23,7 +23,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -339,12 +339,13 @@ def prepared(
     reads: Reads | None = None,
     order: Order | None = None,
     unhooked: Sequence[nn.Module] = (),
+    storing: Collection[Hashable] = (),
 ) -> Iterator[None]:
     """Within: parameters and buffers are fakes on `device`, and the table of `replacements` holds. After: all as before.
 
     eager: globs of submodules that are one node each. note_eager(topic, text, fqn): called with what they are, and which
     modules have hooks, once the trace is done. reads: notes what forward reads and writes. order: of the hooks. unhooked:
-    modules whose own hooks the caller runs.
+    modules whose own hooks the caller runs. storing: identities of hooks that store what forward reads.
     """
     with _LOCK:
         configs = configs_of(model)
@@ -359,7 +360,7 @@ def prepared(
             _prepare_modules(model, note)
             left = [LeftEager(module, fqn) for fqn, module in matching(model, eager).items()]
             inside = [m for each in left for m in each.module.modules()]
-            hooks = around(model, hooked_modules(model, {*inside, *unhooked}), order or Order())
+            hooks = around(model, hooked_modules(model, {*inside, *unhooked}, storing), order or Order())
             _make_fake(model, fake_mode, device, stand_ins)
             draws = LayerDraws(device, note)
             dropping = any(True for _ in droppable_layers(model))

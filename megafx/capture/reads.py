@@ -82,6 +82,10 @@ class Reads:
         self.alive: list[Any] = []  # whose ids are keys above
         self.places: dict[tuple[int, Any], Place] = {}
         self.written: dict[tuple[int, Any], SourceLine | None] = {}
+        self.absent: set[tuple[int, Any]] = set()  # globals and variables that code names, and that are not there yet
+        self.reached: set[int] = set()  # ids of containers
+        self.clock: Callable[[], int] = lambda: 0  # how many hooks have run
+        self.latest: dict[str, int] = {}  # name of an attribute's place -> the clock when it was last read
         self.patched: dict[type, dict[str, Any]] = {}
         self.generators: list[tuple[Place, Any]] = []
         # Called with each object before it is read from, with each place whose value may be changed in place, and with each
@@ -163,9 +167,13 @@ class Reads:
             return
         attributes = _attributes(owner)
         key = id(attributes), name
-        if key in self.places or key in self.written:
+        if key in self.places:
+            self.latest[self.places[key].name] = self.clock()
+            return
+        if key in self.written:
             return
         where = f"{known}.{name}" if known else name
+        self.latest[where] = self.clock()
         if attributes is not None and name in attributes:
             place = Place(attributes, name, where, line_of(sys._getframe(2)))
         elif value is ABSENT:
@@ -226,6 +234,7 @@ class Reads:
         """What is read of this value is noted too."""
         found = parts_of(value)
         if found is not None:
+            self.reached.add(id(value))
             for key, part in found[1].items():
                 self._reach(part, Place(found[0], key, part_name(place.name, value, key), place.line))
         elif (state := _generator_state(value)) is not None:
@@ -284,6 +293,11 @@ class Reads:
 
         return read
 
+    def has_read(self, holder: Any, key: Any) -> bool:
+        """True if code has read (or assigned to) what an object holds under a key, or might have."""
+        where = id(holder), key
+        return where in self.places or where in self.written or where in self.absent
+
     # -- names in code
 
     def _find_globals(self) -> None:
@@ -298,8 +312,8 @@ class Reads:
             for function in (own, getattr(type(module), "forward", None)):
                 self._look_through(getattr(function, "__func__", function), type(module))
             for table in ("_forward_hooks", "_forward_pre_hooks"):
-                for hook in vars(module).get(table, {}).values():
-                    self._look_through(getattr(hook, "__func__", hook))
+                for number, hook in vars(module).get(table, {}).items():  # those that are traced
+                    self._reach(hook, Place(vars(module)[table], number, f"a hook of '{self.names[id(module)]}'"))
 
     def _look_through(self, function: Any, cls: type | None = None) -> None:
         """Note the globals and enclosing variables that a function names, and those of functions that it can reach."""
@@ -327,7 +341,9 @@ class Reads:
             line = SourceLine(part.co_filename, part.co_firstlineno)
             for kind, chain in _chains(part):
                 first, *rest = chain
-                if kind == "global" and first in names:
+                if kind == "global" and first not in names:
+                    self.absent.add((id(names), first))
+                elif kind == "global":
                     self._note_name(Place(names, first, f"{where}.{first}", line), rest)
                 elif kind == "free" and first in cells:
                     self._note_name(Place(cells[first], "cell_contents", f"{where}.{first}", line), rest)
@@ -370,6 +386,7 @@ class Reads:
         value = place.get()
         key = id(place.holder), place.key
         if value is ABSENT:
+            self.absent.add(key)
             return
         if isinstance(value, types.ModuleType):
             if rest and value.__name__.partition(".")[0] not in LIBRARIES and rest[0] in vars(value):

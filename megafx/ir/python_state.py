@@ -70,6 +70,11 @@ class Place:
         return found
 
     @property
+    def outermost(self) -> Place:
+        """The place of the outermost container that this one is part of."""
+        return self if self.within is None else self.within.outermost
+
+    @property
     def is_item(self) -> bool:
         return isinstance(self.container(), (dict, *SEQUENCES))
 
@@ -206,13 +211,15 @@ class PythonState:
     """What a graph read at capture (guards: each place and a snapshot), and where its state inputs are read at each call.
 
     inputs: by name; their values are leaves of the call. writes: what forward leaves behind, by name. decisions: each a
-    computation with numbers that forward writes, and its outcome.
+    computation with numbers that forward writes, and its outcome. latest: how many hooks had run when forward last read the
+    attribute of that name.
     """
 
     guards: list[tuple[Place, Any]] = field(default_factory=list)
     inputs: Mapping[str, Readable] = field(default_factory=dict)
     writes: Mapping[str, Writable] = field(default_factory=dict)
     decisions: Sequence[tuple[Callable[[], Any], Any]] = ()
+    latest: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._bind()
@@ -291,6 +298,14 @@ class PythonState:
         if not found:  # equal, in other objects
             self._bind()
         return found
+
+    def changed_by_hooks(self, before: Mapping[str, Any]) -> list[Place]:
+        """The places that hold something else now than when the call began, and that forward may read after a hook has run.
+        before: the values of the inputs then."""
+        found = [] if self._is_the_same() else self.changed()
+        read = [(p, before[name]) for name, p in self.inputs.items() if isinstance(p, Place) and name in before]
+        found += [p for p, was in read if not same(p.get(), was)]
+        return [p for p in found if self.latest.get(p.outermost.name, 1) > 0]
 
     def values(self) -> dict[str, Any]:
         """Of the inputs, now."""

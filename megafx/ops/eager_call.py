@@ -189,10 +189,11 @@ def differentiable(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
 
 
 class Order:
-    """The order of calls with effects: each takes what the one before gave. last: of the last one."""
+    """The order of calls with effects: each takes what the one before gave. last: of the last one. count: of the calls."""
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
+        self.count = 0
 
 
 def as_node(call: EagerCall, tensors: list[Tensor], order: Order | None = None) -> Any:
@@ -203,6 +204,7 @@ def as_node(call: EagerCall, tensors: list[Tensor], order: Order | None = None) 
     first, _, *results = torch.ops.megafx.eager_call(tensors, after, None, 0 if call.random else -1, key)
     if order is not None:
         order.last = first
+        order.count += 1
     values = iter(results)
     assert call.out_spec is not None
     return pytree.tree_unflatten([next(values) if x is None else x.value for x in call.out_leaves], call.out_spec)

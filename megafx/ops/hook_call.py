@@ -1,16 +1,19 @@
 """Hooks of modules, run by a graph at the border of the module: whole tensors in, whole tensors out.
 
 A module with hooks stays part of the graph, captured and sharded. Around it are calls of its hooks, one node before it and one
-behind it. A node looks hooks up when it runs, in the order of `nn.Module.__call__`; so one that is added to others of its kind
-needs no new graph. Backward hooks are torch's own (`BackwardHook`), on the tapes of the two nodes.
+behind it; more where hooks that are traced (capture/hooks.py) stand between others. A node looks hooks up when it runs, in the
+order of `nn.Module.__call__`; so one that is added to others of its kind needs no new graph. Backward hooks are torch's own
+(`BackwardHook`), on the tapes of the two nodes.
 """
 
 from __future__ import annotations
 
 import itertools
+import types
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import sympy
@@ -35,17 +38,98 @@ class Size:
     size: ResultSize
 
 
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal for the same object, which it keeps alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def identity(hook: Any) -> Hashable:
+    """Equal for hooks that trace alike, whenever they are registered."""
+    function = getattr(hook, "__func__", hook)
+    if not isinstance(function, types.FunctionType) or function.__defaults__ or function.__kwdefaults__:
+        return _Same(hook)
+    cells = tuple(map(_Same, function.__closure__ or ()))
+    return function.__code__, cells, None if hook is function else _Same(hook.__self__)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The hooks before or behind a module, in their order. steps: identities of hooks that are traced; None is a node, which
+    runs all others between two of them. reads: whether it has any. kwargs: whether these take keyword arguments, too."""
+
+    steps: tuple[Hashable | None, ...] = ()
+    reads: bool = False
+    kwargs: bool = False
+
+    @staticmethod
+    def of(order: Sequence[Hashable | None], kwargs: bool, backward: bool, always: bool) -> Side:
+        """order: None for each hook that is not traced. backward: the module has backward hooks. always: some hooks run after
+        exceptions, too."""
+        steps = [step for i, step in enumerate(order) if step is not None or i == 0 or order[i - 1] is not None]
+        if always and (not steps or steps[0] is not None):
+            steps.insert(0, None)
+        if (backward or always) and steps[-1:] != [None]:
+            steps.append(None)
+        return Side(tuple(steps), None in order, kwargs)
+
+    @property
+    def runs(self) -> bool:
+        return None in self.steps
+
+
+@dataclass
+class Open:
+    """A module whose call has begun, and has hooks that are called after exceptions as well. called: those that were."""
+
+    call: HookCall
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    called: set[int] = field(default_factory=set)
+
+    def fail(self) -> None:
+        """What `nn.Module.__call__` does where forward, or a hook, raises."""
+        module = self.call.found()
+        for number, hook in self.call.entries("_forward_hooks"):
+            always = (
+                number in module._forward_hooks_always_called or number in of_all._global_forward_hooks_always_called
+            )
+            if not always or number in self.called or identity(hook) in self.call.traced:
+                continue
+            try:
+                changed = self.call.behind_with(number, hook, self.args, self.kwargs, self.output)
+                self.output = self.output if changed is None else changed
+            except Exception as error:
+                warnings.warn(
+                    "module forward hook with ``always_call=True`` raised an exception that was silenced as another error was "
+                    f"raised in forward: {error}",
+                    stacklevel=2,
+                )
+
+
 @dataclass(frozen=True)
 class HookCall(EagerCall):
-    """The hooks around one call of one module: of (args, kwargs) before it, of (args, kwargs, output) behind it.
+    """Some of the hooks around one call of one module: of (args, kwargs) before it, of (args, kwargs, output) behind it.
 
-    pair: the number of that call of the module. traced: hooks that are part of the graph, and are not run.
+    pair: the number of that call of the module. traced: identities of hooks that are part of the graph, and are not run.
+    segment: it runs hooks that have so many traced ones before them. last: of this side. always: some run after exceptions.
     """
 
     copies: ClassVar[bool] = True
     before: bool = True
     pair: int = 0
-    traced: frozenset[int] = frozenset()
+    traced: frozenset[Hashable] = frozenset()
+    segment: int = 0
+    last: bool = True
+    always: bool = False
 
     def run(self, tensors: Sequence[Tensor], buffers: Any = None) -> Any:
         values = iter(tensors)
@@ -71,14 +155,22 @@ class HookCall(EagerCall):
             "it into the model: `model.x = nn.Sequential(model.x, Change())`",
         )
 
+    def entries(self, table: str) -> list[tuple[int, Any]]:
+        """(number, hook) of all in one table, in the order in which they run."""
+        return [*getattr(of_all, f"_global{table}").items(), *getattr(self.found(), table).items()]
+
     def _hooks(self, table: str) -> Iterator[tuple[int, Any]]:
-        own = getattr(self.found(), table)
-        for number, hook in (*getattr(of_all, f"_global{table}").items(), *own.items()):
-            if number not in self.traced:
+        before = 0
+        for number, hook in self.entries(table):
+            if identity(hook) in self.traced:
+                before += 1
+            elif before == self.segment:
                 yield number, hook
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.found()
+        if self.always and self.segment == 0:
+            current().open[self.pair] = Open(self, args, kwargs)
         for number, hook in self._hooks("_forward_pre_hooks"):
             if number in module._forward_pre_hooks_with_kwargs:
                 changed = hook(module, args, kwargs)
@@ -86,21 +178,37 @@ class HookCall(EagerCall):
                     args, kwargs = changed
             elif (changed := hook(module, args)) is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-        hooks, first = ([h for _, h in self._hooks(t)] for t in ("_backward_hooks", "_backward_pre_hooks"))
+        tables = ("_backward_hooks", "_backward_pre_hooks")
+        hooks, first = ([h for _, h in self.entries(t)] for t in tables) if self.last else ([], [])
         if hooks or first:
             backward = BackwardHook(module, hooks, first)
             args = backward.setup_input_hook(args)
             current().waiting.setdefault(self.pair, []).append(backward)
+        if (opened := current().open.get(self.pair)) is not None:
+            opened.args, opened.kwargs = args, kwargs
         return args, kwargs
 
-    def _behind(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def behind_with(self, number: int, hook: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """What one forward hook returns."""
         module = self.found()
+        takes = number in module._forward_hooks_with_kwargs or number in of_all._global_forward_hooks_with_kwargs
+        return hook(module, args, kwargs, output) if takes else hook(module, args, output)
+
+    def _behind(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        opened = current().open.get(self.pair)
+        if opened is not None:
+            opened.args, opened.kwargs, opened.output = args, kwargs, output
         for number, hook in self._hooks("_forward_hooks"):
-            takes = number in module._forward_hooks_with_kwargs or number in of_all._global_forward_hooks_with_kwargs
-            changed = hook(module, args, kwargs, output) if takes else hook(module, args, output)
+            if opened is not None:
+                opened.called.add(number)
+            changed = self.behind_with(number, hook, args, kwargs, output)
             if changed is not None:
                 output = changed
-        waiting = current().waiting.get(self.pair)
+            if opened is not None:
+                opened.output = output
+        if self.last:
+            current().open.pop(self.pair, None)
+        waiting = current().waiting.get(self.pair) if self.last else None
         return waiting.pop(0).setup_output_hook(output) if waiting else output
 
 
@@ -111,8 +219,9 @@ def _value(leaf: Any, tensors: Sequence[Tensor]) -> Any:
 class Around:
     """The hooks of one module while a model is traced: calls of them are nodes around what the module's call traces.
 
-    before, behind: whether there are such on that side; kwargs: whether these take keyword arguments, too; random: whether they
-    draw random numbers. traced: hooks that are traced like the module's own code.
+    before, behind: of what the sides consist. random: whether hooks draw random numbers. traced: identities of hooks that are
+    traced like the module's own code. tables: (number, hook) of all pre-hooks, and of all forward hooks. always: some hooks run
+    after exceptions, too.
     """
 
     def __init__(
@@ -120,35 +229,55 @@ class Around:
         module: nn.Module,
         fqn: str,
         order: Order,
-        *,
-        before: bool,
-        behind: bool,
-        reads: bool,
-        kwargs: tuple[bool, bool],
+        before: Side,
+        behind: Side,
         random: bool,
-        traced: frozenset[int],
+        traced: frozenset[Hashable],
+        tables: Sequence[Sequence[tuple[int, Any]]],
+        always: bool,
     ) -> None:
         self.module, self.fqn, self.order = module, fqn, order
-        self.before, self.behind, self.reads = before, behind, reads
-        self.kwargs, self.random, self.traced = kwargs, random, traced
+        self.before, self.behind, self.random, self.traced = before, behind, random, traced
+        self.hooks = [[(n, h) for n, h in table if identity(h) in traced] for table in tables]
+        self.always = always
 
     def call_for(self, original: Any) -> Any:
         """What replaces the module's `_call_impl`."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            pair = next(_pairs)
-            if self.before:
-                args, changed = self._node(True, pair, (args, kwargs if self.kwargs[0] else {}))
-                kwargs = changed if self.kwargs[0] else kwargs
-            output = original(*args, **kwargs)
-            if self.behind:
-                given = (args if self.reads else (), kwargs if self.kwargs[1] else {}, output)
-                output = self._node(False, pair, given)
+            pair, module, segment = next(_pairs), self.module, 0
+            for i, step in enumerate(self.before.steps):
+                if step is None:
+                    last = i == len(self.before.steps) - 1
+                    given = (args, kwargs if self.before.kwargs else {})
+                    args, changed = self._node(True, pair, given, segment, last)
+                    kwargs = changed if self.before.kwargs else kwargs
+                    continue
+                number, hook = self.hooks[0][segment]
+                segment += 1
+                if number in module._forward_pre_hooks_with_kwargs:
+                    args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+                elif (changed := hook(module, args)) is not None:
+                    args = changed if isinstance(changed, tuple) else (changed,)
+            output, segment = original(*args, **kwargs), 0
+            for i, step in enumerate(self.behind.steps):
+                if step is None:
+                    last = i == len(self.behind.steps) - 1
+                    known = (args if self.behind.reads else (), kwargs if self.behind.kwargs else {}, output)
+                    output = self._node(False, pair, known, segment, last)
+                    continue
+                number, hook = self.hooks[1][segment]
+                segment += 1
+                takes = (
+                    number in module._forward_hooks_with_kwargs or number in of_all._global_forward_hooks_with_kwargs
+                )
+                changed = hook(module, args, kwargs, output) if takes else hook(module, args, output)
+                output = output if changed is None else changed
             return output
 
         return called
 
-    def _node(self, before: bool, pair: int, given: tuple[Any, ...]) -> Any:
+    def _node(self, before: bool, pair: int, given: tuple[Any, ...], segment: int, last: bool) -> Any:
         leaves, spec = pytree.tree_flatten(given)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not tensors:
@@ -176,6 +305,9 @@ class Around:
             before,
             pair,
             self.traced,
+            segment,
+            last,
+            self.always,
         )
         return as_node(call, tensors, self.order)
 

@@ -60,7 +60,7 @@ class Running:
     for a later one.
 
     tangents: names of the outputs that bring a gradient. results: as `Reached.results`. used: key of a call -> which of its
-    tensors have got a gradient.
+    tensors have got a gradient. open: what has begun, and is called where the run fails (hook_call.py).
     """
 
     anchor: Tensor | None = None
@@ -70,6 +70,7 @@ class Running:
     tangents: set[str] = field(default_factory=set)
     results: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
     used: dict[str, set[int]] = field(default_factory=dict)
+    open: dict[Any, Any] = field(default_factory=dict)
 
     def any_of(self, sources: Sequence[Any]) -> bool:
         """Whether a gradient comes from one of these (ir/program.py: Source)."""
@@ -99,6 +100,10 @@ def running(run: Running) -> Iterator[None]:
     before, _here.running = current(), run
     try:
         yield
+    except Exception:
+        while run.open:
+            run.open.popitem()[1].fail()
+        raise
     finally:
         _here.running = before
 

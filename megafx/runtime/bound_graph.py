@@ -42,6 +42,7 @@ from megafx.placements.data_axis import DATA_AXES
 from megafx.placements.types import Placement
 from megafx.runtime.cache_shard import CacheShard
 from megafx.runtime.gradients_of_gradients import WHERE, EagerCall
+from megafx.runtime.guards import changed_by_a_hook
 from megafx.runtime.held_gradients import HeldBack, HeldGradients
 from megafx.runtime.keys import Call, bind_sizes
 from megafx.runtime.outputs import LazyTensor, OutputShard, bind_shape, make_dtensor, make_lazy, output_shards
@@ -290,6 +291,8 @@ class BoundGraph:
         else:
             with running(Running(ranks=self.ranks)) if self.tapes else contextlib.nullcontext():
                 outputs = self.finish(self.executable.forward(inputs)[0], call)
+        if self.tapes and (changed := compiled.spec.state.changed_by_hooks(call.state or {})):
+            raise changed_by_a_hook(self.state.model, changed[0])
         results = compiled.spec.unflatten(self._results(outputs, user))
         return give_back(results, call.caches, compiled.spec.state)
 

@@ -16,8 +16,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as of_all
 
-from megafx.capture.hooks import HOOK_TABLES, hooked_modules, refuse_dispatch
+from megafx.capture.hook_stores import line_of_hook, names_of_hook
+from megafx.capture.hooks import HOOK_TABLES, hooked_modules, names_in, refuse_dispatch
 from megafx.errors import UsageError
+from megafx.ir.python_state import Place
 
 DATA_PARALLEL = (
     "a parallelized model runs one flat graph, which has no submodule calls to hook: do not wrap it; data parallelism is "
@@ -121,12 +123,28 @@ class Hooked:
             outside = {self.model}
             for name in self.eager:
                 outside |= set(self.model.get_submodule(name).modules())
-            self.found = tuple((fqn, hooks.key) for fqn, hooks in hooked_modules(self.model, outside).items())
+            found = hooked_modules(self.model, outside, read=names_in(self.model))
+            self.found = tuple(found.items())
             self.seen = (
                 [(True, *table) for _, _, table in self.watched],
                 [tuple(table) for table in _OF_ALL],
             )
         return self.found
+
+
+def changed_by_a_hook(model: nn.Module, place: Place) -> UsageError:
+    """The error for a hook that changed, while a graph ran, what forward reads after it."""
+    key = str(place.outermost.key)
+    hooks = [(fqn, h) for fqn, m in model.named_modules() for t in HOOK_TABLES for h in vars(m).get(t, {}).values()]
+    named = [(fqn, h) for fqn, h in hooks if key in names_of_hook(h)] or hooks
+    fqn, hook = named[0] if named else ("", None)
+    return UsageError(
+        f"a hook changed '{place.name}', and forward reads that later in the same call: the graph had the value of before",
+        module=fqn,
+        source=line_of_hook(hook),
+        fix="let the hook's own code assign it by name (`self.stored = output`, `stores['skip'] = output`), so that the hook "
+        "is a part of the graph; or let a module do so: `model.x = nn.Sequential(model.x, Store())`",
+    )
 
 
 _TABLES_OF = operator.itemgetter(*HOOK_TABLES)

@@ -1,6 +1,7 @@
-"""Covers: ops/hook_call.py, capture/hooks.py, runtime/guards.py: hooks that no graph can serve, and what their errors advise.
+"""Covers: ops/hook_call.py, capture/hooks.py, capture/hook_stores.py, runtime/guards.py: hooks that no graph can serve, and
+what their errors advise.
 
-What hooks do is in tests/loop/situations/loop_hooks.py.
+What hooks do is in tests/loop/situations/loop_hooks.py and loop_hooks_that_store.py.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from advice import refused
 from torch import Tensor, nn
 
 import megafx
+from megafx.capture.hook_stores import stores_of
 from megafx.capture.hooks import hooks_of
 from megafx.errors import CaptureError, UsageError
 
@@ -186,7 +189,7 @@ def traced(hook: Any) -> bool:
     module.register_forward_hook(hook)
     found = hooks_of(module, "")
     assert found is not None
-    return not found.behind
+    return not found.behind.runs
 
 
 def test_which_hooks_are_traced() -> None:
@@ -212,3 +215,64 @@ def test_another_table_in_the_place_of_one_is_seen() -> None:
     model.act.register_forward_hook(lambda m, a, o: seen.append(o))
     model(X)
     assert [x.shape[-1] for x in seen] == [8, 8] and (seen[1] >= 0).all() and len(held) == 4
+
+
+class Hidden(nn.Module):
+    """Reads what a hook stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()) + self.last
+
+
+def test_a_hook_stores_in_a_way_that_its_code_does_not_show() -> None:
+    """The call finds out; assigned by name, the hook is a part of the graph."""
+    net = Hidden()
+
+    def hidden(module: nn.Module, args: Any, output: Tensor) -> None:
+        exec("net.last = output", {"net": net, "output": output})
+
+    def shown(module: nn.Module, args: Any, output: Tensor) -> None:
+        net.last = output
+
+    handle = net.first.register_forward_hook(hidden)
+    model = megafx.parallelize(net, ONE)
+    with refused("a hook changed '<name>', and forward reads that later in the same call") as errors:
+        model(X)
+    assert errors[0].module == "first" and "'last'" in errors[0].found
+    handle.remove()
+    net.first.register_forward_hook(shown)
+    h = nn.functional.linear(X, net.first.weight, net.first.bias)
+    torch.testing.assert_close(model(X), nn.functional.linear(h.tanh(), net.second.weight, net.second.bias) + h)
+
+
+def test_what_the_code_of_a_hook_stores() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.items: dict[str, Any] = {}
+            self.seen: list[Any] = []
+
+        def put(self, key: str, value: Any) -> None:
+            self.items[key] = value
+
+        def plain(self, module: nn.Module, args: Any, output: Tensor) -> None:
+            store = self.seen if output.dim() > 1 else None
+            store += [output]  # type: ignore[operator]
+            module.out = output
+
+        def indirect(self, module: nn.Module, args: Any, output: Tensor) -> None:
+            for name in ("a", "b"):
+                self.put(name, output)
+            setattr(self, "late", output)  # noqa: B010
+
+        def reads(self, module: nn.Module, args: Any, output: Tensor) -> None:
+            print(len(self.seen), self.items.get("a"), output)
+
+    holder, module = Holder(), nn.Linear(2, 2)
+    found = {name: stores_of(getattr(holder, name), module) for name in ("plain", "indirect", "reads")}
+    assert "out" in found["plain"].names
+    assert found["indirect"].names == {"items", "late"} and found["indirect"].containers[0] is holder.items
+    assert not found["reads"].places and not found["reads"].containers
