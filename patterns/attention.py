@@ -102,6 +102,8 @@ class AttentionChain(_Attention):
     def where(m):
         if _soft(m):
             return f"its fill {m['fill']} does not hide"
+        if m["wide"] != "no" and m["q"].dtype == torch.float64:
+            return "its operands are fp64, and its softmax is fp32: the op computes in fp64"
         if m["k"].shape[1] != m["v"].shape[1]:
             return "k and v have different numbers of heads"
         if m["q"].shape[2] == 1 and m["k"].shape[2] != 1:
@@ -170,6 +172,8 @@ class AttentionOfMatrices(_Attention):
     def where(m):
         if _soft(m):
             return f"its fill {m['fill']} does not hide"
+        if m["wide"] and m["q"].dtype == torch.float64:
+            return "its operands are fp64, and its softmax is fp32: the op computes in fp64"
         hidden = m["mask"] is not None and m["mask"].dtype == torch.bool
         if m["between"] == "four" and m["n"] >= FIRST_PRIME:
             return "the number of heads is not known"

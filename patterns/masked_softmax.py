@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from megafx.analysis.masks import MaskReader
-from megafx.analysis.visible import read_visible
+from megafx.analysis.masks import Leaf, MaskReader
+from megafx.analysis.visible import may_hide, read_visible
 from megafx.ir.nodes import argument, aten_ops, op_name
 from megafx.ir.program import Program
 from megafx.kernels.attention.masked_softmax import FILLS, mask_floor  # registers the ops, too
@@ -56,6 +56,13 @@ def _weights(z: Tensor, dtype: torch.dtype, cast: str, dropped: bool, p: float) 
     else:
         y = torch.softmax(z, -1).to(dtype)
     return F.dropout(y, p, True) if dropped else y
+
+
+def _narrows(m: Match) -> str | None:
+    """Why a match is refused whose softmax has less precision than its scores: fp64 models with an fp32 softmax."""
+    if m["scores"].dtype == torch.float64 and m["cast"] in ("dtype", "late", "early"):
+        return "its scores are fp64, and its softmax is fp32: the op computes in fp64"
+    return None
 
 
 def _factor(scaled: str, scale: float) -> float:
@@ -95,11 +102,13 @@ class ScaleMaskSoftmax(Pattern):
 
     def where(m):
         fill = _fill_before(m.node("scores"))
-        if fill is None or (m["mask_by"] == "add" and _fill_of(m.program, fill) == -math.inf):
-            return None  # -inf goes into the mask that is added
+        if fill is None:
+            return _narrows(m)
+        if m["mask_by"] == "add" and _fill_of(m.program, fill) == -math.inf:  # it goes into the mask that is added
+            return _narrows(m) if _no_row_is_blind(m, fill, m.node("mask")) else _BLIND
         if not _row_sees_a_key(m, fill, m["mask_by"]):
             return "its scores are filled before: a query may see no key, and its weights follow from both masks"
-        return None
+        return _narrows(m)
 
     def make(scores, mask, *, mask_by, scaled, scale, fill, drop):
         hidden = mask.logical_not() if mask_by == "keep" else mask
@@ -124,6 +133,8 @@ class ScaleSoftmax(Pattern):
 
     def match(scores, *, scaled, cast, dropped, scale, p):
         return _weights(_scaled(scores, scaled, cast, scale), scores.dtype, cast, dropped, p)
+
+    where = _narrows
 
     def make(scores, *, scaled, scale, drop):
         return ops.scale_mask_softmax(scores, None, _factor(scaled, scale), False, 0, -math.inf, *drop.args)
@@ -188,8 +199,11 @@ class BiasOfScores(_Before):
             scores = scores.args[0]
         if scores.target not in _PRODUCTS:
             return ""
-        if m["mask"] is not None and m["mask"].dtype == torch.bool and not _hides(m["fill"], m["scores"].dtype):
-            return f"its fill {m['fill']} is no mask: what is hidden still depends on the bias"
+        if m["mask"] is not None and m["mask"].dtype == torch.bool:
+            if not _hides(m["fill"], m["scores"].dtype):
+                return f"its fill {m['fill']} is no mask: what is hidden still depends on the bias"
+            if m["fill"] == -math.inf and _may_hide(m, m.node("bias")):
+                return _BLIND
         return None
 
     def make(scores, bias, drop, mask=None, *, scale, fill):
@@ -228,6 +242,8 @@ class HiddenScores(_Before):
         fill = m["other"] if m["value"] is None else _constant(m.program, m.node("value"))
         if fill is None or not _hides(fill * m["scale"], m["mask"].dtype):
             return f"its fill {fill} is not known to hide"
+        if fill * m["scale"] == -math.inf and not _no_row_is_blind(m, m.roots[0].args[0], m.node("mask")):
+            return _BLIND
         if fill * m["scale"] > -math.inf and not _row_sees_a_key(m, m.roots[0].args[0], "add"):
             return (
                 f"a query may see no key, and its weights then follow from the fill {fill} and the mask that is added"
@@ -268,6 +284,30 @@ def _row_sees_a_key(m: Match, fill: fx.Node, mask_by: str) -> bool:
         return False
     m.program.assumed |= {name: m.program.table(name) for name in reader.used}
     return not own.padding or (mask_by == "add" and set(filled.parts) <= set(own.parts))
+
+
+_BLIND = "a query may see no key: the NaN in its gradients reaches what is added, and not what is filled"
+
+
+def _no_row_is_blind(m: Match, fill: fx.Node, added: fx.Node) -> bool:
+    """Whether each query sees a key, where a node fills scores with -inf, and a mask or bias is added to the result."""
+    reader = MaskReader(m.program)
+    by_fill = op_name(fill) == "masked_fill"
+    given: Any = fill.args[1 if by_fill else 0]
+    filled = read_visible(reader, given, visible=not by_fill, symmetric=True)
+    if filled is None or filled.padding:
+        return False
+    own = read_visible(reader, added, visible=True, symmetric=True)
+    hides = _may_hide(m, added)
+    if own is not None:
+        hides = bool(own.padding and own.fill == -math.inf) or may_hide(m.program, own.rest)
+    m.program.assumed |= {name: m.program.table(name) for name in reader.used}
+    return not hides
+
+
+def _may_hide(m: Match, added: fx.Node) -> bool:
+    """Whether what is added to scores may be a mask, and not a bias alone."""
+    return may_hide(m.program, (Leaf(added, ()),))
 
 
 def _hides(fill: float, dtype: torch.dtype) -> bool:

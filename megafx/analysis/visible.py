@@ -118,6 +118,24 @@ def may_hide(program: Program, leaves: tuple[Leaf, ...]) -> bool:
     return False
 
 
+def masked_before(program: Program, scores: fx.Node) -> bool:
+    """Whether a mask may be in scores already: one of their own is filled, or added to them."""
+    while op_name(scores) in ("add", "mul", "div", "to", "reshape", "view"):
+        if op_name(scores) == "add":
+            both = [a for a in scores.args[:2] if isinstance(a, fx.Node)]
+            made = [a for a in both if op_name(a) in (*_SCORES, "add", "mul", "div", "to", "reshape", "view")]
+            others = [a for a in both if a is not (made or both)[0]]
+            if may_hide(program, tuple(Leaf(a, ()) for a in others)):
+                return True
+            scores = (made or both)[0]
+        else:
+            scores = scores.args[0]  # type: ignore[assignment]
+    return op_name(scores) in ("masked_fill", "where")
+
+
+_SCORES = ("matmul", "bmm", "baddbmm", "masked_fill", "where")
+
+
 def _small(program: Program, spec: object) -> bool:
     """Whether a buffer or constant holds one number, and no large one."""
     kind, name = spec.kind, spec.name  # type: ignore[attr-defined]

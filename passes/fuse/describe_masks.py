@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from megafx.analysis.masks import Choice, Leaf, MaskReader
-from megafx.analysis.visible import Visible, may_hide, read_visible
+from megafx.analysis.visible import Visible, masked_before, may_hide, read_visible
 from megafx.ir.nodes import argument, set_arguments
 from megafx.ir.program import VAL, Builder, Fusion, Phase, Program, differentiable_nodes, fqn_of, source_of
 from megafx.kernels.attention.attention_reference import ADDED, ADDED_NAN, FILLED, FILLED_NAN, ZEROS
@@ -164,7 +164,7 @@ def _hidden(
         return FILLED if finite else FILLED_NAN
     if finite or hidden != ZEROS:
         trained = differentiable_nodes(program, planner.wants_grad)
-        biased = finite and any(leaf.node in trained for leaf in seen.rest)
+        biased = any(leaf.node in trained for leaf in seen.rest)
         if biased or (argument(node, "softcap") and trained & {*node.args[:2]}):  # type: ignore[operator]
             return None  # gradients of attention_rows are of the scores
         return ADDED if finite else ADDED_NAN
@@ -190,6 +190,8 @@ def _softmax(program: Program, planner: Planner, reader: MaskReader, node: fx.No
     fill = argument(node, "fill")
     if mask.meta[VAL].dtype != torch.bool:
         filled = fill > -math.inf
+        if masked_before(program, node.args[0]):  # type: ignore[arg-type]
+            return False  # rows that see no key: their gradients reach what is added
         if seen.fill > mask_floor(mask.meta[VAL].dtype) or (seen.padding and not (filled and seen.exact)):
             return False  # gradients of rows that see no key, or their scores
         if seen.rest and not math.isinf(seen.fill) and may_hide(program, seen.rest):
